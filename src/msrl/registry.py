@@ -1,0 +1,45 @@
+"""Plugins by file name: `algorithms/advantages/rloo.py` is `estimator: rloo`.
+
+A plugin is a module of a plugin package; it is imported when it is used. Its main function has the name that the package
+documents, and the keyword-only parameters of that function are the plugin's options (`options:` in the configuration).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from msrl.errors import MsrlError, nearest
+
+
+def names(package: str) -> tuple[str, ...]:
+    """The plugin names of a package such as `msrl.rewards.verifiers`, sorted; importing none of the plugins."""
+    module = importlib.import_module(package)
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_")))
+
+
+def load(package: str, name: str, *, key: str) -> ModuleType:
+    """The module of plugin `name`. Raises MsrlError that names the configuration `key` when there is none."""
+    known = names(package)
+    if name not in known:
+        raise MsrlError(f"{key}={name}: there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}")
+    return importlib.import_module(f"{package}.{name}")
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The options of a plugin: the keyword-only parameters of its main function that have a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+
+
+def check_options(function: Callable[..., Any], options: Mapping[str, object], *, key: str) -> dict[str, Any]:
+    """`options` as keyword arguments of `function`. Raises MsrlError for a name that the plugin does not take."""
+    known = options_of(function)
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise MsrlError(f"{key}.{unknown[0]}: not an option here; {nearest(unknown[0], known) if known else 'it takes none'}")
+    return dict(options)
