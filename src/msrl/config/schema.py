@@ -1,0 +1,339 @@
+"""The one configuration: every key that a command reads, with its type, bounds, default and meaning.
+
+Frozen and closed: an unknown key is a mistake. Only what this version does has a key here; what the design names beyond that is in
+`not_yet.py`. Every section has a default, so that `Config()` is valid; what a command needs on top is checked by `checks.py`.
+Paths are text as the user gave it, relative to the working directory.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+Int = Annotated[int, Strict()]
+Float = Annotated[float, Strict()]
+Bool = Annotated[bool, Strict()]
+Count = Annotated[int, Strict(), Field(ge=1)]
+Size = Annotated[int, Strict(), Field(ge=0)]
+Text = Annotated[str, Strict(), Field(min_length=1)]
+Seconds = Annotated[float, Strict(), Field(gt=0)]
+Positive = Annotated[float, Strict(), Field(gt=0)]
+NonNegative = Annotated[float, Strict(), Field(ge=0)]
+Fraction = Annotated[float, Strict(), Field(gt=0, le=1)]
+UpToOne = Annotated[float, Strict(), Field(ge=0, le=1)]
+BelowOne = Annotated[float, Strict(), Field(ge=0, lt=1)]
+TopK = Annotated[int, Strict(), Field(ge=-1)]
+
+Platform = Literal["auto", "cpu", "cuda", "npu"]
+Dtype = Literal["float32", "bfloat16"]
+ConvertCommand = Literal["hf2mcore", "mcore2hf", "reshard", "inspect"]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, no other keys than its own, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class RunConfig(Section):
+    """Everything that a run writes lives under `dir/name`."""
+
+    name: Text = Field(default="run", description="Name of the run; its folder is run.dir/run.name")
+    seed: Size = Field(default=0, description="Seed of initialisation, shuffling and sampling where no other seed is given")
+    dir: Text = Field(default="runs", description="Folder that holds the folders of all runs")
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: Text | None = Field(default=None, description="Hugging Face folder or mcore checkpoint folder to start from")
+    tokenizer: Text | None = Field(default=None, description="Folder of the tokenizer; unset: the one that comes with model.path")
+    dtype: Dtype = Field(default="bfloat16", description="Type of weights and activations; bfloat16 keeps fp32 master weights")
+    template: Text | None = Field(default=None, description="Prompt template that the data must have been rendered with; unset: any")
+
+
+class DataConfig(Section):
+    """Data that `msrl preprocess` wrote, named by its output prefix."""
+
+    train: Text | None = Field(default=None, description="Prefix of the training data: examples for train-sft, prompts for train-grpo")
+    eval: Text | None = Field(default=None, description="Prefix of the held-out data")
+    seq_length: Count | None = Field(default=None, description="Longest row in tokens; unset: as the data was preprocessed")
+    pack: Bool = Field(default=False, description="Lay several examples end to end into rows of data.seq_length tokens")
+    shuffle: Bool = Field(default=True, description="New order of the rows in every epoch, from run.seed")
+
+
+class ClusterConfig(Section):
+    """The devices and how workers reach each other."""
+
+    platform: Platform = Field(default="auto", description="Kind of device; auto: npu, else cuda, else cpu, by what the machine has")
+    address: Text | None = Field(default=None, description="HOST:PORT of a cluster made by `msrl cluster up`; unset: a local Ray of the run's own")
+    devices_per_node: Count | None = Field(default=None, description="Training ranks, one per device (on CPU: processes); unset: tp * pp")
+    rpc_timeout_s: Seconds = Field(default=600.0, description="Seconds to wait for a worker, or a collective, before the run is ended")
+    env: dict[str, Annotated[str, Strict()]] = Field(default_factory=dict, description="Environment variables of every worker")
+
+
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
+    temperature: NonNegative = Field(default=1.0, description="Logits are divided by it; 0 is greedy, which train-grpo refuses")
+    top_p: Fraction = Field(default=1.0, description="Sample from the smallest set of tokens with this probability; 1 is off")
+    top_k: TopK = Field(default=-1, description="Sample from the k likeliest tokens; -1 is off")
+    min_p: UpToOne = Field(default=0.0, description="Leave out tokens below this fraction of the likeliest one's probability; 0 is off")
+    stop: tuple[Text, ...] = Field(default=(), description="Texts that end a completion, besides the template's own end of turn")
+    seed: Size | None = Field(default=None, description="Seed of sampling; unset: run.seed")
+
+
+class EngineConfig(Section):
+    """The engine that samples. It shares the devices of training."""
+
+    name: Literal["vllm"] = Field(default="vllm", description="Engine that generates")
+    tp: Count = Field(default=1, description="Tensor-parallel size of one engine")
+    dp: Count = Field(default=1, description="Number of engines that share the prompts")
+    memory_fraction: Fraction = Field(default=0.5, description="Share of the device's memory that the engine may take")
+    kv_cache_bytes: Count | None = Field(
+        default=None, description="Bytes of the KV cache; unset: from memory_fraction"
+    )
+    max_num_seqs: Count = Field(default=256, description="Sequences that run at the same time")
+    max_num_batched_tokens: Count | None = Field(default=None, description="Tokens of one engine step; unset: the engine's own choice")
+    max_model_len: Count | None = Field(
+        default=None, description="Longest prompt plus response in tokens; unset: as the two limits of rollout"
+    )
+    eager: Bool = Field(default=False, description="Run without graph capture and compilation (always so on CPU)")
+    prefix_cache: Bool = Field(default=True, description="Share the KV cache of equal prompt beginnings")
+
+
+class RolloutConfig(Section):
+    """What one step of reinforcement generates."""
+
+    prompts_per_step: Count = Field(default=32, description="Prompts of one step")
+    samples_per_prompt: Count = Field(default=8, description="Completions of every prompt: the size of a group")
+    max_prompt_tokens: Count = Field(default=512, description="Longest prompt; longer ones are left out and counted")
+    max_response_tokens: Count = Field(default=512, description="Longest completion")
+    sampling: SamplingConfig = Field(default=SamplingConfig(), description="How completions are sampled")
+    engine: EngineConfig = Field(default=EngineConfig(), description="The engine that samples")
+
+
+class RewardSource(Section):
+    """One verifier and its weight in the reward."""
+
+    verifier: Text = Field(description="Name of a verifier")
+    weight: Float = Field(default=1.0, description="Factor of its score in the sum")
+    timeout_s: Seconds = Field(default=10.0, description="Seconds after which a call is killed and scored as wrong")
+    options: dict[str, Any] = Field(default_factory=dict, description="Further options of this verifier, by name")
+
+
+class RewardConfig(Section):
+    """How a completion is scored: the weighted sum of all sources."""
+
+    sources: tuple[RewardSource, ...] = Field(default=(), description="Verifiers with their weights; each at most once")
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    estimator: Text = Field(default="group_norm", description="group_norm: (reward - mean) / (std + eps) within the group of a prompt")
+    eps: Positive = Field(default=1e-6, description="Added to the standard deviation")
+
+
+class ClipConfig(Section):
+    """Widths of the ratio's clipping around 1."""
+
+    low: BelowOne = Field(default=0.2, description="The ratio is clipped below 1 - low")
+    high: NonNegative = Field(default=0.2, description="The ratio is clipped above 1 + high")
+    dual: Annotated[float, Strict(), Field(gt=1)] | None = Field(
+        default=None, description="Bound of a negative advantage's loss; null is off"
+    )
+
+
+class AggregateConfig(Section):
+    """How per-token losses become one number."""
+
+    mode: Literal["token-mean"] = Field(default="token-mean", description="token-mean: over all response tokens of an update, on all ranks")
+
+
+class KlLossConfig(Section):
+    """Divergence from the reference model, in the loss."""
+
+    coef: NonNegative = Field(default=0.0, description="Factor of the KL term; 0 leaves the reference model out")
+    estimator: Literal["k1", "k2", "k3", "abs"] = Field(default="k3", description="Estimator of the divergence per token")
+
+
+class KlConfig(Section):
+    """Where the divergence from the reference model counts."""
+
+    loss: KlLossConfig = Field(default=KlLossConfig(), description="As a term of the loss")
+
+
+class AlgoConfig(Section):
+    """Advantages and loss."""
+
+    advantage: AdvantageConfig = Field(default=AdvantageConfig(), description="How rewards become advantages")
+    ratio: Literal["token"] = Field(default="token", description="Likelihood ratio per token")
+    policy_loss: Text = Field(default="ppo", description="Name of the policy loss")
+    options: dict[str, Any] = Field(default_factory=dict, description="Further options of the policy loss, by name")
+    clip: ClipConfig = Field(default=ClipConfig(), description="Clipping of the ratio")
+    aggregate: AggregateConfig = Field(default=AggregateConfig(), description="From tokens to one loss")
+    kl: KlConfig = Field(default=KlConfig(), description="Divergence from the reference model")
+    entropy_coef: Float = Field(default=0.0, description="Factor of the entropy bonus; 0 is off")
+
+
+class UpdatesConfig(Section):
+    """Optimizer updates on the samples of one step."""
+
+    samples_per_update: Count | None = Field(default=None, description="Samples of one optimizer update; unset: all samples of the step")
+    epochs: Count = Field(default=1, description="Times that the samples of a step are gone through")
+    shuffle: Bool = Field(default=True, description="New order of the samples before they are cut into updates")
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    lr: Positive = Field(default=1e-5, description="Highest learning rate")
+    min_lr: NonNegative = Field(default=0.0, description="Learning rate at the end of a linear or cosine schedule")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape of the learning rate after the warm-up")
+    warmup: Size | BelowOne = Field(default=0, description="Linear warm-up: optimizer updates (integer) or fraction of them all (below 1)")
+    betas: tuple[BelowOne, BelowOne] = Field(default=(0.9, 0.95), description="Decay of the first and second moments")
+    eps: Positive = Field(default=1e-8, description="Added to the square root of the second moment")
+    weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay of matrices; biases and norms have none")
+    grad_clip: Positive | None = Field(default=1.0, description="Largest global gradient norm; null is off")
+
+
+class ParallelConfig(Section):
+    """How the model is spread over the ranks; what remains of the world size is data parallel."""
+
+    tp: Count = Field(default=1, description="Tensor-parallel size")
+    pp: Count = Field(default=1, description="Pipeline-parallel size")
+    sp: Bool = Field(default=False, description="Sequence parallel: activations of the norms are spread over the tensor-parallel ranks")
+
+
+class TrainConfig(Section):
+    """The optimisation."""
+
+    steps: Count | None = Field(default=None, description="Steps in all: optimizer updates in train-sft, rollout rounds in train-grpo")
+    epochs: Count | None = Field(default=None, description="Times through the data, where train.steps is not set")
+    global_batch: Count = Field(default=8, description="Sequences (with data.pack: packed rows) of one optimizer update of train-sft")
+    updates: UpdatesConfig = Field(default=UpdatesConfig(), description="Optimizer updates on the samples of one train-grpo step")
+    micro_batch: Count = Field(default=1, description="Sequences of one forward-backward pass on a rank")
+    forward_micro_batch: Count | None = Field(default=None, description="Sequences of one pass without gradients; unset: train.micro_batch")
+    max_tokens_per_micro_batch: Count | None = Field(
+        default=None, description="Sequences are packed into passes of at most so many tokens instead of train.micro_batch of them; unset: off"
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its learning rate")
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the model is spread over the ranks")
+
+
+class CheckpointConfig(Section):
+    """What is loaded, saved and resumed."""
+
+    load: Text | None = Field(default=None, description="mcore checkpoint whose weights replace those of model.path")
+    save: Text | None = Field(default=None, description="Folder of the run's checkpoints; unset: checkpoints in the folder of the run")
+    every_steps: Count | None = Field(default=None, description="Steps between two checkpoints; unset: only after the last step")
+    keep: Count | None = Field(default=None, description="Newest checkpoints that stay; unset: all")
+    resume: Text = Field(default="none", description="none: start anew; auto: go on from the newest checkpoint, if any; or the path of one")
+    export_hf: Bool = Field(default=False, description="Write the final model as a Hugging Face folder, hf in the folder of the run")
+
+
+class LogConfig(Section):
+    """What is written while training."""
+
+    every_steps: Count = Field(default=1, description="Steps between two lines on the terminal; metrics.jsonl has every step")
+    trackers: tuple[Literal["tensorboard"], ...] = Field(default=("tensorboard",), description="Where metrics go besides metrics.jsonl")
+    save_rollouts: Bool = Field(default=True, description="Write every prompt and completion with its rewards to rollouts/*.jsonl")
+
+
+class EvalConfig(Section):
+    """Evaluation on data.eval while training."""
+
+    every_steps: Count | None = Field(default=None, description="Steps between two evaluations; unset: none")
+    prompts: Count | None = Field(default=None, description="Rows of data.eval that are used, from its start; unset: all")
+
+
+class ConvertConfig(Section):
+    """msrl convert-ckpt."""
+
+    command: ConvertCommand | None = Field(default=None, description="What to do; the name of the subcommand")
+    load: Text | None = Field(default=None, description="Checkpoint to read: Hugging Face folder (hf2mcore) or mcore folder")
+    save: Text | None = Field(default=None, description="Folder to write; it must not exist or be empty")
+    hf_config: Text | None = Field(default=None, description="Hugging Face folder with config.json and tokenizer, for a checkpoint without its own")
+    tp: Count = Field(default=1, description="Tensor-parallel size to write")
+    pp: Count = Field(default=1, description="Pipeline-parallel size to write")
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(default="keep", description="Type of the written tensors")
+    layout: Literal["mindspeed"] = Field(default="mindspeed", description="On-disk layout of the mcore checkpoint")
+    names: Literal["local", "te"] = Field(default="local", description="Tensor names: Megatron's local or Transformer Engine layer spec")
+    pad_vocab_to_multiple: Count | None = Field(default=None, description="Vocabulary is padded to a multiple of it; unset: tp")
+    verify: Bool = Field(default=True, description="Prove the result: bitwise round trip, and equal logits in fp32")
+
+
+class PreprocessConfig(Section):
+    """msrl preprocess."""
+
+    input: tuple[Text, ...] = Field(default=(), description="JSON, JSONL or Parquet files, folders or globs")
+    tokenizer: Text | None = Field(default=None, description="Folder of the Hugging Face tokenizer")
+    handler: Text | None = Field(default=None, description="Name of the dataset handler: how a row becomes a conversation")
+    template: Text | None = Field(default=None, description="Prompt template by name or path of a YAML file; the pretrain handler needs none")
+    output_prefix: Text | None = Field(default=None, description="Beginning of the names of all files written")
+    seq_length: Count | None = Field(default=None, description="Longest row in tokens; longer ones are dropped and counted; unset: no limit")
+    pack: Bool = Field(default=False, description="Lay several examples end to end into rows of seq_length tokens")
+    map_keys: dict[str, Annotated[str, Strict()]] = Field(
+       default= default_factory=dict, description="The handler's name of a column: the file's name of it"
+    )
+    workers: Count = Field(default=1, description="Worker processes")
+    overwrite: Bool = Field(default=False, description="Replace data that an earlier run wrote under the same prefix")
+    append_eod: Bool = Field(default=False, description="End every pretraining document with the tokenizer's end-of-text token")
+
+
+class GenerateConfig(Section):
+    """msrl generate."""
+
+    model: Text | None = Field(default=None, description="Hugging Face folder or mcore checkpoint folder")
+    prompt: Annotated[str, Strict()] | None = Field(default=None, description="One prompt, as text")
+    input: Text | None = Field(default=None, description="JSONL file with prompt or messages in every row")
+    output: Text | None = Field(default=None, description="JSONL file to write; unset: standard output")
+    engine: Literal["vllm"] = Field(default="vllm", description="Engine that generates")
+    template: Text | None = Field(default=None, description="Prompt template by name or path; unset: the tokenizer's own, if it has one")
+    system: Annotated[str, Strict()] | None = Field(default=None, description="System message; unset: the template's own")
+    max_tokens: Count = Field(default=256, description="Longest completion in tokens")
+    temperature: NonNegative = Field(default=0.0, description="Logits are divided by it; 0 is greedy")
+    top_p: Fraction = Field(default=1.0, description="Sample from the smallest set of tokens with this probability; 1 is off")
+    top_k: TopK = Field(default=-1, description="Sample from the k likeliest tokens; -1 is off")
+    min_p: UpToOne = Field(default=0.0, description="Leave out tokens below this fraction of the likeliest one's probability; 0 is off")
+    num_samples: Count = Field(default=1, description="Completions of every prompt")
+    seed: Size | None = Field(default=None, description="Seed of sampling; unset: run.seed")
+    stop: tuple[Text, ...] = Field(default=(), description="Texts that end a completion, besides the template's own end of turn")
+    raw: Bool = Field(default=False, description="Take prompts as they are, with no template")
+
+
+class ChatConfig(Section):
+    """msrl chat."""
+
+    model: Text | None = Field(default=None, description="Hugging Face folder or mcore checkpoint folder")
+    template: Text | None = Field(default=None, description="Prompt template by name or path; unset: the tokenizer's own, if it has one")
+    system: Annotated[str, Strict()] | None = Field(default=None, description="System message; unset: the template's own")
+    max_tokens: Count = Field(default=512, description="Longest answer in tokens")
+    temperature: NonNegative = Field(default=0.7, description="Logits are divided by it; 0 is greedy")
+    top_p: Fraction = Field(default=1.0, description="Sample from the smallest set of tokens with this probability; 1 is off")
+    top_k: TopK = Field(default=-1, description="Sample from the k likeliest tokens; -1 is off")
+    min_p: UpToOne = Field(default=0.0, description="Leave out tokens below this fraction of the likeliest one's probability; 0 is off")
+    seed: Size | None = Field(default=None, description="Seed of sampling; unset: run.seed")
+    stop: tuple[Text, ...] = Field(default=(), description="Texts that end an answer, besides the template's own end of turn")
+
+
+class Config(Section):
+    """All sections; each command reads those that it needs."""
+
+    run: RunConfig = Field(default=RunConfig(), description="Name, folder and seed of the run")
+    model: ModelConfig = Field(default=ModelConfig(), description="The model that is trained")
+    data: DataConfig = Field(default=DataConfig(), description="Preprocessed data")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Devices and workers")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="Generation of completions in train-grpo")
+    reward: RewardConfig = Field(default=RewardConfig(), description="Scoring of completions in train-grpo")
+    algo: AlgoConfig = Field(default=AlgoConfig(), description="Advantages and loss of train-grpo")
+    train: TrainConfig = Field(default=TrainConfig(), description="The optimisation")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Loading, saving, resuming")
+    log: LogConfig = Field(default=LogConfig(), description="What is written while training")
+    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation while training")
+    convert: ConvertConfig = Field(default=ConvertConfig(), description="msrl convert-ckpt")
+    preprocess: PreprocessConfig = Field(default=PreprocessConfig(), description="msrl preprocess")
+    generate: GenerateConfig = Field(default=GenerateConfig(), description="msrl generate")
+    chat: ChatConfig = Field(default=ChatConfig(), description="msrl chat")
