@@ -67,10 +67,10 @@ class ClusterConfig(Section):
     """The devices and how workers reach each other."""
 
     platform: Platform = Field(default="auto", description="Kind of device; auto: npu, else cuda, else cpu, by what the machine has")
-    address: Text | None = Field(default=None, description="HOST:PORT of a cluster made by `msrl cluster up`; unset: a local Ray of the run's own")
+    address: Text | None = Field(default=None, description="HOST:PORT of a cluster made by `msrl cluster up`; unset: a local Ray")
     devices_per_node: Count | None = Field(default=None, description="Training ranks, one per device (on CPU: processes); unset: tp * pp")
     rpc_timeout_s: Seconds = Field(default=600.0, description="Seconds to wait for a worker, or a collective, before the run is ended")
-    env: dict[str, Annotated[str, Strict()]] = Field(default_factory=dict, description="Environment variables of every worker")
+    env: dict[str, Annotated[str, Strict()]] = Field(default_factory=dict[str, str], description="Environment variables of every worker")
 
 
 class SamplingConfig(Section):
@@ -91,9 +91,7 @@ class EngineConfig(Section):
     tp: Count = Field(default=1, description="Tensor-parallel size of one engine")
     dp: Count = Field(default=1, description="Number of engines that share the prompts")
     memory_fraction: Fraction = Field(default=0.5, description="Share of the device's memory that the engine may take")
-    kv_cache_bytes: Count | None = Field(
-        default=None, description="Bytes of the KV cache; unset: from memory_fraction"
-    )
+    kv_cache_bytes: Count | None = Field(default=None, description="Bytes of the KV cache; unset: from memory_fraction")
     max_num_seqs: Count = Field(default=256, description="Sequences that run at the same time")
     max_num_batched_tokens: Count | None = Field(default=None, description="Tokens of one engine step; unset: the engine's own choice")
     max_model_len: Count | None = Field(
@@ -120,7 +118,7 @@ class RewardSource(Section):
     verifier: Text = Field(description="Name of a verifier")
     weight: Float = Field(default=1.0, description="Factor of its score in the sum")
     timeout_s: Seconds = Field(default=10.0, description="Seconds after which a call is killed and scored as wrong")
-    options: dict[str, Any] = Field(default_factory=dict, description="Further options of this verifier, by name")
+    options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of this verifier, by name")
 
 
 class RewardConfig(Section):
@@ -171,7 +169,7 @@ class AlgoConfig(Section):
     advantage: AdvantageConfig = Field(default=AdvantageConfig(), description="How rewards become advantages")
     ratio: Literal["token"] = Field(default="token", description="Likelihood ratio per token")
     policy_loss: Text = Field(default="ppo", description="Name of the policy loss")
-    options: dict[str, Any] = Field(default_factory=dict, description="Further options of the policy loss, by name")
+    options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of the policy loss, by name")
     clip: ClipConfig = Field(default=ClipConfig(), description="Clipping of the ratio")
     aggregate: AggregateConfig = Field(default=AggregateConfig(), description="From tokens to one loss")
     kl: KlConfig = Field(default=KlConfig(), description="Divergence from the reference model")
@@ -191,7 +189,7 @@ class OptimizerConfig(Section):
 
     lr: Positive = Field(default=1e-5, description="Highest learning rate")
     min_lr: NonNegative = Field(default=0.0, description="Learning rate at the end of a linear or cosine schedule")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape of the learning rate after the warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Learning rate after the warm-up")
     warmup: Size | BelowOne = Field(default=0, description="Linear warm-up: optimizer updates (integer) or fraction of them all (below 1)")
     betas: tuple[BelowOne, BelowOne] = Field(default=(0.9, 0.95), description="Decay of the first and second moments")
     eps: Positive = Field(default=1e-8, description="Added to the square root of the second moment")
@@ -217,7 +215,7 @@ class TrainConfig(Section):
     micro_batch: Count = Field(default=1, description="Sequences of one forward-backward pass on a rank")
     forward_micro_batch: Count | None = Field(default=None, description="Sequences of one pass without gradients; unset: train.micro_batch")
     max_tokens_per_micro_batch: Count | None = Field(
-        default=None, description="Sequences are packed into passes of at most so many tokens instead of train.micro_batch of them; unset: off"
+        default=None, description="Sequences are packed into passes of at most so many tokens; unset: train.micro_batch of them"
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its learning rate")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the model is spread over the ranks")
@@ -255,7 +253,9 @@ class ConvertConfig(Section):
     command: ConvertCommand | None = Field(default=None, description="What to do; the name of the subcommand")
     load: Text | None = Field(default=None, description="Checkpoint to read: Hugging Face folder (hf2mcore) or mcore folder")
     save: Text | None = Field(default=None, description="Folder to write; it must not exist or be empty")
-    hf_config: Text | None = Field(default=None, description="Hugging Face folder with config.json and tokenizer, for a checkpoint without its own")
+    hf_config: Text | None = Field(
+        default=None, description="Hugging Face folder with config.json and tokenizer, where the checkpoint has none"
+    )
     tp: Count = Field(default=1, description="Tensor-parallel size to write")
     pp: Count = Field(default=1, description="Pipeline-parallel size to write")
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(default="keep", description="Type of the written tensors")
@@ -271,12 +271,12 @@ class PreprocessConfig(Section):
     input: tuple[Text, ...] = Field(default=(), description="JSON, JSONL or Parquet files, folders or globs")
     tokenizer: Text | None = Field(default=None, description="Folder of the Hugging Face tokenizer")
     handler: Text | None = Field(default=None, description="Name of the dataset handler: how a row becomes a conversation")
-    template: Text | None = Field(default=None, description="Prompt template by name or path of a YAML file; the pretrain handler needs none")
+    template: Text | None = Field(default=None, description="Prompt template by name or path of a YAML file; pretrain needs none")
     output_prefix: Text | None = Field(default=None, description="Beginning of the names of all files written")
-    seq_length: Count | None = Field(default=None, description="Longest row in tokens; longer ones are dropped and counted; unset: no limit")
+    seq_length: Count | None = Field(default=None, description="Longest row in tokens; longer ones are dropped and counted")
     pack: Bool = Field(default=False, description="Lay several examples end to end into rows of seq_length tokens")
     map_keys: dict[str, Annotated[str, Strict()]] = Field(
-       default= default_factory=dict, description="The handler's name of a column: the file's name of it"
+        default_factory=dict[str, str], description="The handler's name of a column: the file's name of it"
     )
     workers: Count = Field(default=1, description="Worker processes")
     overwrite: Bool = Field(default=False, description="Replace data that an earlier run wrote under the same prefix")
