@@ -1,0 +1,19 @@
+"""Llama 2 and 3.x, and what shares its class (transformers' `LlamaForCausalLM`): no biases, optional llama3 rope scaling."""
+
+from __future__ import annotations
+
+from msrl.models.decoder import decoder_rules, decoder_shape
+from msrl.models.hf_config import HfConfig
+from msrl.models.rules import Rules
+from msrl.models.shape import Shape
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+
+
+def shape(config: HfConfig) -> Shape:
+    heads = config.count("num_attention_heads")
+    return decoder_shape(config, family="llama", qkv_bias=False, qk_norm=False, num_key_value_heads=heads, max_position_embeddings=2048)
+
+
+def rules(shape: Shape) -> Rules:
+    return decoder_rules(shape)

@@ -1,0 +1,18 @@
+"""Qwen 3, dense (transformers' `Qwen3ForCausalLM`): no biases, an RMS norm per head on q and k, head_dim of its own."""
+
+from __future__ import annotations
+
+from msrl.models.decoder import decoder_rules, decoder_shape
+from msrl.models.hf_config import HfConfig
+from msrl.models.rules import Rules
+from msrl.models.shape import Shape
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def shape(config: HfConfig) -> Shape:
+    return decoder_shape(config, family="qwen3", qkv_bias=False, qk_norm=True, head_dim=128, max_position_embeddings=32768)
+
+
+def rules(shape: Shape) -> Rules:
+    return decoder_rules(shape)
