@@ -1,0 +1,57 @@
+"""What a device is to msrl: one contract, one file per platform. Device names appear in this package and nowhere else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Platform(ABC):
+    """One kind of device. `prepare` is the first line of every worker process, before any import of Megatron or vLLM."""
+
+    name: str
+    collective_backend: str  # of torch.distributed
+    ray_resource: str  # the logical resource that an actor asks for, one per device
+    visible_devices_variable: str  # the environment variable that hides devices from a process; "" where there is none
+    overlap_communication: bool  # whether overlapping gradient reduction with the backward pass gains anything
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """What this machine lacks for the platform, as one sentence with the cure; None when nothing is missing. Imports nothing heavy."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """How many devices this machine offers. On CPU a device is a process: as many as there are cores."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make this process ready to import Megatron. Raises MsrlError that says what is missing."""
+
+    @abstractmethod
+    def device(self, local_rank: int) -> torch.device:
+        """The device of a rank; selects it for the process."""
+
+    def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
+        """Environment of a training process, to be set before it starts."""
+        return {}
+
+    def engine_environment(self) -> Mapping[str, str]:
+        """Environment that vLLM needs before it is imported."""
+        return {}
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        """Arguments that `vllm.LLM` needs on this platform."""
+        return {}
+
+    def seed(self, seed: int) -> None:
+        """Seed every generator of torch in this process."""
+        import torch
+
+        torch.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given, so that a clock can be read."""

@@ -1,0 +1,193 @@
+"""CPU: unmodified Megatron-core over gloo.
+
+Megatron speaks to its device through `torch.cuda`. In a worker process, and before Megatron is imported, those calls are
+redirected to the CPU: the same technique that torch_npu's `transfer_to_npu` uses. Nothing is changed on disk, and only
+`prepare` does it, so a process that never trains keeps its torch as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from msrl.errors import MsrlError
+from msrl.platforms.base import Platform
+
+if TYPE_CHECKING:
+    import torch
+
+_FACTORIES = ("zeros", "empty", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like", "ones_like", "full_like")
+
+
+class CpuPlatform(Platform):
+    name = "cpu"
+    collective_backend = "gloo"
+    ray_resource = "msrl_device"
+    visible_devices_variable = ""
+    overlap_communication = False
+
+    def missing(self) -> str | None:
+        absent = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
+        return f"not installed: {', '.join(absent)}; run: pip install 'msrl[cpu]'" if absent else None
+
+    def device_count(self) -> int:
+        return os.cpu_count() or 1
+
+    def prepare(self) -> None:
+        missing = self.missing()
+        if missing:
+            raise MsrlError(f"cluster.platform=cpu: {missing}")
+        _redirect_cuda()
+
+    def device(self, local_rank: int) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
+        # Passive waiting: ranks and engines share the cores, and a spinning thread holds up the one that it waits for.
+        threads = max(1, self.device_count() // num_local_ranks)
+        return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def engine_environment(self) -> Mapping[str, str]:
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        return {"enforce_eager": True}
+
+
+class _Stream:
+    """A stream of a device that has none: everything is done in order."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self, event: object = None) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _Event:
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing; a new one each time, since torch._dynamo refuses one function under two names."""
+    return lambda *args, **kwargs: None
+
+
+def _uncompiled(model: Any = None, **kwargs: object) -> Any:
+    """`torch.compile` as a decorator with or without arguments, leaving the function as it is."""
+    return model if model is not None else _uncompiled
+
+
+def _is_cuda(device: object) -> bool:
+    import torch
+
+    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return made
+
+
+def _cuda_stand_ins() -> dict[str, Any]:
+    """What each redirected name of `torch.cuda` becomes."""
+    import torch
+
+    stream = _Stream()
+    cpu = torch.device("cpu")
+    return {
+        "current_device": lambda: cpu,
+        "is_available": lambda: False,
+        "device_count": lambda: 1,
+        "synchronize": _nothing(),
+        "set_device": _nothing(),
+        "empty_cache": _nothing(),
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+    }
+
+
+@functools.cache
+def _redirect_cuda() -> None:
+    """Point `torch.cuda` of this process at the CPU; once."""
+    import torch
+
+    for name, stand_in in _cuda_stand_ins().items():
+        setattr(torch.cuda, name, stand_in)
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
+    torch.cuda.nvtx.range_push = _nothing()
+    torch.cuda.nvtx.range_pop = _nothing()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Megatron compiles its small fusions when it is imported; here that would cost seconds and gain nothing.
+    torch.compile = _uncompiled
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    _name_tensor_types()
+    _redirect_megatron_rng()
+
+
+def _name_tensor_types() -> None:
+    """Megatron's distributed optimizer compares `Tensor.type()` with `torch.cuda.*Tensor`."""
+    import torch
+
+    plain = torch.Tensor.type
+
+    def type_(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is None:
+            return plain(self).replace("torch.", "torch.cuda.", 1)
+        return plain(self, dtype, **kwargs)
+
+    torch.Tensor.type = type_
+
+
+def _redirect_megatron_rng() -> None:
+    import torch
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+PLATFORM = CpuPlatform()

@@ -1,0 +1,62 @@
+"""NVIDIA GPUs: Megatron and vLLM as they are."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from msrl.errors import MsrlError
+from msrl.platforms.base import Platform
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CudaPlatform(Platform):
+    name = "cuda"
+    collective_backend = "nccl"
+    ray_resource = "GPU"
+    visible_devices_variable = "CUDA_VISIBLE_DEVICES"
+    overlap_communication = True
+
+    def missing(self) -> str | None:
+        if importlib.util.find_spec("torch") is None:
+            return "PyTorch is not installed; run: pip install 'msrl[cuda]'"
+        import torch
+
+        if torch.version.cuda is None:
+            return "this PyTorch was built without CUDA; run: pip install 'msrl[cuda]'"
+        return None if torch.cuda.is_available() else "no CUDA device answers; look at nvidia-smi"
+
+    def device_count(self) -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+    def prepare(self) -> None:
+        missing = self.missing()
+        if missing:
+            raise MsrlError(f"cluster.platform=cuda: {missing}")
+
+    def device(self, local_rank: int) -> torch.device:
+        import torch
+
+        index = local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+
+    def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
+        # Megatron's overlap of tensor-parallel communication relies on the order of a single hardware queue.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        return {"enable_sleep_mode": True}
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+PLATFORM = CudaPlatform()

@@ -1,0 +1,84 @@
+"""Ascend NPUs: torch_npu, and MindSpeed under Megatron.
+
+MindSpeed's adaptor replaces parts of torch and Megatron when it is imported, so it must come first; it reads `sys.argv` as its own
+command line, which therefore is hidden from it (MindSpeed, mindspeed/megatron_adaptor.py and args_utils.py, core_r0.16.0).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from msrl.errors import MsrlError
+from msrl.platforms.base import Platform
+
+if TYPE_CHECKING:
+    import torch
+
+_NEEDS = {
+    "torch": "torch 2.10.0",
+    "torch_npu": "torch_npu 2.10.0.post4",
+    "megatron": "Megatron-LM core_r0.16.0",
+    "mindspeed": "MindSpeed core_r0.16.0",
+}
+
+
+class NpuPlatform(Platform):
+    name = "npu"
+    collective_backend = "hccl"
+    ray_resource = "NPU"
+    visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
+    overlap_communication = True
+
+    def missing(self) -> str | None:
+        absent = [wanted for module, wanted in _NEEDS.items() if importlib.util.find_spec(module) is None]
+        if absent:
+            return f"not installed: {', '.join(absent)}; see the README's table for Ascend NPUs (CANN 9.1)"
+        if not (os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")):
+            return "CANN's environment is not set; run: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+        return None
+
+    def device_count(self) -> int:
+        torch_npu = importlib.import_module("torch_npu")
+        return int(torch_npu.npu.device_count())
+
+    def prepare(self) -> None:
+        missing = self.missing()
+        if missing:
+            raise MsrlError(f"cluster.platform=npu: {missing}")
+        arguments, sys.argv = sys.argv, sys.argv[:1]
+        try:
+            importlib.import_module("torch_npu")
+            importlib.import_module("mindspeed.megatron_adaptor")
+        except ImportError as error:
+            raise MsrlError(f"cluster.platform=npu: {error}; torch_npu, CANN and MindSpeed must be of one release (see the README)") from error
+        finally:
+            sys.argv = arguments
+
+    def device(self, local_rank: int) -> torch.device:
+        import torch
+
+        torch_npu = importlib.import_module("torch_npu")
+        index = local_rank % self.device_count()
+        torch_npu.npu.set_device(index)
+        return torch.device("npu", index)
+
+    def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"}
+
+    def engine_environment(self) -> Mapping[str, str]:
+        # Weights that are loaded again must keep their plain layout (vllm-ascend issues 4960 and 10014).
+        return {"VLLM_ASCEND_ENABLE_NZ": "0"}
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        return {"enable_sleep_mode": True}
+
+    def synchronize(self) -> None:
+        importlib.import_module("torch_npu").npu.synchronize()
+
+
+PLATFORM = NpuPlatform()

@@ -1,0 +1,221 @@
+"""Megatron, as we use it: process groups, the model of a shape, its optimizer. Numbers come from the Shape; nothing is typed by hand."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from msrl.models.shape import Shape
+from msrl.platforms.base import Platform
+from msrl.trainer.attention import CoreAttention
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model is cut: tensor- and pipeline-parallel sizes, and whether norms are cut along the sequence (`sp`)."""
+
+    tp: int = 1
+    pp: int = 1
+    sp: bool = False
+
+    @property
+    def ranks_per_model(self) -> int:
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW (arXiv:1711.05101); biases and norms are not decayed."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+
+
+class RmsNorm(torch.nn.Module):
+    """Root-mean-square norm that also works under sequence parallelism (arXiv:1910.07467)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+        # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class PolicyModel(GPTModel):
+    """Megatron's GPT whose last stage computes logits only at the positions that `loss_mask` selects."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, loss_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        hidden = hidden_states.squeeze(1)  # [N, hidden]
+        if loss_mask is not None:
+            hidden = hidden[loss_mask]
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
+        return logits.squeeze(1)  # [M, vocabulary of this rank]
+
+
+def initialize(platform: Platform, *, rank: int, world_size: int, init_method: str, layout: Layout, seed: int, timeout_s: float) -> None:
+    """Join the process groups. `init_method` is torch's, such as `tcp://127.0.0.1:4711` or `file:///...`."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(platform.collective_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        layout.tp, layout.pp, create_gloo_process_groups=False, distributed_timeout_minutes=max(1, int(timeout_s / 60))
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    platform.seed(seed)
+
+
+def shutdown() -> None:
+    """Leave the process groups."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def transformer_config(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
+    """The Megatron settings of a shape."""
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=layout.sp and layout.tp > 1,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses sequences of differing lengths, MoE or not
+        calculate_per_token_loss=True,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=True,
+    )
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    norm = RmsNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RmsNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear,
+                    q_layernorm=norm, k_layernorm=norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RmsNorm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )  # fmt: skip
+
+
+def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, padded_vocab_size: int) -> PolicyModel:
+    """This rank's part of the model, weights not yet set."""
+    config = transformer_config(shape, layout, dtype, device)
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    block = TransformerBlockSubmodules(layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config), layer_norm=RmsNorm)
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=block,  # pyright: ignore[reportArgumentType]
+        vocab_size=padded_vocab_size,
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=is_first,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="none",
+    )
+    if is_last:
+        # The sequence is gathered before positions are selected, hence before this layer.
+        model.output_layer.sequence_parallel = False
+    return model.to(device)
+
+
+def wrap(model: PolicyModel, platform: Platform) -> DistributedDataParallel:
+    """Megatron's data-parallel wrapper; gradients are summed, not averaged, since losses come with global denominators."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=platform.overlap_communication,
+        check_for_nan_in_grad=False,
+    )
+    wrapped = DistributedDataParallel(model.config, config, model)
+    model.config.finalize_model_grads_func = functools.partial(_finalize)
+    model.config.no_sync_func = wrapped.no_sync
+    return wrapped
+
+
+def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    finalize_model_grads(model, None, **kwargs)
+
+
+def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSettings, *, is_bf16: bool) -> MegatronOptimizer:
+    """Megatron's distributed AdamW over fp32 master weights."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        clip_grad=settings.grad_clip,
+        bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
