@@ -1,0 +1,147 @@
+"""From sequences of different lengths to micro-batches without padding between them, and to equal work for every rank.
+
+T tokens of a sequence, S sequences of a micro-batch, N tokens of it. A micro-batch is aligned with the position that *predicts*:
+`labels[i]` is the token after `token_ids[i]`, and what was given per token [T] (loss mask, advantages, log-probabilities) stands at
+the position before that token. The last position of a sequence predicts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from msrl.errors import MsrlError
+from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, TrainingSample
+
+
+class Sequences(NamedTuple):
+    """What `micro_batch` takes, in the order of its parameters: `micro_batch(*rl_sequences(samples))`."""
+
+    token_ids: tuple[Ints, ...]  # S of [T]
+    loss_masks: tuple[Bools, ...]  # S of [T]
+    fields: Mapping[str, tuple[Floats, ...]]  # each S of [T]
+
+
+def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
+    """Indices of `lengths` in as few bins of at most `capacity` tokens as first-fit decreasing finds (at most 11/9 of the optimum + 1).
+
+    Deterministic: equal lengths go in their original order, every bin lists its items in that order, bins are sorted by their
+    first item. Raises MsrlError when one sequence alone exceeds the capacity.
+    """
+    contents: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > capacity:
+            raise MsrlError(
+                f"a sequence of {length} tokens does not fit into a micro-batch of {capacity}: "
+                "raise train.max_tokens_per_micro_batch or shorten the sequences"
+            )
+        home = next((b for b, free in enumerate(room) if free >= length), None)
+        if home is None:
+            contents.append([index])
+            room.append(capacity - length)
+        else:
+            contents[home].append(index)
+            room[home] -= length
+    return tuple(sorted(tuple(sorted(items)) for items in contents))
+
+
+def balanced(lengths: Sequence[int], num_parts: int) -> tuple[tuple[int, ...], ...]:
+    """Indices of `lengths` in `num_parts` parts of equal count and nearly equal total length, each in original order.
+
+    Longest first, in rounds of one item for each part: the longest of a round goes to the part with the least so far.
+    Raises MsrlError when the count is not divisible.
+    """
+    if num_parts < 1 or len(lengths) % num_parts:
+        raise MsrlError(f"{len(lengths)} sequences do not divide into {num_parts} equal parts: change the batch or the data-parallel size")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    for start in range(0, len(order), num_parts):
+        emptiest_first = sorted(range(num_parts), key=lambda p: (loads[p], p))
+        for part, index in zip(emptiest_first, order[start : start + num_parts], strict=True):
+            parts[part].append(index)
+            loads[part] += lengths[index]
+    return tuple(tuple(sorted(part)) for part in parts)
+
+
+def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
+    """Rendered conversations as sequences to pack; there are no further fields."""
+    return Sequences(tuple(e.token_ids for e in examples), tuple(e.loss_mask for e in examples), {})
+
+
+def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
+    """Prompts with their responses; the response is what is learnt. Fields: `advantages` and `sampler_logprobs`, 0 on the prompt."""
+    return Sequences(
+        tuple(np.concatenate((s.prompt_ids, s.response_ids)) for s in samples),
+        tuple(np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids) for s in samples),
+        {
+            "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
+            "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),
+        },
+    )
+
+
+def micro_batch(
+    token_ids: Sequence[Ints],  # S of [T]
+    loss_masks: Sequence[Bools],  # S of [T], True where the token is to be learnt
+    fields: Mapping[str, Sequence[Floats]] | None = None,  # each S of [T], aligned with the tokens
+    *,
+    pad_to_multiple: int = 1,
+) -> MicroBatch:
+    """The sequences end to end. What is masked out carries 0 in every field, whatever stood there.
+
+    When `pad_to_multiple` asks for more tokens (sequence parallel needs a multiple of TP), they form one more segment of token 0
+    with loss_mask False. Raises ValueError for no sequences, an empty one, or arrays of different lengths.
+    """
+    lengths = [len(ids) for ids in token_ids]
+    fields = fields or {}
+    _check(lengths, {"loss_masks": loss_masks, **fields})
+    padding = -sum(lengths) % pad_to_multiple
+    segments = [*lengths, padding] if padding else lengths
+    mask = _shifted(loss_masks, padding, np.bool_)
+    return MicroBatch(
+        token_ids=np.concatenate((*token_ids, np.zeros(padding, np.int64))).astype(np.int64, copy=False),
+        labels=_shifted(token_ids, padding, np.int64),
+        loss_mask=mask,
+        cu_seqlens=np.cumsum([0, *segments], dtype=np.int32),
+        fields={name: np.where(mask, _shifted(values, padding, np.float32), np.float32(0)) for name, values in fields.items()},
+    )
+
+
+def per_token(
+    values: Floats,  # [N] aligned with the positions of a micro-batch
+    cu_seqlens: NDArray[np.int32],  # [S + 1]
+) -> tuple[Floats, ...]:  # S of [T]
+    """The other way: numbers of a micro-batch (log-probabilities, say) for each token of each segment; the first token has none, so 0.
+
+    They can then be packed differently. A padding segment, where there is one, comes last.
+    """
+    pieces = [values[start:end] for start, end in pairwise(cu_seqlens)]
+    return tuple(np.concatenate((np.zeros(1, values.dtype), piece[:-1])) for piece in pieces)
+
+
+def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
+    """Every array moved one position forward, its last position 0, then `padding` zeros."""
+    nothing = np.zeros(1, dtype)
+    pieces = [piece for array in arrays for piece in (array[1:], nothing)]
+    return np.concatenate((*pieces, np.zeros(padding, dtype))).astype(dtype, copy=False)
+
+
+def _behind_prompt(sample: TrainingSample, values: Floats) -> Floats:
+    if len(values) != len(sample.response_ids):
+        raise ValueError(f"{len(values)} numbers for a response of {len(sample.response_ids)} tokens")
+    return np.concatenate((np.zeros(len(sample.prompt_ids), np.float32), values)).astype(np.float32, copy=False)
+
+
+def _check(lengths: Sequence[int], aligned: Mapping[str, Sequence[NDArray]]) -> None:
+    if not lengths or min(lengths) == 0:
+        raise ValueError("a micro-batch needs at least one sequence, and every sequence at least one token")
+    for name, arrays in aligned.items():
+        if [len(array) for array in arrays] != list(lengths):
+            raise ValueError(f"{name} is not aligned with the tokens: lengths {[len(a) for a in arrays]} for {list(lengths)}")

@@ -1,0 +1,155 @@
+"""Packing: what is where in a micro-batch, bins and balance, and the loss of a batch under every way of packing it."""
+
+import numpy as np
+import pytest
+import torch
+
+from msrl.algorithms.losses.ppo import policy_loss
+from msrl.algorithms.packing import balanced, bins, micro_batch, per_token, rl_sequences, sft_sequences
+from msrl.errors import MsrlError
+from msrl.types import RenderedExample, TrainingSample
+
+
+def ints(*values):
+    return np.array(values, dtype=np.int64)
+
+
+def floats(*values):
+    return np.array(values, dtype=np.float32)
+
+
+def bools(*values):
+    return np.array(values, dtype=np.bool_)
+
+
+def test_two_sequences_lie_end_to_end_and_predict_only_within_themselves():
+    batch = micro_batch(
+        [ints(10, 11, 12), ints(20, 21)],
+        [bools(False, True, True), bools(True, True)],
+        {"advantages": [floats(0, 1, 2), floats(9, 3)]},
+        pad_to_multiple=4,
+    )
+    assert batch.token_ids.tolist() == [10, 11, 12, 20, 21, 0, 0, 0]
+    assert batch.labels.tolist() == [11, 12, 0, 21, 0, 0, 0, 0]
+    assert batch.loss_mask.tolist() == [True, True, False, True, False, False, False, False]
+    assert batch.fields["advantages"].tolist() == [1, 2, 0, 3, 0, 0, 0, 0]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 8]
+    dtypes = (batch.token_ids.dtype, batch.labels.dtype, batch.loss_mask.dtype, batch.cu_seqlens.dtype, batch.fields["advantages"].dtype)
+    assert dtypes == (np.int64, np.int64, np.bool_, np.int32, np.float32)
+
+
+def test_no_padding_segment_where_none_is_needed():
+    assert micro_batch([ints(1, 2), ints(3, 4)], [bools(1, 1), bools(1, 1)], pad_to_multiple=2).cu_seqlens.tolist() == [0, 2, 4]
+
+
+def test_masked_tokens_carry_zero_in_the_fields_whatever_stood_there():
+    batch = micro_batch([ints(1, 2, 3)], [bools(False, False, True)], {"x": [floats(np.nan, np.nan, 5)]})
+    assert batch.fields["x"].tolist() == [0, 5, 0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "masks", "fields"),
+    [([], [], {}), ([ints()], [bools()], {}), ([ints(1, 2)], [bools(True)], {}), ([ints(1)], [bools(True)], {"x": [floats(1, 2)]})],
+)
+def test_what_does_not_fit_together_is_refused(ids, masks, fields):
+    with pytest.raises(ValueError, match=r"aligned|at least one"):
+        micro_batch(ids, masks, fields)
+
+
+def test_sft_examples_keep_their_mask():
+    batch = micro_batch(*sft_sequences([RenderedExample(ints(5, 6, 7), bools(False, False, True))]))
+    assert batch.labels[batch.loss_mask].tolist() == [7]
+
+
+def test_samples_learn_exactly_their_response_with_their_numbers():
+    sample = TrainingSample(ints(1, 2), ints(3, 4, 5), advantages=floats(7, 8, 9), sampler_logprobs=floats(-1, -2, -3))
+    batch = micro_batch(*rl_sequences([sample, sample]))
+    assert batch.labels[batch.loss_mask].tolist() == [3, 4, 5, 3, 4, 5]
+    assert batch.fields["advantages"][batch.loss_mask].tolist() == [7, 8, 9, 7, 8, 9]
+    assert batch.fields["sampler_logprobs"].tolist() == [0, -1, -2, -3, 0] * 2
+
+
+def test_numbers_of_positions_come_back_as_numbers_of_tokens():
+    numbers = [floats(0, 1, 2), floats(0, 3), floats(0)]
+    ids, masks = [np.arange(len(n)) for n in numbers], [np.ones(len(n), dtype=bool) for n in numbers]
+    batch = micro_batch(ids, masks, {"x": numbers}, pad_to_multiple=8)
+    back = per_token(batch.fields["x"], batch.cu_seqlens)
+    assert [b.tolist() for b in back[:3]] == [n.tolist() for n in numbers]
+
+
+def test_bins_by_hand():
+    assert bins([5, 9, 1, 4, 6, 5], 10) == ((0, 5), (1, 2), (3, 4))
+    assert bins([], 10) == ()
+    assert bins([3, 3, 3], 3) == ((0,), (1,), (2,))
+
+
+def test_bins_hold_everything_once_within_capacity_and_near_the_optimum():
+    lengths = np.random.default_rng(1).integers(1, 513, 400).tolist()
+    packed = bins(lengths, 1024)
+    assert sorted(i for items in packed for i in items) == list(range(400))
+    assert all(sum(lengths[i] for i in items) <= 1024 and list(items) == sorted(items) for items in packed)
+    assert len(packed) <= np.ceil(sum(lengths) / 1024) * 11 / 9 + 1
+    assert packed == bins(lengths, 1024)
+
+
+def test_a_sequence_longer_than_the_capacity_is_refused():
+    with pytest.raises(MsrlError, match="11 tokens does not fit into a micro-batch of 10"):
+        bins([3, 11], 10)
+
+
+def test_balanced_parts_have_equal_counts_and_nearly_equal_lengths():
+    assert balanced([8, 1, 7, 2], 2) == ((0, 1), (2, 3))
+    lengths = np.random.default_rng(2).integers(1, 2000, 256).tolist()
+    parts = balanced(lengths, 8)
+    assert {len(p) for p in parts} == {32}
+    assert sorted(i for p in parts for i in p) == list(range(256))
+    loads = [sum(lengths[i] for i in p) for p in parts]
+    assert max(loads) - min(loads) < 0.02 * np.mean(loads)
+
+
+def test_a_count_that_does_not_divide_is_refused():
+    with pytest.raises(MsrlError, match="5 sequences do not divide into 2"):
+        balanced([1] * 5, 2)
+
+
+def random_samples(count=12):
+    random = np.random.default_rng(3)
+    shapes = [(int(p), int(r)) for p, r in random.integers(1, 9, (count, 2))]
+    return [
+        TrainingSample(
+            random.integers(0, 50, p),
+            random.integers(0, 50, r),
+            random.normal(size=r).astype(np.float32),
+            random.normal(-1, 0.3, r).astype(np.float32),
+        )
+        for p, r in shapes
+    ]
+
+
+def packed_loss_and_gradient(samples, groups, pad_to_multiple):
+    """The loss of a table of logits by (token, next token) under one packing: a model without context, but a real gradient."""
+    table = (torch.arange(2500, dtype=torch.float64).reshape(50, 50) * 0.37).sin().requires_grad_()
+    num_tokens = sum(len(s.response_ids) for s in samples)
+    total = 0.0
+    for group in groups:
+        batch = micro_batch(*rl_sequences([samples[i] for i in group]), pad_to_multiple=pad_to_multiple)
+        labels, mask = torch.from_numpy(batch.labels), torch.from_numpy(batch.loss_mask)
+        logprobs = table[torch.from_numpy(batch.token_ids)].log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        fields = {name: torch.from_numpy(values) for name, values in batch.fields.items()}
+        loss = policy_loss(
+            logprobs, fields["sampler_logprobs"], fields["advantages"], mask, clip_low=0.2, clip_high=0.2, num_tokens=num_tokens
+        ).loss
+        loss.backward()
+        total += loss.item()
+    return total, table.grad
+
+
+def test_neither_packing_nor_padding_changes_the_loss_or_the_gradient():
+    samples = random_samples()
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    expected, gradient = packed_loss_and_gradient(samples, [range(12)], 1)
+    for groups in (bins(lengths, 20), bins(lengths, 33), balanced(lengths, 4), [[i] for i in range(12)]):
+        for pad_to_multiple in (1, 8):
+            loss, other = packed_loss_and_gradient(samples, groups, pad_to_multiple)
+            assert loss == pytest.approx(expected, rel=1e-12)
+            torch.testing.assert_close(other, gradient, rtol=1e-10, atol=1e-14)
