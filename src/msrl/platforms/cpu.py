@@ -29,6 +29,8 @@ class CpuPlatform(Platform):
     ray_resource = "msrl_device"
     visible_devices_variable = ""
     overlap_communication = False
+    shares_main_memory = True
+    engine_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
     def missing(self) -> str | None:
         absent = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]

@@ -1,0 +1,298 @@
+"""vLLM as a rollout engine, within this process where one device is enough (the API of vLLM 0.23 to 0.32).
+
+The only file that imports vllm, and only once its environment is set. With several devices vLLM starts a process for each, and
+new weights reach them through files in shared memory, since its control channel carries no tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape
+from msrl.models.shape import Shape
+from msrl.platforms.base import Platform
+from msrl.rollout.engine import (
+    BYTES_PER_ELEMENT,
+    EngineSettings,
+    Piece,
+    check_prompt,
+    checked_weights,
+    expected_weights,
+    kv_cache_bytes,
+    sample_seeds,
+)
+from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BLOCK_TOKENS = 128  # of vLLM's KV cache in main memory
+_BUCKET_BYTES = 1 << 30  # of a file that carries weights to the devices' processes
+_FINISHED = ("stop", "length")
+
+
+class WeightReceiver:
+    """Methods that vLLM adds to its worker (`worker_extension_cls`); `self` is that worker."""
+
+    model_runner: Any
+
+    def receive_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load Hugging Face weights in place and prepare them as at the start."""
+        self.model_runner.reload_weights(weights_iterator=tensors)
+        _repack_tied_head(self.model_runner.get_model())
+
+    def receive_weight_files(self, folder: str, expected: Sequence[str]) -> None:
+        """The same from the safetensors files in `folder`."""
+        self.receive_weights(checked_weights(_read_files(Path(folder)), frozenset(expected)))
+
+
+def _repack_tied_head(model: Any) -> None:
+    """On CPU the output layer multiplies by a packed copy of its weight, which a reload leaves as it was when the embedding is tied."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
+        head.quant_method.process_weights_after_loading(head)
+
+
+class VllmEngine:
+    """See `msrl.rollout.engine.Engine`."""
+
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+        """Start the engine, which takes seconds. Raises MsrlError for a model or settings that it cannot serve."""
+        self._shape = load_shape(settings.model_dir)
+        self._settings = settings
+        self.max_model_len = _model_length(settings, self._shape)
+        dtype = settings.dtype or self._shape.dtype
+        _check_model(settings, self._shape, dtype, platform)
+        _prepare_environment(platform, settings)
+        import torch
+
+        self._set_num_threads = torch.set_num_threads
+        self._torch_was_distributed = torch.distributed.is_initialized()
+        self._llm = _start(_arguments(settings, self._shape, dtype, self.max_model_len, platform), settings)
+        self._tokenizer = self._llm.get_tokenizer()
+        self._sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
+        for prompt in prompts:
+            check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
+        copies = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
+        seeds = sample_seeds(prompts, sampling, policy_version)
+        params = [self._params(prompt, sampling, seed) for prompt, seed in zip(copies, seeds, strict=True)]
+        outputs = self._llm.generate([_as_input(prompt.token_ids) for prompt in copies], params, use_tqdm=False) if copies else []
+        completions = iter([self._completion(output.outputs[0], policy_version) for output in outputs])
+        return tuple(RolloutGroup(prompt, tuple(islice(completions, sampling.num_samples))) for prompt in prompts)
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams) -> Iterator[Piece]:
+        from vllm.sampling_params import RequestOutputKind
+
+        check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
+        params = self._params(prompt, sampling, sampling.seed)
+        params.detokenize, params.output_kind, params.logprobs = True, RequestOutputKind.DELTA, None
+        engine, request = self._llm.llm_engine, str(next(self._llm.request_counter))
+        engine.add_request(request, _as_input(prompt.token_ids), params)
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    reason = output.outputs[0].finish_reason
+                    yield Piece(output.outputs[0].text, None if reason is None else _finish_reason(reason))
+        finally:
+            engine.abort_request([request])
+
+    def score(self, token_ids: Sequence[Ints]) -> tuple[Floats, ...]:
+        import vllm
+
+        for index, ids in enumerate(token_ids):
+            check_prompt(Prompt(index, ids), self._shape.vocab_size, self.max_model_len)
+        params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        outputs = self._llm.generate([_as_input(ids) for ids in token_ids], params, use_tqdm=False) if token_ids else []
+        return tuple(_logprobs(ids[1:], output.prompt_logprobs[1:]) for ids, output in zip(token_ids, outputs, strict=True))
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        expected = expected_weights(self._shape)
+        if self._settings.tp == 1:
+            self._llm.collective_rpc("receive_weights", args=(checked_weights(tensors, expected),))
+        else:
+            with tempfile.TemporaryDirectory(prefix="msrl-weights-", dir=_shared_memory()) as folder:
+                _write_files(tensors, Path(folder))
+                self._llm.collective_rpc("receive_weight_files", args=(folder, sorted(expected)))
+        self._llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        if self._sleeps:
+            self._llm.sleep(level=1)
+
+    def wake(self) -> None:
+        if self._sleeps:
+            self._llm.wake_up()
+
+    def close(self) -> None:
+        import torch
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        if not self._torch_was_distributed:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+        torch.set_num_threads = self._set_num_threads
+        gc.collect()
+
+    def _params(self, prompt: Prompt, sampling: SamplingParams, seed: int | None) -> Any:
+        """vLLM's parameters of one completion. Text is made afterwards unless a stop text must be watched for."""
+        import vllm
+
+        return vllm.SamplingParams(
+            max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt.token_ids)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=seed,
+            ignore_eos=sampling.ignore_eos,
+            logprobs=0,
+            detokenize=bool(sampling.stop),
+        )
+
+    def _completion(self, output: Any, policy_version: int) -> Completion:
+        token_ids = np.asarray(output.token_ids, dtype=np.int64)
+        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return Completion(token_ids, _logprobs(token_ids, output.logprobs), _finish_reason(output.finish_reason), policy_version, text)
+
+
+def _as_input(token_ids: Ints) -> dict[str, list[int]]:
+    return {"prompt_token_ids": token_ids.tolist()}
+
+
+def _logprobs(token_ids: Ints, entries: Sequence[Any]) -> Floats:
+    """The log-probability of each token out of vLLM's per-position tables."""
+    return np.asarray([entry[token].logprob for token, entry in zip(token_ids.tolist(), entries, strict=True)], dtype=np.float32)
+
+
+def _finish_reason(reason: str) -> Literal["stop", "length"]:
+    if reason not in _FINISHED:
+        raise RuntimeError(f"vLLM ended a completion with {reason!r}, which is neither an end nor a limit")
+    return cast(Literal["stop", "length"], reason)
+
+
+def _model_length(settings: EngineSettings, shape: Shape) -> int:
+    """Tokens that prompt and response may have together."""
+    length = settings.max_model_len or shape.max_position_embeddings
+    if length > shape.max_position_embeddings:
+        limit = shape.max_position_embeddings
+        raise MsrlError(f"max_model_len={length}: the model in {settings.model_dir} was made for {limit} positions; set {limit} or less")
+    return length
+
+
+def _check_model(settings: EngineSettings, shape: Shape, dtype: str, platform: Platform) -> None:
+    if dtype not in BYTES_PER_ELEMENT:
+        raise MsrlError(f"{settings.model_dir}: dtype {dtype} cannot be generated with; known: {', '.join(BYTES_PER_ELEMENT)}")
+    known = platform.engine_head_dims
+    if known and shape.head_dim not in known:
+        raise MsrlError(
+            f"{settings.model_dir}: head_dim {shape.head_dim} has no attention kernel in vLLM on {platform.name}; "
+            f"known: {', '.join(map(str, known))}"
+        )
+    if shape.num_attention_heads % settings.tp:
+        raise MsrlError(
+            f"rollout.engine.tp={settings.tp} does not divide the {shape.num_attention_heads} attention heads; set one that does"
+        )
+
+
+def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
+    """What vLLM reads when it is imported; what the user has set stays."""
+    common = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "INFO" if settings.verbose else "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    for name, value in {**common, **platform.engine_environment()}.items():
+        os.environ.setdefault(name, value)
+
+
+def _arguments(settings: EngineSettings, shape: Shape, dtype: str, max_model_len: int, platform: Platform) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; the platform's own win."""
+    chosen: dict[str, Any] = {
+        "model": str(settings.model_dir),
+        "tokenizer": str(settings.tokenizer_dir or settings.model_dir),
+        "dtype": dtype,
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tp,
+        "max_model_len": max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": settings.eager,
+        "enable_prefix_caching": settings.prefix_cache,
+        "gpu_memory_utilization": settings.memory_fraction,
+        "load_format": "dummy" if settings.random_weights else "auto",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{__name__}.{WeightReceiver.__name__}",
+        "use_tqdm_on_load": settings.verbose,
+        "disable_log_stats": True,
+    }
+    if settings.max_num_batched_tokens:
+        chosen["max_num_batched_tokens"] = settings.max_num_batched_tokens
+    kv_bytes = settings.kv_cache_bytes
+    if kv_bytes is None and platform.shares_main_memory:
+        kv_bytes = kv_cache_bytes(shape, settings, dtype, max_model_len, _BLOCK_TOKENS, _available_memory())
+    if kv_bytes is not None:
+        chosen["kv_cache_memory_bytes"] = kv_bytes
+    return {**chosen, **platform.engine_arguments()}
+
+
+def _available_memory() -> int:
+    """Bytes of main memory that can be had without swapping."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _start(arguments: dict[str, Any], settings: EngineSettings) -> Any:
+    import vllm
+
+    try:
+        return vllm.LLM(**arguments)
+    except ValueError as error:  # what vLLM raises for a configuration that it refuses
+        raise MsrlError(f"{settings.model_dir}: vLLM does not start with these settings: {error}") from error
+
+
+def _shared_memory() -> str | None:
+    """A folder in memory where there is one; the ordinary temporary folder otherwise."""
+    folder = Path("/dev/shm")
+    return str(folder) if folder.is_dir() and os.access(folder, os.W_OK) else None
+
+
+def _write_files(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Weights as safetensors files of about 1 GiB each."""
+    from safetensors.torch import save_file
+
+    bucket: dict[str, Tensor] = {}
+    size, count = 0, 0
+    for name, tensor in tensors:
+        bucket[name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+        if size >= _BUCKET_BYTES:
+            save_file(bucket, folder / f"{count:05d}.safetensors")
+            bucket, size, count = {}, 0, count + 1
+    if bucket:
+        save_file(bucket, folder / f"{count:05d}.safetensors")
+
+
+def _read_files(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                yield name, file.get_tensor(name)
