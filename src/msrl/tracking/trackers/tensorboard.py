@@ -1,0 +1,44 @@
+"""TensorBoard event files, written by TensorBoard's own writer into `<run>/tensorboard` (no TensorFlow, no torch)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msrl.errors import MsrlError
+from msrl.types import StepReport
+
+if TYPE_CHECKING:
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+
+def open_tracker(run_dir: Path, *, resumed_step: int | None = None) -> TensorBoardTracker:
+    """A tracker that writes to `run_dir/tensorboard`; what an earlier attempt logged past `resumed_step` is no longer shown."""
+    try:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError as error:
+        raise MsrlError("log.trackers=tensorboard: the package tensorboard is not installed; pip install tensorboard") from error
+    return TensorBoardTracker(EventFileWriter(str(run_dir / "tensorboard")), resumed_step)
+
+
+class TensorBoardTracker:
+    """Scalars by metric name; seconds per stage as `seconds/<stage>`."""
+
+    def __init__(self, writer: EventFileWriter, resumed_step: int | None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+
+        self._writer = writer
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        if resumed_step is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.add_event(self._event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
+
+    def log(self, report: StepReport) -> None:
+        scalars = dict(report.metrics) | {f"seconds/{stage}": seconds for stage, seconds in report.seconds.items()}
+        values = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=report.step, summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
