@@ -1,0 +1,394 @@
+"""What can be known wrong before any device is asked for, per command: missing keys and files, unknown names, sizes that do not fit.
+
+Each check is a generator of lines; all of them run, so that one pass names every mistake.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from msrl import registry
+from msrl.config import derived
+from msrl.config.loader import Resolved
+from msrl.config.messages import description
+from msrl.config.templates import find_template
+from msrl.errors import ManyErrors, MsrlError, nearest
+from msrl.models.families import load_shape
+from msrl.models.shape import Shape
+
+Check = Callable[[Resolved], Iterator[str]]
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def check(resolved: Resolved, command: str) -> None:
+    """Raises ManyErrors with one line for everything that `command` cannot do with this configuration."""
+    lines = [line for one in CHECKS.get(command, ()) for line in one(resolved)]
+    if lines:
+        raise ManyErrors(list(dict.fromkeys(lines)))
+
+
+def guess(resolved: Resolved) -> str | None:
+    """The command that a configuration is meant for, by the sections that it sets."""
+    for key, command in _TELLTALE.items():
+        if resolved.is_set(key):
+            return command
+    return None
+
+
+_TELLTALE = {
+    "reward.sources": "train-grpo",
+    "rollout": "train-grpo",
+    "convert": "convert-ckpt",
+    "preprocess": "preprocess",
+    "generate": "generate",
+    "chat": "chat",
+    "data.train": "train-sft",
+    "train": "train-sft",
+}
+
+
+def _value(resolved: Resolved, key: str) -> object:
+    value: object = resolved.config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _needed(resolved: Resolved, *keys: str) -> Iterator[str]:
+    """A line for each key without a value."""
+    for key in keys:
+        if _value(resolved, key) in (None, ()):
+            section, name = key.split(".", 1)
+            flag = f"give --{name.replace('_', '-')}" if section in ("convert", "preprocess", "generate", "chat") else f"set {key}"
+            yield f"{key}: is missing; {flag}: {description(key.split('.'))}"
+
+
+def _folder(resolved: Resolved, key: str) -> Iterator[str]:
+    path = _value(resolved, key)
+    if isinstance(path, str) and not Path(path).is_dir():
+        yield resolved.mistake(key, "there is no such folder")
+
+
+def _checkpoint(resolved: Resolved, key: str) -> Iterator[str]:
+    """A line when the path is neither a Hugging Face folder nor an mcore checkpoint."""
+    yield from _folder(resolved, key)
+    path = _value(resolved, key)
+    if isinstance(path, str) and Path(path).is_dir() and not _is_hf(path) and not _is_mcore(path):
+        yield resolved.mistake(key, f"holds neither config.json (Hugging Face) nor {TRACKER} (mcore)")
+
+
+def _is_hf(path: str) -> bool:
+    return (Path(path) / "config.json").is_file()
+
+
+def _is_mcore(path: str) -> bool:
+    return (Path(path) / TRACKER).is_file()
+
+
+def _template(resolved: Resolved, key: str) -> Iterator[str]:
+    name = _value(resolved, key)
+    if isinstance(name, str):
+        try:
+            find_template(name)
+        except MsrlError as error:
+            yield resolved.mistake(key, str(error))
+
+
+def _plugin(resolved: Resolved, key: str, package: str, name: str, aliases: Mapping[str, str] | None = None) -> Iterator[str]:
+    known = [*registry.names(package), *(aliases or {})]
+    if name not in known:
+        yield resolved.mistake(key, f"there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}")
+
+
+# --- training -------------------------------------------------------------------------------------------------------------------
+
+
+def _training_inputs(resolved: Resolved) -> Iterator[str]:
+    config = resolved.config
+    if config.model.path is None and config.checkpoint.load is None:
+        yield from _needed(resolved, "model.path")
+    yield from _needed(resolved, "data.train")
+    yield from _checkpoint(resolved, "model.path")
+    yield from _checkpoint(resolved, "checkpoint.load")
+    yield from _folder(resolved, "model.tokenizer")
+    yield from _template(resolved, "model.template")
+    for key in ("data.train", "data.eval"):
+        yield from _prefix(resolved, key)
+    if config.checkpoint.resume not in ("none", "auto") and not Path(config.checkpoint.resume).is_dir():
+        yield resolved.mistake("checkpoint.resume", "must be none, auto, or the folder of a checkpoint; there is no such folder")
+
+
+def _prefix(resolved: Resolved, key: str) -> Iterator[str]:
+    """A line when no preprocessed data has this prefix."""
+    prefix = _value(resolved, key)
+    if isinstance(prefix, str) and not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
+        yield resolved.mistake(key, f"there is no preprocessed data of this prefix ({prefix}_*.idx); write it with `msrl preprocess`")
+
+
+def _length_of_training(resolved: Resolved) -> Iterator[str]:
+    train = resolved.config.train
+    if train.steps is None and train.epochs is None:
+        yield "train.steps: is missing; set train.steps or train.epochs"
+    if train.steps is not None and train.epochs is not None:
+        yield resolved.mistake("train.epochs", f"stands beside train.steps={train.steps}; set only one of them, the other to null")
+    if train.optimizer.min_lr > train.optimizer.lr:
+        yield resolved.mistake("train.optimizer.min_lr", f"must be at most train.optimizer.lr={train.optimizer.lr}")
+    if resolved.config.eval.every_steps is not None and resolved.config.data.eval is None:
+        yield resolved.mistake("eval.every_steps", "needs data.eval, the prefix of the held-out data")
+    if train.max_tokens_per_micro_batch is not None and resolved.is_set("train.micro_batch"):
+        yield resolved.mistake("train.micro_batch", "has no effect beside train.max_tokens_per_micro_batch; set only one of them")
+
+
+def _warmup(resolved: Resolved, updates_per_step: int = 1) -> Iterator[str]:
+    train, warmup = resolved.config.train, resolved.config.train.optimizer.warmup
+    if isinstance(warmup, int) and train.steps is not None and warmup > train.steps * updates_per_step:
+        total = train.steps * updates_per_step
+        yield resolved.mistake(
+            "train.optimizer.warmup", f"must be at most the {total} optimizer updates of this run, or a fraction below 1"
+        )
+
+
+def _devices(resolved: Resolved) -> Iterator[str]:
+    config, parallel = resolved.config, resolved.config.train.parallel
+    world = derived.world_size(config)
+    if world % (parallel.tp * parallel.pp):
+        needs = f"must be a multiple of train.parallel.tp * pp = {parallel.tp} * {parallel.pp} = {parallel.tp * parallel.pp}"
+        yield resolved.mistake("cluster.devices_per_node", needs)
+    if parallel.sp and parallel.tp == 1:
+        yield resolved.mistake("train.parallel.sp", "spreads over tensor-parallel ranks; set train.parallel.tp above 1, or false")
+
+
+def _model(resolved: Resolved) -> Iterator[str]:
+    """Whether the model can be cut as asked, and is long enough."""
+    path = resolved.config.model.path or resolved.config.checkpoint.load
+    if path is None or not (_is_hf(path) or _is_mcore(path)):
+        return
+    try:
+        shape = derived.model_shape(resolved.config)
+    except MsrlError as error:
+        yield str(error)
+        return
+    if shape is None:
+        return
+    yield from _cuts(resolved, shape, "train.parallel.tp", "train.parallel.pp")
+    seq_length = resolved.config.data.seq_length
+    if seq_length is not None and seq_length > shape.max_position_embeddings:
+        yield resolved.mistake("data.seq_length", f"the model takes at most {shape.max_position_embeddings} tokens")
+
+
+def _cuts(resolved: Resolved, shape: Shape, tp_key: str, pp_key: str) -> Iterator[str]:
+    """Lines for what tensor and pipeline parallelism do not divide."""
+    tp, pp = _value(resolved, tp_key), _value(resolved, pp_key)
+    assert isinstance(tp, int) and isinstance(pp, int)
+    sizes = {"query groups": shape.num_query_groups, "attention heads": shape.num_attention_heads, "ffn columns": shape.ffn_hidden_size}
+    for name, size in sizes.items():
+        if size % tp:
+            yield resolved.mistake(tp_key, f"must divide the model's {size} {name}")
+    if shape.num_layers % pp:
+        yield resolved.mistake(pp_key, f"must divide the model's {shape.num_layers} layers")
+
+
+def _sft_batches(resolved: Resolved) -> Iterator[str]:
+    config, train = resolved.config, resolved.config.train
+    yield from _batch(resolved, "train.global_batch", train.global_batch)
+    limit, longest = train.max_tokens_per_micro_batch, config.data.seq_length
+    if limit is not None and longest is not None and limit < longest:
+        yield resolved.mistake("train.max_tokens_per_micro_batch", f"must hold at least one row: data.seq_length={longest}")
+
+
+def _batch(resolved: Resolved, key: str, batch: int) -> Iterator[str]:
+    """A line when a batch does not spread evenly over ranks and micro-batches."""
+    dp = max(derived.dp_size(resolved.config), 1)
+    by_tokens = resolved.config.train.max_tokens_per_micro_batch is not None
+    micro = 1 if by_tokens else resolved.config.train.micro_batch
+    if batch % (dp * micro):
+        factors = f"data parallel {dp}" + ("" if by_tokens else f" * train.micro_batch {micro}")
+        message = f"must be a multiple of {dp * micro} ({factors})"
+        yield resolved.mistake(key, message) if _value(resolved, key) is not None else f"{key}: {batch} samples {message}"
+
+
+# --- train-grpo -----------------------------------------------------------------------------------------------------------------
+
+
+def _rewards(resolved: Resolved) -> Iterator[str]:
+    sources = resolved.config.reward.sources
+    if not sources:
+        yield "reward.sources: is missing; name at least one, as in reward: {sources: [{verifier: acc}]}"
+    elif not any(source.weight for source in sources):
+        yield "reward.sources: all weights are 0, so that every completion scores the same; set one"
+    for i, source in enumerate(sources):
+        key = f"reward.sources.{i}.verifier"
+        unknown = list(_plugin(resolved, key, "msrl.rewards.verifiers", source.verifier))
+        yield from unknown
+        if source.verifier in [other.verifier for other in sources[:i]]:
+            yield resolved.mistake(key, "is named twice; add the two weights")
+        if not unknown:
+            options_key = f"reward.sources.{i}.options"
+            yield from _options(options_key, source.options, ("msrl.rewards.verifiers", source.verifier, "score"))
+
+
+def _options(key: str, options: Mapping[str, object], *plugins: tuple[str, str, str]) -> Iterator[str]:
+    """Lines for options that none of the plugins (package, name, main function) takes. Plugins are imported only if there are any."""
+    if not options:
+        return
+    functions = [getattr(registry.load(package, name, key=key), main) for package, name, main in plugins]
+    known = sorted({option for function in functions for option in registry.options_of(function)} - _OWN_KEYS)
+    for option in options:
+        if option not in known:
+            yield f"{key}.{option}: not an option here; {nearest(option, known) if known else 'it takes none'}"
+
+
+_OWN_KEYS = {"eps", "clip_low", "clip_high", "dual", "num_tokens"}
+
+
+def _algorithm(resolved: Resolved) -> Iterator[str]:
+    config = resolved.config
+    estimator, loss = config.algo.advantage.estimator, config.algo.policy_loss
+    unknown = [
+        *_plugin(resolved, "algo.advantage.estimator", "msrl.algorithms.advantages", estimator),
+        *_plugin(resolved, "algo.policy_loss", "msrl.algorithms.losses", loss),
+    ]
+    yield from unknown
+    if not unknown:
+        plugins = (("msrl.algorithms.advantages", estimator, "advantages"), ("msrl.algorithms.losses", loss, "policy_loss"))
+        yield from _options("algo.options", config.algo.options, *plugins)
+    if estimator == "group_norm" and config.rollout.samples_per_prompt < 2:
+        yield resolved.mistake("rollout.samples_per_prompt", "group-relative advantages need at least 2; set 2 or more")
+    if config.rollout.sampling.temperature == 0:
+        yield resolved.mistake("rollout.sampling.temperature", "must be above 0: with greedy sampling all samples of a prompt are the same")
+
+
+def _grpo_batches(resolved: Resolved) -> Iterator[str]:
+    config = resolved.config
+    total, update = derived.samples_per_step(config), derived.samples_per_update(config)
+    if total % update:
+        product = f"{config.rollout.prompts_per_step} prompts * {config.rollout.samples_per_prompt} samples = {total}"
+        yield resolved.mistake("train.updates.samples_per_update", f"must divide the samples of a step: {product}")
+    yield from _batch(resolved, "train.updates.samples_per_update", update)
+
+
+def _grpo_warmup(resolved: Resolved) -> Iterator[str]:
+    yield from _warmup(resolved, derived.updates_per_step(resolved.config))
+
+
+def _grpo_lengths(resolved: Resolved) -> Iterator[str]:
+    config, rollout = resolved.config, resolved.config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    both = f"max_prompt_tokens {rollout.max_prompt_tokens} + max_response_tokens {rollout.max_response_tokens} = {longest}"
+    engine = rollout.engine.max_model_len
+    if engine is not None and engine < longest:
+        yield resolved.mistake("rollout.engine.max_model_len", f"must hold rollout.{both} tokens")
+    limit = config.train.max_tokens_per_micro_batch
+    if limit is not None and limit < longest:
+        yield resolved.mistake("train.max_tokens_per_micro_batch", f"must hold one sequence: rollout.{both} tokens")
+    shape = _shape_or_none(resolved)
+    if shape is not None and longest > shape.max_position_embeddings:
+        message = f"rollout.{both} tokens, and the model takes at most {shape.max_position_embeddings}"
+        yield resolved.mistake("rollout.max_response_tokens", message)
+
+
+def _engines(resolved: Resolved) -> Iterator[str]:
+    engine, world = resolved.config.rollout.engine, derived.world_size(resolved.config)
+    if engine.tp * engine.dp > world:
+        needs = f"{engine.dp} engines of {engine.tp} devices need {engine.tp * engine.dp}, and training has {world}"
+        yield resolved.mistake("rollout.engine.tp" if engine.tp > world else "rollout.engine.dp", f"{needs}; set cluster.devices_per_node")
+    shape = _shape_or_none(resolved)
+    if shape is not None and shape.num_attention_heads % engine.tp:
+        yield resolved.mistake("rollout.engine.tp", f"must divide the model's {shape.num_attention_heads} attention heads")
+
+
+def _shape_or_none(resolved: Resolved) -> Shape | None:
+    """The model's shape; None where `_model` says why it cannot be read."""
+    try:
+        return derived.model_shape(resolved.config)
+    except MsrlError:
+        return None
+
+
+# --- the other commands -----------------------------------------------------------------------------------------------------------
+
+
+def _convert(resolved: Resolved) -> Iterator[str]:
+    convert = resolved.config.convert
+    yield from _needed(resolved, "convert.command", "convert.load")
+    yield from _folder(resolved, "convert.hf_config")
+    yield from _convert_source(resolved)
+    if convert.command != "inspect":
+        yield from _needed(resolved, "convert.save")
+        if convert.save is not None and Path(convert.save).exists() and (Path(convert.save).is_file() or any(Path(convert.save).iterdir())):
+            yield resolved.mistake("convert.save", "exists and is not an empty folder; name another, or remove it")
+
+
+def _convert_source(resolved: Resolved) -> Iterator[str]:
+    """Whether the checkpoint to read is of the right kind and can be cut as asked."""
+    convert = resolved.config.convert
+    if convert.load is None:
+        return
+    folder = list(_folder(resolved, "convert.load"))
+    yield from folder
+    from_hf = convert.command == "hf2mcore"
+    if not folder and from_hf and not _is_hf(convert.load):
+        yield resolved.mistake("convert.load", "holds no config.json; give the folder of a Hugging Face model")
+    elif not folder and not from_hf and not _is_mcore(convert.load):
+        yield resolved.mistake("convert.load", f"holds no {TRACKER}; give the folder of an mcore checkpoint")
+    elif not folder and convert.command in ("hf2mcore", "reshard"):
+        where = derived.config_dir(convert.load, None if from_hf else convert.hf_config)
+        try:
+            yield from _cuts(resolved, load_shape(where), "convert.tp", "convert.pp")
+        except MsrlError as error:
+            yield str(error)
+
+
+def _preprocess(resolved: Resolved) -> Iterator[str]:
+    preprocess = resolved.config.preprocess
+    yield from _needed(resolved, "preprocess.input", "preprocess.tokenizer", "preprocess.handler", "preprocess.output_prefix")
+    for i, name in enumerate(preprocess.input):
+        if not Path(name).exists() and not glob.glob(name):  # noqa: PTH207  (pathlib takes no absolute patterns)
+            yield resolved.mistake(f"preprocess.input.{i}", "there is no such file or folder")
+    yield from _folder(resolved, "preprocess.tokenizer")
+    yield from _template(resolved, "preprocess.template")
+    if preprocess.handler is not None:
+        package = "msrl.data.handlers"
+        aliases = getattr(importlib.import_module(package), "ALIASES", {})
+        yield from _plugin(resolved, "preprocess.handler", package, preprocess.handler, aliases)
+        if aliases.get(preprocess.handler, preprocess.handler) != "pretrain":
+            yield from _needed(resolved, "preprocess.template")
+    if preprocess.pack:
+        yield from _needed(resolved, "preprocess.seq_length")
+
+
+def _generate(resolved: Resolved) -> Iterator[str]:
+    generate = resolved.config.generate
+    yield from _needed(resolved, "generate.model")
+    yield from _checkpoint(resolved, "generate.model")
+    yield from _template(resolved, "generate.template")
+    if (generate.prompt is None) == (generate.input is None):
+        yield "generate.prompt: give either --prompt TEXT or --input FILE, one of the two"
+    if generate.input is not None and not Path(generate.input).is_file():
+        yield resolved.mistake("generate.input", "there is no such file")
+    if generate.raw and (generate.template is not None or generate.system is not None):
+        yield resolved.mistake("generate.raw", "takes prompts as they are; leave out template and system")
+    if generate.num_samples > 1 and generate.temperature == 0:
+        yield resolved.mistake("generate.num_samples", "all samples would be the same at temperature 0; set a temperature above 0")
+
+
+def _chat(resolved: Resolved) -> Iterator[str]:
+    yield from _needed(resolved, "chat.model")
+    yield from _checkpoint(resolved, "chat.model")
+    yield from _template(resolved, "chat.template")
+
+
+_TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model)
+
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "train-sft": (*_TRAINING, _warmup, _sft_batches),
+    "train-grpo": (*_TRAINING, _grpo_warmup, _rewards, _algorithm, _grpo_batches, _grpo_lengths, _engines),
+    "convert-ckpt": (_convert,),
+    "preprocess": (_preprocess,),
+    "generate": (_generate,),
+    "chat": (_chat,),
+    "cluster": (),
+}

@@ -1,0 +1,171 @@
+"""What follows from a configuration by arithmetic alone: world size, batches, updates, the place of every rank, bytes per device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape, rules_for
+from msrl.models.rules import Replicated, Rule, Vocab
+from msrl.models.shape import Shape
+
+_TRAINING = ("train-sft", "train-grpo")
+
+
+def world_size(config: Config) -> int:
+    """Training ranks: one per device, or as many as one copy of the model needs."""
+    return config.cluster.devices_per_node or config.train.parallel.tp * config.train.parallel.pp
+
+
+def dp_size(config: Config) -> int:
+    """Data-parallel size: copies of the model that train together. 0 when the devices don't hold one copy."""
+    return world_size(config) // (config.train.parallel.tp * config.train.parallel.pp)
+
+
+def samples_per_step(config: Config) -> int:
+    """Completions of one train-grpo step."""
+    return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+
+
+def samples_per_update(config: Config) -> int:
+    """Completions of one optimizer update of train-grpo."""
+    return config.train.updates.samples_per_update or samples_per_step(config)
+
+
+def updates_per_step(config: Config) -> int:
+    """Optimizer updates of one train-grpo step."""
+    return samples_per_step(config) // samples_per_update(config) * config.train.updates.epochs
+
+
+def accumulation(config: Config, command: str) -> int | None:
+    """Micro-batches of one optimizer update on a rank; None when they are cut by tokens."""
+    if config.train.max_tokens_per_micro_batch is not None:
+        return None
+    batch = config.train.global_batch if command == "train-sft" else samples_per_update(config)
+    return batch // (dp_size(config) * config.train.micro_batch)
+
+
+def max_model_len(config: Config) -> int:
+    """Longest prompt plus response of a rollout, in tokens."""
+    rollout = config.rollout
+    return rollout.engine.max_model_len or rollout.max_prompt_tokens + rollout.max_response_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The place of one training rank: tensor-parallel ranks are neighbours, then data-parallel, then pipeline-parallel."""
+
+    rank: int
+    tp: int
+    dp: int
+    pp: int
+    engine: int | None
+
+    def __str__(self) -> str:
+        place = f"trains tp {self.tp} dp {self.dp} pp {self.pp}"
+        return place if self.engine is None else f"{place}, samples in engine {self.engine}"
+
+
+def ranks(config: Config, command: str) -> tuple[Rank, ...]:
+    """What every rank does. Engines of rollouts share the first devices."""
+    tp, dp = config.train.parallel.tp, dp_size(config)
+    engine = config.rollout.engine
+    taken = engine.tp * engine.dp if command == "train-grpo" else 0
+    return tuple(Rank(r, r % tp, r // tp % dp, r // (tp * dp), r // engine.tp if r < taken else None) for r in range(world_size(config)))
+
+
+def config_dir(path: str, hf_config: str | None = None) -> Path:
+    """The folder with the config.json that belongs to a Hugging Face or an mcore checkpoint folder."""
+    if hf_config is not None:
+        return Path(hf_config)
+    folder = Path(path)
+    return folder if (folder / "config.json").is_file() else folder / "hf"
+
+
+def model_shape(config: Config) -> Shape | None:
+    """The shape of the model that is trained; None when no model is named. Raises MsrlError when it cannot be read."""
+    path = config.model.path or config.checkpoint.load
+    return None if path is None else load_shape(config_dir(path))
+
+
+def _elements(rule: Rule, tp: int) -> int:
+    """Elements of a rule's Megatron tensor on one tensor-parallel rank."""
+    if isinstance(rule.layout, Replicated):
+        return sum(math.prod(shape) for shape in rule.shapes)
+    if isinstance(rule.layout, Vocab):
+        hidden = math.prod(rule.shapes[0][1:])
+        return -(-rule.layout.vocab_size // tp) * hidden
+    return sum(math.prod(shape) for shape in rule.shapes) // tp
+
+
+def parameters_per_rank(shape: Shape, tp: int, pp: int) -> int:
+    """Parameters on the fullest rank. A tied embedding stands on the first and on the last stage."""
+    rules = rules_for(shape)
+    first = sum(_elements(rule, tp) for rule in rules.first)
+    layers = sum(_elements(rule, tp) for rule in rules.layer) * shape.num_layers // pp
+    last = sum(_elements(rule, tp) for rule in rules.last)
+    if pp == 1:
+        return first + layers + last
+    return layers + max(first, last + (first if shape.tie_word_embeddings else 0))
+
+
+def bytes_per_device(config: Config, shape: Shape) -> dict[str, int]:
+    """Bytes of weights, gradients (fp32) and optimizer (fp32 moments, and master weights for bfloat16; spread over DP) of one rank."""
+    parallel = config.train.parallel
+    count = parameters_per_rank(shape, parallel.tp, parallel.pp)
+    bfloat16 = config.model.dtype == "bfloat16"
+    return {
+        "weights": count * (2 if bfloat16 else 4),
+        "gradients": count * 4,
+        "optimizer": count * (12 if bfloat16 else 8) // dp_size(config),
+    }
+
+
+def derived(config: Config, command: str) -> dict[str, str | int]:
+    """The arithmetic of `config show` and `--dry-run`, as name and value in the order of display; empty for commands without training."""
+    if command not in _TRAINING or dp_size(config) < 1:
+        return {}
+    rows: dict[str, str | int] = {"ranks": world_size(config), "data parallel": dp_size(config)}
+    rows.update(_sft_rows(config) if command == "train-sft" else _grpo_rows(config))
+    steps = accumulation(config, command)
+    rows["micro-batches per update on a rank"] = (
+        f"by tokens, at most {config.train.max_tokens_per_micro_batch} each" if steps is None else steps
+    )
+    rows.update({f"rank {rank.rank}": str(rank) for rank in ranks(config, command)})
+    rows.update(_memory_rows(config))
+    return rows
+
+
+def _sft_rows(config: Config) -> dict[str, str | int]:
+    rows: dict[str, str | int] = {"rows per optimizer update": config.train.global_batch}
+    if config.data.seq_length:
+        rows["tokens per optimizer update, at most"] = config.train.global_batch * config.data.seq_length
+    if config.train.steps:
+        rows["rows in all"] = config.train.global_batch * config.train.steps
+    return rows
+
+
+def _grpo_rows(config: Config) -> dict[str, str | int]:
+    rows: dict[str, str | int] = {
+        "samples per step": samples_per_step(config),
+        "samples per optimizer update": samples_per_update(config),
+        "optimizer updates per step": updates_per_step(config),
+        "longest prompt plus response": max_model_len(config),
+    }
+    if config.train.steps:
+        rows["optimizer updates in all"] = updates_per_step(config) * config.train.steps
+    return rows
+
+
+def _memory_rows(config: Config) -> dict[str, str | int]:
+    try:
+        shape = model_shape(config)
+    except MsrlError:
+        return {}
+    if shape is None:
+        return {}
+    copies = {"reference weights": bytes_per_device(config, shape)["weights"]} if config.algo.kl.loss.coef else {}
+    return {f"bytes per device, {name}": count for name, count in (bytes_per_device(config, shape) | copies).items()}

@@ -1,0 +1,132 @@
+"""From files, `--set` and flags to one frozen Config, or to all mistakes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from msrl.config.interpolate import Interpolation
+from msrl.config.messages import lines, node_at, written
+from msrl.config.schema import Config
+from msrl.config.sources import Node, Origin, at, files_of, from_set, merge, plain, wrap
+from msrl.errors import ManyErrors, MsrlError
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A value given on the command line: the key that it overlays, the value, and the option as the user knows it."""
+
+    key: str
+    value: object
+    option: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The configuration in force, and for every dotted key where its value came from."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+
+    def is_set(self, key: str) -> bool:
+        """Whether a file, `--set` or a flag gave this key (or a key below it)."""
+        return any(origin != DEFAULT for name, origin in self.origins.items() if name == key or name.startswith(f"{key}."))
+
+    def mistake(self, key: str, message: str) -> str:
+        """`file:line: key=value: message`."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
+        text = "" if value is None else f"={written(value)}"
+        origin = self.origins.get(key, DEFAULT)
+        return f"{key}{text}: {message}" if origin == DEFAULT else f"{origin}: {key}{text}: {message}"
+
+
+def load(files: Sequence[str] = (), sets: Sequence[str] = (), flags: Sequence[Flag] = (), command: str | None = None) -> Resolved:
+    """The configuration from left to right: schema defaults, each file (its `defaults:` under it), `--set`, flags.
+
+    With a `command` (`train-grpo`, `convert-ckpt`, ...) what that command needs is checked too.
+    Raises ManyErrors with one line per mistake.
+    """
+    layers, errors = _layers(files, sets, flags)
+    tree = wrap(Config().model_dump(), DEFAULT)
+    for layer in layers:
+        try:
+            tree = merge(tree, layer)
+        except MsrlError as error:
+            errors.append(str(error))
+    interpolation = Interpolation(tree)
+    tree = interpolation.resolve()
+    config, more = _validated(tree)
+    errors += [*interpolation.errors, *more]
+    if errors or config is None:
+        raise ManyErrors(list(dict.fromkeys(errors)))
+    resolved = Resolved(config, _origins(tree))
+    if command is not None:
+        from msrl.config.checks import check
+
+        check(resolved, command)
+    return resolved
+
+
+def _layers(files: Sequence[str], sets: Sequence[str], flags: Sequence[Flag]) -> tuple[list[Node], list[str]]:
+    """All layers over the defaults, and the mistakes of those that cannot be read."""
+    layers: list[Node] = []
+    errors: list[str] = []
+    sources = [*(partial(files_of, file) for file in files), *(partial(from_set, assignment) for assignment in sets)]
+    for read in sources:
+        try:
+            found = read()
+            layers += found if isinstance(found, list) else [found]
+        except ManyErrors as error:
+            errors += error.messages
+        except MsrlError as error:
+            errors.append(str(error))
+    layers += [at(flag.key, wrap(flag.value, Origin(flag.option))) for flag in flags]
+    return layers, errors
+
+
+def _validated(tree: Node) -> tuple[Config | None, list[str]]:
+    """The Config of a tree, or the lines of its mistakes. A scalar where text is wanted is taken as it was written."""
+    try:
+        return Config.model_validate(plain(tree)), []
+    except ValidationError as error:
+        as_text = [finding["loc"] for finding in error.errors(include_url=False) if finding["type"] == "string_type"]
+        retold = tree
+        for loc in as_text:
+            node = node_at(tree, loc)
+            if node is not None and node.text is not None and node.value is not None:
+                retold = _replace(retold, loc, Node(node.text, node.origin, node.text))
+        if retold is not tree:
+            return _validated(retold)
+        return None, lines(error, tree)
+
+
+def _replace(tree: Node, loc: Sequence[int | str], new: Node) -> Node:
+    if not loc:
+        return new
+    key, rest = loc[0], loc[1:]
+    if isinstance(tree.value, dict):
+        return Node({**tree.value, str(key): _replace(tree.value[str(key)], rest, new)}, tree.origin)
+    if isinstance(tree.value, tuple):
+        return Node(tuple(_replace(item, rest, new) if i == key else item for i, item in enumerate(tree.value)), tree.origin)
+    return tree
+
+
+def _origins(tree: Node, prefix: str = "") -> dict[str, Origin]:
+    """The origin of every value, by dotted key; lists and empty mappings count as values, and so do the items of lists."""
+    children: dict[str, Node] = {}
+    if isinstance(tree.value, dict):
+        children = tree.value
+    elif isinstance(tree.value, tuple):
+        children = {str(i): item for i, item in enumerate(tree.value)}
+    found = {} if (isinstance(tree.value, dict) and children) or not prefix else {prefix: tree.origin}
+    for key, child in children.items():
+        found.update(_origins(child, f"{prefix}.{key}" if prefix else key))
+    return found
