@@ -1,0 +1,7 @@
+"""The rule verifiers, one in each file. A file has
+
+- `score(response: str, answer: str, *, options...) -> float`, its main function: `response` is the decoded text without special
+  tokens, `answer` the ground truth of the row; keyword-only parameters are the options of the source in the configuration;
+- `WRONG: float`, the score of a wrong response, which is also that of one whose verification timed out, crashed or raised;
+- `NEEDS_ANSWER: bool`, whether a row without a ground truth cannot be scored.
+"""

@@ -1,0 +1,53 @@
+"""What a verifier reads out of a response and out of a ground truth. Everything here takes time linear in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BOX = "\\boxed{"
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{...}`, nested braces included; None when there is none, it is not closed, or it is blank."""
+    start = text.rfind(BOX)
+    if start < 0:
+        return None
+    end = _closing_brace(text, start + len(BOX))
+    content = text[start + len(BOX) : end].strip() if end is not None else ""
+    return content or None
+
+
+def ground_truth(answer: str) -> str:
+    """The bare answer: what stands behind the last `####` (GSM8K's solutions), else in the last box (MATH's), else all of it."""
+    if "####" in answer:
+        return answer.rpartition("####")[2].strip()
+    return last_boxed(answer) or answer.strip()
+
+
+def in_order(text: str, parts: Sequence[str]) -> bool:
+    """Whether `parts` occur in `text` one behind another, anything between them."""
+    position = 0
+    for part in parts:
+        found = text.find(part, position)
+        if found < 0:
+            return False
+        position = found + len(part)
+    return True
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Where the brace that was opened before `start` closes; escaped braces (`\\{`) do not count."""
+    depth = 1
+    position = start
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 1
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return position
+        position += 1
+    return None

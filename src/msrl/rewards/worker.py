@@ -1,0 +1,109 @@
+"""One process that runs verifiers for `pool.py`: `python -m msrl.rewards.worker`, calls on standard input, results on standard output.
+
+Messages in are pickled and prefixed by their length (8 bytes): first a Setup, then lists of calls (function, response, answer).
+Messages out: HEADER (kind, score, length of the detail) and the detail in UTF-8; one READY, then one for each call in order.
+What a verifier prints goes to standard error. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any
+
+LENGTH = struct.Struct("<Q")
+HEADER = struct.Struct("<BdI")
+READY, SCORED, RAISED = 0, 1, 2
+MAX_DETAIL_BYTES = 4000
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A verifier as a worker finds it: `attribute` of `module`, called as `(response, answer, **options)`."""
+
+    module: str
+    attribute: str
+    options: Mapping[str, Any]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker needs to know before the first call."""
+
+    functions: tuple[Function, ...]
+    path: tuple[str, ...]  # sys.path of the parent
+    memory_bytes: int  # address space; 0 leaves it unlimited
+
+
+def main() -> None:
+    """Serve calls until the input ends."""
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    setup: Setup = _read(source)
+    functions = _load(setup)
+    sink.write(HEADER.pack(READY, 0.0, 0))
+    while (calls := _read(source)) is not None:
+        for index, response, answer in calls:
+            _limit(setup.functions[index].timeout_s)
+            sink.write(_run(functions[index], response, answer))
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def send(stream: IO[bytes], message: object) -> None:
+    """Write one message to a worker's input."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.write(LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def _read(source: IO[bytes]) -> Any:
+    """The next message, None at the end of the input."""
+    prefix = source.read(LENGTH.size)
+    return pickle.loads(source.read(LENGTH.unpack(prefix)[0])) if len(prefix) == LENGTH.size else None
+
+
+def _load(setup: Setup) -> list[Callable[[str, str], float]]:
+    sys.path[:] = setup.path
+    functions = [partial(getattr(importlib.import_module(f.module), f.attribute), **f.options) for f in setup.functions]
+    if setup.memory_bytes:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = setup.memory_bytes if hard == resource.RLIM_INFINITY else min(setup.memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    return functions
+
+
+def _limit(timeout_s: float) -> None:
+    """The kernel ends this process some time after the parent should have: a parent that is gone leaves no worker spinning."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + GRACE_S)
+
+
+def _run(function: Callable[[str, str], float], response: str, answer: str) -> bytes:
+    try:
+        score = float(function(response, answer))
+        if math.isfinite(score):
+            return HEADER.pack(SCORED, score, 0)
+        detail = f"the score is {score}, not a finite number"
+    except BaseException:  # whatever a verifier raises is reported, and the next call still runs
+        detail = traceback.format_exc(limit=-4)
+    data = detail.encode("utf-8", "replace")[-MAX_DETAIL_BYTES:]
+    return HEADER.pack(RAISED, 0.0, len(data)) + data
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()
