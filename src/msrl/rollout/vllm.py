@@ -7,8 +7,10 @@ new weights reach them through files in shared memory, since its control channel
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -216,6 +218,7 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "INFO" if settings.verbose else "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "WARNING" if settings.verbose else "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
     for name, value in {**common, **platform.engine_environment()}.items():
@@ -259,12 +262,16 @@ def _available_memory() -> int:
 
 
 def _start(arguments: dict[str, Any], settings: EngineSettings) -> Any:
-    import vllm
+    with warnings.catch_warnings():
+        if not settings.verbose:
+            warnings.simplefilter("ignore")
+            logging.getLogger("vllm").setLevel(logging.ERROR)
+        import vllm
 
-    try:
-        return vllm.LLM(**arguments)
-    except ValueError as error:  # what vLLM raises for a configuration that it refuses
-        raise MsrlError(f"{settings.model_dir}: vLLM does not start with these settings: {error}") from error
+        try:
+            return vllm.LLM(**arguments)
+        except ValueError as error:  # what vLLM raises for a configuration that it refuses
+            raise MsrlError(f"{settings.model_dir}: vLLM does not start with these settings: {error}") from error
 
 
 def _shared_memory() -> str | None:

@@ -1,0 +1,124 @@
+"""What a rollout engine is given and refuses, before any engine is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape
+from msrl.platforms import get
+from msrl.rollout.engine import (
+    EngineSettings,
+    check_prompt,
+    checked_weights,
+    expected_weights,
+    kv_bytes_per_token,
+    kv_cache_bytes,
+    sample_seed,
+    sample_seeds,
+)
+from msrl.rollout.vllm import VllmEngine
+from msrl.types import Prompt, SamplingParams
+from support import shared_data
+
+
+def qwen() -> Path:
+    return shared_data("configs", "Qwen2.5-0.5B-Instruct.config.json")
+
+
+def prompt(index: int, *ids: int) -> Prompt:
+    return Prompt(index, np.asarray(ids, dtype=np.int64))
+
+
+def test_a_seed_depends_on_every_number_and_fits_a_signed_integer():
+    base = (3, 1, 7, 0, 2)
+    others = [tuple(n + (i == place) for i, n in enumerate(base)) for place in range(5)]
+    seeds = {sample_seed(*numbers) for numbers in [base, *others]}
+    assert len(seeds) == 6
+    assert all(0 <= seed < 1 << 62 for seed in seeds)
+
+
+def test_the_seeds_of_a_prompt_do_not_change_with_the_batch():
+    sampling = SamplingParams(max_tokens=1, num_samples=2, seed=5)
+    alone = sample_seeds([prompt(4, 1)], sampling, 0)
+    assert sample_seeds([prompt(9, 1), prompt(4, 1)], sampling, 0)[2:] == alone
+    assert sample_seeds([prompt(4, 1), prompt(4, 1)], sampling, 0)[2:] != alone
+    assert sample_seeds([prompt(4, 1)], sampling, 1) != alone
+
+
+def test_without_a_seed_nothing_is_seeded():
+    assert sample_seeds([prompt(0, 1)], SamplingParams(max_tokens=1, num_samples=3), 0) == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [((), "prompt 3 is empty"), ((1, 2, 3, 4), "has 4 tokens"), ((1, 10), "token id 10"), ((-1,), "token id -1")],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(ids, message):
+    with pytest.raises(MsrlError, match=message):
+        check_prompt(prompt(3, *ids), vocab_size=10, max_model_len=4)
+
+
+def test_a_prompt_that_leaves_room_for_one_token_is_accepted():
+    check_prompt(prompt(0, 1, 2, 9), vocab_size=10, max_model_len=4)
+
+
+def test_weights_that_miss_repeat_or_invent_a_name_are_refused():
+    expected = frozenset({"a", "b"})
+    assert [name for name, _ in checked_weights([("b", None), ("a", None)], expected)] == ["b", "a"]
+    for names, message in (
+        (["a"], "1 of 2 did not come"),
+        (["a", "a", "b"], "a came twice"),
+        (["a", "b", "c"], "c is not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(checked_weights([(name, None) for name in names], expected))
+
+
+def test_a_tied_model_is_given_no_output_layer():
+    names = expected_weights(load_shape(qwen()))
+    assert "model.layers.23.self_attn.q_proj.bias" in names
+    assert "lm_head.weight" not in names
+    assert len(names) == 290  # as in the model's safetensors file: 24 layers of 12 tensors, embedding and final norm
+
+
+def test_the_kv_cache_of_qwen_takes_12_kib_a_token():
+    shape = load_shape(qwen())
+    assert kv_bytes_per_token(shape, "bfloat16", tp=1) == 24 * 2 * 2 * 64 * 2
+    assert kv_bytes_per_token(shape, "float32", tp=2) == 24 * 2 * 1 * 64 * 4
+
+
+def test_the_kv_cache_holds_all_sequences_or_what_the_share_of_memory_holds():
+    shape = load_shape(qwen())
+    settings = EngineSettings(Path("m"), max_num_seqs=4, memory_fraction=0.5)
+    token = 24 * 2 * 2 * 64 * 2
+    assert kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 1 << 40) == (4 * 256 + 128) * token
+    assert kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 1000 * token) == 500 * token
+    with pytest.raises(MsrlError, match=r"one sequence of 200 tokens takes 4 MiB, but 2 MiB may be used \(0.5 of what is free\)"):
+        kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 400 * token)
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    config = json.loads(qwen().read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"hidden_size": 224, "head_dim": 16}, {}, "head_dim 16 has no attention kernel in vLLM on cpu; known: 32, 64"),
+        ({"architectures": ["MambaForCausalLM"]}, {}, "MambaForCausalLM is not supported"),
+        ({}, {"max_model_len": 40000}, "made for 32768 positions"),
+        ({}, {"dtype": "int8"}, "dtype int8 cannot"),
+        ({}, {"tp": 3}, "tp=3 does not divide the 14 attention heads"),
+    ],
+)
+def test_a_model_that_the_engine_cannot_serve_is_refused_before_it_starts(tmp_path, changes, settings, message):
+    folder = write_config(tmp_path, **changes)
+    with pytest.raises(MsrlError, match=message):
+        VllmEngine(EngineSettings(folder, **settings), get("cpu"))

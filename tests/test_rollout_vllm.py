@@ -1,0 +1,175 @@
+"""A real vLLM engine against Hugging Face transformers, with tied and with untied embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from msrl.errors import MsrlError
+from msrl.platforms import get
+from msrl.rollout.engine import EngineSettings
+from msrl.rollout.vllm import VllmEngine
+from msrl.types import Prompt, SamplingParams
+from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer, save_model
+
+pytestmark = pytest.mark.slow
+SPECIAL = (1, 50, 60, 2, 70, 1, 80)  # <|im_start|> and <|im_end|> among bytes
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def running(request, tmp_path_factory):
+    """(engine, a Hugging Face model with the weights that it was started with)."""
+    folder = tmp_path_factory.mktemp("model")
+    model = save_model(folder, tied=request.param)
+    engine = VllmEngine(EngineSettings(folder, dtype="float32", max_model_len=256, max_num_seqs=16), get("cpu"))
+    yield engine, model
+    engine.close()
+
+
+@pytest.fixture
+def engine(running):
+    running[0].load_weights(running[1].named_parameters())
+    return running[0]
+
+
+@pytest.fixture
+def model(running):
+    return running[1]
+
+
+def prompts(*lengths: int) -> list[Prompt]:
+    numbers = np.random.default_rng(0)
+    return [Prompt(10 + i, numbers.integers(0, 259, size=n)) for i, n in enumerate(lengths)]
+
+
+@torch.no_grad()
+def reference_logprobs(model, prompt_ids, response_ids, temperature=1.0) -> np.ndarray:
+    """log_softmax(logits / temperature) of the response tokens, by transformers. [R]"""
+    ids = torch.tensor([*prompt_ids, *response_ids])
+    logits = model(ids[None]).logits[0, len(prompt_ids) - 1 : -1].double() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(response_ids)[:, None])[:, 0].numpy()
+
+
+def test_greedy_completions_equal_those_of_transformers(engine, model):
+    batch = [*prompts(5, 40, 150), Prompt(0, np.asarray(SPECIAL))]
+    groups = engine.generate(batch, SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True), 7)
+    for prompt, group in zip(batch, groups, strict=True):
+        ids = torch.from_numpy(prompt.token_ids)[None]
+        want = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, min_new_tokens=32, do_sample=False, eos_token_id=None
+        )
+        assert group.prompt is prompt
+        assert group.completions[0].token_ids.tolist() == want[0, len(prompt.token_ids) :].tolist()
+        assert group.completions[0].finish_reason == "length"
+        assert group.completions[0].policy_version == 7
+
+
+def test_the_engine_sees_the_very_token_ids_that_it_was_given(engine, model, monkeypatch):
+    seen = []
+    generate = engine._llm.generate
+    monkeypatch.setattr(engine._llm, "generate", lambda *args, **kwargs: seen.extend(out := generate(*args, **kwargs)) or out)
+    batch = [Prompt(0, np.asarray(SPECIAL)), *prompts(30)]
+    engine.generate(batch, SamplingParams(max_tokens=1, num_samples=2), 0)
+    assert [list(output.prompt_token_ids) for output in seen] == [p.token_ids.tolist() for p in batch for _ in range(2)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_logprobs_are_those_of_the_sampling_distribution(engine, model, temperature):
+    sampling = SamplingParams(max_tokens=40, num_samples=4, temperature=temperature, seed=1)
+    for group in engine.generate(prompts(3, 20, 130), sampling, 0):
+        for completion in group.completions:
+            want = reference_logprobs(model, group.prompt.token_ids, completion.token_ids, temperature)
+            assert completion.logprobs.dtype == np.float32
+            np.testing.assert_allclose(completion.logprobs, want, atol=1e-4)
+
+
+def test_scores_equal_the_logprobs_of_transformers(engine, model):
+    sequences = [p.token_ids for p in prompts(2, 17, 140)]
+    for ids, scored in zip(sequences, engine.score(sequences), strict=True):
+        np.testing.assert_allclose(scored, reference_logprobs(model, ids[:1], ids[1:]), atol=1e-4)
+
+
+def test_new_weights_arrive_whole_and_the_prefix_cache_forgets(engine, model):
+    batch = prompts(200)
+    sampling = SamplingParams(max_tokens=24, num_samples=3, seed=3)
+    engine.generate(batch, sampling, 0)  # fills the prefix cache with a block of the old weights
+    other = make_model(tied=model.config.tie_word_embeddings, seed=1)
+    engine.load_weights(other.named_parameters())
+    for completion in engine.generate(batch, sampling, 1)[0].completions:
+        want = reference_logprobs(other, batch[0].token_ids, completion.token_ids)
+        np.testing.assert_allclose(completion.logprobs, want, atol=1e-4)
+        assert abs(want - reference_logprobs(model, batch[0].token_ids, completion.token_ids)).max() > 0.1
+
+
+def test_incomplete_weights_are_refused(engine, model):
+    with pytest.raises(ValueError, match="did not come, the first is model.norm"):
+        engine.load_weights((name, tensor) for name, tensor in model.named_parameters() if name != "model.norm.weight")
+
+
+def test_the_same_seed_gives_the_same_completions_whatever_the_batch(engine):
+    batch = prompts(4, 9, 30, 60)
+    sampling = SamplingParams(max_tokens=20, num_samples=2, seed=11)
+    together = engine.generate(batch, sampling, 4)
+    alone = engine.generate(batch[2:3], sampling, 4)[0]
+    assert [c.token_ids.tolist() for c in alone.completions] == [c.token_ids.tolist() for c in together[2].completions]
+    assert len({tuple(c.token_ids.tolist()) for group in together for c in group.completions}) == 8
+    later = engine.generate(batch[2:3], sampling, 5)[0]
+    assert [c.token_ids.tolist() for c in later.completions] != [c.token_ids.tolist() for c in alone.completions]
+
+
+def test_text_is_decoded_without_special_tokens(engine):
+    tokenizer = make_tokenizer()
+    group = engine.generate(prompts(6), SamplingParams(max_tokens=60, num_samples=8, temperature=2.0, seed=2, ignore_eos=True), 0)[0]
+    assert any({0, 1, 2} & set(c.token_ids.tolist()) for c in group.completions)
+    for completion in group.completions:
+        ordinary = [i for i in completion.token_ids.tolist() if i > 2]
+        assert completion.text == tokenizer.decode(ordinary)
+
+
+def test_a_stop_token_ends_a_completion_and_is_kept(engine, model):
+    prompt = prompts(12)[0]
+    greedy = engine.generate([prompt], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True), 0)[0].completions[0].token_ids
+    stop = int(greedy[5])
+    first = greedy.tolist().index(stop)
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, stop_token_ids=(stop,), ignore_eos=True)
+    completion = engine.generate([prompt], sampling, 0)[0].completions[0]
+    assert completion.token_ids.tolist() == greedy[: first + 1].tolist()
+    assert completion.finish_reason == "stop"
+
+
+def test_the_end_of_text_token_of_the_model_ends_a_completion(engine):
+    group = engine.generate(prompts(12), SamplingParams(max_tokens=200, num_samples=16, temperature=2.0, seed=1), 0)[0]
+    ended = [c for c in group.completions if c.finish_reason == "stop"]
+    assert ended
+    assert all(c.token_ids[-1] == 2 and 2 not in c.token_ids[:-1] for c in ended)
+
+
+def test_a_completion_ends_where_the_model_ends(engine):
+    completion = engine.generate(prompts(250), SamplingParams(max_tokens=64, ignore_eos=True), 0)[0].completions[0]
+    assert len(completion.token_ids) == 6
+    assert completion.finish_reason == "length"
+
+
+def test_prompts_that_do_not_fit_or_are_not_of_the_vocabulary_are_refused(engine):
+    with pytest.raises(MsrlError, match="prompt 10 has 256 tokens, but prompt and response together may have 256"):
+        engine.generate(prompts(256), SamplingParams(max_tokens=1), 0)
+    with pytest.raises(MsrlError, match=f"token id {VOCAB_SIZE}"):
+        engine.generate([Prompt(0, np.asarray([VOCAB_SIZE]))], SamplingParams(max_tokens=1), 0)
+
+
+def test_no_prompts_give_no_groups(engine):
+    assert engine.generate([], SamplingParams(max_tokens=1), 0) == ()
+
+
+def test_a_stream_gives_the_text_of_the_same_completion_and_stops_when_closed(engine):
+    prompt = prompts(8)[0]
+    sampling = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    pieces = list(engine.stream(prompt, sampling))
+    whole = engine.generate([prompt], sampling, 0)[0].completions[0].text
+    assert "".join(p.text for p in pieces) == whole.rstrip("\N{REPLACEMENT CHARACTER}")  # a stream waits for the rest of a character
+    assert [p.finish_reason for p in pieces[-2:]] == [None, "length"]
+    stream = engine.stream(prompt, sampling)
+    next(stream)
+    stream.close()
+    assert not engine._llm.llm_engine.has_unfinished_requests()
