@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msrl.errors import MsrlError
 from msrl.types import StepReport
@@ -26,11 +27,10 @@ class TensorBoardTracker:
     """Scalars by metric name; seconds per stage as `seconds/<stage>`."""
 
     def __init__(self, writer: EventFileWriter, resumed_step: int | None) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-
+        event_pb2 = _generated("event_pb2")
         self._writer = writer
         self._event = event_pb2.Event
-        self._summary = summary_pb2.Summary
+        self._summary = _generated("summary_pb2").Summary
         if resumed_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.add_event(self._event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
@@ -42,3 +42,8 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _generated(name: str) -> Any:
+    """A module that protobuf generated: its classes come into being when it is imported, so that no type checker knows them."""
+    return importlib.import_module(f"tensorboard.compat.proto.{name}")

@@ -1,0 +1,150 @@
+"""The layout holds: who may import what, where device names stand, how long functions are. Read from the syntax trees of src/msrl."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "msrl"
+LONGEST_FUNCTION = 60
+
+# Which files may import a heavy package, as path prefixes inside src/msrl.
+IMPORTERS = {
+    "megatron": ("trainer/", "checkpoint/dist.py", "data/indexed.py", "platforms/"),
+    "vllm": ("rollout/vllm.py", "rollout/vllm_worker.py"),
+    "ray": ("cluster/", "workflows/"),
+    "torch_npu": ("platforms/",),
+    "mindspeed": ("platforms/",),
+}
+# The configuration and the commands offer the names of platforms as choices.
+DEVICE_NAMES_STAND_IN = ("platforms/", "config/", "cli/")
+DEVICE_TEXT = re.compile(r"(cuda|npu|nccl|gloo|hccl)(:\d*)?|\w*(CUDA|ASCEND|NPU|HCCL|GLOO|NCCL)_\w+")
+DEVICE_ATTRIBUTES = {"cuda", "npu"}
+
+
+def files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and top-level package of every import, also of importlib.import_module("...") and find_spec("...")."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module.split(".")[0]
+        elif isinstance(node, ast.Call) and called(node) in {"import_module", "__import__"} and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield node.lineno, name.value.split(".")[0]
+
+
+def called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def docstrings(module: ast.Module) -> set[int]:
+    """The ids of the constants that are docstrings or loose strings: prose, not program."""
+    return {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+
+
+def device_names(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every device name: a string that is nothing else, or an attribute such as `torch.cuda`."""
+    prose = docstrings(module)
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES:
+            yield node.lineno, f".{node.attr}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose and DEVICE_TEXT.fullmatch(node.value):
+            yield node.lineno, repr(node.value)
+
+
+def long_functions(module: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            num_lines = node.end_lineno - node.lineno + 1
+            if num_lines > LONGEST_FUNCTION:
+                yield node.lineno, f"{node.name} has {num_lines} lines"
+
+
+@pytest.mark.parametrize("package", sorted(IMPORTERS))
+def test_a_heavy_package_is_imported_only_where_it_is_at_home(package: str) -> None:
+    strangers = [path for path in files() if not relative(path).startswith(IMPORTERS[package])]
+    found = [f"src/msrl/{relative(path)}:{line}" for path in strangers for line, name in imported(tree(path)) if name == package]
+    assert not found, f"{package} belongs into {', '.join(IMPORTERS[package])}"
+
+
+def test_device_names_stand_in_platforms_alone() -> None:
+    strangers = [path for path in files() if not relative(path).startswith(DEVICE_NAMES_STAND_IN)]
+    found = [f"src/msrl/{relative(path)}:{line} {name}" for path in strangers for line, name in device_names(tree(path))]
+    assert not found, "ask msrl.platforms instead"
+
+
+def test_no_function_is_longer_than_sixty_lines() -> None:
+    assert not [f"src/msrl/{relative(path)}:{line} {what}" for path in files() for line, what in long_functions(tree(path))]
+
+
+def test_every_file_opens_with_its_purpose() -> None:
+    assert not [relative(path) for path in files() if tree(path).body and not ast.get_docstring(tree(path))]
+
+
+def test_msrl_is_imported_by_its_full_name() -> None:
+    found = [
+        f"src/msrl/{relative(path)}:{node.lineno}"
+        for path in files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not found
+
+
+def test_imports_go_down_only_and_light_packages_stay_light() -> None:
+    """import-linter's contracts of pyproject.toml."""
+    code = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command(['--no-cache']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import torch\nx = torch.cuda.is_available()", [".cuda"]),
+        ("x.to('cuda:0')", ["'cuda:0'"]),
+        ("x.to(f'npu:{rank}')", ["'npu:'"]),
+        ("init(backend='gloo')", ["'gloo'"]),
+        ("os.environ['ASCEND_RT_VISIBLE_DEVICES'] = '0'", ["'ASCEND_RT_VISIBLE_DEVICES'"]),
+        ('"""Runs on cuda."""\nx = "how cuda differs"', []),
+        ("x = platform.device", []),
+    ],
+)
+def test_the_search_for_device_names_finds_them(source: str, names: list[str]) -> None:
+    assert [name for _, name in device_names(ast.parse(source))] == names
+
+
+@pytest.mark.parametrize(
+    ("source", "packages"),
+    [
+        ("import megatron.core as mcore, os", ["megatron", "os"]),
+        ("def f():\n    from vllm import LLM", ["vllm"]),
+        ("importlib.import_module('ray.util')", ["ray"]),
+        ("from . import x", []),
+    ],
+)
+def test_the_search_for_imports_finds_them(source: str, packages: list[str]) -> None:
+    assert [name for _, name in imported(ast.parse(source))] == packages

@@ -1,0 +1,75 @@
+"""What the README, the CI script, the change log and the package say about themselves agrees."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msrl
+from msrl.tracking.run import stack_versions
+
+ROOT = Path(__file__).resolve().parents[1]
+SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox -s "
+
+
+def commands_of(markdown: str) -> list[str]:
+    """The lines of all `bash` blocks."""
+    return [line for block in re.findall(r"^```bash\n(.*?)^```", markdown, re.S | re.M) for line in block.splitlines()]
+
+
+def test_the_readme_sets_up_with_two_commands_of_one_line() -> None:
+    commands = commands_of((ROOT / "README.md").read_text())
+    assert [line for line in commands if line.startswith("python3 -m venv")] == [SET_UP + "quickstart", SET_UP + "tests"]
+
+
+def test_the_ci_script_runs_the_test_command_of_the_readme_and_nothing_slower() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    program = [line for line in lines if line and not line.startswith(("#", "set ", "cd ", "export "))]
+    assert program == [SET_UP + "tests"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    subprocess.run(["bash", "-n", ".ci/run"], cwd=ROOT, check=True)
+
+
+def test_every_session_that_documents_name_exists() -> None:
+    named = {
+        session
+        for file in ("README.md", "CONTRIBUTING.md", "pyproject.toml")
+        for session in re.findall(r"nox -s (\w+)", (ROOT / file).read_text())
+    }
+    listed = subprocess.run([sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sessions = set(re.findall(r"^[*-] (\w+)", listed, re.M))
+    assert named <= sessions
+    assert sessions == {"quickstart", "tests", "full", "lint", "types", "layers", "bench"}
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert version is not None
+    assert msrl.__version__ == version[1] == stack_versions()["msrl"]
+    released = re.findall(r"^## \[?(\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert not released or released[0] == version[1]
+
+
+def test_the_readme_names_every_folder_and_names_none_that_is_not_there() -> None:
+    text = (ROOT / "README.md").read_text()
+    tree = re.search(r"^```text\nmsrl/\n(.*?)^```", text, re.S | re.M)
+    assert tree is not None
+    named = set(re.findall(r"^ {2,4}([\w.]+/)", tree[1], re.M))
+    packages = {f"{path.name}/" for path in (ROOT / "src" / "msrl").iterdir() if (path / "__init__.py").exists()}
+    top = {"src/", "tests/", "templates/", "examples/", "benchmarks/", ".ci/"}
+    assert named == packages | top
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for file in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / file).read_text()):
+            assert (ROOT / target).exists(), f"{file} links to {target}"
+
+
+def test_the_licence_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text[:200]
+    assert "END OF TERMS AND CONDITIONS" in text

@@ -1,0 +1,290 @@
+"""What a run writes about itself: progress, metrics, trackers, console lines, plots, the run folder, the report."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from msrl.errors import MsrlError
+from msrl.files import write_text, written_whole
+from msrl.tracking.console import StepConsole
+from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
+from msrl.tracking.plots import plot_metrics, running_mean
+from msrl.tracking.progress import amount_text, duration_text, progress
+from msrl.tracking.report import summarise, write_report
+from msrl.tracking.run import RunFolder, stack_versions
+from msrl.tracking.tracker import Trackers, open_trackers
+from msrl.types import StepReport
+
+
+def report(step: int, **metrics: float) -> StepReport:
+    return StepReport(step, {name.replace("__", "/"): value for name, value in metrics.items()}, {"step": 0.5, "update": 0.25})
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    with pytest.raises(RuntimeError), written_whole(path) as beside:
+        beside.write_text("half of the n")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_progress_without_a_terminal_is_plain_lines_with_rate_and_time_left() -> None:
+    out = io.StringIO()
+    with progress("converting", total=4_000_000, unit="B", stream=out, interval_s=0.0) as bar:
+        bar.advance(1_000_000)
+        bar.advance(3_000_000)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("converting: 1.0 MB of 4.0 MB (25%), ")
+    assert lines[0].endswith(" left")
+    assert lines[-1].startswith("converting: done, 4.0 MB in ")
+
+
+def test_progress_says_little_when_work_is_quick() -> None:
+    out = io.StringIO()
+    with progress("reading", unit="rows", stream=out) as bar:
+        for _ in range(1000):
+            bar.advance()
+    assert len(out.getvalue().splitlines()) == 1
+    assert "1,000 rows" in out.getvalue()
+
+
+def test_progress_says_that_work_was_stopped() -> None:
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt), progress("reading", total=10, stream=out) as bar:
+        bar.advance(3)
+        raise KeyboardInterrupt
+    assert out.getvalue().startswith("reading: stopped, 3 it in ")
+
+
+def test_progress_on_a_terminal_is_a_bar_on_standard_error_alone() -> None:
+    code = "from msrl.tracking.progress import progress\nwith progress('packing', total=2, unit='rows') as bar: bar.advance(2)"
+    leader, follower = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stderr=follower, stdout=subprocess.PIPE, env=os.environ | {"TERM": "xterm"}, check=True
+    )
+    os.close(follower)
+    shown = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert done.stdout == b""
+    assert "packing" in shown
+    assert "2/2" in shown
+
+
+@pytest.mark.parametrize(
+    ("amount", "unit", "text"), [(999, "B", "999 B"), (1_190_000_000, "B", "1.2 GB"), (2.5e12, "B", "2.5 TB"), (6000, "docs", "6,000 docs")]
+)
+def test_amounts_read_well(amount: float, unit: str, text: str) -> None:
+    assert amount_text(amount, unit) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(4.24, "4.2 s"), (9.97, "0:00:10"), (65, "0:01:05"), (3 * 3600 + 59.6, "3:01:00")])
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_metrics_come_back_as_they_were_logged(tmp_path: Path) -> None:
+    reports = (report(1, train__loss=2.5), StepReport(2, {"a": math.inf, "b": -math.inf}, notes=("slow \u2028 node",)))
+    with MetricsWriter(tmp_path) as writer:
+        for row in reports:
+            writer.log(row)
+    assert read_metrics(tmp_path) == reports
+
+
+def test_metrics_are_json_that_strict_parsers_read(tmp_path: Path) -> None:
+    line = to_line(report(1, train__loss=math.nan))
+    row = json.loads(line, parse_constant=pytest.fail)
+    assert row == {"step": 1, "metrics": {"train/loss": "NaN"}, "seconds": {"step": 0.5, "update": 0.25}}
+    (tmp_path / "metrics.jsonl").write_text(line)
+    assert math.isnan(read_metrics(tmp_path)[0].metrics["train/loss"])
+
+
+def test_each_step_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.log(report(1, train__loss=1.0))
+    assert len(read_metrics(tmp_path)) == 1
+    writer.close()
+
+
+def test_resuming_takes_out_later_steps_and_the_line_that_a_crash_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes("".join(to_line(report(step, x=step)) for step in range(1, 6)).encode() + b'{"step": 6, "notes": ["\xc3')
+    assert [row.step for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    with MetricsWriter(tmp_path, resumed_step=3) as writer:
+        assert writer.num_dropped == 3
+        writer.log(report(4, x=40))
+    assert [row.metrics["x"] for row in read_metrics(tmp_path)] == [1, 2, 3, 40]
+
+
+def test_metrics_of_another_run_are_not_appended_to(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path).log(report(1))
+    with pytest.raises(MsrlError, match=r"metrics\.jsonl: an earlier run wrote its metrics here; resume it or choose another run\.name"):
+        MetricsWriter(tmp_path)
+
+
+def test_a_broken_line_among_metrics_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(to_line(report(1)) + "[]\n" + to_line(report(2)))
+    with pytest.raises(MsrlError, match=r"metrics\.jsonl:2: not the report of a step"):
+        read_metrics(tmp_path)
+
+
+def test_metrics_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match="no metrics here"):
+        read_metrics(tmp_path / "nothing")
+
+
+def test_tensorboard_reads_what_the_tracker_wrote_and_forgets_what_a_resumed_run_did_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resumed_step, steps, loss in [(None, (1, 2, 3), 1.0), (1, (2, 3), 2.0)]:
+        (tracker,) = open_trackers(("tensorboard",), tmp_path, resumed_step=resumed_step)
+        for step in steps:
+            tracker.log(report(step, train__loss=loss * step))
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 4.0), (3, 6.0)]
+    assert [event.value for event in events.Scalars("seconds/update")] == [0.25] * 3
+
+
+def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=r"log\.trackers=tensorbord: .*did you mean 'tensorboard'\?"):
+        open_trackers(("tensorbord",), tmp_path)
+
+
+def test_all_trackers_are_closed_though_one_fails_to() -> None:
+    class Failing:
+        def log(self, report: StepReport) -> None: ...
+
+        def close(self) -> None:
+            raise OSError("disk full")
+
+    class Closing(Failing):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    last = Closing()
+    with pytest.raises(OSError, match="disk full"):
+        Trackers([Failing(), last]).close()
+    assert last.closed
+
+
+def test_the_console_line_names_loss_rate_speed_and_time_left() -> None:
+    out = io.StringIO()
+    console = StepConsole(100, stream=out)
+    console.log(report(20, train__loss=2.34567, train__lr=1e-4, perf__tokens_per_s=4096.4, other=1.0))
+    assert out.getvalue() == "step  20/100  loss 2.3457  lr 1.0e-04  tok/s 4,096  0.50 s/step  0:00:40 left\n"
+
+
+def test_the_console_prints_every_nth_step_the_last_one_and_every_note() -> None:
+    out = io.StringIO()
+    console = StepConsole(5, every_steps=2, stream=out)
+    for step in range(1, 6):
+        console.log(StepReport(step, {}, notes=("all rewards are equal",) if step == 3 else ()))
+    assert out.getvalue().splitlines() == ["step 2/5", "step 3: all rewards are equal", "step 4/5", "step 5/5"]
+
+
+def test_a_run_folder_holds_the_resolved_configuration_and_the_versions(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, "first", config={"run": {"seed": 0}, "stop": ["é"]}, argv=["msrl", "train-sft"]) as run:
+        assert yaml.safe_load((run.path / "config.yaml").read_text()) == {"run": {"seed": 0}, "stop": ["é"]}
+        attempt = json.loads((run.path / "attempts.jsonl").read_text())
+        assert attempt["command"] == ["msrl", "train-sft"]
+        assert attempt["versions"] == stack_versions()
+        assert attempt["versions"]["numpy"] == __import__("numpy").__version__
+        assert run.attempt == 1
+
+
+def test_an_existing_run_is_refused_and_the_message_says_what_to_do(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "a", config={}).close()
+    with pytest.raises(MsrlError, match=r"a: this run exists already; go on with it \(--resume auto\), choose another run\.name"):
+        RunFolder.create(tmp_path, "a", config={})
+
+
+def test_a_resumed_run_keeps_the_configuration_that_it_had_before(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "a", config={"lr": 1}).close()
+    RunFolder.create(tmp_path, "a", config={"lr": 1}, resume=True).close()
+    with RunFolder.create(tmp_path, "a", config={"lr": 2}, resume=True) as run:
+        assert run.attempt == 3
+        assert yaml.safe_load((run.path / "config.yaml").read_text()) == {"lr": 2}
+        assert yaml.safe_load((run.path / "config.2.yaml").read_text()) == {"lr": 1}
+
+
+def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    code = f"from msrl.tracking.run import RunFolder; RunFolder.create({str(tmp_path)!r}, 'a', config={{}}, resume=True)"
+    with RunFolder.create(tmp_path, "a", config={}):
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert "another process is writing this run" in other.stderr
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp"])
+def test_a_run_name_does_not_lead_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(MsrlError, match=r"run\.name="):
+        RunFolder.create(tmp_path, name, config={})
+
+
+def test_a_file_in_the_place_of_the_run_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    with pytest.raises(MsrlError, match=r"a file stands where the run's folder should be"):
+        RunFolder.create(tmp_path, "a", config={})
+
+
+def test_a_plot_is_a_png_with_a_panel_per_metric_and_names_what_was_not_logged(tmp_path: Path) -> None:
+    from PIL import Image
+
+    reports = [report(step, loss=math.nan if step == 3 else 1 / step, reward=step) for step in range(1, 80)]
+    assert plot_metrics(reports, ["loss", "reward", "kl"], tmp_path / "curves.png", title="a run") == ("kl",)
+    assert plot_metrics(reports, ["loss"], tmp_path / "loss.png") == ()
+    curves, loss = Image.open(tmp_path / "curves.png"), Image.open(tmp_path / "loss.png")
+    assert curves.format == "PNG"
+    assert curves.height > loss.height
+    assert len({pixel for _, pixel in loss.convert("RGB").getcolors(1 << 20)}) > 10
+
+
+def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match="nothing to plot"):
+        plot_metrics([report(1)], ["kl"], tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_running_mean_leaves_out_what_is_not_a_number() -> None:
+    assert running_mean([1.0, math.nan, 5.0], 2) == [1.0, 1.0, 5.0]
+    assert math.isnan(running_mean([math.nan], 3)[0])
+
+
+def test_plots_need_no_display_and_leave_pyplot_alone() -> None:
+    code = (
+        "import sys, pathlib, tempfile\nfrom msrl.tracking.plots import plot_metrics\nfrom msrl.types import StepReport\n"
+        "plot_metrics([StepReport(1, {'a': 1.0})], ['a'], pathlib.Path(tempfile.mkdtemp()) / 'a.png')\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "DISPLAY"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_the_report_says_how_numbers_moved_where_time_went_and_what_was_noted(tmp_path: Path) -> None:
+    reports = [StepReport(s, {"loss": v}, {"step": 2.0, "rollout": 1.5}, ("retry",)) for s, v in [(3, 2.0), (4, math.nan), (5, 1.0)]]
+    path = write_report(tmp_path, summarise(reports), results={"exported": "hf"})
+    text = path.read_text()
+    assert "3 steps (3 to 5)." in text
+    assert "- exported: hf" in text
+    assert "| loss (1 not finite) | 2 | 1 | 1 | 2 |" in text
+    assert "| rollout | 4.5 s | 75% |" in text
+    assert "- retry (3 times)" in text
+
+
+def test_a_run_without_steps_has_no_report() -> None:
+    with pytest.raises(MsrlError, match="no step to report"):
+        summarise([])
