@@ -113,11 +113,6 @@ def _last_rules(shape: Shape) -> tuple[Rule, ...]:
     return (norm, head)
 
 
-def tied_output(shape: Shape) -> Rule:
-    """The copy of a tied embedding that the last stage holds when there are several stages."""
-    return Rule("output_layer.weight", ("model.embed_tokens.weight",), Vocab(shape.vocab_size), ((shape.vocab_size, shape.hidden_size),))
-
-
 def _layer_rules(shape: Shape) -> tuple[Rule, ...]:
     hidden, ffn, heads_size = shape.hidden_size, shape.ffn_hidden_size, shape.num_attention_heads * shape.head_dim
     rules = [_norm(f"{_MCORE}input_layernorm.weight", f"{_HF}input_layernorm.weight", hidden), _qkv(shape, "weight", hidden)]

@@ -57,10 +57,9 @@ class Rule:
     layout: Layout
     shapes: tuple[tuple[int, ...], ...]
 
-    def at(self, layer: int, local_layer: int | None = None) -> Rule:
-        """This rule with its layer number filled in; Megatron's name counts from its own stage: `local_layer`."""
-        mcore_layer = layer if local_layer is None else local_layer
-        return Rule(self.mcore.format(layer=mcore_layer), tuple(name.format(layer=layer) for name in self.hf), self.layout, self.shapes)
+    def at(self, layer: int) -> Rule:
+        """This rule with its layer number filled in."""
+        return Rule(self.mcore.format(layer=layer), tuple(name.format(layer=layer) for name in self.hf), self.layout, self.shapes)
 
 
 @dataclass(frozen=True, slots=True)

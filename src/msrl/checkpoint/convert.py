@@ -1,0 +1,152 @@
+"""Conversions between a Hugging Face folder and mcore checkpoints, and between layouts of the latter; tensor by tensor.
+
+Files are written in parallel, one thread each, so that reading one overlaps writing another; torch, checksums and the system let go of
+Python's lock meanwhile. In memory is one tensor per thread. The target folder becomes visible whole.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msrl.checkpoint.dtypes import hf_name
+from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free, staged_folder
+from msrl.checkpoint.hf import HfWriter, copy_sidecars
+from msrl.checkpoint.mcore import SIDECAR, namespace, publish, rank_file, stream_rank_file, te_name, write_manifest
+from msrl.checkpoint.plan import Plan, RankPlan, make_plan
+from msrl.checkpoint.source import WeightSource
+from msrl.checkpoint.torch_file import TensorSpec, WrittenFile
+from msrl.models.families import all_rules
+from msrl.models.rules import Rule
+
+ITERATION = 1
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class McoreTarget:
+    """How an mcore checkpoint is to be cut and named. `dtype` None keeps the source's types."""
+
+    tp: int = 1
+    pp: int = 1
+    dtype: torch.dtype | None = None
+    names: str = "local"
+    vocab_multiple: int | None = None
+
+
+def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
+    """What would be written and its bytes. Raises ManyErrors when the layout does not divide the model."""
+    plan = make_plan(source.shape, target.tp, target.pp, target.vocab_multiple)
+    return plan, sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
+
+
+def hf_specs(source: WeightSource, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
+    """Types and shapes of a source's Hugging Face tensors."""
+    return {
+        name: TensorSpec(dtype or source.dtype(rule), shape)
+        for rule in all_rules(source.shape)
+        for name, shape in zip(rule.hf, rule.shapes, strict=True)
+    }
+
+
+def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: Advance = lambda num_bytes: None) -> Plan:
+    """Write an mcore checkpoint of iteration 1 with config and tokenizer in `<save>/hf`; `advance` hears of every bytes written.
+
+    Raises MsrlError when `save` is taken, the disk has no room, or the layout does not divide the model.
+    """
+    refuse_unless_free(save)
+    plan, num_bytes = mcore_plan(source, target)
+    refuse_unless_fits(save, num_bytes)
+    with staged_folder(save) as folder:
+        jobs = [partial(_write_rank, source, target, plan, rank, folder, advance) for rank in plan.ranks]
+        files = _in_parallel(jobs)
+        copy_sidecars(source.hf_dir, folder / SIDECAR, source.main_dtype() if target.dtype is None else target.dtype)
+        write_manifest(folder, ITERATION, _manifest_entry(source, target, plan, files))
+        publish(folder, ITERATION, durable=False)
+    return plan
+
+
+def write_hf(source: WeightSource, save: Path, dtype: torch.dtype | None, advance: Advance = lambda num_bytes: None) -> None:
+    """Write a Hugging Face folder: safetensors, index, config, tokenizer. Raises MsrlError as `write_mcore` does."""
+    refuse_unless_free(save)
+    specs = hf_specs(source, dtype)
+    refuse_unless_fits(save, sum(spec.num_bytes for spec in specs.values()))
+    with staged_folder(save) as folder:
+        writer = HfWriter(folder, specs)
+        _in_parallel([partial(_write_rule, source, rule, dtype, writer, advance) for rule in all_rules(source.shape)])
+        writer.close()
+        copy_sidecars(source.hf_dir, folder, source.main_dtype() if dtype is None else dtype)
+
+
+def _rank_specs(source: WeightSource, target: McoreTarget, rank: RankPlan) -> dict[str, TensorSpec]:
+    return source.local_specs(rank.tp_rank, target.tp, rank.pp_rank, target.pp, target.dtype, target.vocab_multiple)
+
+
+def _write_rank(
+    source: WeightSource, target: McoreTarget, plan: Plan, rank: RankPlan, folder: Path, advance: Advance
+) -> tuple[str, WrittenFile]:
+    """Write one rank's file; its name relative to `folder`, size and checksum."""
+    rename = te_name if target.names == "te" else str
+    specs = {rename(name): spec for name, spec in _rank_specs(source, target, rank).items()}
+    tensors = source.local_tensors(rank.tp_rank, target.tp, rank.pp_rank, target.pp, target.dtype, target.vocab_multiple)
+    dtype = hf_name(target.dtype or source.main_dtype())
+    args = namespace(source.shape, target.tp, target.pp, padded_vocab=plan.padded_vocab, dtype=dtype, names=target.names)
+    path = rank_file(folder, ITERATION, rank.tp_rank, target.tp, rank.pp_rank, target.pp)
+    renamed = ((rename(name), tensor) for name, tensor in tensors)
+    return str(path.relative_to(folder)), stream_rank_file(path, specs, _counted(renamed, advance), args, ITERATION)
+
+
+def _write_rule(source: WeightSource, rule: Rule, dtype: torch.dtype | None, writer: HfWriter, advance: Advance) -> None:
+    for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
+        tensor = tensor if dtype is None else tensor.to(dtype)
+        writer.write(name, tensor)
+        advance(tensor.nbytes)
+
+
+def _counted(tensors: Iterable[tuple[str, Tensor]], advance: Advance) -> Iterator[tuple[str, Tensor]]:
+    """`tensors`, saying how many bytes went through after each was taken."""
+    for name, tensor in tensors:
+        yield name, tensor
+        advance(tensor.nbytes)
+
+
+def _in_parallel(jobs: list[Callable[[], Any]]) -> list[Any]:
+    """Run the jobs on a thread per core; the first failure is raised, and what has not begun by then never does."""
+    with ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _manifest_entry(source: WeightSource, target: McoreTarget, plan: Plan, files: list[tuple[str, WrittenFile]]) -> dict[str, Any]:
+    return {
+        "layout": {"kind": "mindspeed", "tp": target.tp, "pp": target.pp, "names": target.names, "padded_vocab_size": plan.padded_vocab},
+        "dtype": hf_name(target.dtype or source.main_dtype()),
+        "shape": asdict(source.shape),
+        "num_elements": plan.num_elements,
+        "files": {name: {"bytes": file.num_bytes, "records_sha256": file.digest} for name, file in sorted(files)},
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what wrote a checkpoint."""
+    return {name: importlib.metadata.version(name) for name in ("msrl", "torch", "safetensors")}
+
+
+def num_hf_bytes(source: WeightSource, dtype: torch.dtype | None) -> int:
+    """Bytes of the Hugging Face tensors of a source."""
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in hf_specs(source, dtype).values())

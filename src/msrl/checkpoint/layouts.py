@@ -1,0 +1,133 @@
+"""The arithmetic of weight layouts: Hugging Face tensors <-> one canonical tensor <-> the shards of tensor-parallel ranks.
+
+Letters: G query groups, H hidden, F feed-forward, V vocabulary, d head dimension, m heads per group, t tensor-parallel size.
+Canonical tensors, each with one tensor-parallel axis: Qkv [G, (m + 2) * d, ...] axis 0; GateUp [2, F, H] axis 1; Vocab [V, H]
+axis 0 (not padded); Sharded as it is, on its own axis; Replicated as it is, no axis. Shards have Megatron's shapes: 2-D weights, 1-D
+biases. Nothing here communicates or casts, and it holds for any tensor shaped like its parameter (optimizer moments, say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from msrl.models.rules import GateUp, Layout, Qkv, Replicated, Sharded, Vocab
+
+
+def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
+    """The canonical tensor of the Hugging Face `tensors` (q, k, v; gate, up; or a single one)."""
+    if isinstance(layout, Qkv):
+        return torch.cat([t.unflatten(0, (layout.num_groups, -1)) for t in tensors], dim=1)
+    if isinstance(layout, GateUp):
+        return torch.stack(list(tensors))
+    (tensor,) = tensors
+    return tensor
+
+
+def unfuse(layout: Layout, canonical: Tensor) -> tuple[Tensor, ...]:
+    """The Hugging Face tensors of a canonical one; the way back of `fuse`."""
+    if isinstance(layout, Qkv):
+        sizes = [layout.heads_per_group * layout.head_dim, layout.head_dim, layout.head_dim]
+        return tuple(part.flatten(0, 1) for part in canonical.split(sizes, dim=1))
+    if isinstance(layout, GateUp):
+        return tuple(canonical.unbind(0))
+    return (canonical,)
+
+
+def split(layout: Layout, canonical: Tensor, tp_size: int, padded_vocab: int | None = None) -> tuple[Tensor, ...]:
+    """The shards of all ranks. `padded_vocab` rows (default: the next multiple of `tp_size`) are reached with zeros."""
+    if isinstance(layout, Replicated):
+        return (canonical,) * tp_size
+    if isinstance(layout, Vocab):
+        canonical = pad_rows(canonical, padded_vocab or -(-layout.vocab_size // tp_size) * tp_size)
+    axis = _canonical_axis(layout)
+    size = divided(canonical.shape[axis], tp_size)
+    return tuple(_flat(layout, canonical.narrow(axis, rank * size, size)) for rank in range(tp_size))
+
+
+def join(layout: Layout, shards: Sequence[Tensor]) -> Tensor:
+    """The canonical tensor of all ranks' shards; the way back of `split`, vocabulary padding cut off."""
+    if isinstance(layout, Replicated):
+        return shards[0]
+    if isinstance(layout, Vocab):
+        return torch.cat(list(shards))[: layout.vocab_size] if len(shards) > 1 else shards[0][: layout.vocab_size]
+    parts = [_unflat(layout, shard, len(shards)) for shard in shards]
+    return torch.cat(parts, dim=_canonical_axis(layout)) if len(parts) > 1 else parts[0]
+
+
+def shard(layout: Layout, tensors: Sequence[Tensor], tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> Tensor:
+    """One rank's shard straight from the Hugging Face `tensors`, of which only this rank's part is read.
+
+    Equal to `split(layout, fuse(layout, tensors), tp_size, padded_vocab)[tp_rank]`: each source is cut along its own axis first, and a
+    rank's rows of q, k, v (gate, up) are contiguous because a rank holds whole groups (a range of feed-forward rows).
+    """
+    if isinstance(layout, Replicated):
+        return fuse(layout, tensors)
+    if isinstance(layout, Vocab):
+        return _vocab_shard(layout, tensors[0], tp_rank, tp_size, padded_vocab)
+    axis = layout.axis if isinstance(layout, Sharded) else 0
+    sizes = [divided(t.shape[axis], tp_size) for t in tensors]
+    parts = [t.narrow(axis, tp_rank * size, size) for t, size in zip(tensors, sizes, strict=True)]
+    return _flat(layout, fuse(local_layout(layout, tp_size), parts))
+
+
+def shard_shape(layout: Layout, shapes: Sequence[tuple[int, ...]], tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
+    """The shape of a rank's shard, from the shapes of the Hugging Face tensors alone."""
+    first = shapes[0]
+    if isinstance(layout, Replicated):
+        return first
+    if isinstance(layout, Sharded):
+        return tuple(divided(n, tp_size) if axis == layout.axis else n for axis, n in enumerate(first))
+    if isinstance(layout, Vocab):
+        rows = padded_vocab or -(-layout.vocab_size // tp_size) * tp_size
+        return (divided(rows, tp_size), *first[1:])
+    return (divided(sum(shape[0] for shape in shapes), tp_size), *first[1:])
+
+
+def local_layout(layout: Layout, tp_size: int) -> Layout:
+    """The layout of what one rank holds, seen as a whole."""
+    return replace(layout, num_groups=divided(layout.num_groups, tp_size)) if isinstance(layout, Qkv) else layout
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """`tensor` with rows of zeros appended up to `rows`."""
+    missing = rows - tensor.shape[0]
+    if missing < 0:
+        raise ValueError(f"{tensor.shape[0]} rows do not fit into {rows}")
+    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor
+
+
+def divided(size: int, parts: int) -> int:
+    """size / parts. Raises ValueError for a remainder (`plan.check` tells the user before it comes to that)."""
+    if size % parts:
+        raise ValueError(f"{size} does not divide into {parts} equal parts")
+    return size // parts
+
+
+def _canonical_axis(layout: Layout) -> int:
+    if isinstance(layout, Sharded):
+        return layout.axis
+    return 1 if isinstance(layout, GateUp) else 0
+
+
+def _flat(layout: Layout, canonical: Tensor) -> Tensor:
+    """A (part of a) canonical tensor in Megatron's shape."""
+    return canonical.flatten(0, 1) if isinstance(layout, Qkv | GateUp) else canonical
+
+
+def _unflat(layout: Layout, shard: Tensor, tp_size: int) -> Tensor:
+    """A shard in canonical shape; the way back of `_flat`."""
+    if isinstance(layout, Qkv):
+        return shard.unflatten(0, (divided(layout.num_groups, tp_size), -1))
+    return shard.unflatten(0, (2, -1)) if isinstance(layout, GateUp) else shard
+
+
+def _vocab_shard(layout: Vocab, table: Tensor, tp_rank: int, tp_size: int, padded_vocab: int | None) -> Tensor:
+    """This rank's rows; those past the vocabulary are zeros."""
+    rows = divided(padded_vocab or -(-layout.vocab_size // tp_size) * tp_size, tp_size)
+    begin = min(tp_rank * rows, layout.vocab_size)
+    end = min(begin + rows, layout.vocab_size)
+    return pad_rows(table[begin:end], rows)

@@ -1,0 +1,213 @@
+"""Weights to load, whatever they lie in: a Hugging Face folder or an mcore checkpoint of any layout, given in any other layout.
+
+One tensor at a time is in memory; what needs no change of type or layout is a view of the file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from msrl.checkpoint import layouts
+from msrl.checkpoint.hf import HfCheckpoint
+from msrl.checkpoint.mcore import SIDECAR, Found, find_checkpoint, latest_iteration, read_rank_file
+from msrl.checkpoint.plan import TIED_OUTPUT, check, padded_vocab_size, rank_plan, stage_tensors
+from msrl.checkpoint.torch_file import TensorSpec, spec_of
+from msrl.errors import MsrlError
+from msrl.models.families import all_rules, load_shape
+from msrl.models.rules import Rule
+from msrl.models.shape import Shape
+
+
+class WeightSource(ABC):
+    """All weights of one model. `rule` is always one with global layer numbers, as `models.families.all_rules` gives it."""
+
+    shape: Shape
+    hf_dir: Path  # where config.json and the tokenizer are
+
+    @abstractmethod
+    def dtype(self, rule: Rule) -> torch.dtype:
+        """The type of the tensor, without reading it."""
+
+    @abstractmethod
+    def canonical(self, rule: Rule) -> Tensor:
+        """The canonical tensor (see `checkpoint.layouts`)."""
+
+    @abstractmethod
+    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
+        """The Hugging Face tensors of the rule, in its order."""
+
+    @abstractmethod
+    def shard(self, rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> Tensor:
+        """One rank's shard in Megatron's shape."""
+
+    def local_tensors(
+        self,
+        tp_rank: int,
+        tp_size: int,
+        pp_rank: int,
+        pp_size: int,
+        dtype: torch.dtype | None = None,
+        vocab_multiple: int | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What one rank of a tp_size x pp_size layout holds, under Megatron's local names, in the order of the network.
+
+        Cast to `dtype` unless it is None. Raises ManyErrors when the layout does not divide the model.
+        """
+        check(self.shape, tp_size, pp_size)
+        padded = padded_vocab_size(self.shape, tp_size, vocab_multiple)
+        for placed in stage_tensors(self.shape, pp_rank, pp_size):
+            tensor = self.shard(placed.rule, tp_rank, tp_size, padded)
+            yield placed.name, tensor if dtype is None else tensor.to(dtype)
+
+    def local_specs(
+        self, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, dtype: torch.dtype | None, vocab_multiple: int | None
+    ) -> dict[str, TensorSpec]:
+        """Types and shapes of what `local_tensors` gives, without reading it."""
+        padded = padded_vocab_size(self.shape, tp_size, vocab_multiple)
+        shapes = rank_plan(self.shape, tp_rank, tp_size, pp_rank, pp_size, padded).tensors
+        types = {placed.name: dtype or self.dtype(placed.rule) for placed in stage_tensors(self.shape, pp_rank, pp_size)}
+        return {name: TensorSpec(types[name], shape) for name, shape in shapes.items()}
+
+    def main_dtype(self) -> torch.dtype:
+        """The type of the embedding, which stands for that of the model."""
+        return self.dtype(all_rules(self.shape)[0])
+
+
+class HfSource(WeightSource):
+    """A Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._checkpoint = HfCheckpoint(folder)
+        self.shape, self.hf_dir = self._checkpoint.shape, folder
+
+    def dtype(self, rule: Rule) -> torch.dtype:
+        kinds = {self._checkpoint.specs[name].dtype for name in rule.hf}
+        if len(kinds) > 1:
+            raise MsrlError(f"{self.hf_dir}: {', '.join(rule.hf)} have different types; choose one with --dtype")
+        return kinds.pop()
+
+    def canonical(self, rule: Rule) -> Tensor:
+        return layouts.fuse(rule.layout, self.hf_tensors(rule))
+
+    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
+        return tuple(self._checkpoint.tensor(name) for name in rule.hf)
+
+    def shard(self, rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> Tensor:
+        return layouts.shard(rule.layout, self.hf_tensors(rule), tp_rank, tp_size, padded_vocab)
+
+
+Shards = Mapping[tuple[int, int], Mapping[str, Tensor]]
+
+
+class ShardedSource(WeightSource):
+    """Any tensors that are named and cut like a model's weights (the weights, or an optimizer's moments), by (tp, pp) rank."""
+
+    def __init__(self, shape: Shape, tp: int, pp: int, shards: Shards, hf_dir: Path, where: str) -> None:
+        """`shards` has the local names of every rank. Raises MsrlError when one is missing, misshapen or left over; `where` is for it."""
+        check(shape, tp, pp)
+        self.shape, self.hf_dir, self.tp, self.pp = shape, hf_dir, tp, pp
+        self._shards = shards
+        self._where = where
+        self._places = {
+            placed.rule.mcore: (stage, placed.name)
+            for stage in reversed(range(pp))  # a tied output layer is read from the embedding on the first stage
+            for placed in stage_tensors(shape, stage, pp)
+        }
+        for (tp_rank, pp_rank), tensors in shards.items():
+            self._check_rank(tp_rank, pp_rank, tensors)
+
+    def _check_rank(self, tp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]) -> None:
+        """The rank holds what the plan says; its vocabulary may be padded to any size."""
+        embedding = self._shards[tp_rank, 0].get("embedding.word_embeddings.weight")
+        rows = embedding.shape[0] * self.tp if embedding is not None else padded_vocab_size(self.shape, self.tp)
+        if rows < self.shape.vocab_size:
+            raise MsrlError(f"{self._where}: the embedding has {rows} rows, fewer than the {self.shape.vocab_size} tokens of the config")
+        planned = rank_plan(self.shape, tp_rank, self.tp, pp_rank, self.pp, rows).tensors
+        rank = f"{self._where}, rank tp {tp_rank} pp {pp_rank}"
+        for name, size in planned.items():
+            if name not in tensors:
+                raise MsrlError(f"{rank}: {name} is missing")
+            if tuple(tensors[name].shape) != size:
+                raise MsrlError(f"{rank}: {name} is {list(tensors[name].shape)}, but the model makes it {list(size)}")
+        extra = sorted(set(tensors) - set(planned))
+        if extra:
+            raise MsrlError(f"{rank}: {len(extra)} tensors have no place in {self.shape.architecture}: {', '.join(extra[:3])}")
+
+    def dtype(self, rule: Rule) -> torch.dtype:
+        stage, name = self._places[rule.mcore]
+        return spec_of(self._shards[0, stage][name]).dtype
+
+    def canonical(self, rule: Rule) -> Tensor:
+        return layouts.join(rule.layout, self._parts(rule))
+
+    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
+        return layouts.unfuse(rule.layout, self.canonical(rule))
+
+    def shard(self, rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> Tensor:
+        parts = self._parts(rule)
+        same_rows = layouts.shard_shape(rule.layout, rule.shapes, tp_size, padded_vocab) == tuple(parts[0].shape)
+        if tp_size == self.tp and same_rows:
+            return parts[tp_rank]
+        return layouts.split(rule.layout, layouts.join(rule.layout, parts), tp_size, padded_vocab)[tp_rank]
+
+    def tied_copy_differs(self) -> bool:
+        """Whether the last stage's copy of a tied embedding is another tensor than the embedding itself."""
+        if not self.shape.tie_word_embeddings or self.pp == 1:
+            return False
+        first = "embedding.word_embeddings.weight"
+        return any(not torch.equal(self._shards[t, 0][first], self._shards[t, self.pp - 1][TIED_OUTPUT]) for t in range(self.tp))
+
+    def _parts(self, rule: Rule) -> list[Tensor]:
+        stage, name = self._places[rule.mcore]
+        return [self._shards[tp_rank, stage][name] for tp_rank in range(self.tp)]
+
+
+def open_mcore(save: Path, hf_dir: Path | None = None, iteration: int | str | None = None) -> ShardedSource:
+    """The weights of an mcore checkpoint folder; its config is `<save>/hf`, or `hf_dir` where the checkpoint has none.
+
+    Raises MsrlError for what is missing, cut short, harmful, or does not fit the config.
+    """
+    found = find_checkpoint(save, iteration)
+    config_dir = hf_dir or save / SIDECAR
+    if not (config_dir / "config.json").is_file():
+        raise MsrlError(f"{config_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config")
+    contents = {rank: read_rank_file(path) for rank, path in found.files.items()}
+    shape = load_shape(config_dir)
+    for rank, content in contents.items():
+        _check_args(found, rank, vars(content["args"]), shape)
+    models = {rank: content["model"] for rank, content in contents.items()}
+    source = ShardedSource(shape, found.tp, found.pp, models, config_dir, str(save))
+    if source.tied_copy_differs():
+        raise MsrlError(f"{save}: the model ties its embeddings, but the last stage's {TIED_OUTPUT} differs from the embedding")
+    return source
+
+
+def _check_args(found: Found, rank: tuple[int, int], args: Mapping[str, object], shape: Shape) -> None:
+    """The arguments in a file agree with the files' names and the config."""
+    wanted = {
+        "tensor_model_parallel_size": found.tp,
+        "pipeline_model_parallel_size": found.pp,
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+    }
+    for name, value in wanted.items():
+        if args.get(name, value) != value:
+            raise MsrlError(f"{found.files[rank]}: says {name}={args[name]}, but folder names and config say {value}")
+
+
+def open_weights(path: Path, hf_dir: Path | None = None) -> WeightSource:
+    """The weights in `path`: an mcore checkpoint folder or a Hugging Face folder. Raises MsrlError as the openers of the two do."""
+    if not path.is_dir():
+        raise MsrlError(f"{path}: there is no such folder")
+    if (path / "config.json").is_file():
+        return HfSource(path)
+    if not any(path.iterdir()):
+        raise MsrlError(f"{path}: the folder is empty; it must hold a Hugging Face model or an mcore checkpoint")
+    latest_iteration(path)
+    return open_mcore(path, hf_dir)

@@ -1,0 +1,244 @@
+"""Files of `torch.save`, written as a stream and read without running anything.
+
+The format is torch's zip archive (`data.pkl`, one record `data/<n>` per storage, stored uncompressed on 64-byte boundaries). Writing it
+tensor by tensor keeps one tensor in memory instead of a rank's whole share.
+Reading admits tensors, `argparse.Namespace` and plain values. Source: torch.serialization and PEP 307, the pickle protocol.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import io
+import pathlib
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
+
+from msrl.errors import MsrlError
+
+ALIGNMENT = 64
+_ROOT = "archive"
+_STORAGES = {torch.bfloat16: "BFloat16Storage", torch.float16: "HalfStorage", torch.float32: "FloatStorage", torch.float64: "DoubleStorage"}
+_STORAGES |= {torch.int64: "LongStorage", torch.int32: "IntStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Type and shape of a tensor that is to be written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """What a finished file weighs, and the digest of its records (see `check_records`)."""
+
+    num_bytes: int
+    digest: str
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tensor.dtype, tuple(tensor.shape))
+
+
+def write_torch_file(
+    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], wrap: Callable[[dict[str, Any]], object]
+) -> WrittenFile:
+    """Write what `torch.save(wrap(dict(tensors)), path, pickle_protocol=4)` would, one tensor at a time.
+
+    `tensors` come in the order of `specs`; anything else is a ValueError. The file stands under its final name from the start: the
+    caller writes into a folder that is not visible yet.
+    """
+    stand_ins = {name: _StandIn(str(index), spec) for index, (name, spec) in enumerate(specs.items())}
+    with path.open("wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        _add(archive, "data.pkl", _pickled(wrap(dict(stand_ins))))
+        _add(archive, "byteorder", sys.byteorder.encode())
+        for (name, stand_in), (given, tensor) in zip(stand_ins.items(), tensors, strict=True):
+            if name != given or spec_of(tensor) != stand_in.spec:
+                raise ValueError(f"{given} {spec_of(tensor)} was given where {name} {stand_in.spec} was announced")
+            _add(archive, f"data/{stand_in.key}", tensor_bytes(tensor))
+        _add(archive, "version", b"3\n")
+        digest = _digest(archive)
+    return WrittenFile(path.stat().st_size, digest)
+
+
+def check_records(path: Path) -> str:
+    """Read the whole file and compare every record with its own checksum; the digest of the file's records.
+
+    Raises MsrlError for a damaged file, by record.
+    """
+    _check_archive(path)
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+        if damaged is not None:
+            raise MsrlError(f"{path}: record {damaged} does not match its checksum; copy or convert the file again")
+        return _digest(archive)
+
+
+def _digest(archive: zipfile.ZipFile) -> str:
+    """SHA-256 of the records' names, sizes and CRC-32s: it vouches for the contents at the price of the CRCs that are there anyway."""
+    lines = [f"{record.filename} {record.file_size} {record.CRC:08x}\n" for record in archive.infolist()]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor in C order, without a copy where it is contiguous."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """A tensor that is announced in the pickle and comes later in the file."""
+
+    key: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """The storage of a stand-in: the pickle names it by key, type and size."""
+
+    key: str
+    spec: TensorSpec
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
+    """One stored record whose data begin on a 64-byte boundary, by a padding field in its header."""
+    info = zipfile.ZipInfo(f"{_ROOT}/{name}")
+    info.file_size = len(data)
+    zip64 = len(data) > 0x7000_0000  # where zipfile itself goes over to 64-bit sizes is just above
+    header = 30 + len(info.filename.encode()) + (20 if zip64 else 0) + 4
+    padding = -(archive.start_dir + header) % ALIGNMENT
+    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    with archive.open(info, "w", force_zip64=zip64) as record:
+        record.write(data)
+
+
+def _pickled(value: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=4).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a stand-in as torch writes a tensor: a rebuild call around a storage that is named by its key."""
+
+    def persistent_id(self, obj: object) -> object:
+        if not isinstance(obj, _Storage):
+            return None
+        return ("storage", getattr(torch, _STORAGES[obj.spec.dtype]), obj.key, "cpu", obj.spec.num_elements)
+
+    def reducer_override(self, obj: object) -> Any:
+        if not isinstance(obj, _StandIn):
+            return NotImplemented
+        shape = obj.spec.shape
+        strides = tuple(torch.Size(shape[axis + 1 :]).numel() for axis in range(len(shape)))
+        arguments = (_Storage(obj.key, obj.spec), 0, shape, strides, False, collections.OrderedDict())
+        return _rebuild_tensor_v2, arguments
+
+
+def read_torch_file(path: Path, *, mmap: bool = True) -> Any:
+    """What `torch.save` wrote at `path`, on the CPU; with `mmap` tensors are read when they are used.
+
+    Nothing that the file names is run: only tensors, `argparse.Namespace`, numpy arrays and plain values are made, and values of
+    Megatron's and MindSpeed's own classes (enumerations among saved arguments) become `Foreign`. Raises MsrlError for a file that is
+    absent, cut short, not torch's, or that names anything else.
+    """
+    _check_archive(path)
+    try:
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=False, pickle_module=_RestrictedPickle)
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise MsrlError(f"{path}: not a readable checkpoint file: {error}") from error
+
+
+def _check_archive(path: Path) -> None:
+    """The file is whole and is not a program (a TorchScript archive, which torch.load would run)."""
+    if not path.is_file():
+        raise MsrlError(f"{path}: there is no such file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise MsrlError(f"{path}: cut short or not written by torch.save ({error}); copy or convert it again") from error
+    if any(name.endswith("/constants.pkl") for name in names):
+        raise MsrlError(f"{path}: is a TorchScript program, not a checkpoint")
+
+
+class Foreign:
+    """A value of a class that is not loaded: what the file said of it is kept, nothing is run."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """How pickle protocol 2 writes bytes; any other codec is refused."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"codec {encoding} is not admitted")
+    return text.encode("latin1")
+
+
+_FOREIGN = ("megatron.", "mindspeed", "transformer_engine.")
+_NUMPY = {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")}
+_NUMPY |= {("numpy", "ndarray"), ("numpy", "dtype")}
+_ADMITTED: dict[tuple[str, str], Any] = {
+    ("argparse", "Namespace"): argparse.Namespace,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib", "PurePosixPath"): pathlib.PurePosixPath,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("_codecs", "encode"): _latin1,
+    ("_io", "BytesIO"): io.BytesIO,
+}
+_ADMITTED |= {(module, kind.__name__): kind for module in ("builtins", "__builtin__") for kind in (set, frozenset, complex, slice, range)}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Looks names up in a fixed table; nothing is imported on a file's behalf."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) in _ADMITTED:
+            return _ADMITTED[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in _NUMPY:
+            return super().find_class(module, name)
+        if module.startswith(_FOREIGN):
+            return Foreign
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which a checkpoint has no use for; it may be harmful and was not run")
+
+
+class _RestrictedPickle:
+    """What torch.load asks of a pickle module."""
+
+    Unpickler = _Unpickler
+
+    @staticmethod
+    def load(*_: object, **__: object) -> Any:
+        raise pickle.UnpicklingError("the old form of torch.save, before its zip archive, is not read")

@@ -1,0 +1,70 @@
+"""The proof of a conversion that needs no model: every tensor of the result, read back from disk, bit for bit as it came in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msrl.checkpoint.mcore import MANIFEST, read_manifest
+from msrl.checkpoint.source import WeightSource
+from msrl.checkpoint.torch_file import check_records
+from msrl.errors import MsrlError
+from msrl.models.families import all_rules
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How many Hugging Face tensors (and bytes) were compared, and the names of those that differ."""
+
+    num_tensors: int
+    num_bytes: int
+    different: tuple[str, ...]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits (a NaN equals itself, -0 is not 0)."""
+    bits = _BITS[a.dtype.itemsize]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+def compare(
+    source: WeightSource, result: WeightSource, dtype: torch.dtype | None, advance: Callable[[int], None] = lambda num_bytes: None
+) -> Comparison:
+    """Compare all tensors of `result` with those of `source`, cast to `dtype` unless it is None, under their Hugging Face names."""
+    num_tensors, num_bytes, different = 0, 0, list[str]()
+    for rule in all_rules(source.shape):
+        for name, before, after in zip(rule.hf, source.hf_tensors(rule), result.hf_tensors(rule), strict=True):
+            if not same_bits(before if dtype is None else before.to(dtype), after):
+                different.append(name)
+            num_tensors, num_bytes = num_tensors + 1, num_bytes + after.nbytes
+            advance(after.nbytes)
+    return Comparison(num_tensors, num_bytes, tuple(different))
+
+
+def damaged_files(save: Path, iteration: int | str) -> list[str] | None:
+    """Files of an iteration whose size or checksum is not that of the manifest, each with the reason; None where there is no entry."""
+    if not (save / MANIFEST).is_file():
+        return None
+    entry: dict[str, Any] | None = read_manifest(save)["iterations"].get(str(iteration))
+    if entry is None:
+        return None
+    return [f"{name}: {why}" for name, facts in entry["files"].items() if (why := _damage(save / name, facts))]
+
+
+def _damage(path: Path, facts: dict[str, Any]) -> str:
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != facts["bytes"]:
+        return f"has {path.stat().st_size} bytes, not {facts['bytes']}"
+    try:
+        digest = check_records(path)
+    except MsrlError as error:
+        return str(error)
+    return "" if digest == facts["records_sha256"] else "does not hold what the manifest says"
