@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -38,11 +38,19 @@ class Resolved:
         """Whether a file, `--set` or a flag gave this key (or a key below it)."""
         return any(origin != DEFAULT for name, origin in self.origins.items() if name == key or name.startswith(f"{key}."))
 
-    def mistake(self, key: str, message: str) -> str:
-        """`file:line: key=value: message`."""
+    def value(self, key: str) -> Any:
+        """The value in force of a dotted key, lists and free mappings (`cluster.env.NAME`) included."""
         value: Any = self.config
         for part in key.split("."):
-            value = value[int(part)] if part.isdigit() else getattr(value, part)
+            if isinstance(value, tuple):
+                value = cast("tuple[Any, ...]", value)[int(part)]
+            else:
+                value = cast("dict[str, Any]", value)[part] if isinstance(value, dict) else getattr(value, part)
+        return value
+
+    def mistake(self, key: str, message: str) -> str:
+        """`file:line: key=value: message`."""
+        value = self.value(key)
         text = "" if value is None else f"={written(value)}"
         origin = self.origins.get(key, DEFAULT)
         return f"{key}{text}: {message}" if origin == DEFAULT else f"{origin}: {key}{text}: {message}"

@@ -243,6 +243,18 @@ def find(path: str, inside: Path | None = None) -> Path:
     raise MsrlError(f"{file}: there is no such file, nor a packaged configuration of this name; {nearest(path, packaged_names())}")
 
 
+def named(name: str) -> str:
+    """The file of `--config-name`: in ./configs, else a packaged one. Raises MsrlError when there is none."""
+    stem = name.removesuffix(".yaml")
+    local = Path("configs") / f"{stem}.yaml"
+    if local.is_file():
+        return str(local)
+    if stem in packaged_names():
+        return stem
+    known = [*packaged_names(), *(file.stem for file in Path("configs").glob("*.yaml"))]
+    raise MsrlError(f"--config-name={name}: neither ./configs nor msrl has a configuration of this name; {nearest(stem, known)}")
+
+
 def packaged_names() -> tuple[str, ...]:
     """The configurations that come with msrl."""
     return tuple(sorted(file.stem for file in PACKAGED.glob("*.yaml")))

@@ -1,0 +1,75 @@
+"""msrl config: what is in force, whether it is right, and what there is to set."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import TYPE_CHECKING
+
+import typer
+
+from msrl.cli import options as o
+from msrl.cli.execute import resolve
+
+if TYPE_CHECKING:
+    from msrl.config.loader import Resolved
+
+app = typer.Typer(no_args_is_help=True, help="Show, check and describe the configuration.")
+
+
+@app.command()
+def show(
+    ctx: typer.Context,
+    config: o.Files = None,
+    config_name: o.ConfigName = None,
+    sets: o.Sets = None,
+    command: o.For = None,
+    platform: o.Platform = None,
+    json: o.Json = False,
+) -> None:
+    """Print every value in force and where it came from, and what follows from them."""
+    from msrl.config.checks import guess
+    from msrl.config.derived import derived
+    from msrl.config.show import to_yaml
+
+    resolved = _resolved(ctx)
+    rows = derived(resolved.config, command.value if command else guess(resolved) or "")
+    if json:
+        origins = {key: str(origin) for key, origin in resolved.origins.items()}
+        typer.echo(jsonlib.dumps({"config": resolved.config.model_dump(mode="json"), "origins": origins, "derived": rows}, indent=2))
+        return
+    typer.echo(to_yaml(resolved.config, resolved.origins), nl=False)
+    for name, value in rows.items():
+        typer.echo(f"# {name}: {value}")
+
+
+@app.command()
+def validate(
+    ctx: typer.Context,
+    config: o.Files = None,
+    config_name: o.ConfigName = None,
+    sets: o.Sets = None,
+    command: o.For = None,
+    platform: o.Platform = None,
+) -> None:
+    """Check a configuration as its command would; all mistakes at once."""
+    from msrl.config.checks import check, guess
+
+    resolved = _resolved(ctx)
+    name = command.value if command else guess(resolved)
+    if name is not None:
+        check(resolved, name)
+    typer.echo(f"the configuration is right{f' for {name}' if name else '; no command would read it'}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of all keys, for editors."""
+    from msrl.config.schema import Config
+
+    typer.echo(jsonlib.dumps(Config.model_json_schema(), indent=2))
+
+
+def _resolved(ctx: typer.Context) -> Resolved:
+    for name in ("command", "json"):
+        ctx.params.pop(name, None)
+    return resolve(ctx, "", {}, None)

@@ -1,0 +1,85 @@
+"""msrl convert-ckpt: between Hugging Face folders and mcore checkpoints."""
+
+from __future__ import annotations
+
+import typer
+
+from msrl.cli import options as o
+from msrl.cli.execute import execute
+
+app = typer.Typer(no_args_is_help=True, help="Convert checkpoints between Hugging Face and Megatron, and prove the result.")
+
+
+@app.command()
+def hf2mcore(
+    ctx: typer.Context,
+    load: o.Load = None,
+    save: o.Save = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    dtype: o.Dtype = None,
+    layout: o.Layout = None,
+    names: o.Names = None,
+    pad_vocab_to_multiple: o.PadVocab = None,
+    verify: o.Verify = None,
+    config: o.Files = None,
+    sets: o.Sets = None,
+    platform: o.Platform = None,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """Hugging Face folder to mcore checkpoint, cut for tensor and pipeline parallelism."""
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2mcore"})
+
+
+@app.command()
+def mcore2hf(
+    ctx: typer.Context,
+    load: o.Load = None,
+    save: o.Save = None,
+    hf_config: o.HfConfig = None,
+    dtype: o.Dtype = None,
+    verify: o.Verify = None,
+    config: o.Files = None,
+    sets: o.Sets = None,
+    platform: o.Platform = None,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """mcore checkpoint of any cut to Hugging Face folder."""
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "mcore2hf"})
+
+
+@app.command()
+def reshard(
+    ctx: typer.Context,
+    load: o.Load = None,
+    save: o.Save = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    hf_config: o.HfConfig = None,
+    dtype: o.Dtype = None,
+    names: o.Names = None,
+    pad_vocab_to_multiple: o.PadVocab = None,
+    verify: o.Verify = None,
+    config: o.Files = None,
+    sets: o.Sets = None,
+    platform: o.Platform = None,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """mcore checkpoint to another cut of the same."""
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "reshard"})
+
+
+@app.command()
+def inspect(
+    ctx: typer.Context,
+    load: o.InspectDir = None,
+    config: o.Files = None,
+    sets: o.Sets = None,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """What an mcore checkpoint holds."""
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "inspect"})

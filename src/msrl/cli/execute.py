@@ -1,0 +1,91 @@
+"""What every command does: merge files, `--set` and flags into one configuration, check it, show the plan or run the workflow."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from msrl.config.loader import Flag, Resolved
+
+_COMMON = ("config", "config_name", "sets", "dry_run", "verbose")
+_KEYS = {
+    "platform": "cluster.platform",
+    "resume": "checkpoint.resume",
+    "compute_dtype": "model.dtype",
+    "devices": "cluster.devices_per_node",
+}
+
+
+def execute(ctx: typer.Context, command: str, *, section: str = "", fixed: Mapping[str, object] | None = None) -> None:
+    """Runs `msrl.workflows.<command>` on the configuration of this call, or prints its plan under `--dry-run`.
+
+    A parameter of the command overlays the key of its name in `section`; `fixed` are further keys that the subcommand stands for.
+    """
+    verbosity(ctx.params.get("verbose", False))
+    resolved = resolve(ctx, section, fixed or {}, command)
+    if ctx.params.get("dry_run"):
+        show_plan(resolved, command)
+        return
+    importlib.import_module(f"msrl.workflows.{command.replace('-', '_')}").run(resolved.config)
+
+
+def resolve(ctx: typer.Context, section: str, fixed: Mapping[str, object], command: str | None) -> Resolved:
+    """The configuration of this call, checked for `command` if one is given. Raises ManyErrors with all mistakes."""
+    from msrl.config.loader import Flag, load
+    from msrl.config.sources import named
+
+    files: list[str] = [*(ctx.params.get("config") or [])]
+    if ctx.params.get("config_name"):
+        files.insert(0, named(ctx.params["config_name"]))
+    flags = [*_flags(ctx, section), *(Flag(key, value, ctx.info_name or "") for key, value in fixed.items())]
+    return load(files, ctx.params.get("sets") or [], flags, command)
+
+
+def _flags(ctx: typer.Context, section: str) -> Iterator[Flag]:
+    """A Flag for each option that the user gave."""
+    from msrl.config.loader import Flag
+
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        value = _plain(ctx.params.get(name))
+        if value is not None and name not in _COMMON:
+            option = parameter.opts[0] if parameter.opts[0].startswith("-") else (parameter.metavar or name)
+            yield Flag(_KEYS.get(name, f"{section}.{name}"), value, option)
+
+
+def _plain(value: Any) -> object:
+    """An option's value without click's wrapping; None for one that was not given (an empty list included)."""
+    if isinstance(value, Enum):
+        return value.value
+    return None if value == [] or value == () else value
+
+
+def verbosity(verbose: bool) -> None:
+    """Logs go to standard error: warnings, or everything. Worker processes see MSRL_VERBOSE."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if verbose:
+        os.environ["MSRL_VERBOSE"] = "1"
+
+
+def show_plan(resolved: Resolved, command: str) -> None:
+    """Prints what is set, where, and what follows from it."""
+    from msrl.config.derived import derived
+    from msrl.config.loader import DEFAULT
+    from msrl.config.show import flow
+
+    typer.echo(f"{command}: the configuration is right; nothing was started")
+    for key, origin in resolved.origins.items():
+        if origin != DEFAULT and not any(part.isdigit() for part in key.split(".")):
+            typer.echo(f"  {key}: {flow(resolved.value(key))}  # {origin}")
+    rows = derived(resolved.config, command)
+    if rows:
+        typer.echo("from which follows")
+    for name, value in rows.items():
+        typer.echo(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}")
