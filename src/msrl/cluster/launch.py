@@ -1,0 +1,314 @@
+"""Ray nodes of this machine: started under a supervisor that is recorded, and ended by that record alone.
+
+The supervisor is `ray start --block`: it ends its Ray processes when it is asked to stop, and the kernel ends them when it is
+killed. `ray stop` is never used, since it ends every Ray on the machine, whoever started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrl.cluster import probe, state
+from msrl.cluster.probe import Address
+from msrl.cluster.state import NodeRecord, ProcessRecord
+from msrl.errors import MsrlError
+
+START_TIMEOUT_S = 90.0
+_STARTED = "Ray runtime started"
+_DRAIN_S = 5  # what Ray may spend on letting workers finish before it ends them
+_END_TIMEOUT_S = _DRAIN_S + 10.0
+_SUPERVISORS: list[subprocess.Popen[bytes]] = []  # held so that a supervisor that ended is reaped and not warned about
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What `down` did about one recorded node."""
+
+    record: NodeRecord
+    num_ended: int  # processes that it ended; 0 when the node was gone already
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a node is to be."""
+
+    kind: str
+    address: Address
+    host: str
+    num_devices: int
+    resource: str
+    dashboard: Address | None
+    token: Path | str
+
+
+def up(
+    *,
+    host: str = probe.LOOPBACK,
+    port: int = 6344,
+    dashboard_host: str = probe.LOOPBACK,
+    dashboard_port: int = 8260,
+    devices: int,
+    platform_resource: str,
+    timeout_s: float = START_TIMEOUT_S,
+) -> NodeRecord:
+    """Start the head of a cluster on this machine with token authentication, listening on `host`, and record it.
+
+    The dashboard comes with it where `ray[default]` is installed. Raises MsrlError when a head of ours is up already, a port is
+    taken, an address is not this machine's, or Ray does not start within `timeout_s` seconds.
+    """
+    address = Address(probe.resolve(host), port)
+    dashboard = Address(probe.resolve(dashboard_host), dashboard_port) if dashboard_is_installed() else None
+    with state.locked():
+        _check_not_up()
+        _check_head_can_listen(address, dashboard)
+        start = _Start("head", address, address.host, _checked_devices(devices), platform_resource, dashboard, state.make_token())
+        return _start_node(start, timeout_s)
+
+
+def join(
+    address: str,
+    *,
+    host: str | None = None,
+    devices: int,
+    platform_resource: str,
+    answer_timeout_s: float = 20.0,
+    timeout_s: float = START_TIMEOUT_S,
+) -> NodeRecord:
+    """Start a node on this machine that joins the head at `address` (HOST:PORT) with this user's token, and record it.
+
+    `host` is this machine's address as the head sees it; by default that of the route there. Raises MsrlError when the head does
+    not answer within `answer_timeout_s` seconds, refuses the token or is loopback, and when a node of ours is up at `host` already.
+    """
+    head = probe.parse_address(address)
+    if probe.is_own_loopback(head.host):
+        raise MsrlError(
+            f"{address}: a cluster on loopback takes no other nodes; start it with `msrl cluster up --host ADDRESS`,"
+            " ADDRESS being one that this machine reaches"
+        )
+    with state.locked() as folder:
+        folder.chmod(0o700)
+        token = state.find_token()
+        probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
+        own = probe.resolve(host) if host else probe.local_host_towards(head)
+        _check_not_joined(own)
+        return _start_node(_Start("worker", head, own, _checked_devices(devices), platform_resource, None, token), timeout_s)
+
+
+def down() -> tuple[Ended, ...]:
+    """End the nodes that `up` and `join` recorded on this machine, workers before the head, and forget them. Nothing else is touched."""
+    with state.locked():
+        mine = [(path, record) for path, record in state.load_records() if record.machine == socket.gethostname()]
+        mine.sort(key=lambda item: item[1].kind == "head")
+        return tuple(_end_node(path, record) for path, record in mine)
+
+
+def recorded() -> tuple[NodeRecord, ...]:
+    """The nodes that were recorded on this machine, dead ones included."""
+    return tuple(record for _, record in state.load_records() if record.machine == socket.gethostname())
+
+
+def head_record() -> NodeRecord | None:
+    """The live head that `up` started on this machine, if there is one."""
+    return next((record for record in recorded() if record.kind == "head" and record.alive), None)
+
+
+def dashboard_is_installed() -> bool:
+    """Whether Ray's dashboard can be started: its dependencies come with `ray[default]`, not with `ray`."""
+    try:
+        import ray.dashboard.optional_deps  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError:
+        return False
+    return True
+
+
+def _checked_devices(devices: int) -> int:
+    if devices < 1:
+        raise MsrlError(f"--devices {devices}: a node of a cluster offers at least 1 device")
+    return devices
+
+
+def _check_not_up() -> None:
+    running = head_record()
+    if running:
+        raise MsrlError(f"a cluster of {running.num_devices} device(s) is up already at {running.address}; end it: msrl cluster down")
+
+
+def _check_not_joined(host: str) -> None:
+    for record in recorded():
+        if record.alive and record.host == host:
+            raise MsrlError(f"this machine is a node of the cluster at {record.address} already ({host}); leave it with: msrl cluster down")
+
+
+def _check_head_can_listen(address: Address, dashboard: Address | None) -> None:
+    if probe.is_wildcard(address.host):
+        raise MsrlError(f"--host {address.host}: give the address by which other machines reach this one (`hostname -I` lists them)")
+    if dashboard and dashboard.port == address.port:
+        raise MsrlError(f"--port and --dashboard-port are both {address.port}; give two different ones")
+    probe.check_port_free(address.host, address.port, flag="--port")
+    if not probe.is_own_loopback(address.host):  # Ray then listens on every interface
+        probe.check_port_free("0.0.0.0", address.port, flag="--port")
+    if dashboard:
+        probe.check_port_free(dashboard.host, dashboard.port, flag="--dashboard-port")
+
+
+def _start_node(start: _Start, timeout_s: float) -> NodeRecord:
+    """Start a supervisor, record it at once, and record its processes when it is ready."""
+    temp_dir = Path(tempfile.mkdtemp(prefix="msrl-", dir="/tmp"))  # short, since the paths of Unix sockets are limited to 107 bytes
+    log = temp_dir / "start.log"
+    with log.open("wb") as output:
+        supervisor = subprocess.Popen(
+            _command(start, temp_dir),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(start),
+            start_new_session=True,
+        )
+    _SUPERVISORS.append(supervisor)
+    record, path = _first_record(start, temp_dir, supervisor.pid)
+    try:
+        state.save_record(path, record)
+        _wait_until_started(supervisor, log, timeout_s)
+        record = state.with_processes(record, _family(record.processes))
+        state.save_record(path, record)
+    except BaseException:
+        _end_node(path, record)
+        raise
+    return record
+
+
+def _first_record(start: _Start, temp_dir: Path, pid: int) -> tuple[NodeRecord, Path]:
+    supervisor = ProcessRecord(pid, state.start_ticks(pid) or 0, "ray start")
+    record = NodeRecord(
+        kind="head" if start.kind == "head" else "worker",
+        address=str(start.address),
+        host=start.host,
+        resource=start.resource,
+        num_devices=start.num_devices,
+        dashboard=f"http://{start.dashboard}" if start.dashboard else None,
+        temp_dir=str(temp_dir),
+        machine=socket.gethostname(),
+        boot_id=state.boot_id(),
+        processes=(supervisor,),
+    )
+    return record, state.state_dir() / f"node-{record.machine}-{record.kind}-{pid}.json"
+
+
+def _command(start: _Start, temp_dir: Path) -> list[str]:
+    """`ray start` for this node. The ports that Ray would fix are moved to free ones, so that two nodes fit on a machine."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-color=false", "--disable-usage-stats"]
+    command += [f"--node-ip-address={start.host}", f"--temp-dir={temp_dir}", *resource_arguments(start.resource, start.num_devices)]
+    command += [f"--dashboard-agent-listen-port={probe.free_port()}"]
+    if start.kind != "head":
+        return [*command, f"--address={start.address}"]
+    command += ["--head", "--no-monitor", f"--port={start.address.port}", f"--ray-client-server-port={probe.free_port()}"]
+    if start.dashboard is None:
+        return [*command, "--include-dashboard=false"]
+    return [*command, "--include-dashboard=true", f"--dashboard-host={start.dashboard.host}", f"--dashboard-port={start.dashboard.port}"]
+
+
+def resource_arguments(resource: str, num_devices: int) -> list[str]:
+    """How `ray start` is told of the devices: `GPU` is a resource of Ray's own with a flag of its own."""
+    if resource == "GPU":
+        return [f"--num-gpus={num_devices}"]
+    return [f"--resources={json.dumps({resource: num_devices})}"]
+
+
+def _environment(start: _Start) -> dict[str, str]:
+    ours = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(_DRAIN_S)}
+    if start.kind == "head" and probe.is_own_loopback(start.host):
+        # Ray replaces loopback by the machine's outer address, and listens on all interfaces, unless it is a one-machine cluster.
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    return environment | state.token_environment(start.token)
+
+
+def _wait_until_started(supervisor: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while _STARTED not in (text := log.read_text(errors="replace")):
+        if supervisor.poll() is not None:
+            raise MsrlError(f"Ray did not start (exit status {supervisor.returncode}); its last words:\n{_tail(text)}")
+        if time.monotonic() > deadline:
+            raise MsrlError(f"Ray did not start within {timeout_s:g} s; its last words:\n{_tail(text)}")
+        time.sleep(0.1)
+
+
+def _tail(text: str, num_lines: int = 15) -> str:
+    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-num_lines:]) or "  (none)"
+
+
+def _family(processes: Iterable[ProcessRecord]) -> tuple[ProcessRecord, ...]:
+    """Those of `processes` that run, and everything that descends from them."""
+    found = {process: None for process in processes if state.is_running(process)}
+    for process in tuple(found):
+        found |= dict.fromkeys(_descendants(process.pid))
+    return tuple(found)
+
+
+def _descendants(pid: int) -> list[ProcessRecord]:
+    import psutil
+
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    started = ((child, state.start_ticks(child.pid)) for child in children)
+    return [ProcessRecord(child.pid, ticks, _name(child.pid)) for child, ticks in started if ticks is not None]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _end_node(path: Path, record: NodeRecord) -> Ended:
+    """Ask the supervisor to stop; what is left of its family after that is killed. Then the record and the temporary folder go."""
+    family = _family(record.processes) if record.here else ()
+    if family:
+        supervised = family[0] == record.processes[0]
+        _signal(family[:1] if supervised else family, signal.SIGTERM)
+        left = _wait_for_end(family, _END_TIMEOUT_S)
+        _signal(left, signal.SIGKILL)
+        left = _wait_for_end(left, 5.0)
+        if left:
+            raise MsrlError(f"processes {', '.join(str(p.pid) for p in left)} do not end, even when killed; they stay recorded in {path}")
+    shutil.rmtree(record.temp_dir, ignore_errors=True)
+    path.unlink(missing_ok=True)
+    return Ended(record, len(family))
+
+
+def _signal(processes: Iterable[ProcessRecord], number: signal.Signals) -> None:
+    for process in processes:
+        if state.is_running(process):
+            try:
+                os.kill(process.pid, number)
+            except ProcessLookupError:
+                continue
+            except PermissionError as error:
+                raise MsrlError(f"process {process.pid} ({process.name}) belongs to another user; run the command as that one") from error
+
+
+def _wait_for_end(processes: Sequence[ProcessRecord], timeout_s: float) -> list[ProcessRecord]:
+    """Those that still run after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for supervisor in _SUPERVISORS:
+            supervisor.poll()
+        left = [process for process in processes if state.is_running(process)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)

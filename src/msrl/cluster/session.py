@@ -1,0 +1,330 @@
+"""A run's connection to Ray: the given cluster or a local Ray of its own, placement groups, and calls that end at the first failure.
+
+A local Ray listens on loopback, asks for a token of its own, and ends with the run; a given cluster is only left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from msrl.cluster import probe, state
+from msrl.cluster.plan import Assignment, NodePlan, Placement
+from msrl.errors import MsrlError, VerificationError
+
+_LOG = logging.getLogger("msrl.cluster")
+_AFTERMATH_S = 2.0  # how long an actor's death takes to be known after its peers have noticed
+
+
+class WorkerError(Exception):
+    """A worker failed: the message holds its own traceback, or how it died."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node of a cluster as Ray sees it: how many devices it has, and how many of them nobody asks for."""
+
+    host: str
+    alive: bool
+    num_devices: float
+    num_free: float
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A placement that Ray has reserved: one placement group per node of the plan."""
+
+    placement: Placement
+    groups: tuple[PlacementGroup, ...]
+
+    def options(self, role: str, worker: int) -> dict[str, Any]:
+        """The options of the actor that is worker `worker` of `role`: no CPUs, its share of a device, its bundle."""
+        place = self.placement.worker(role, worker)
+        return self._options(place, place.bundle_indices[0], place.share)
+
+    def device_ids(self, role: str, worker: int) -> tuple[str, ...]:
+        """The device numbers of every bundle of a worker, as the platform's visible-devices variable counts them on the node.
+
+        Empty for a resource that is only a number to Ray, such as that of the CPU platform. Ask before the actors are started.
+        """
+        place = self.placement.worker(role, worker)
+        sliver = 0.0001
+        tasks = [
+            _device_ids.options(**self._options(place, bundle, sliver)).remote(self.placement.resource) for bundle in place.bundle_indices
+        ]
+        return tuple(number for numbers in ray.get(tasks) for number in numbers)
+
+    def _options(self, place: Assignment, bundle: int, share: float) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(self.groups[place.node], bundle, True)
+        return {"num_cpus": 0, **_resource_options(self.placement.resource, share), "scheduling_strategy": strategy}
+
+
+@dataclass(slots=True)
+class Session:
+    """An open connection to Ray. What is started through it ends with it."""
+
+    resource: str
+    local: bool
+    _actors: list[Any] = field(default_factory=list[Any])
+    _groups: list[PlacementGroup] = field(default_factory=list[PlacementGroup])
+
+    def create_placement(self, placement: Placement, *, timeout_s: float = 60.0) -> Placed:
+        """Reserve the devices of a plan. Raises MsrlError when the cluster lacks them or they stay taken for `timeout_s` seconds."""
+        self._check_capacity(placement)
+        groups = tuple(
+            placement_group([{placement.resource: 1.0}] * node.num_bundles, strategy="STRICT_PACK") for node in placement.bundles
+        )
+        self._groups.extend(groups)
+        deadline = time.monotonic() + timeout_s
+        for group in groups:
+            if not group.wait(max(0.0, deadline - time.monotonic())):
+                raise MsrlError(
+                    f"cluster: waited {timeout_s:g} s for {self._lacks(placement)}; another run holds the devices, or a node has gone"
+                )
+        return Placed(placement, groups)
+
+    def start(self, actor_class: Any, placed: Placed, role: str, worker: int, *args: Any, **kwargs: Any) -> Any:
+        """Start worker `worker` of `role` as an actor (`ray.remote(...)` class) at its place; the session ends it."""
+        actor = actor_class.options(**placed.options(role, worker)).remote(*args, **kwargs)
+        self._actors.append(actor)
+        return actor
+
+    def keep(self, actors: Sequence[Any]) -> None:
+        """Have the session end these actors as well."""
+        self._actors.extend(actors)
+
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """Every node that the cluster knows, dead ones included."""
+        from ray._private.state import available_resources_per_node
+
+        free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+        return tuple(
+            NodeStatus(
+                host=node["NodeManagerAddress"],
+                alive=node["Alive"],
+                num_devices=node["Resources"].get(self.resource, 0.0),
+                num_free=free.get(node["NodeID"], {}).get(self.resource, 0.0),
+            )
+            for node in ray.nodes()
+        )
+
+    def close(self) -> None:
+        """End the actors that were started through the session and give their devices back."""
+        for actor in self._actors:
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(actor, no_restart=True)
+        for group in self._groups:
+            with contextlib.suppress(RayError, ValueError):
+                remove_placement_group(group)
+        self._actors.clear()
+        self._groups.clear()
+
+    def _check_capacity(self, placement: Placement) -> None:
+        room = sorted((node.num_devices for node in self.nodes() if node.alive), reverse=True)
+        if not _fits(placement.bundles, room):
+            raise MsrlError(f"cluster: {self._lacks(placement)}; add nodes (msrl cluster join), or ask for less parallelism")
+
+    def _lacks(self, placement: Placement) -> str:
+        needs = ", ".join(str(node.num_bundles) for node in placement.bundles)
+        has = ", ".join(f"{n.host}: {n.num_devices:g} ({n.num_free:g} free)" for n in self.nodes() if n.alive)
+        return f"the run needs nodes with {needs} of {placement.resource}, the cluster has {has or 'no node'}"
+
+
+def _fits(needed: Sequence[NodePlan], room: Sequence[float]) -> bool:
+    """Whether nodes with `room` devices can hold the planned nodes, several of them on one if need be."""
+    left = list(room)
+    for node in sorted(needed, key=lambda n: -n.num_bundles):
+        index = next((i for i, devices in enumerate(left) if devices >= node.num_bundles), None)
+        if index is None:
+            return False
+        left[index] -= node.num_bundles
+    return True
+
+
+def _resource_options(resource: str, amount: float) -> dict[str, Any]:
+    """A share of a device as options of an actor: `GPU` is a resource of Ray's own with an option of its own."""
+    return {"num_gpus": amount} if resource == "GPU" else {"resources": {resource: amount}}
+
+
+@ray.remote
+def _device_ids(resource: str) -> list[str]:
+    return [str(number) for number in ray.get_runtime_context().get_accelerator_ids().get(resource, [])]
+
+
+@contextlib.contextmanager
+def ray_session(
+    address: str | None,
+    *,
+    num_devices: int,
+    resource_name: str,
+    env: Mapping[str, str] | None = None,
+    namespace: str = "msrl",
+    log_to_driver: bool = False,
+    answer_timeout_s: float = 20.0,
+) -> Iterator[Session]:
+    """A session with the cluster at `address`, or with a local Ray of `num_devices` devices when that is None.
+
+    `env` are environment variables of every worker. Raises MsrlError when the cluster does not answer or refuses the
+    token, or this machine is not one of its nodes. When the body fails, the logs of a local Ray are kept and their folder is logged.
+    """
+    if ray.is_initialized():
+        raise RuntimeError("this process has a Ray session already")
+    init = {
+        "namespace": namespace,
+        "runtime_env": {"env_vars": dict(env)} if env else None,
+        "log_to_driver": log_to_driver,
+        "logging_level": logging.WARNING,
+    }
+    opened = _local(num_devices, resource_name, init) if address is None else _connected(address, init, answer_timeout_s)
+    with opened:
+        session = Session(resource_name, local=address is None)
+        try:
+            yield session
+        finally:
+            session.close()
+
+
+@contextlib.contextmanager
+def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator[None]:
+    """A Ray of our own, gone at the end with its folder; the folder stays when the body fails."""
+    temp_dir = Path(tempfile.mkdtemp(prefix="msrl-", dir="/tmp"))  # short, since the paths of Unix sockets are limited to 107 bytes
+    token = temp_dir / "token"
+    state.write_private(token, secrets.token_hex(32))
+    devices = {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
+    try:
+        with _ray_settings(token, loopback=True):
+            ray.init(address="local", include_dashboard=False, _node_ip_address=probe.LOOPBACK, _temp_dir=str(temp_dir), **devices, **init)
+            try:
+                yield
+            finally:
+                ray.shutdown()
+    except (MsrlError, VerificationError, KeyboardInterrupt, GeneratorExit):
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        raise
+    except BaseException:
+        token.unlink(missing_ok=True)
+        _LOG.error("the logs of Ray and of the workers are kept in %s/session_latest/logs", temp_dir)
+        raise
+    shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _connected(address: str, init: Mapping[str, Any], answer_timeout_s: float) -> Iterator[None]:
+    """A connection to a cluster that others keep running."""
+    head = probe.parse_address(address)
+    token = state.find_token()
+    probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
+    with _ray_settings(token, loopback=probe.is_own_loopback(head.host)):
+        try:
+            ray.init(address=str(head), **init)
+        except (ConnectionError, RuntimeError) as error:
+            raise MsrlError(
+                f"{address}: the cluster answers, but this machine cannot work in it ({error}); run the command on one of its nodes,"
+                f" or make this machine one: msrl cluster join {address}"
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _ray_settings(token: Path | str, *, loopback: bool) -> Iterator[None]:
+    """Ray's process-wide settings for one session: the token, no usage statistics, and that loopback means loopback."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
+
+    wanted = {**state.token_environment(token), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    names = {*wanted, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"}
+    before = {name: os.environ.pop(name, None) for name in names}
+    multi_machine = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ.update(wanted)
+    # Ray reads both when it is imported, which has happened: without this, 127.0.0.1 becomes the outer address of the machine.
+    ray_constants.ENABLE_RAY_CLUSTER = multi_machine and not loopback
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = multi_machine
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def wait_all(refs: Sequence[Any], *, timeout_s: float, labels: Sequence[str] = ()) -> list[Any]:
+    """The results of `refs`, in order, as soon as all are there; the first failure ends the wait at once.
+
+    `labels` name the refs in messages (`actor 1`). When workers fail together, the one that died is named first, since its peers
+    fail in consequence. Raises WorkerError with the worker's traceback; a worker's own MsrlError and VerificationError as they are;
+    MsrlError when `timeout_s` seconds (cluster.rpc_timeout_s) have passed, naming those that have not answered.
+    """
+    names = {ref: labels[i] if labels else f"call {i}" for i, ref in enumerate(refs)}
+    results: dict[Any, Any] = {}
+    pending = list(names)
+    deadline = time.monotonic() + timeout_s
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise MsrlError(
+                f"cluster.rpc_timeout_s={timeout_s:g}: no answer in that time from {', '.join(names[ref] for ref in pending)};"
+                " raise it if the work takes that long, or look into the worker logs"
+            )
+        try:
+            results[ready[0]] = ray.get(ready[0])
+        except RayError as error:
+            raise _cause({names[ready[0]]: error, **_aftermath(pending, names)}) from None
+    return [results[ref] for ref in refs]
+
+
+def _aftermath(pending: Sequence[Any], names: Mapping[Any, str]) -> dict[str, RayError]:
+    """What else has failed, or does so at once, by name."""
+    failures: dict[str, RayError] = {}
+    if not pending:
+        return failures
+    failed, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_AFTERMATH_S)
+    for ref in failed:
+        try:
+            ray.get(ref)
+        except RayError as error:
+            failures[names[ref]] = error
+    return failures
+
+
+def _cause(failures: Mapping[str, RayError]) -> Exception:
+    """The one exception that tells why workers failed: a death before a refusal, a refusal before other errors, else the first."""
+    name = min(failures, key=lambda n: (not isinstance(failures[n], RayActorError), not isinstance(_own(failures[n]), MsrlError)))
+    own = _own(failures[name])
+    if isinstance(own, (MsrlError, VerificationError)):
+        return own
+    others = "".join(f"\nalso failed: {n}: {_short(error)}" for n, error in failures.items() if n != name)
+    return WorkerError(f"{name} failed: {_full(failures[name])}{others}")
+
+
+def _own(error: RayError) -> BaseException | None:
+    """The exception that the worker itself raised, if it was one."""
+    return error.cause if isinstance(error, RayTaskError) else None
+
+
+def _full(error: RayError) -> str:
+    return f"\n{error.traceback_str}" if isinstance(error, RayTaskError) else str(error)
+
+
+def _short(error: RayError) -> str:
+    own = _own(error)
+    return f"{type(own).__name__}: {own}" if own else str(error).splitlines()[0]
