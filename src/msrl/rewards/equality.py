@@ -19,7 +19,7 @@ MAX_CHARACTERS = 4096
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)(?:\s*/\s*(\d+))?")
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
 _MATH_MODE = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-_SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;: ]")
+_SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[!,;: ]")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|texttt|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"\(?[A-Z]\)?|[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*")
 
@@ -35,7 +35,7 @@ def equal(answer: str, given: str, *, tolerance: float = 0.0, percent: bool = Fa
     A given answer of more than 4096 characters that is not literally the true one is taken as different without a look at its mathematics.
     """
     if answer == given:
-        return True
+        return bool(answer.strip())
     if len(given) > MAX_CHARACTERS:
         return False
     answer, given = _plain(answer), _plain(given)

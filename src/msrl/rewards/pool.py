@@ -70,7 +70,7 @@ class Pool:
         self._finalizer()
 
     def map(self, calls: Iterable[Call]) -> tuple[Outcome, ...]:
-        """The outcomes in the order of the calls. An interruption closes the pool; so does a worker that cannot even start (RuntimeError)."""
+        """The outcomes in the order of the calls. An interruption closes the pool, as does a worker that cannot start (RuntimeError)."""
         with self._lock:
             if not self._finalizer.alive:
                 raise RuntimeError("this pool of verifiers is closed")
@@ -125,14 +125,20 @@ class _Worker:
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
-    def kill(self) -> int:
-        """End it by force, close its pipes and reap it; the exit code (negative: the signal)."""
+    def kill(self) -> None:
+        """End it by force, close its pipes and reap it."""
         self.process.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-        return self.process.wait()
+        self.process.wait()
+
+    def exit_code(self) -> int | None:
+        """That of a process whose output has ended, so that it is about to; None if it still is not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout=5.0)
+        return None
 
     def _send(self, message: object) -> None:
         assert self.process.stdin is not None
@@ -164,7 +170,7 @@ class _Run:
         for worker in self.workers:
             self._feed(worker)
         limits = [self._deadline(worker) for worker in self.workers]
-        events = self.selector.select(max(0.0, min(limits) - time.monotonic()))
+        events = self.selector.select(min(max(0.0, min(limits) - time.monotonic()), START_LIMIT_S))
         now = time.monotonic()
         heard = {key.data for key, _ in events}
         for number in heard:
@@ -208,7 +214,7 @@ class _Run:
     def _died(self, number: int) -> None:
         worker = self.workers[number]
         if not worker.ready:
-            raise RuntimeError(f"a process for verifiers ended at its start with exit code {worker.kill()}; see its traceback above")
+            raise RuntimeError(f"a process for verifiers ended at its start with exit code {worker.exit_code()}; see its traceback above")
         self._replace(number, Outcome(None, "crash", "the process of the verifier died"))
 
     def _replace(self, number: int, outcome: Outcome) -> None:

@@ -1,0 +1,240 @@
+"""Verifiers that hang, crash, eat memory or raise: real processes, killed and replaced, the other scores unharmed and in order."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from msrl.errors import MsrlError
+from msrl.rewards.pool import Call, Outcome, Pool
+from msrl.rewards.score import Scorer, Source
+from msrl.rewards.worker import Function
+from msrl.types import Completion, Prompt, RolloutGroup
+
+
+def pool(*names, timeout_s=60.0, num_workers=1, options=(), **limits):
+    functions = [Function("bad_verifiers", name, dict(options), timeout_s) for name in names]
+    return Pool(functions, num_workers, **limits)
+
+
+def calls(*responses, function=0):
+    return [Call(function, response, "1") for response in responses]
+
+
+def children():
+    """The processes whose parent is this one, zombies included."""
+    listing = [(path.parent.name, path.read_text()) for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    return {int(pid) for pid, text in listing if int(text.rpartition(")")[2].split()[1]) == os.getpid()}
+
+
+def test_results_come_in_the_order_of_the_calls():
+    with pool("length", num_workers=2) as workers:
+        assert [o.score for o in workers.map(calls(*("x" * n for n in range(500))))] == [float(n) for n in range(500)]
+        assert workers.map([]) == ()
+        assert workers.map(calls("again")) == (Outcome(5.0),)
+
+
+@pytest.mark.parametrize("name", ["sleep_forever", "spin_in_c"])
+def test_a_stuck_verifier_is_killed_alone_and_the_next_call_works(name):
+    with pool(name, timeout_s=0.7) as workers:
+        assert workers.map(calls("fine")) == (Outcome(1.0),)
+        before = children()
+        start = time.monotonic()
+        outcomes = workers.map(calls("a", "b", "stuck", "c", "d"))
+        assert [o.failure for o in outcomes] == [None, None, "timeout", None, None]
+        assert [o.score for o in outcomes] == [1.0, 1.0, None, 1.0, 1.0]
+        assert time.monotonic() - start < 20
+        assert not before & children()
+        assert workers.map(calls("fine")) == (Outcome(1.0),)
+
+
+def test_a_stuck_worker_is_killed_although_another_one_is_always_busy():
+    with pool("sleep_forever", timeout_s=0.5, num_workers=2) as workers:
+        workers.map(calls("warm"))
+        outcomes = workers.map(calls("stuck", *["x"] * 3000))
+    assert outcomes[0].failure == "timeout"
+    assert all(o == Outcome(1.0) for o in outcomes[1:])
+
+
+def test_a_crash_fails_its_own_call_only():
+    with pool("crash") as workers:
+        assert [o.failure for o in workers.map(calls("a", "crash", "b", "crash", "c"))] == [None, "crash", None, "crash", None]
+
+
+def test_a_memory_hog_meets_its_limit_and_not_the_machine():
+    with pool("hog", memory_bytes=1 << 30) as workers:
+        outcomes = workers.map(calls("a", "hog", "b"))
+    assert [o.failure for o in outcomes] == [None, "error", None]
+    assert "MemoryError" in outcomes[1].detail
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [("raise", "no such thing"), ("exit", "SystemExit"), ("nan", "not a finite number"), ("text", "could not convert")],
+)
+def test_what_a_verifier_raises_is_an_error_with_its_reason(response, reason):
+    with pool("misbehave") as workers:
+        outcomes = workers.map(calls("a", response, "b"))
+    assert [o.failure for o in outcomes] == [None, "error", None]
+    assert reason in outcomes[1].detail
+
+
+def test_options_arrive_and_prints_do_not_disturb():
+    with pool("misbehave", options=[("value", 0.25)]) as workers:
+        assert workers.map(calls("a", "b")) == (Outcome(0.25), Outcome(0.25))
+
+
+def test_a_worker_that_died_between_two_rounds_costs_no_score():
+    with pool("own_process") as workers:
+        pid = int(workers.map(calls("a"))[0].score)
+        os.kill(pid, 9)
+        time.sleep(0.2)
+        (outcome,) = workers.map(calls("a"))
+        assert outcome.failure is None
+        assert int(outcome.score) != pid
+
+
+def test_closing_leaves_no_process_and_no_zombie():
+    before = children()
+    with pool("sleep_forever", num_workers=3, timeout_s=0.5) as workers:
+        workers.map(calls("a", "stuck"))
+        assert len(children() - before) == 3
+    assert children() == before
+    workers.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        workers.map(calls("a"))
+
+
+def test_a_pool_that_is_forgotten_leaves_no_process():
+    before = children()
+    pool("length").map(calls("a"))
+    assert children() == before
+
+
+def test_a_function_that_does_not_exist_is_reported_at_the_start(capfd):
+    with pytest.raises(RuntimeError, match="exit code 1"), pool("nowhere") as workers:
+        workers.map(calls("a"))
+    assert "nowhere" in capfd.readouterr().err
+
+
+def test_a_pool_works_in_a_thread():
+    results = []
+    with pool("sleep_forever", timeout_s=0.5) as workers:
+        thread = threading.Thread(target=lambda: results.extend(workers.map(calls("a", "stuck", "b"))))
+        thread.start()
+        thread.join(60)
+    assert [o.failure for o in results] == [None, "timeout", None]
+
+
+def test_workers_end_with_a_parent_that_was_killed():
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from msrl.rewards.pool import *; from msrl.rewards.worker import Function; import os, signal\n"
+        "p = Pool([Function('bad_verifiers', 'own_process', {}, 9.0)], 1)\n"
+        "print(int(p.map([Call(0, '', '')])[0].score), flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    deadline = time.monotonic() + 10
+    while running(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(int(done.stdout))
+
+
+def running(pid):
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("boxed", ["9**9**9", "9^{9^{9^{9}}}", "1" * 10**7, "\\frac{1}{" * 2000, "2^{2^{2^{2^{2^{2}}}}}!", "(" * 3000])
+def test_hostile_answers_are_wrong_within_the_limit(boxed):
+    with Scorer([Source("acc", timeout_s=2.0)], 1) as scorer:
+        start = time.monotonic()
+        scores = scorer.score([group("132", f"\\boxed{{{boxed}}}", "\\boxed{132}")])
+    assert time.monotonic() - start < 30
+    assert [r.total for r in scores.groups[0].rewards][1] == 1.0
+    assert scores.groups[0].rewards[0].total < 0
+
+
+def group(answer, *texts, index=0):
+    empty = np.zeros(0, np.int64)
+    completions = tuple(Completion(empty, np.zeros(0, np.float32), finish_reason="stop", policy_version=0, text=text) for text in texts)
+    return RolloutGroup(Prompt(index, empty, answer), completions)
+
+
+def test_thousands_of_easy_calls_a_second():
+    response = "<think> " + "7+5=12; " * 150 + "</think><answer> \\boxed{132} </answer>"
+    with Scorer([Source("base_acc"), Source("format", weight=0.1)], 2) as scorer:
+        scorer.score([group("132", response)])
+        start = time.monotonic()
+        scores = scorer.score([group("132", *[response] * 8) for _ in range(512)])
+        assert 2 * 8 * 512 / (time.monotonic() - start) > 3000
+    assert {r.total for g in scores.groups for r in g.rewards} == {1.1}
+
+
+def test_a_total_is_the_weighted_sum_and_names_its_parts():
+    good, right, wrong = r"<think>a</think><answer>\boxed{4}</answer>", r"\boxed{4}", r"\boxed{5}"
+    with Scorer([Source("acc", weight=0.5), Source("format", weight=0.1), Source("strict_format", weight=2.0)], 2) as scorer:
+        scores = scorer.score([group("4", good, right, index=3), group("4", wrong, index=9)])
+    assert [[r.total for r in g.rewards] for g in scores.groups] == [
+        pytest.approx([0.5 + 0.1 + 2.0, 0.5 - 1.0]),
+        pytest.approx([-0.25 - 1.0]),
+    ]
+    assert scores.groups[0].rewards[1].scores == {"acc": 1.0, "format": 0.0, "strict_format": -0.5}
+    assert [g.rollout.prompt.index for g in scores.groups] == [3, 9]
+    assert (scores.failures, scores.notes) == ({}, ())
+
+
+def test_a_timeout_scores_as_wrong_is_counted_and_is_said():
+    stuck = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
+    with Scorer([Source("acc", timeout_s=0.3)], 1) as scorer:
+        scores = scorer.score([group("x^{7}+\\sqrt{y}", stuck, "\\boxed{x^{7}+\\sqrt{y}}", index=5)])
+    assert [r.total for r in scores.groups[0].rewards] == [-0.5, 1.0]
+    assert scores.failures == {"acc/timeout": 1}
+    assert scores.notes == ("acc/timeout: 1 scored as wrong; first at prompt 5: no answer within 0.3 s",)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([Source("acc"), Source("base_ac")], r"reward.sources\[1\].verifier=base_ac: .*did you mean 'base_acc'"),
+        ([Source("acc", options={"tolerence": 1})], r"reward.sources\[0\].options.tolerence: .*did you mean 'tolerance'"),
+        ([Source("acc", timeout_s=0)], r"reward.sources\[0\].timeout_s=0"),
+        ([Source("acc"), Source("acc")], "listed twice"),
+        ([], "reward.sources is empty"),
+    ],
+)
+def test_wrong_sources_are_refused_before_any_process_starts(sources, message):
+    before = children()
+    with pytest.raises(MsrlError, match=message):
+        Scorer(sources, 1)
+    assert children() == before
+
+
+def test_a_row_without_a_ground_truth_is_refused_where_one_is_compared_with():
+    with Scorer([Source("format")], 1) as scorer:
+        assert scorer.score([group("", "x")]).groups[0].rewards[0].total == 0.0
+    with Scorer([Source("acc")], 1) as scorer, pytest.raises(MsrlError, match="row 7 of the data has none"):
+        scorer.score([group("4", "x"), group(" ", "x", index=7)])
+
+
+@pytest.mark.slow
+def test_a_scorer_works_inside_a_ray_actor():
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}})
+    try:
+
+        @ray.remote(num_cpus=0)
+        class Driver:
+            def totals(self):
+                with Scorer([Source("acc", timeout_s=5.0)], 1) as scorer:
+                    scores = scorer.score([group("132", "\\boxed{132}", "\\boxed{9^{9^{9^9}}}")])
+                return [r.total for r in scores.groups[0].rewards]
+
+        assert ray.get(Driver.remote().totals.remote(), timeout=120) == [1.0, -0.5]
+    finally:
+        ray.shutdown()

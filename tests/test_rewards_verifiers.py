@@ -1,0 +1,212 @@
+"""A table of cases for every verifier, mathematical equality, and real answers of GSM8K and MATH-500."""
+
+import json
+import re
+import time
+
+import pytest
+
+from msrl import registry
+from msrl.rewards.equality import equal
+from msrl.rewards.extract import ground_truth, in_order, last_boxed
+from support import shared_data
+
+PACKAGE = "msrl.rewards.verifiers"
+GOOD = r"<think> 7+5=12 </think><answer> \boxed{132} </answer>"
+
+# name -> rows of (response, ground truth, score)
+CASES = {
+    "acc": [
+        (r"so \boxed{132}", "132", 1.0),
+        (r"so \boxed{131}", "132", -0.5),
+        ("the answer is 132", "132", -1.0),
+        (r"\boxed{} 132", "132", -1.0),
+        (r"\boxed{132", "132", -1.0),
+        ("", "132", -1.0),
+        (r"first \boxed{5}, no, \boxed{132}", "132", 1.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{3.14159}", r"\pi", 1.0),
+        (r"\boxed{50\%}", "0.5", 1.0),
+        (r"\boxed{0.5}", "50", 1.0),
+        (r"\boxed{0.33333}", r"\frac{1}{3}", 1.0),
+        (r"\boxed{0.3}", r"\frac{1}{3}", -0.5),
+        (r"\boxed{100001}", "100000", -0.5),
+        (r"\boxed{72}", "She has 24+48=72 apples.\n#### 72", 1.0),
+    ],
+    "base_acc": [
+        (GOOD, "132", 1.0),
+        (GOOD + "\n", "132", 1.0),
+        ("\n" + GOOD, "132", 1.0),
+        ("<think>\na\nb\n</think>\n\nso\n<answer>it is\n\\boxed{132}.\n</answer>\n\n", "132", 1.0),
+        (GOOD, "131", 0.0),
+        (r"<think> x </think> \boxed{132}", "132", 0.0),
+        (r"<think> \boxed{132} </think><answer> 132 </answer>", "132", 0.0),
+        (r"<answer> \boxed{132} </answer><think> x </think>", "132", 0.0),
+        (GOOD + " and more", "132", 0.0),
+        (r"\boxed{132}", "132", 0.0),
+        (r"<think> x </think><answer> \boxed{0.33333} </answer>", r"\frac{1}{3}", 0.0),
+        ("", "132", 0.0),
+    ],
+    "math_17k_acc": [
+        (r"\boxed{132}", "132", 1.0),
+        (r"\boxed{ 132 } is it", "132", 1.0),
+        (r"\boxed{131}", "132", 0.0),
+        ("132", "132", 0.0),
+        (r"\boxed{\dfrac{14}{3}}", r"\frac{14}{3}", 1.0),
+        (r"\boxed{(3,\pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", 1.0),
+        (r"\boxed{50}", "0.5", 0.0),
+    ],
+    "format": [
+        (GOOD, "", 1.0),
+        ("<think>a</think>\n \n<answer>b</answer>", "", 1.0),
+        ("<think>a</think><answer>b</answer>\n", "", 1.0),
+        ("<think>a</think><answer>b</answer>\nrambling", "", 1.0),
+        ("<think>a</think><answer>b</answer> rambling", "", 0.0),
+        ("<think>a</think> so <answer>b</answer>", "", 0.0),
+        (" <think>a</think><answer>b</answer>", "", 0.0),
+        ("<think>a<answer>b</answer>", "", 0.0),
+        ("<answer>b</answer>", "", 0.0),
+        ("", "", 0.0),
+    ],
+    "strict_format": [
+        (GOOD, "", 1.0),
+        (GOOD + "\n", "", 1.0),
+        (GOOD + " x", "", -0.5),
+        (GOOD + GOOD, "", -0.5),
+        (r"<think>a</think><answer>\boxed{1}\boxed{2}</answer>", "", -0.5),
+        (r"<think>\boxed{1}</think><answer>2</answer>", "", -0.5),
+        (r"<think>a</think><answer>\boxed{1</answer>", "", -0.5),
+        ("<think>a</think><answer>2</answer>", "", -0.5),
+        ("", "", -0.5),
+    ],
+}
+
+
+def verifier(name):
+    return registry.load(PACKAGE, name, key="reward.sources[0].verifier")
+
+
+@pytest.mark.parametrize("name", registry.names(PACKAGE))
+def test_every_verifier_has_cases_and_scores_them(name):
+    assert name in CASES, f"rewards/verifiers/{name}.py has no cases in this test"
+    module = verifier(name)
+    got = [(response, answer, module.score(response, answer)) for response, answer, _ in CASES[name]]
+    assert got == CASES[name]
+    assert module.WRONG in {score for *_, score in CASES[name]}
+    assert isinstance(module.NEEDS_ANSWER, bool)
+
+
+def test_the_form_of_format_is_that_of_its_regular_expression():
+    pattern = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL | re.MULTILINE)
+    pieces = ["<think>", "</think>", "<answer>", "</answer>", " ", "\n", "x"]
+    responses = [""]
+    for _ in range(6):
+        responses += [r + p for r in responses[-(7**4) :] for p in pieces if len(r) < 60][: 7**5]
+    responses += ["<think>" + r for r in responses] + [f"<think>{a}</think>{b}<answer>{a}</answer>{b}" for a in pieces for b in pieces]
+    score = verifier("format").score
+    assert all(score(r, "") == float(pattern.match(r) is not None) for r in set(responses))
+    assert sum(score(r, "") for r in set(responses)) > 10
+
+
+def test_options_of_acc_narrow_what_it_accepts():
+    score = verifier("acc").score
+    assert score(r"\boxed{0.5}", "50", percent=False) == -0.5
+    assert score(r"\boxed{0.33333}", r"\frac{1}{3}", tolerance=0.0) == -0.5
+    assert score(r"\boxed{3.14}", r"\pi", tolerance=0.01) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{a}\boxed{ b }", "b"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed{1 \\}", r"1 \\"),
+        (r"\boxed{1", None),
+        (r"\boxed{ }", None),
+        ("boxed 1", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_is_read_with_its_nested_braces(text, expected):
+    assert last_boxed(text) == expected
+
+
+def test_a_ground_truth_is_found_behind_hashes_or_in_a_box():
+    assert ground_truth("so 3+4=7\n#### 7") == "7"
+    assert ground_truth(r"thus \boxed{x^2}") == "x^2"
+    assert ground_truth(" 1,234 ") == "1,234"
+
+
+def test_in_order_wants_parts_behind_one_another():
+    assert in_order("a b c", ["a", "b", "c"])
+    assert not in_order("a c b", ["a", "b", "c"])
+    assert not in_order("aa", ["a", "a", "a"])
+
+
+EQUAL = [
+    ("1,234", "1234"), ("$18", "18"), (r"\$18.00", "18"), ("42", "42.0"), ("-3", "- 3"), (".5", "0.50"), ("3/4", r"\frac{3}{4}"),
+    ("10^{5}", "100000"), ("p - q", "-q + p"), (r"90^\circ", "90"), (r"3\sqrt{13}", r"\sqrt{117}"), ("6 - 5i", "-5i+6"), ("1,-2", "-2, 1"),
+    (r"11\sqrt2", r"11\sqrt{2}"), ("x=5", "5"), ("5", "x = 5"), (r"\text{Evelyn}", "evelyn"), ("Evelyn", r"\text{Evelyn}"), ("(C)", "C."),
+    ("C", r"\text{(C)}"), (r"(-\infty, 2)", r"\left(-\infty,2\right)"), ("x^2+2x+1", "(x+1)^2"), ("10 \\text{ inches}", "10"), ("7.", "7"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"), ("5", r"\(5\)"),
+]  # fmt: skip
+DIFFERENT = [
+    ("72", "73"), ("72", "12 or 72"), ("72", "1, 2, 72"), ("5", "5x"), ("(1,2)", "(2,1)"), ("0.5", "50"), (r"\frac{1}{3}", "0.33"),
+    ("12345", "12346"), (r"\text{Evelyn}", "Lyneve"), ("C", "B"), ("C", "ABCD"), ("2", ""), ("", ""), ("3", "-3"), ("1/0", "1"),
+    ("[1,2]", "(1,2)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "given"), EQUAL)
+def test_what_states_the_same_is_equal(answer, given):
+    assert equal(answer, given)
+
+
+@pytest.mark.parametrize(("answer", "given"), DIFFERENT)
+def test_what_states_something_else_is_not(answer, given):
+    assert not equal(answer, given)
+
+
+def test_plain_integers_are_compared_in_microseconds():
+    score = verifier("acc").score
+    start = time.process_time()
+    for number in range(5000):
+        score(rf"\boxed{{{number}}}", "132")
+    assert (time.process_time() - start) / 5000 < 200e-6
+
+
+@pytest.mark.parametrize(
+    "response", ["</think><answer>" * 20000, "<think>" + "</think> " * 50000, "\\boxed{" * 50000, "<think>" + " \n" * 100000]
+)
+def test_hostile_repetition_takes_linear_time(response):
+    start = time.process_time()
+    for name in registry.names(PACKAGE):
+        verifier(name).score(response, "1")
+        verifier(name).score("<think>" + response, "1")
+    assert time.process_time() - start < 2.0
+
+
+def test_real_gsm8k_answers_score_right_and_their_neighbours_wrong():
+    rows = [json.loads(line) for line in shared_data("math", "gsm8k_train.jsonl").read_text().splitlines()]
+    acc, base_acc = verifier("acc").score, verifier("base_acc").score
+    for row in rows:
+        number = row["answer"].rpartition("#### ")[2]
+        response = f"<think> {row['answer']} </think><answer> \\boxed{{{number.replace(',', '')}}} </answer>"
+        wrong = f"<think> x </think><answer> \\boxed{{{int(number.replace(',', '')) + 1}}} </answer>"
+        assert acc(response, row["answer"]) == base_acc(response, number) == 1.0
+        assert acc(wrong, row["answer"]) == -0.5
+        assert base_acc(wrong, number) == 0.0
+    assert len(rows) == 7473
+
+
+@pytest.mark.slow
+def test_real_solutions_of_math_500_score_right():
+    rows = [json.loads(line) for line in shared_data("math", "math500.jsonl").read_text().splitlines()]
+    score = verifier("math_17k_acc").score
+    missed = [row["answer"] for row in rows if score(row["solution"], row["answer"]) != 1.0]
+    assert missed == []
+    shifted = [rows[i - 1]["answer"] for i, row in enumerate(rows) if score(rows[i - 1]["solution"], row["answer"]) == 1.0]
+    same = sum(rows[i - 1]["answer"] == row["answer"] for i, row in enumerate(rows))
+    assert len(shifted) <= same + 1, shifted
