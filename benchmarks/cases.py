@@ -1,0 +1,185 @@
+"""What is measured: for each piece of work, ours and the peers' ways to do it, and the ratio that is asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.measure import Finished, quiet_environment, timed
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTLE_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where everything is: the peers' scripts and their Python, the inputs, and what ours writes."""
+
+    scripts: Path
+    peers_python: Path
+    inputs: Path
+
+    @property
+    def work(self) -> Path:
+        return self.inputs / "ours"
+
+    def msrl(self, *args: str | Path) -> Finished:
+        """Runs an msrl command."""
+        return timed([sys.executable, "-m", "msrl", *args], environment=quiet_environment(), cwd=ROOT)
+
+    def peer(self, script: str, *args: str) -> tuple[Finished, Mapping[str, float]]:
+        """Runs a peer's script; also returns the numbers of the JSON line that it prints last."""
+        command = [self.peers_python, self.scripts / script, self.inputs, *args]
+        done = timed(command, environment=quiet_environment(), cwd=self.inputs)
+        return done, json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement: the figure that is compared, and others worth telling."""
+
+    value: float
+    more: Mapping[str, float] = field(default_factory=dict)
+
+
+Way = Callable[[Bench], Sample]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A piece of work. `goals` bound the ratio ours / peer by peer: at most, or with `higher_is_better` at least."""
+
+    name: str
+    work: str
+    unit: str
+    ours: Way
+    peers: Mapping[str, Way]
+    goals: Mapping[str, float]
+    prepare: Callable[[Bench], None]
+    higher_is_better: bool = False
+
+
+def convert_ours(bench: Bench) -> Sample:
+    target = bench.work / "convert"
+    shutil.rmtree(target, ignore_errors=True)
+    source = bench.inputs / "qwen3_06b"
+    done = bench.msrl("convert-ckpt", "hf2mcore", "--load", source, "--save", target, "--tp", "2", "--no-verify")
+    shutil.rmtree(target)
+    return whole_process(done)
+
+
+def copy_floor(bench: Bench) -> Sample:
+    return whole_process(bench.peer("copy_floor.py")[0])
+
+
+def whole_process(done: Finished) -> Sample:
+    return Sample(done.seconds, {"peak anonymous MB": done.peak_anonymous_bytes / 1e6})
+
+
+def warm_checkpoint(bench: Bench) -> None:
+    """Reads the checkpoint once, so that both sides find it in the page cache."""
+    for path in sorted((bench.inputs / "qwen3_06b").glob("*.safetensors")):
+        with path.open("rb") as file:
+            while file.read(1 << 24):
+                pass
+
+
+def preprocess_ours(bench: Bench) -> Sample:
+    corpus = bench.inputs / "corpus.jsonl"
+    with corpus.open("rb") as file:
+        num_docs = sum(1 for _ in file)
+    done = bench.msrl(*preprocess(bench, corpus, "corpus", "pretrain"), "--workers", "2")
+    return Sample(num_docs / done.seconds, {"peak anonymous MB": done.peak_anonymous_bytes / 1e6})
+
+
+def tokenize_ceiling(bench: Bench) -> Sample:
+    return Sample(bench.peer("tokenize_ceiling.py")[1]["docs_per_s"])
+
+
+def preprocess(bench: Bench, source: Path, name: str, handler: str) -> list[str | Path]:
+    """The arguments that preprocess a file into the work folder."""
+    flags = ["--tokenizer", bench.inputs / "tiny", "--handler", handler, "--output-prefix", bench.work / name, "--overwrite"]
+    return ["preprocess", "--input", source, *flags]
+
+
+def prepare_sft(bench: Bench) -> None:
+    rows = preprocess(bench, bench.inputs / "sft.jsonl", "sft", "sharegpt")
+    bench.msrl(*rows, "--template", "native", "--seq-length", "512", "--pack")
+
+
+def prepare_grpo(bench: Bench) -> None:
+    rows = preprocess(bench, bench.inputs / "grpo.jsonl", "grpo", "r1")
+    bench.msrl(*rows, "--template", "native", "--map-keys", json.dumps({"prompt": "prompt", "response": "answer"}))
+
+
+def train(bench: Bench, command: str, name: str, *sets: str) -> Sample:
+    """Trains from the packaged configuration and takes the median step of the run's metrics, after the first ones."""
+    from msrl.tracking.metrics import read_metrics
+
+    runs = bench.work / "runs"
+    shutil.rmtree(runs / name, ignore_errors=True)
+    places = (f"run.dir={runs}", f"model.path={bench.inputs / 'tiny'}", f"data.train={bench.work / name}", *sets)
+    done = bench.msrl(command, "-c", ROOT / "benchmarks" / f"{name}.yaml", *(part for one in places for part in ("--set", one)))
+    later = read_metrics(runs / name)[SETTLE_STEPS:]
+    stages = dict.fromkeys(stage for report in later for stage in report.seconds)
+    medians = {stage: statistics.median(report.seconds[stage] for report in later if stage in report.seconds) for stage in stages}
+    return Sample(medians.pop("step"), {f"{stage} s": value for stage, value in medians.items()} | {"whole run s": done.seconds})
+
+
+def sft_ours(dtype: str) -> Way:
+    return lambda bench: train(bench, "train-sft", "sft", f"model.dtype={dtype}")
+
+
+def grpo_ours(bench: Bench) -> Sample:
+    return train(bench, "train-grpo", "grpo")
+
+
+def step_of(script: str, *args: str) -> Way:
+    return lambda bench: Sample(bench.peer(script, *args)[1]["step_s"])
+
+
+CASES = (
+    Case("convert", "Qwen3 0.6B to Megatron, TP 2", "s", convert_ours, {"copy_floor": copy_floor}, {"copy_floor": 1.5}, warm_checkpoint),
+    Case(
+        "preprocess",
+        "JSONL to tokens on disk, 2 workers",
+        "docs/s",
+        preprocess_ours,
+        {"tokenize_ceiling": tokenize_ceiling},
+        {"tokenize_ceiling": 0.8},
+        lambda bench: None,
+        higher_is_better=True,
+    ),
+    Case(
+        "sft-fp32",
+        "SFT step, packed 4 x 512, fp32",
+        "s/step",
+        sft_ours("float32"),
+        {"raw_hf": step_of("raw_hf.py"), "trl_sft": step_of("trl_sft.py")},
+        {"raw_hf": 1.3},
+        prepare_sft,
+    ),
+    Case(
+        "sft-bf16",
+        "SFT step, packed 4 x 512, bf16",
+        "s/step",
+        sft_ours("bfloat16"),
+        {"raw_hf": step_of("raw_hf.py", "--bf16"), "trl_sft": step_of("trl_sft.py", "--bf16")},
+        {"raw_hf": 1.3},
+        prepare_sft,
+    ),
+    Case(
+        "grpo",
+        "GRPO step, 4 prompts x 8 samples x 64 tokens",
+        "s/step",
+        grpo_ours,
+        {"trl_grpo": step_of("trl_grpo.py")},
+        {"trl_grpo": 0.5},
+        prepare_grpo,
+    ),
+)

@@ -1,0 +1,88 @@
+"""Running a program and measuring it from outside: seconds of the whole process, peak anonymous memory of it and its children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+POLL_S = 0.05
+
+
+class BenchError(Exception):
+    """A program under measurement that failed, with the end of what it said."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended well."""
+
+    seconds: float
+    peak_anonymous_bytes: int
+    stdout: str
+
+
+def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd: Path) -> Finished:
+    """Runs `command` to its end. Raises BenchError when it fails."""
+    os.sync()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        start = time.perf_counter()
+        process = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, cwd=cwd)
+        memory = _Memory(process.pid)
+        status = process.wait()
+        seconds = time.perf_counter() - start
+        peak = memory.stop()
+        out.seek(0)
+        err.seek(0)
+        stdout, stderr = out.read(), err.read()
+    if status:
+        raise BenchError(f"exit {status}: {' '.join(map(str, command))}\n{stdout[-1000:]}{stderr[-3000:]}")
+    return Finished(seconds, peak, stdout)
+
+
+def quiet_environment() -> dict[str, str]:
+    """This environment without what would change how many threads a program takes: each decides for itself."""
+    chosen = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+    return {name: value for name, value in os.environ.items() if name not in chosen} | {"HF_HUB_OFFLINE": "1"}
+
+
+class _Memory:
+    """Watches the anonymous memory of a process tree in a thread: what it took itself, without pages of mapped files."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._peak = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        self._ended.set()
+        self._thread.join()
+        return self._peak
+
+    def _watch(self) -> None:
+        while not self._ended.wait(POLL_S):
+            self._peak = max(self._peak, self._now())
+
+    def _now(self) -> int:
+        try:
+            return sum(_anonymous_bytes(process.pid) for process in (self._root, *self._root.children(recursive=True)))
+        except psutil.NoSuchProcess:
+            return 0
+
+
+def _anonymous_bytes(pid: int) -> int:
+    """RssAnon and RssShmem of /proc/PID/status (proc(5)), in bytes."""
+    try:
+        rows = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(rows[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in rows)
