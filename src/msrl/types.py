@@ -62,6 +62,7 @@ class DatasetManifest:
     keys: tuple[str, ...]
     eos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    truncated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,6 +270,9 @@ class PreprocessConfig(Section):
 
     input: tuple[Text, ...] = Field(default=(), description="JSON, JSONL or Parquet files, folders or globs")
     tokenizer: Text | None = Field(default=None, description="Folder of the Hugging Face tokenizer")
+    kind: Literal["pretrain", "sft", "prompts"] | None = Field(
+        default=None, description="What to write: documents, examples to learn, or prompts with answers; unset: the handler's own"
+    )
     handler: Text | None = Field(default=None, description="Name of the dataset handler: how a row becomes a conversation")
     template: Text | None = Field(default=None, description="Prompt template by name or path of a YAML file; pretrain needs none")
     output_prefix: Text | None = Field(default=None, description="Beginning of the names of all files written")
@@ -278,9 +281,14 @@ class PreprocessConfig(Section):
     map_keys: dict[str, Annotated[str, Strict()]] = Field(
         default_factory=dict[str, str], description="The handler's name of a column: the file's name of it"
     )
+    options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of the handler, by name")
     workers: Count = Field(default=1, description="Worker processes")
     overwrite: Bool = Field(default=False, description="Replace data that an earlier run wrote under the same prefix")
     append_eod: Bool = Field(default=False, description="End every pretraining document with the tokenizer's end-of-text token")
+    kind: Literal["pretrain", "sft", "prompts"] | None = Field(default=None, description="What rows become; unset: the handler's usual")
+    too_long: Literal["drop", "truncate"] = Field(default="drop", description="What happens to examples above seq_length; it is counted")
+    enable_thinking: Bool | None = Field(default=None, description="For templates with thoughts: false gives the model an empty one")
+    options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of the handler")
 
 
 class GenerateConfig(Section):
