@@ -15,7 +15,7 @@ app = typer.Typer(no_args_is_help=True, help="Start, join, look at and end a clu
 @app.command()
 def up(
     ctx: typer.Context,
-    host: o.Host = None,
+    host: o.Host = "127.0.0.1",
     port: o.Port = 6344,
     dashboard_host: o.DashboardHost = "127.0.0.1",
     dashboard_port: o.DashboardPort = 8260,
@@ -27,14 +27,14 @@ def up(
     verbose: o.Verbose = False,
 ) -> None:
     """Start a cluster on this machine and print the line with which others join it."""
-    _run(ctx, "up", host=host or "127.0.0.1", port=port, dashboard_host=dashboard_host, dashboard_port=dashboard_port)
+    _run(ctx, "up", host=host, port=port, dashboard_host=dashboard_host, dashboard_port=dashboard_port)
 
 
 @app.command()
 def join(
     ctx: typer.Context,
     address: o.Address,
-    host: o.Host = None,
+    host: o.NodeHost = None,
     devices: o.Devices = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -47,7 +47,7 @@ def join(
 
 
 @app.command()
-def status(ctx: typer.Context, json: o.Json = False, verbose: o.Verbose = False) -> None:
+def status(ctx: typer.Context, json: o.Json = False, config: o.Files = None, sets: o.Sets = None, verbose: o.Verbose = False) -> None:
     """What the cluster has and what is in use."""
     _run(ctx, "status", json=json)
 
@@ -59,16 +59,12 @@ def down(ctx: typer.Context, dry_run: o.DryRun = False, verbose: o.Verbose = Fal
 
 
 def _run(ctx: typer.Context, action: str, **arguments: object) -> None:
-    """Calls `msrl.workflows.cluster.<action>`; platform and devices come from the configuration, the rest is given."""
+    """Calls `msrl.workflows.cluster.<action>`; platform and devices reach it in the configuration, the rest as arguments."""
     verbosity(ctx.params.get("verbose", False))
     for name in arguments:
         ctx.params.pop(name, None)
-    if action in ("up", "join"):
-        resolved = resolve(ctx, "cluster", {}, "cluster")
-        arguments.update(platform=resolved.config.cluster.platform, devices=resolved.config.cluster.devices_per_node)
-        if ctx.params["dry_run"]:
-            show_plan(resolved, "cluster")
+    resolved = resolve(ctx, "cluster", {}, "cluster")
     if ctx.params.get("dry_run"):
-        typer.echo(f"cluster {action}: " + (", ".join(f"{k}={v}" for k, v in arguments.items()) or "nothing was ended"))
+        show_plan(resolved, "cluster " + " ".join([action, *(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())]))
         return
-    getattr(importlib.import_module("msrl.workflows.cluster"), action)(**arguments)
+    getattr(importlib.import_module("msrl.workflows.cluster"), action)(resolved.config, **arguments)

@@ -36,6 +36,12 @@ class CheckpointLayout(str, Enum):
     mindspeed = "mindspeed"
 
 
+class DataKind(str, Enum):
+    pretrain = "pretrain"
+    sft = "sft"
+    prompts = "prompts"
+
+
 class EngineName(str, Enum):
     vllm = "vllm"
 
@@ -101,6 +107,7 @@ Tokenizer = Annotated[
     str | None, typer.Option("--tokenizer", "--tokenizer-name-or-path", metavar="DIR", help="Folder of the Hugging Face tokenizer.")
 ]
 Handler = Annotated[str | None, typer.Option("--handler", "--handler-name", metavar="NAME", help="How a row becomes a conversation.")]
+Kind = Annotated[DataKind | None, typer.Option("--kind", help="What to write; unset: the handler's own.")]
 Template = Annotated[str | None, typer.Option("--template", "--prompt-type", metavar="NAME", help="Prompt template, by name or path.")]
 OutputPrefix = Annotated[str | None, typer.Option("--output-prefix", metavar="P", help="Beginning of the names of all files written.")]
 SeqLength = Annotated[int | None, typer.Option("--seq-length", metavar="N", help="Longest row in tokens.")]
@@ -130,7 +137,8 @@ Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="
 
 # Cluster.
 Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="As `msrl cluster up` printed it.", show_default=False)]
-Host = Annotated[str | None, typer.Option("--host", metavar="H", help="This machine's address for the others; unset: loopback.")]
+Host = Annotated[str, typer.Option("--host", metavar="H", help="Address of this machine that others reach it by.")]
+NodeHost = Annotated[str | None, typer.Option("--host", metavar="H", help="Address of this machine; unset: the one that faces HOST.")]
 Port = Annotated[int, typer.Option("--port", metavar="N", min=1, max=65535, help="Port that nodes and runs connect to.")]
 DashboardHost = Annotated[str, typer.Option("--dashboard-host", metavar="H", help="Address of the dashboard.")]
 DashboardPort = Annotated[int, typer.Option("--dashboard-port", metavar="N", min=1, max=65535, help="Port of the dashboard.")]

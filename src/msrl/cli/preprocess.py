@@ -18,6 +18,7 @@ def preprocess(
     more_input: o.MoreInput = None,
     tokenizer: o.Tokenizer = None,
     handler: o.Handler = None,
+    kind: o.Kind = None,
     template: o.Template = None,
     output_prefix: o.OutputPrefix = None,
     seq_length: o.SeqLength = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msrl import registry
@@ -97,8 +97,8 @@ def _template(resolved: Resolved, key: str) -> Iterator[str]:
             yield resolved.mistake(key, str(error))
 
 
-def _plugin(resolved: Resolved, key: str, package: str, name: str, aliases: Mapping[str, str] | None = None) -> Iterator[str]:
-    known = [*registry.names(package), *(aliases or {})]
+def _plugin(resolved: Resolved, key: str, package: str, name: str, aliases: Iterable[str] = ()) -> Iterator[str]:
+    known = [*registry.names(package), *aliases]
     if name not in known:
         yield resolved.mistake(key, f"there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}")
 
@@ -163,9 +163,9 @@ def _devices(resolved: Resolved) -> Iterator[str]:
 
 def _model(resolved: Resolved) -> Iterator[str]:
     """Whether the model can be cut as asked, and is long enough."""
-    path = resolved.config.model.path or resolved.config.checkpoint.load
-    if path is None or not (_is_hf(path) or _is_mcore(path)):
-        return
+    paths = [path for path in (resolved.config.checkpoint.load, resolved.config.model.path) if path is not None]
+    if not paths or not all(_is_hf(path) or _is_mcore(path) for path in paths):
+        return  # said by _training_inputs
     try:
         shape = derived.model_shape(resolved.config)
     except MsrlError as error:
@@ -354,7 +354,8 @@ def _preprocess(resolved: Resolved) -> Iterator[str]:
         package = "msrl.data.handlers"
         aliases = getattr(importlib.import_module(package), "ALIASES", {})
         yield from _plugin(resolved, "preprocess.handler", package, preprocess.handler, aliases)
-        if aliases.get(preprocess.handler, preprocess.handler) != "pretrain":
+        alias = aliases.get(preprocess.handler)
+        if (alias.handler if alias else preprocess.handler) != "pretrain":
             yield from _needed(resolved, "preprocess.template")
     if preprocess.pack:
         yield from _needed(resolved, "preprocess.seq_length")

@@ -87,7 +87,9 @@ def config_dir(path: str, hf_config: str | None = None) -> Path:
 
 def model_shape(config: Config) -> Shape | None:
     """The shape of the model that is trained; None when no model is named. Raises MsrlError when it cannot be read."""
-    path = config.model.path or config.checkpoint.load
+    load, path = config.checkpoint.load, config.model.path
+    if load is not None and (path is None or (config_dir(load) / "config.json").is_file()):
+        path = load
     return None if path is None else load_shape(config_dir(path))
 
 

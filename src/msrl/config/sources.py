@@ -268,7 +268,7 @@ def read(file: Path) -> Node:
         raise MsrlError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise MsrlError(f"{file}: is not UTF-8 text") from None
-    tree = parse(text, str(file))
+    tree = parse(text, f"packaged/{file.name}" if file.parent == PACKAGED else str(file))
     if tree.value is None:
         return Node({}, tree.origin)
     if not isinstance(tree.value, dict):

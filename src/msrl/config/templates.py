@@ -26,7 +26,7 @@ def find_template(name: str) -> Path:
     """The file of a template given by name or by path. Raises MsrlError when there is none."""
     if name in template_names():
         return template_dir() / f"{name}{SUFFIX}"
-    if "/" in name or name.endswith((".yaml", ".yml")):
+    if name.endswith((".yaml", ".yml")):
         if Path(name).is_file():
             return Path(name)
         raise MsrlError("there is no such template file")
