@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -66,7 +66,7 @@ class Engine(Protocol):
         Raises MsrlError for a prompt that is empty, holds ids the model has not, or leaves no room for a token."""
         ...
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams) -> Generator[Piece, None, None]:
         """The text of one completion as it is sampled; closing the iterator stops it. Nothing else may be generated meanwhile."""
         ...
 

@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -93,7 +93,7 @@ class VllmEngine:
         completions = iter([self._completion(output.outputs[0], policy_version) for output in outputs])
         return tuple(RolloutGroup(prompt, tuple(islice(completions, sampling.num_samples))) for prompt in prompts)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams) -> Generator[Piece, None, None]:
         from vllm.sampling_params import RequestOutputKind
 
         check_prompt(prompt, self._shape.vocab_size, self.max_model_len)

@@ -1,0 +1,208 @@
+"""msrl generate: a prompt or a file of prompts in, completions out.
+
+A row of the input has `prompt` (a text, or a list of messages) or `messages`; its other columns are carried over. A row of the output
+is the row of the input with `completions`: a list of `text`, `finish_reason` and `num_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from msrl.config.schema import Config, GenerateConfig
+from msrl.data.readers import read_batches
+from msrl.data.render import Renderer, with_system
+from msrl.errors import ManyErrors, MsrlError
+from msrl.files import written_whole
+from msrl.rollout.engine import Engine
+from msrl.tracking.progress import progress
+from msrl.types import Completion, Conversation, Ints, Message, Prompt, RolloutGroup, SamplingParams
+from msrl.workflows.serving import choose_renderer, engine_settings, is_mcore, open_model, raw_ids, running_engine, sampling_of
+
+_ROLES = ("system", "user", "assistant", "tool")
+_BATCH = 512  # prompts that the engine is given at once: progress is seen between batches
+_MAX_MISTAKES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row of the input. `where` names it in messages."""
+
+    where: str
+    row: Mapping[str, Any]
+    token_ids: Ints  # [P]
+
+
+def run(config: Config) -> None:
+    """Generate as `config.generate` says. Raises MsrlError for input that cannot be answered, before the engine is started."""
+    section = config.generate
+    output = _free_output(section.output)
+    source = open_model(section.model, "generate.model")
+    renderer = choose_renderer(source.hf_dir, section.template)
+    requests = read_requests(section, renderer)
+    limit = config.rollout.engine.max_model_len or source.shape.max_position_embeddings
+    check_lengths(requests, limit)
+    longest = max(len(request.token_ids) for request in requests)
+    settings = engine_settings(
+        config,
+        source.hf_dir,
+        max_model_len=min(limit, longest + section.max_tokens),
+        max_num_seqs=len(requests) * section.num_samples,
+        random_weights=is_mcore(source, section.model),
+    )
+    sampling = sampling_of(config, section, () if section.raw else renderer.stop_token_ids, section.num_samples)
+    with running_engine(config, source, settings) as engine:
+        groups = _generate(engine, requests, sampling)
+    _write(requests, groups, sampling.stop, section, output)
+
+
+def read_requests(section: GenerateConfig, renderer: Renderer) -> list[Request]:
+    """The prompt, or every row of the input, as token ids. Raises MsrlError for rows that are not prompts, or when there are none."""
+    if (section.prompt is None) == (section.input is None):
+        raise MsrlError("generate.prompt: give either a prompt or an input file, one of the two")
+    if section.prompt is not None:
+        return [_request("--prompt", {"prompt": section.prompt}, section, renderer)]
+    path = Path(str(section.input))
+    rows = [(batch.where(offset), row) for batch in read_batches((path,)) for offset, row in batch.values()]
+    if not rows:
+        raise MsrlError(f"{path}: holds no rows; every row must be a JSON object with prompt or messages")
+    return _all_or_mistakes(rows, lambda where, row: _request(where, row, section, renderer))
+
+
+def _all_or_mistakes(rows: Iterable[tuple[str, Any]], make: Callable[[str, Any], Request]) -> list[Request]:
+    """`make` of every row; all mistakes in one error."""
+    made: list[Request] = []
+    mistakes: list[str] = []
+    for where, row in rows:
+        try:
+            made.append(make(where, row))
+        except MsrlError as error:
+            mistakes.append(str(error))
+    _refuse(mistakes)
+    return made
+
+
+def _refuse(mistakes: Sequence[str]) -> None:
+    """Raises the mistakes, if there are any, at most 20 of them by name."""
+    if mistakes:
+        more = len(mistakes) - _MAX_MISTAKES
+        raise ManyErrors([*mistakes[:_MAX_MISTAKES], *([f"and {more} more rows"] if more > 0 else [])])
+
+
+def _request(where: str, row: Any, section: GenerateConfig, renderer: Renderer) -> Request:
+    if not isinstance(row, dict):
+        raise MsrlError(f"{where}: must be a JSON object with prompt or messages, not {type(row).__name__}")
+    if "completions" in row:
+        raise MsrlError(f"{where}: already has completions; rename that column")
+    if section.raw:
+        text = row.get("prompt")
+        if not isinstance(text, str):
+            raise MsrlError(f"{where}: with raw, prompt must be a text")
+        return Request(where, row, raw_ids(renderer, text))
+    conversation = with_system(Conversation(_messages(where, row)), section.system)
+    return Request(where, row, renderer.prompt(conversation))
+
+
+def _messages(where: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The turns of a row, the last of which is to be answered."""
+    if ("prompt" in row) == ("messages" in row):
+        raise MsrlError(f"{where}: must have either prompt or messages; it has {', '.join(sorted(row)) or 'nothing'}")
+    given = row.get("messages", row.get("prompt"))
+    if isinstance(given, str) and "prompt" in row:
+        return (Message("user", given),)
+    if not isinstance(given, list) or not given:
+        raise MsrlError(f"{where}: {'messages' if 'messages' in row else 'prompt'} must be a list of role and content")
+    messages = tuple(_message(where, number, turn) for number, turn in enumerate(given, 1))
+    if messages[-1].role not in ("user", "tool"):
+        raise MsrlError(f"{where}: the last message is the {messages[-1].role}'s; it must be the user's, for the model to answer")
+    return messages
+
+
+def _message(where: str, number: int, turn: Any) -> Message:
+    if not isinstance(turn, dict) or turn.get("role") not in _ROLES or not isinstance(turn.get("content"), str):
+        raise MsrlError(f"{where}: message {number} must have role ({', '.join(_ROLES)}) and content (a text)")
+    return Message(turn["role"], turn["content"])
+
+
+def check_lengths(requests: Iterable[Request], limit: int) -> None:
+    """Raises ManyErrors that names every row that is empty or leaves no room for an answer in `limit` tokens."""
+    mistakes = [
+        f"{request.where}: the prompt has {length} tokens, but prompt and answer together may have {limit}; shorten it"
+        if length
+        else f"{request.where}: the prompt has no tokens"
+        for request in requests
+        if not 0 < (length := len(request.token_ids)) < limit
+    ]
+    _refuse(mistakes)
+
+
+def _generate(engine: Engine, requests: Sequence[Request], sampling: SamplingParams) -> list[RolloutGroup]:
+    """Groups in the order of the requests; says how much was done, and how many completions met a limit."""
+    prompts = [Prompt(index, request.token_ids) for index, request in enumerate(requests)]
+    started = time.perf_counter()
+    groups: list[RolloutGroup] = []
+    with progress("generating", total=len(prompts), unit="prompts") as bar:
+        for first in range(0, len(prompts), _BATCH):
+            batch = prompts[first : first + _BATCH]
+            groups += engine.generate(batch, sampling, 0)
+            bar.advance(len(batch))
+    completions = [completion for group in groups for completion in group.completions]
+    num_tokens = sum(len(c.token_ids) for c in completions)
+    cut = sum(c.finish_reason == "length" for c in completions)
+    note = f"; {cut} of them reached the limit of their length" if cut else ""
+    seconds = time.perf_counter() - started
+    print(f"{len(completions)} completions, {num_tokens} tokens in {seconds:.1f} s{note}", file=sys.stderr)
+    return groups
+
+
+def _write(
+    requests: Sequence[Request], groups: Sequence[RolloutGroup], stop: Sequence[str], section: GenerateConfig, output: Path | None
+) -> None:
+    """To the output file, whole or not at all, or to standard output."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(output) as beside, beside.open("w", encoding="utf-8") as file:
+            _write_rows(file, requests, groups, stop)
+    elif section.prompt is not None:
+        print("\n\n".join(_shown(groups[0].completions, stop)))
+    else:
+        _write_rows(sys.stdout, requests, groups, stop)
+
+
+def _shown(completions: Sequence[Completion], stop: Sequence[str]) -> Iterator[str]:
+    """The texts of one prompt, numbered where there are several."""
+    for number, completion in enumerate(completions, 1):
+        text = before_stop(completion.text, stop)
+        yield text if len(completions) == 1 else f"[{number}] {text}"
+
+
+def _write_rows(file: TextIO, requests: Sequence[Request], groups: Sequence[RolloutGroup], stop: Sequence[str]) -> None:
+    for request, group in zip(requests, groups, strict=True):
+        completions = [
+            {"text": before_stop(c.text, stop), "finish_reason": c.finish_reason, "num_tokens": len(c.token_ids)} for c in group.completions
+        ]
+        file.write(json.dumps({**request.row, "completions": completions}, ensure_ascii=False) + "\n")
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first of the stop texts.
+
+    >>> before_stop("4. Next: 5", ("Next", "."))
+    '4'
+    """
+    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
+
+
+def _free_output(name: str | None) -> Path | None:
+    """The file to write. Raises MsrlError when there is one already."""
+    if name is None:
+        return None
+    path = Path(name)
+    if path.exists():
+        raise MsrlError(f"generate.output={path}: exists already; name another file, or remove it first")
+    return path
