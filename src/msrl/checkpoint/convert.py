@@ -7,11 +7,10 @@ Python's lock meanwhile. In memory is one tensor per thread. The target folder b
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,16 @@ from torch import Tensor
 from msrl.checkpoint.dtypes import hf_name
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free, staged_folder
 from msrl.checkpoint.hf import HfWriter, copy_sidecars
-from msrl.checkpoint.mcore import SIDECAR, namespace, publish, rank_file, stream_rank_file, te_name, write_manifest
+from msrl.checkpoint.mcore import (
+    SIDECAR,
+    manifest_entry,
+    namespace,
+    publish,
+    rank_file,
+    stream_rank_file,
+    te_name,
+    write_manifest,
+)
 from msrl.checkpoint.plan import Plan, RankPlan, make_plan
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.torch_file import TensorSpec, WrittenFile
@@ -71,7 +79,8 @@ def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: 
         jobs = [partial(_write_rank, source, target, plan, rank, folder, advance) for rank in plan.ranks]
         files = _in_parallel(jobs)
         copy_sidecars(source.hf_dir, folder / SIDECAR, source.main_dtype() if target.dtype is None else target.dtype)
-        write_manifest(folder, ITERATION, _manifest_entry(source, target, plan, files))
+        dtype = hf_name(target.dtype or source.main_dtype())
+        write_manifest(folder, ITERATION, manifest_entry(source.shape, plan, dtype, dict(files), target.names, versions()))
         publish(folder, ITERATION, durable=False)
     return plan
 
@@ -131,22 +140,6 @@ def _in_parallel(jobs: list[Callable[[], Any]]) -> list[Any]:
             raise
 
 
-def _manifest_entry(source: WeightSource, target: McoreTarget, plan: Plan, files: list[tuple[str, WrittenFile]]) -> dict[str, Any]:
-    return {
-        "layout": {"kind": "mindspeed", "tp": target.tp, "pp": target.pp, "names": target.names, "padded_vocab_size": plan.padded_vocab},
-        "dtype": hf_name(target.dtype or source.main_dtype()),
-        "shape": asdict(source.shape),
-        "num_elements": plan.num_elements,
-        "files": {name: {"bytes": file.num_bytes, "records_sha256": file.digest} for name, file in sorted(files)},
-        "versions": versions(),
-    }
-
-
 def versions() -> dict[str, str]:
     """Versions of what wrote a checkpoint."""
     return {name: importlib.metadata.version(name) for name in ("msrl", "torch", "safetensors")}
-
-
-def num_hf_bytes(source: WeightSource, dtype: torch.dtype | None) -> int:
-    """Bytes of the Hugging Face tensors of a source."""
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in hf_specs(source, dtype).values())

@@ -15,14 +15,14 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from msrl.checkpoint.files import write_text
-from msrl.checkpoint.plan import padded_vocab_size
+from msrl.checkpoint.plan import Plan, padded_vocab_size
 from msrl.checkpoint.torch_file import TensorSpec, WrittenFile, read_torch_file, spec_of, write_torch_file
 from msrl.errors import MsrlError
 from msrl.models.shape import Shape
@@ -238,6 +238,21 @@ def _rank(folder: Path, name: str) -> tuple[int, int]:
     if match is None:
         raise MsrlError(f"{folder / name}: not the folder of a tensor- and pipeline-parallel rank; expert parallelism is not supported")
     return int(match[1]), int(match[2] or 0)
+
+
+def manifest_entry(
+    shape: Shape, plan: Plan, dtype: str, files: Mapping[str, WrittenFile], names: str, versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """What the manifest says of one iteration; `files` are named relative to the checkpoint folder."""
+    return {
+        "layout": {"kind": "mindspeed", "tp": plan.tp, "pp": plan.pp, "names": names, "padded_vocab_size": plan.padded_vocab},
+        "dtype": dtype,
+        "shape": asdict(shape),
+        "num_elements": plan.num_elements,
+        "sha256_of": "names, sizes and CRC-32s of the file's zip records",
+        "files": {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())},
+        "versions": dict(versions),
+    }
 
 
 def write_manifest(save: Path, iteration: int | str, entry: Mapping[str, Any]) -> None:

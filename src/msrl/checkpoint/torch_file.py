@@ -50,10 +50,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What a finished file weighs, and the digest of its records (see `check_records`)."""
+    """What a finished file weighs, and the SHA-256 of its records' names, sizes and CRC-32s (see `check_records`)."""
 
     num_bytes: int
-    digest: str
+    sha256: str
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

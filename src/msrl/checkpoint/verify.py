@@ -67,4 +67,4 @@ def _damage(path: Path, facts: dict[str, Any]) -> str:
         digest = check_records(path)
     except MsrlError as error:
         return str(error)
-    return "" if digest == facts["records_sha256"] else "does not hold what the manifest says"
+    return "" if digest == facts["sha256"] else "does not hold what the manifest says"

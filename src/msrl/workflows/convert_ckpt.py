@@ -1,0 +1,114 @@
+"""msrl convert-ckpt: convert a checkpoint, then prove the result bit for bit and on real Megatron ranks against transformers."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from msrl.checkpoint.convert import McoreTarget, hf_specs, mcore_plan, write_hf, write_mcore
+from msrl.checkpoint.dtypes import CHOICES
+from msrl.checkpoint.mcore import find_checkpoint, read_rank_file
+from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
+from msrl.checkpoint.verify import damaged_files
+from msrl.config.schema import Config, ConvertConfig
+from msrl.errors import ManyErrors, MsrlError, VerificationError
+from msrl.models.families import num_parameters
+from msrl.tracking.progress import amount_text, duration_text, progress
+from msrl.workflows import convert_proof as proof
+
+
+def run(config: Config) -> None:
+    """Do what `config.convert.command` says. Raises MsrlError for the user's mistakes, VerificationError for a result that is not exact."""
+    convert = config.convert
+    if convert.load is None or (convert.save is None and convert.command != "inspect"):
+        raise MsrlError("convert.load and convert.save: name the checkpoint to read and the folder to write")
+    if convert.command == "inspect":
+        inspect(Path(convert.load), verify=convert.verify)
+    else:
+        _convert(config, Path(convert.load), Path(convert.save or ""))
+
+
+def _convert(config: Config, load: Path, save: Path) -> None:
+    """Convert with a progress bar, then verify."""
+    torch.set_num_threads(1)  # the conversion has a thread per file
+    convert = config.convert
+    source = _open(convert, load)
+    if convert.verify:
+        proof.refuse_without_memory(source.shape)
+    start = time.perf_counter()
+    num_bytes, work = _work(convert, source, save)
+    with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
+        work(bar.advance)
+    elapsed = time.perf_counter() - start
+    layout = "" if convert.command == "mcore2hf" else f"tp {convert.tp}, pp {convert.pp}, "
+    print(f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}")
+    if convert.verify:
+        _verify(config, source, load, save)
+
+
+def _open(convert: ConvertConfig, load: Path) -> WeightSource:
+    if convert.command == "hf2mcore":
+        return HfSource(load)
+    return open_mcore(load, Path(convert.hf_config) if convert.hf_config else None)
+
+
+def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int, Callable[[Callable[[int], None]], object]]:
+    """The bytes that will be written, and the function that writes them and tells how far it is."""
+    dtype = CHOICES[convert.dtype]
+    if convert.command == "mcore2hf":
+        num_bytes = sum(spec.num_bytes for spec in hf_specs(source, dtype).values())
+        return num_bytes, lambda advance: write_hf(source, save, dtype, advance)
+    target = McoreTarget(convert.tp, convert.pp, dtype, convert.names, convert.pad_vocab_to_multiple)
+    return mcore_plan(source, target)[1], lambda advance: write_mcore(source, save, target, advance)
+
+
+def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> None:
+    """Print what was compared. A result that is not exact is put aside under another name and raises VerificationError."""
+    checks = proof.checks(config, source, load, save)
+    _print_table([("check", "compared", "result"), *((check.name, check.compared, check.result) for check in checks)])
+    if all(check.passed for check in checks):
+        return
+    rejected = save.with_name(f"{save.name}.failed-verification")
+    shutil.rmtree(rejected, ignore_errors=True)
+    save.rename(rejected)
+    failed = "; ".join(f"{check.name}: {check.result}" for check in checks if not check.passed)
+    raise VerificationError(f"the conversion is not exact ({failed}); what was written is in {rejected}")
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def inspect(save: Path, *, verify: bool) -> None:
+    """Print what an mcore checkpoint holds; with `verify`, its files are compared with the manifest. Raises MsrlError for damage."""
+    found = find_checkpoint(save)
+    print(f"{save}: iteration {found.iteration}, tp {found.tp}, pp {found.pp}")
+    rows = [("file", "tensors", "parameters", "types", "size"), *(_file_row(save, path) for _, path in sorted(found.files.items()))]
+    _print_table(rows)
+    args = vars(read_rank_file(found.files[0, 0])["args"])
+    print("arguments: " + ", ".join(f"{name}={args[name]}" for name in _TELLING if name in args))
+    if not verify:
+        return
+    damaged = damaged_files(save, found.iteration)
+    if damaged:
+        raise ManyErrors([f"{save}: {damage}" for damage in damaged])
+    print("files: no manifest to compare with" if damaged is None else "files: all as the manifest says")
+
+
+_TELLING = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "padded_vocab_size",
+    "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "rotary_base", "transformer_impl",
+)  # fmt: skip
+
+
+def _file_row(save: Path, path: Path) -> tuple[str, ...]:
+    model = read_rank_file(path)["model"]
+    types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.values()})
+    elements = sum(tensor.numel() for tensor in model.values())
+    return str(path.relative_to(save)), f"{len(model)}", f"{elements:,}", ", ".join(types), amount_text(path.stat().st_size, "B")

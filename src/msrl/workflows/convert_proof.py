@@ -1,0 +1,164 @@
+"""The proof of a conversion: every tensor read back from disk bit for bit, and equal logits of transformers and real Megatron ranks.
+
+A mistake that conversion and read-back share (gate and up swapped both ways, say) passes the first check; the second one finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msrl import platforms
+from msrl.checkpoint.convert import hf_specs
+from msrl.checkpoint.dtypes import CHOICES
+from msrl.checkpoint.mcore import SIDECAR, find_checkpoint
+from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
+from msrl.checkpoint.verify import compare
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.models.families import all_rules, num_parameters
+from msrl.models.shape import Shape
+from msrl.tracking.progress import amount_text, progress
+
+MAX_LOGIT_DIFFERENCE = 1e-4
+_NUM_SEQUENCES, _MAX_TOKENS = 2, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the proof: what was compared, with what result."""
+
+    name: str
+    compared: str
+    result: str
+    passed: bool
+
+
+def refuse_without_memory(shape: Shape) -> None:
+    """Raises MsrlError when the model does not fit into memory once in float32: better known before a conversion than after it."""
+    import psutil
+
+    needed, available = int(num_parameters(shape) * 4 * 1.2), psutil.virtual_memory().available
+    if needed > available:
+        sizes = f"about {amount_text(needed, 'B')} of memory, {amount_text(available, 'B')} are free"
+        raise MsrlError(f"verification needs {sizes}; convert on a larger machine, or without it (--no-verify)")
+
+
+def checks(config: Config, source: WeightSource, load: Path, save: Path) -> list[Check]:
+    """All comparisons of what was written to `save` with the `source` in `load`."""
+    convert, dtype = config.convert, CHOICES[config.convert.dtype]
+    result: WeightSource = HfSource(save) if convert.command == "mcore2hf" else open_mcore(save)
+    round_trip = _round_trip(source, result, dtype)
+    if not round_trip.passed:
+        return [round_trip]
+    tokens = sample_tokens(source.shape)
+    if convert.command == "hf2mcore":
+        transformers, megatron = _pretrained(load, tokens, dtype), _megatron(config, save, tokens)
+    elif convert.command == "reshard":
+        transformers, megatron = _filled(source, tokens, dtype), _megatron(config, save, tokens)
+    else:  # a cast is proven by the round trip, so that the two sides are compared as they were before it
+        transformers = _pretrained(save, tokens, None) if dtype is None else _filled(source, tokens, None)
+        megatron = _megatron(config, load, tokens, source.hf_dir)
+    return [round_trip, _logits(source.shape, transformers, megatron)]
+
+
+def _round_trip(source: WeightSource, result: WeightSource, dtype: torch.dtype | None) -> Check:
+    with progress("reading back", total=sum(spec.num_bytes for spec in hf_specs(source, dtype).values()), unit="B") as bar:
+        found = compare(source, result, dtype, bar.advance)
+    outcome = f"{len(found.different)} differ: {', '.join(found.different[:3])}" if found.different else "equal bit for bit"
+    return Check("round trip", f"{found.num_tensors} tensors, {amount_text(found.num_bytes, 'B')}", outcome, not found.different)
+
+
+def _logits(shape: Shape, transformers: Sequence[Tensor], megatron: Sequence[Tensor]) -> Check:
+    largest = max_difference(transformers, megatron, shape.vocab_size)
+    compared = f"transformers, Megatron: {len(megatron)} x {megatron[0].shape[0]} tokens x {shape.vocab_size:,}"
+    outcome = f"largest difference {largest:.1e} (limit {MAX_LOGIT_DIFFERENCE:.0e})"
+    return Check("logits, fp32", compared, outcome, largest <= MAX_LOGIT_DIFFERENCE)
+
+
+def max_difference(left: Sequence[Tensor], right: Sequence[Tensor], vocab_size: int) -> float:
+    """The largest absolute difference of two sides' logits, each [T, vocabulary or more]; NaN anywhere is infinite."""
+    differences = [(a[:, :vocab_size].double() - b[:, :vocab_size].double()).abs() for a, b in zip(left, right, strict=True)]
+    return max(float(torch.nan_to_num(d, nan=float("inf")).max()) for d in differences)
+
+
+def sample_tokens(shape: Shape) -> list[list[int]]:
+    """Token ids to compare on: drawn from the whole vocabulary, its first and last entries included."""
+    length = min(_MAX_TOKENS, shape.max_position_embeddings)
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randint(shape.vocab_size, (_NUM_SEQUENCES, length), generator=draw)
+    rows[0, 0], rows[-1, -1] = 0, shape.vocab_size - 1
+    return rows.tolist()
+
+
+def _megatron(config: Config, checkpoint: Path, tokens: list[list[int]], hf_dir: Path | None = None) -> list[Tensor]:
+    """Logits of real Megatron ranks in the layout of the checkpoint; on the CPU where there are fewer devices than ranks.
+
+    `hf_dir` is where the config lies, if not in the checkpoint.
+    """
+    from msrl.trainer.probe import megatron_logits
+
+    found = find_checkpoint(checkpoint)
+    platform = platforms.resolve(config.cluster.platform)
+    enough = platform.name == "cpu" or platform.device_count() >= found.tp * found.pp
+    name = platform.name if enough else "cpu"
+    with _with_config(checkpoint, hf_dir) as folder:
+        return megatron_logits(folder, tokens, tp=found.tp, pp=found.pp, platform=name)
+
+
+@contextlib.contextmanager
+def _with_config(checkpoint: Path, hf_dir: Path | None) -> Iterator[Path]:
+    """A checkpoint folder that has its config: itself, or links to it and to the config elsewhere."""
+    if hf_dir is None or hf_dir == checkpoint / SIDECAR:
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory(prefix="msrl_") as folder:
+        linked = {entry.name: entry for entry in checkpoint.iterdir()} | {SIDECAR: hf_dir}
+        for entry, target in linked.items():
+            (Path(folder) / entry).symlink_to(target.absolute())
+        yield Path(folder)
+
+
+def _pretrained(folder: Path, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
+    """Logits of transformers, loading the folder as any user would; weights rounded to `dtype` unless it is None."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.to(dtype))
+    return _forward(model, tokens)
+
+
+def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
+    """Logits of transformers with the tensors of an mcore checkpoint put into it; rounded to `dtype` unless it is None."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.hf_dir, local_files_only=True), dtype=torch.float32)
+    parameters = dict(model.named_parameters())
+    for rule in all_rules(source.shape):
+        for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
+            parameters.pop(name).data.copy_(tensor if dtype is None else tensor.to(dtype))
+    if parameters:
+        raise RuntimeError(f"transformers' {source.shape.architecture} has parameters without a rule: {', '.join(parameters)}")
+    return _forward(model, tokens)
+
+
+def _forward(model: Any, tokens: list[list[int]]) -> list[Tensor]:
+    """Each sequence's logits, [T, vocabulary]; the model is let go of afterwards."""
+    model.eval()
+    with torch.inference_mode():
+        logits = [model(torch.tensor([ids])).logits[0].clone() for ids in tokens]
+    del model
+    gc.collect()
+    return logits
