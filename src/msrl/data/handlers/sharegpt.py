@@ -1,0 +1,107 @@
+"""ShareGPT's form and OpenAI's: a list of turns, as {from, value} or {role, content}; perhaps a system text and tools.
+
+A tool call becomes an answer in `<tool_call>` tags (the form of Qwen and Hermes), the tools travel as `extra["tools"]` to the template.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from msrl.data.columns import Columns, DroppedRow
+from msrl.errors import MsrlError, nearest
+from msrl.types import Conversation, Message, Role
+
+KINDS = ("sft", "prompts")
+COLUMNS = {"messages": "conversations|messages", "system": "system", "tools": "tools"}
+REQUIRED = frozenset({"messages"})
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function_response": "tool",
+}
+_FOLLOWS: dict[Role, tuple[Role, ...]] = {
+    "system": (),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+
+
+def conversation(row: Any, columns: Columns) -> Conversation:
+    """The turns of a row. Raises MsrlError for a form that is not known, DroppedRow for turns in an impossible order."""
+    messages = list(read_messages(columns.value(row, "messages")))
+    if system := columns.text(row, "system"):
+        messages = [Message("system", system), *(m for m in messages if m.role != "system")]
+    check_order(messages)
+    extra = columns.extra(row)
+    if tools := _tools(columns.value(row, "tools")):
+        extra["tools"] = tools
+    return Conversation(tuple(messages), extra=extra)
+
+
+def read_messages(value: Any) -> tuple[Message, ...]:
+    """A list of turns in either form. Raises MsrlError for anything else."""
+    if not isinstance(value, list):
+        raise MsrlError("the turns must be a list of {from, value} or {role, content}")
+    return tuple(_message(number, turn) for number, turn in enumerate(value))
+
+
+def check_order(messages: list[Message]) -> None:
+    """A system text only at the start, then a user's turn, then answers after questions or tools. Raises DroppedRow("turn_order")."""
+    turns: list[Role] = [m.role for m in messages]
+    turns = turns[1:] if turns and turns[0] == "system" else turns
+    if not turns or turns[0] != "user":
+        raise DroppedRow("turn_order")
+    for before, role in pairwise(turns):
+        if before not in _FOLLOWS[role]:
+            raise DroppedRow("turn_order")
+
+
+def _message(number: int, turn: Any) -> Message:
+    """One turn."""
+    place = f"turn {number + 1}"
+    if not isinstance(turn, dict):
+        raise MsrlError(f"{place} must be an object with from and value, or role and content")
+    role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if role not in _ROLES:
+        raise MsrlError(f"{place}: unknown role {role!r}; {nearest(str(role), _ROLES)}")
+    if turn.get("tool_calls"):
+        content = "\n".join([*([content] if content else []), *map(_call_text, turn["tool_calls"])])
+    if not isinstance(content, str):
+        raise MsrlError(f"{place}: its text is {type(content).__name__}, not text; only text turns can be trained on here")
+    if role == "function_call":
+        content = f"<tool_call>\n{content}\n</tool_call>"
+    return Message(_ROLES[role], content)
+
+
+def _call_text(call: Any) -> str:
+    """An OpenAI tool call in tags."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    arguments = function.get("arguments")
+    if not isinstance(function.get("name"), str):
+        raise MsrlError("a tool call needs a name and arguments")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {written}}}\n</tool_call>'
+
+
+def _tools(value: Any) -> str:
+    """The tools as the text of a JSON list, "" when there are none. Raises MsrlError when they are none."""
+    if value in (None, "", [], "[]"):
+        return ""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise MsrlError(f"the tools are not JSON: {error}") from error
+    if not isinstance(tools, list):
+        raise MsrlError("the tools must be a list of objects")
+    return json.dumps(tools, ensure_ascii=False)
