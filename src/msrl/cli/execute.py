@@ -18,7 +18,6 @@ _COMMON = ("config", "config_name", "sets", "dry_run", "verbose")
 _KEYS = {
     "platform": "cluster.platform",
     "resume": "checkpoint.resume",
-    "compute_dtype": "model.dtype",
     "devices": "cluster.devices_per_node",
 }
 

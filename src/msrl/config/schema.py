@@ -299,6 +299,7 @@ class GenerateConfig(Section):
     input: Text | None = Field(default=None, description="JSONL file with prompt or messages in every row")
     output: Text | None = Field(default=None, description="JSONL file to write; unset: standard output")
     engine: Literal["vllm"] = Field(default="vllm", description="Engine that generates")
+    dtype: Dtype | None = Field(default=None, description="Type of weights and activations; unset: that of the checkpoint")
     template: Text | None = Field(default=None, description="Prompt template by name or path; unset: the tokenizer's own, if it has one")
     system: Annotated[str, Strict()] | None = Field(default=None, description="System message; unset: the template's own")
     max_tokens: Count = Field(default=256, description="Longest completion in tokens")
@@ -316,6 +317,7 @@ class ChatConfig(Section):
     """msrl chat."""
 
     model: Text | None = Field(default=None, description="Hugging Face folder or mcore checkpoint folder")
+    dtype: Dtype | None = Field(default=None, description="Type of weights and activations; unset: that of the checkpoint")
     template: Text | None = Field(default=None, description="Prompt template by name or path; unset: the tokenizer's own, if it has one")
     system: Annotated[str, Strict()] | None = Field(default=None, description="System message; unset: the template's own")
     max_tokens: Count = Field(default=512, description="Longest answer in tokens")

@@ -41,7 +41,7 @@ def run(config: Config) -> None:
     renderer = choose_renderer(source.hf_dir, section.template)
     system = system_turns(section.system)
     sampling = sampling_of(config, section, renderer.stop_token_ids)
-    settings = engine_settings(config, source.hf_dir, max_num_seqs=1, random_weights=is_mcore(source, section.model))
+    settings = engine_settings(config, source.hf_dir, dtype=section.dtype, max_num_seqs=1, random_weights=is_mcore(source, section.model))
     renderer.prompt(Conversation((*system, Message("user", "?"))))  # a template that cannot show a question is refused now
     _say(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
@@ -75,9 +75,8 @@ def _answer(
         _say(f"this is too long for the model, which takes {engine.max_model_len} tokens with the answer; it is left out")
         return turns[:-1]
     if fitted.num_dropped:
-        _say(
-            f"the conversation no longer fits the model's {engine.max_model_len} tokens: its {fitted.num_dropped} oldest turns are forgotten"
-        )
+        dropped = f"its {fitted.num_dropped} oldest turns are forgotten"
+        _say(f"the conversation no longer fits the model's {engine.max_model_len} tokens: {dropped}")
     with interruptible() as interrupted, closing(engine.stream(Prompt(0, fitted.token_ids), sampling)) as pieces:
         text = _show(pieces, interrupted)
     if interrupted():

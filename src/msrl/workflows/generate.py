@@ -51,6 +51,7 @@ def run(config: Config) -> None:
     settings = engine_settings(
         config,
         source.hf_dir,
+        dtype=section.dtype,
         max_model_len=min(limit, longest + section.max_tokens),
         max_num_seqs=len(requests) * section.num_samples,
         random_weights=is_mcore(source, section.model),

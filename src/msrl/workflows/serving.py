@@ -27,13 +27,19 @@ if TYPE_CHECKING:
 
 
 def engine_settings(
-    config: Config, model_dir: Path, *, max_model_len: int | None = None, max_num_seqs: int | None = None, random_weights: bool = False
+    config: Config,
+    model_dir: Path,
+    *,
+    dtype: str | None,
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    random_weights: bool = False,
 ) -> EngineSettings:
-    """`rollout.engine` as settings; what is asked for here gives way to what stands there."""
+    """`rollout.engine` as settings; lengths that are asked for here give way to what stands there. `dtype` None is the checkpoint's."""
     engine = config.rollout.engine
     return EngineSettings(
         model_dir=model_dir,
-        dtype=config.model.dtype if "dtype" in config.model.model_fields_set else None,
+        dtype=dtype,
         tp=engine.tp,
         max_model_len=engine.max_model_len or max_model_len,
         max_num_seqs=min(engine.max_num_seqs, max_num_seqs or engine.max_num_seqs),
