@@ -55,5 +55,5 @@ class Platform(ABC):
 
         torch.manual_seed(seed)
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027 - a platform without queues has nothing to wait for
         """Wait until the device has done what it was given, so that a clock can be read."""

@@ -55,7 +55,9 @@ class NpuPlatform(Platform):
             importlib.import_module("torch_npu")
             importlib.import_module("mindspeed.megatron_adaptor")
         except ImportError as error:
-            raise MsrlError(f"cluster.platform=npu: {error}; torch_npu, CANN and MindSpeed must be of one release (see the README)") from error
+            raise MsrlError(
+                f"cluster.platform=npu: {error}; torch_npu, CANN and MindSpeed must be of one release (see the README)"
+            ) from error
         finally:
             sys.argv = arguments
 

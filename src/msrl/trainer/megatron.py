@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -27,33 +27,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from msrl.models.megatron import transformer_settings
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.trainer.attention import CoreAttention
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a model is cut: tensor- and pipeline-parallel sizes, and whether norms are cut along the sequence (`sp`)."""
-
-    tp: int = 1
-    pp: int = 1
-    sp: bool = False
-
-    @property
-    def ranks_per_model(self) -> int:
-        return self.tp * self.pp
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """AdamW (arXiv:1711.05101); biases and norms are not decayed."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
+from msrl.trainer.settings import Layout, OptimizerSettings
 
 
 class RmsNorm(torch.nn.Module):
@@ -106,22 +84,9 @@ def shutdown() -> None:
 
 def transformer_config(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
     """The Megatron settings of a shape."""
+    settings = transformer_settings(shape)
     return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
-        layernorm_epsilon=shape.norm_eps,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
+        **{**settings, "activation_func": getattr(F, settings["activation_func"])},
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=layout.sp and layout.tp > 1,
@@ -204,7 +169,7 @@ def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **
     finalize_model_grads(model, None, **kwargs)
 
 
-def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSettings, *, is_bf16: bool) -> MegatronOptimizer:
+def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSettings, *, is_bf16: bool) -> DistributedOptimizer:
     """Megatron's distributed AdamW over fp32 master weights."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -213,9 +178,11 @@ def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSetting
         adam_beta1=settings.betas[0],
         adam_beta2=settings.betas[1],
         adam_eps=settings.eps,
-        clip_grad=settings.grad_clip,
+        clip_grad=settings.grad_clip or 1e30,  # Megatron measures the norm only where it clips
         bf16=is_bf16,
         params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+    chain = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+    (optimizer,) = chain.chained_optimizers  # a second one would hold the experts of a mixture
+    return optimizer

@@ -1,0 +1,122 @@
+"""Save and restore a training: weights in MindSpeed's layout, and beside them what it takes to go on to the bit.
+
+Every rank takes part in both. Nothing is visible before all of it is written; `resume.py` tells where things lie.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from msrl.checkpoint import mcore
+from msrl.checkpoint.convert import versions
+from msrl.checkpoint.files import write_text
+from msrl.checkpoint.hf import copy_sidecars
+from msrl.checkpoint.plan import make_plan
+from msrl.checkpoint.source import ShardedSource
+from msrl.trainer import optimizer_state
+from msrl.trainer.resume import STATE, SavedTraining, saved_steps, training_dir
+
+if TYPE_CHECKING:
+    from msrl.trainer.worker import TrainWorker
+
+
+def save(worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, keep: int | None = None) -> SavedTraining:
+    """Write a whole checkpoint after `step` steps. `extra` is the workflow's own state (JSON); `hf_dir` has config and tokenizer."""
+    is_first = dist.get_rank() == 0
+    staged_training = training_dir(root, step).with_name(f".iter_{step:07d}.partial")
+    if is_first:
+        for folder in (mcore.staging_dir(root, step), staged_training):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+    dist.barrier()
+    file = _write_rank(worker, root, step, staged_training)
+    files: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(files, file)
+    if is_first:
+        layout, updates = worker.layout, optimizer_state.num_updates(worker)
+        state = {"step": step, "tp": layout.tp, "pp": layout.pp, "updates": updates, "extra": dict(extra)}
+        write_text(staged_training / STATE, json.dumps(state, indent=1) + "\n")
+        _publish(worker, root, step, staged_training, [entry for entry in files if entry is not None], hf_dir)
+        _prune(root, keep)
+    dist.barrier()
+    return SavedTraining(root, step)
+
+
+def _write_rank(worker: TrainWorker, root: Path, step: int, staged_training: Path) -> tuple[str, int, str] | None:
+    """This rank's part; the first data-parallel rank writes for all. Returns its name, size and checksum."""
+    states = {name: state.cpu() for name, state in optimizer_state.collect(worker)}
+    save_file({"rng": torch.get_rng_state()}, staged_training / f"rng_{dist.get_rank():05d}.safetensors")
+    if worker.dp_rank != 0:
+        return None
+    path = mcore.rank_file(root, step, worker.tp_rank, worker.layout.tp, worker.pp_rank, worker.layout.pp, staged=True)
+    args = mcore.namespace(worker.shape, worker.layout.tp, worker.layout.pp, dtype=worker.settings.dtype)
+    model = {name: parameter.detach() for name, parameter in worker.policy.named_parameters()}
+    written = mcore.write_rank_file(path, model, args, step)
+    save_file(states, staged_training / _optimizer_file(worker.tp_rank, worker.pp_rank))
+    name = path.relative_to(mcore.staging_dir(root, step))
+    return str(mcore.iteration_dir(root, step).relative_to(root) / name), written.num_bytes, written.sha256
+
+
+def _optimizer_file(tp_rank: int, pp_rank: int) -> str:
+    return f"optimizer_{tp_rank:02d}_{pp_rank:03d}.safetensors"
+
+
+def _publish(
+    worker: TrainWorker, root: Path, step: int, staged_training: Path, files: Iterable[tuple[str, int, str]], hf_dir: Path
+) -> None:
+    """Make the checkpoint visible: what only a resume needs first, the model and its tracker last."""
+    final = training_dir(root, step)
+    shutil.rmtree(final, ignore_errors=True)
+    shutil.rmtree(mcore.iteration_dir(root, step), ignore_errors=True)
+    staged_training.rename(final)
+    copy_sidecars(hf_dir, root / mcore.SIDECAR, worker.dtype)
+    mcore.publish(root, step)
+    mcore.write_manifest(root, step, _manifest_entry(worker, files))
+
+
+def _manifest_entry(worker: TrainWorker, files: Iterable[tuple[str, int, str]]) -> dict[str, Any]:
+    plan = make_plan(worker.shape, worker.layout.tp, worker.layout.pp)
+    layout = {"kind": "mindspeed", "tp": plan.tp, "pp": plan.pp, "names": "local", "padded_vocab_size": plan.padded_vocab}
+    return {
+        "layout": layout,
+        "dtype": worker.settings.dtype,
+        "shape": asdict(worker.shape),
+        "num_elements": plan.num_elements,
+        "files": {name: {"bytes": num_bytes, "sha256": sha256} for name, num_bytes, sha256 in sorted(files)},
+        "versions": versions(),
+    }
+
+
+def _prune(root: Path, keep: int | None) -> None:
+    """Remove all but the newest `keep` checkpoints; the model's folder first, so that what is left is never taken for whole."""
+    for step in saved_steps(root)[: -keep if keep else 0]:
+        shutil.rmtree(mcore.iteration_dir(root, step))
+        shutil.rmtree(training_dir(root, step))
+
+
+def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, Any]:
+    """Restore the optimizer from a checkpoint of any layout (the weights were loaded when the worker was made). Returns `extra`."""
+    state = saved.state()
+    files = {(t, p): safe_open(saved.training_dir / _optimizer_file(t, p), "pt") for t in range(state["tp"]) for p in range(state["pp"])}
+    mine: dict[str, dict[str, Tensor]] = {}
+    for kind in optimizer_state.kinds(worker.dtype):
+        shards = {rank: _of_kind(file, kind) for rank, file in files.items()}
+        source = ShardedSource(worker.shape, state["tp"], state["pp"], shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
+        mine[kind] = dict(source.local_tensors(worker.tp_rank, worker.layout.tp, worker.pp_rank, worker.layout.pp))
+    optimizer_state.restore(worker, mine, state["updates"])
+    return state["extra"]
+
+
+def _of_kind(file: Any, kind: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{kind}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{kind}.")}  # noqa: SIM118

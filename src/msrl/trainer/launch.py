@@ -1,0 +1,145 @@
+"""Start the ranks of a run as processes of this machine, hear what they report, and end all of them when one fails.
+
+A rank runs `function(rank: RankContext, payload)` of some module after `platform.prepare()`. It reports through its pipe and is asked to
+stop through the same pipe. The payload travels as a pickle between processes of our own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from msrl.errors import MsrlError
+from msrl.platforms import get
+from msrl.platforms.base import Platform
+
+
+class RankError(Exception):
+    """A rank failed; the message is its own traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """Who a rank is, and its line to the process that started it."""
+
+    rank: int
+    world_size: int
+    init_method: str
+    pipe: connection.Connection
+
+    def report(self, message: object) -> None:
+        self.pipe.send(("report", message))
+
+    def asked_to_stop(self) -> bool:
+        return self.pipe.poll()
+
+
+class LocalRanks:
+    """A context manager around the processes of all ranks."""
+
+    def __init__(self, target: str, payload: object, *, num_ranks: int, platform: Platform, env: Mapping[str, str] | None = None) -> None:
+        self._target, self._payload, self._num_ranks, self._platform = target, payload, num_ranks, platform
+        self._env = {**os.environ, **platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[connection.Connection] = []
+        self.was_asked_to_stop = False
+
+    def __enter__(self) -> LocalRanks:
+        self._folder = tempfile.TemporaryDirectory(prefix="msrl-ranks-")
+        job = Path(self._folder.name, "job.pickle")
+        job.write_bytes(pickle.dumps((self._target, self._payload)))
+        for rank in range(self._num_ranks):
+            ours, theirs = connection.Pipe()
+            arguments = [str(rank), str(self._num_ranks), self._platform.name, str(theirs.fileno()), str(job)]
+            command = [sys.executable, "-m", "msrl.trainer.launch", *arguments]
+            process = subprocess.Popen(command, env=self._env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def ask_to_stop(self) -> None:
+        """Let rank 0 know that the run is to end after the step in hand."""
+        self.was_asked_to_stop = True
+        self._pipes[0].send("stop")
+
+    def messages(self) -> Iterator[Any]:
+        """What the ranks report, until all have ended. Raises the first failure: MsrlError for the user's, RankError for ours."""
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while open_pipes:
+            for pipe in connection.wait(list(open_pipes)):
+                assert isinstance(pipe, connection.Connection)
+                try:
+                    kind, message = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self._check_exit(open_pipes.pop(pipe))
+                    continue
+                if kind == "report":
+                    yield message
+                else:
+                    raise MsrlError(message) if kind == "mistake" else RankError(f"rank {open_pipes[pipe]} failed:\n{message}")
+
+    def _check_exit(self, rank: int) -> None:
+        code = self._processes[rank].wait()
+        if code:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+            raise RankError(f"rank {rank} {how}; its last words, if any, are above")
+
+
+def run_ranks(target: str, payload: object, *, num_ranks: int, platform: Platform, env: Mapping[str, str] | None = None) -> list[Any]:
+    """Everything that the ranks of `module:function` report, once they have all ended."""
+    with LocalRanks(target, payload, num_ranks=num_ranks, platform=platform, env=env) as ranks:
+        return list(ranks.messages())
+
+
+def quiet_megatron() -> None:
+    """Keep Megatron's hints about absent CUDA libraries off the terminal; what goes wrong still raises."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", module=r"torch\.")
+
+
+def main() -> None:
+    """A rank's own beginning."""
+    rank, world_size, platform, descriptor, job = sys.argv[1:]
+    # An interrupt of the terminal reaches every process of the group; the one that started us decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quiet_megatron()
+    with connection.Connection(int(descriptor)) as pipe:
+        try:
+            get(platform).prepare()
+            target, payload = pickle.loads(Path(job).read_bytes())
+            module, _, function = target.partition(":")
+            store = f"file://{Path(job).with_name('rendezvous')}"
+            getattr(importlib.import_module(module), function)(RankContext(int(rank), int(world_size), store, pipe), payload)
+        except MsrlError as error:
+            pipe.send(("mistake", str(error)))
+        except BaseException:
+            pipe.send(("failure", traceback.format_exc()))
+            raise
+
+
+if __name__ == "__main__":
+    main()

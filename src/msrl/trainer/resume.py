@@ -1,0 +1,67 @@
+"""Where the checkpoints of a training lie, and which one to go on from. Light to import.
+
+    <save>/iter_0000010/, <save>/hf/, ...   the model's weights, as `checkpoint/mcore.py` lays them out
+    <save>/training/iter_0000010/           ours: optimizer per parameter, random-number states, the step
+
+An iteration is whole when both folders are there: each was written beside its place and renamed, the model's last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msrl.errors import MsrlError
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTraining:
+    """A whole checkpoint of a training: its folder (`<save>`), and the steps done."""
+
+    root: Path
+    step: int
+
+    @property
+    def training_dir(self) -> Path:
+        return training_dir(self.root, self.step)
+
+    def state(self) -> dict[str, Any]:
+        """What was saved besides tensors. Raises MsrlError when it cannot be read."""
+        path = self.training_dir / STATE
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise MsrlError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
+
+
+def training_dir(root: Path, step: int) -> Path:
+    return root / "training" / f"iter_{step:07d}"
+
+
+def saved_steps(root: Path) -> list[int]:
+    """The steps of all whole checkpoints under `root`, ascending."""
+    found = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.glob("iter_*")]
+    steps = sorted(int(match[1]) for match in found if match)
+    return [step for step in steps if (training_dir(root, step) / STATE).is_file()]
+
+
+def resume_from(resume: str, root: Path) -> SavedTraining | None:
+    """What `checkpoint.resume` means: `none`, `auto` (the newest whole one under `root`, or none), a folder of checkpoints, or one iteration."""
+    if resume == "none":
+        return None
+    if resume == "auto":
+        steps = saved_steps(root)
+        return SavedTraining(root, steps[-1]) if steps else None
+    path = Path(resume)
+    match = re.fullmatch(r"iter_(\d{7,})", path.name)
+    root, wanted = (path.parent, int(match[1])) if match else (path, None)
+    steps = saved_steps(root)
+    if not steps or (wanted is not None and wanted not in steps):
+        known = f"; whole there: {', '.join(map(str, steps))}" if steps else ""
+        raise MsrlError(f"checkpoint.resume={resume}: no whole checkpoint of a training is there{known}")
+    return SavedTraining(root, steps[-1] if wanted is None else wanted)

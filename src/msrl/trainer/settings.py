@@ -1,0 +1,45 @@
+"""What a training rank is told. Light to import: the process that starts the ranks makes these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model is cut: tensor- and pipeline-parallel sizes, and whether norms are cut along the sequence (`sp`)."""
+
+    tp: int = 1
+    pp: int = 1
+    sp: bool = False
+
+    @property
+    def ranks_per_model(self) -> int:
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW (arXiv:1711.05101); biases and norms are not decayed."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    grad_clip: float | None = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What every rank of a training run is told. `optimizer` None: forward passes only."""
+
+    platform: str
+    model: Path  # Hugging Face folder, or mcore checkpoint of any layout
+    layout: Layout
+    dtype: str
+    seed: int
+    timeout_s: float
+    iteration: int | None = None  # of an mcore checkpoint; None: its latest
+    optimizer: OptimizerSettings | None = None
+    reference: Path | None = None

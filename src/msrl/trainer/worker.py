@@ -1,0 +1,222 @@
+"""One training rank: a policy (and, for GRPO, a reference), its optimizer, and what can be asked of them.
+
+Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from msrl.checkpoint.source import open_mcore, open_weights
+from msrl.models.shape import Shape
+from msrl.platforms import resolve
+from msrl.trainer import megatron
+from msrl.trainer.attention import RotaryTable
+from msrl.trainer.logprobs import vocab_parallel_logprobs
+from msrl.trainer.losses import Loss
+from msrl.trainer.megatron import PolicyModel
+from msrl.trainer.settings import WorkerSettings
+from msrl.types import Floats, MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A micro-batch on the device."""
+
+    tokens: Tensor  # [1, N]
+    lengths: tuple[int, ...]
+    mask: Tensor  # [N]
+    labels: Tensor  # [M]
+    fields: dict[str, Tensor]  # each [M]
+
+
+class TrainWorker:
+    """Rank `rank` of `world_size`; joins the process groups when it is made."""
+
+    def __init__(self, settings: WorkerSettings, rank: int, world_size: int, init_method: str) -> None:
+        self.settings, self.layout = settings, settings.layout
+        self.platform = resolve(settings.platform)
+        self.device = self.platform.device(rank)
+        self.dtype = getattr(torch, settings.dtype)
+        megatron.initialize(
+            self.platform, rank=rank, world_size=world_size, init_method=init_method, layout=settings.layout, seed=settings.seed,
+            timeout_s=settings.timeout_s,
+        )  # fmt: skip
+        self.tp_rank, self.pp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        self.dp_rank, self.dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        self.is_last_stage = parallel_state.is_pipeline_last_stage()
+        self.policy, self.shape = self._load_model(settings.model, settings.iteration)
+        self.rotary = RotaryTable(self.shape, self.dtype, self.device)
+        self.reference = self._load_model(settings.reference)[0].eval() if settings.reference else None
+        self.wrapped: DistributedDataParallel | None = None
+        if settings.optimizer:
+            self.wrapped = megatron.wrap(self.policy, self.platform)
+            self.optimizer = megatron.build_optimizer(self.wrapped, settings.optimizer, is_bf16=self.dtype == torch.bfloat16)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the tokens of a micro-batch must be a multiple of: sequence parallelism cuts them over the tensor-parallel ranks."""
+        return self.layout.tp if self.layout.sp else 1
+
+    def _load_model(self, path: Path, iteration: int | None = None) -> tuple[PolicyModel, Shape]:
+        source = open_weights(path) if iteration is None else open_mcore(path, iteration=iteration)
+        padded = source.shape.padded_vocab_size(self.layout.tp)
+        model = megatron.build_model(source.shape, self.layout, self.dtype, self.device, padded)
+        tensors = source.local_tensors(self.tp_rank, self.layout.tp, self.pp_rank, self.layout.pp, dtype=self.dtype)
+        missing = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in tensors:
+                missing.pop(name).copy_(tensor)
+        assert not missing, f"weights that no rule fills: {sorted(missing)}"
+        return model, source.shape
+
+    # Passes over micro-batches
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int, lr: float) -> dict[str, float]:
+        """One optimizer step over this data-parallel rank's micro-batches.
+
+        `num_tokens` counts the loss tokens of all of them on all ranks. Returns the report's means, the same on every rank.
+        """
+        assert self.wrapped is not None, "made without an optimizer"
+        self.policy.train()
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self._run(self.wrapped, micro_batches, functools.partial(_minimise, loss, num_tokens), loss, forward_only=False)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        _, grad_norm, _ = self.optimizer.step()
+        report = self._reduce(sums, num_tokens)
+        return {**report, "grad_norm": float(grad_norm), "lr": lr}
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int) -> dict[str, float]:
+        """The report of a training step, without the step."""
+        self.policy.eval()
+        sums = self._run(self.policy, micro_batches, functools.partial(_minimise, loss, num_tokens), loss, forward_only=True)
+        return self._reduce(sums, num_tokens)
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float, *, of_reference: bool = False) -> list[Floats] | None:
+        """Log-probability of every label, [N] per micro-batch, 0 where the mask is not set. None except on the last stage."""
+        model = self.reference if of_reference else self.policy
+        assert model is not None, "made without a reference"
+        model.eval()
+        collect = _Collect(temperature)
+        found = self._run(model, micro_batches, collect, collect, forward_only=True)
+        if not self.is_last_stage:
+            return None
+        return [_spread(batch, row["logprobs"]) for batch, row in zip(micro_batches, found, strict=True)]
+
+    def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
+        """Logits over the true vocabulary, [N, vocabulary] float32 per micro-batch. None except on the last stage."""
+        self.policy.eval()
+        everywhere = [MicroBatch(b.token_ids, b.labels, np.ones_like(b.loss_mask), b.cu_seqlens) for b in micro_batches]
+        found = self._run(self.policy, everywhere, lambda logits, batch, worker: {"logits": logits}, _Collect(1.0), forward_only=True)
+        if not self.is_last_stage:
+            return None
+        return [self._join_vocabulary(row["logits"].float()) for row in found]
+
+    def _join_vocabulary(self, logits: Tensor) -> Tensor:
+        parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
+        dist.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        return torch.cat(parts, -1)[:, : self.shape.vocab_size]
+
+    def _run(
+        self, model: torch.nn.Module, micro_batches: Sequence[MicroBatch], finish: Any, loss: Any, *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        """Megatron's schedule over the micro-batches; what `finish` returned for each, on the last stage."""
+
+        def forward_step(batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, Any]:
+            batch = self._to_device(next(batches))
+            output = module(batch.tokens, None, None, packed_seq_params=self.rotary(batch.lengths), loss_mask=batch.mask)
+            return output, functools.partial(self._finish, finish, loss, batch)
+
+        with torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=[model],
+                num_microbatches=len(micro_batches),
+                seq_length=max(len(batch.token_ids) for batch in micro_batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _finish(self, finish: Any, loss: Any, batch: _Batch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The last stage's end of a micro-batch, in the form that Megatron's schedules take (loss, token count, data)."""
+        no_count = torch.zeros((), dtype=torch.int, device=self.device)
+        outcome = finish(logits, batch, self)
+        if isinstance(outcome, tuple):
+            return outcome[0], no_count, outcome[1]
+        return torch.zeros((), device=self.device), no_count, outcome
+
+    def label_logprobs(self, logits: Tensor, batch: _Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the labels and entropies, [M] each."""
+        return vocab_parallel_logprobs(
+            logits, batch.labels, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )  # fmt: skip
+
+    def _to_device(self, batch: MicroBatch) -> _Batch:
+        mask = torch.from_numpy(batch.loss_mask).to(self.device)
+        return _Batch(
+            tokens=torch.from_numpy(batch.token_ids).to(self.device)[None],
+            lengths=tuple(np.diff(batch.cu_seqlens).tolist()),
+            mask=mask,
+            labels=torch.from_numpy(batch.labels).to(self.device)[mask],
+            fields={name: torch.from_numpy(values).to(self.device)[mask] for name, values in batch.fields.items()},
+        )
+
+    def _reduce(self, rows: Sequence[dict[str, Tensor]], num_tokens: int) -> dict[str, float]:
+        """Sums over micro-batches and data-parallel ranks as means per token, told to every pipeline stage."""
+        means: list[dict[str, float]] = [{}]
+        if self.is_last_stage:
+            names = sorted(rows[0])
+            totals = torch.stack([torch.stack([row[name].float() for row in rows]).double().sum() for name in names])
+            dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+            means = [dict(zip(names, (totals / num_tokens).tolist(), strict=True))]
+        if self.layout.pp > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(means, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        return means[0]
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank says yes; all ranks must ask."""
+        said = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        return bool(said.item())
+
+    def close(self) -> None:
+        megatron.shutdown()
+
+
+def _minimise(loss: Loss, num_tokens: int, logits: Tensor, batch: _Batch, worker: TrainWorker) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs, entropy = worker.label_logprobs(logits, batch, loss.temperature)
+    return loss(logprobs, entropy, batch.fields, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Collect:
+    """Keeps the log-probabilities of the labels."""
+
+    temperature: float
+
+    def __call__(self, logits: Tensor, batch: _Batch, worker: TrainWorker) -> dict[str, Tensor]:
+        return {"logprobs": worker.label_logprobs(logits, batch, self.temperature)[0]}
+
+
+def _spread(batch: MicroBatch, values: Tensor) -> Floats:
+    """[M] values back to their [N] positions."""
+    spread = np.zeros(len(batch.token_ids), np.float32)
+    spread[batch.loss_mask] = values.float().cpu().numpy()
+    return spread

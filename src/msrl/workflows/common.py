@@ -1,0 +1,86 @@
+"""What the training workflows read from the configuration, each in one place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape
+from msrl.trainer.resume import SavedTraining
+from msrl.trainer.schedule import Schedule
+from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.types import DatasetManifest
+
+
+def weights_path(config: Config) -> Path:
+    """The folder that the weights start from."""
+    path = config.checkpoint.load or config.model.path
+    if path is None:
+        raise MsrlError("model.path: not set; name a Hugging Face folder or an mcore checkpoint")
+    return Path(path)
+
+
+def hf_files(weights: Path) -> Path:
+    """The folder with config.json and tokenizer that goes with weights: itself, or what a conversion carried along."""
+    return weights if (weights / "config.json").is_file() else weights / "hf"
+
+
+def tokenizer_path(config: Config) -> Path:
+    return Path(config.model.tokenizer) if config.model.tokenizer else hf_files(weights_path(config))
+
+
+def world_size(config: Config) -> int:
+    """Training ranks in all."""
+    return config.cluster.devices_per_node or config.train.parallel.tp * config.train.parallel.pp
+
+
+def data_parallel_size(config: Config) -> int:
+    return world_size(config) // (config.train.parallel.tp * config.train.parallel.pp)
+
+
+def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, prefix: str) -> None:
+    """The data is of this model: its tokens have rows in the embedding, its template is the one that was asked for, its rows fit.
+
+    Raises MsrlError. Data of other systems has no manifest, so nothing can be told of it.
+    """
+    if manifest is None:
+        return
+    shape = load_shape(hf_dir)
+    if manifest.num_examples == 0:
+        raise MsrlError(f"data prefix {prefix}: it is empty")
+    if manifest.vocab_size > shape.vocab_size:
+        raise MsrlError(
+            f"data prefix {prefix}: its tokenizer has {manifest.vocab_size} tokens, the model in {hf_dir} only {shape.vocab_size};"
+            " preprocess with the tokenizer of the model"
+        )
+    if config.model.template is not None and manifest.template != config.model.template:
+        raise MsrlError(f"model.template={config.model.template}: {prefix} was preprocessed with template {manifest.template}")
+    if not manifest.pack and manifest.max_tokens > shape.max_position_embeddings:
+        raise MsrlError(
+            f"data prefix {prefix}: its longest example has {manifest.max_tokens} tokens, the model takes {shape.max_position_embeddings};"
+            " preprocess with a shorter seq_length"
+        )
+
+
+def worker_settings(config: Config, platform: str, *, resume: SavedTraining | None, reference: Path | None = None) -> WorkerSettings:
+    """What the training ranks are told."""
+    parallel, optimizer = config.train.parallel, config.train.optimizer
+    return WorkerSettings(
+        platform=platform,
+        model=resume.root if resume else weights_path(config),
+        iteration=resume.step if resume else None,
+        layout=Layout(parallel.tp, parallel.pp, parallel.sp),
+        dtype=config.model.dtype,
+        seed=config.run.seed,
+        timeout_s=config.cluster.rpc_timeout_s,
+        optimizer=OptimizerSettings(
+            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, grad_clip=optimizer.grad_clip
+        ),
+        reference=reference,
+    )
+
+
+def schedule(config: Config, num_updates: int) -> Schedule:
+    optimizer = config.train.optimizer
+    return Schedule(optimizer.schedule, optimizer.lr, optimizer.min_lr, optimizer.warmup, num_updates)

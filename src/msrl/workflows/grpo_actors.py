@@ -1,0 +1,95 @@
+"""The Ray actors of GRPO: thin shells around a training rank and around a rollout engine. Everything heavy is imported inside."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msrl.platforms import get
+from msrl.trainer.launch import quiet_megatron
+from msrl.trainer.resume import SavedTraining
+from msrl.trainer.settings import WorkerSettings
+from msrl.types import Floats, MicroBatch, Prompt, RolloutGroup, SamplingParams
+
+if TYPE_CHECKING:
+    from msrl.rollout.engine import EngineSettings
+    from msrl.trainer.losses import Loss
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands in the layout. The reporter of a data-parallel rank is the first tensor-parallel rank of the last stage."""
+
+    dp_rank: int
+    is_reporter: bool
+
+
+class TrainActor:
+    """One training rank."""
+
+    def __init__(self, settings: WorkerSettings, rank: int, world_size: int) -> None:
+        self._settings, self._rank, self._world_size = settings, rank, world_size
+
+    def rendezvous(self) -> str:
+        """An address of this node at which the ranks can meet; asked of rank 0."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def start(self, init_method: str, resume: SavedTraining | None) -> tuple[RankPlace, dict[str, Any]]:
+        """Join the other ranks and load. Returns the rank's place, and the workflow's own state of the checkpoint."""
+        get(self._settings.platform).prepare()
+        quiet_megatron()
+        from msrl.trainer import checkpoints
+        from msrl.trainer.worker import TrainWorker
+
+        self._worker = TrainWorker(self._settings, self._rank, self._world_size, init_method)
+        extra = checkpoints.load_training_state(self._worker, resume) if resume else {}
+        is_reporter = self._worker.is_last_stage and self._worker.tp_rank == 0
+        return RankPlace(self._worker.dp_rank, is_reporter), extra
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool) -> list[Floats] | None:
+        return self._worker.logprobs(micro_batches, temperature, of_reference=of_reference)
+
+    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float) -> dict[str, float]:
+        return self._worker.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
+
+    def weights(self) -> dict[str, Any]:
+        """This stage's weights under their Hugging Face names on its first rank; nothing on the others, which take part."""
+        from msrl.trainer.weights import export
+
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in export(self._worker)} if self._worker.dp_rank == 0 else {}
+
+    def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, keep: int | None) -> SavedTraining:
+        from msrl.trainer import checkpoints
+
+        return checkpoints.save(self._worker, root, step, extra, hf_dir=hf_dir, keep=keep)
+
+
+class RolloutActor:
+    """One rollout engine."""
+
+    def __init__(self, settings: EngineSettings, platform: str) -> None:
+        from msrl.rollout.vllm import VllmEngine
+
+        self._engine = VllmEngine(settings, get(platform))
+
+    def ready(self) -> bool:
+        """Answers when the engine has started."""
+        return True
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
+        self._engine.wake()
+        groups = self._engine.generate(prompts, sampling, policy_version)
+        self._engine.sleep()
+        return groups
+
+    def load_weights(self, *stages: Mapping[str, Any]) -> None:
+        self._engine.wake()
+        self._engine.load_weights((name, tensor) for stage in stages for name, tensor in stage.items())

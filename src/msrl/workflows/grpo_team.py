@@ -1,0 +1,120 @@
+"""The driver's side of the actors: all training ranks as one trainer, all engines as one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from msrl.algorithms.packing import Sequences, balanced, per_token
+from msrl.cluster.session import Placed, Session, wait_all
+from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
+from msrl.trainer.resume import SavedTraining
+from msrl.trainer.settings import WorkerSettings
+from msrl.types import Floats, Prompt, RolloutGroup, SamplingParams
+from msrl.workflows.grpo_actors import RolloutActor, TrainActor
+
+if TYPE_CHECKING:
+    from msrl.rollout.engine import EngineSettings
+    from msrl.trainer.losses import Loss
+
+
+class Trainers:
+    """All ranks. Sequences are given whole; they are spread over the data-parallel ranks and packed here."""
+
+    def __init__(
+        self, session: Session, placed: Placed, settings: WorkerSettings, num_ranks: int, env: Mapping[str, str], timeout_s: float
+    ) -> None:
+        actor = ray.remote(runtime_env={"env_vars": dict(env)})(TrainActor)
+        self._actors = [session.start(actor, placed, "actor", rank, settings, rank, num_ranks) for rank in range(num_ranks)]
+        self._timeout_s = timeout_s
+        self._multiple = settings.layout.tp if settings.layout.sp else 1
+
+    def start(self, resume: SavedTraining | None) -> dict[str, Any]:
+        """Load everywhere. Returns the workflow's own state of the checkpoint."""
+        (address,) = self._wait([self._actors[0].rendezvous.remote()])
+        started = self._wait([actor.start.remote(address, resume) for actor in self._actors])
+        self._places = [place for place, _ in started]
+        self._dp_size = 1 + max(place.dp_rank for place in self._places)
+        return started[0][1]
+
+    def update(self, sequences: Sequences, limits: BatchLimits, loss: Loss, lr: float) -> dict[str, float]:
+        """One optimizer update on these sequences. Returns the report's means."""
+        num_tokens = num_loss_tokens(sequences)
+        batches = [ray.put(self._pack(sequences, part, limits)[0]) for part in balanced(_lengths(sequences), self._dp_size)]
+        calls = [
+            actor.update.remote(batches[place.dp_rank], loss, num_tokens, lr)
+            for actor, place in zip(self._actors, self._places, strict=True)
+        ]
+        return self._wait(calls)[0]
+
+    def logprobs(self, sequences: Sequences, limits: BatchLimits, temperature: float, *, of_reference: bool = False) -> tuple[Floats, ...]:
+        """Log-probability of every token of every sequence, [T] each, 0 where nothing is learnt."""
+        parts = balanced(_lengths(sequences), self._dp_size)
+        packed = [self._pack(sequences, part, limits) for part in parts]
+        batches = [ray.put(batches) for batches, _ in packed]
+        found = self._wait(
+            [
+                actor.logprobs.remote(batches[place.dp_rank], temperature, of_reference)
+                for actor, place in zip(self._actors, self._places, strict=True)
+            ]
+        )
+        result: dict[int, Floats] = {}
+        for place, rows in zip(self._places, found, strict=True):
+            if place.is_reporter:
+                own_batches, groups = packed[place.dp_rank]
+                for batch, group, values in zip(own_batches, groups, rows, strict=True):
+                    result |= dict(zip(group, per_token(values, batch.cu_seqlens), strict=False))
+        return tuple(result[index] for index in range(len(sequences.token_ids)))
+
+    def _pack(self, sequences: Sequences, part: Sequence[int], limits: BatchLimits) -> tuple[list, list[list[int]]]:
+        """A rank's micro-batches, and the numbers of the sequences in each."""
+        groups = [[part[i] for i in group] for group in limits.group([len(sequences.token_ids[i]) for i in part])]
+        return micro_batches(sequences, groups, limits), groups
+
+    def weights(self) -> list[Any]:
+        """References to the new weights, one mapping per rank; most are empty."""
+        return [actor.weights.remote() for actor in self._actors]
+
+    def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, keep: int | None) -> SavedTraining:
+        return self._wait([actor.save.remote(root, step, extra, hf_dir, keep) for actor in self._actors])[0]
+
+    def _wait(self, refs: Sequence[Any]) -> list[Any]:
+        return wait_all(refs, timeout_s=self._timeout_s, labels=[f"training rank {rank}" for rank in range(len(refs))])
+
+
+class Engines:
+    """All engines; each takes its share of the prompts."""
+
+    def __init__(
+        self, session: Session, placed: Placed, settings: EngineSettings, platform: str, num_engines: int, env: Mapping[str, str],
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        actor = ray.remote(runtime_env={"env_vars": dict(env)})(RolloutActor)
+        self._actors = [session.start(actor, placed, "rollout", i, settings, platform) for i in range(num_engines)]
+        self._timeout_s = timeout_s
+
+    def start(self) -> None:
+        """Wait until all engines are there."""
+        self._wait([actor.ready.remote() for actor in self._actors])
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
+        """A group of completions per prompt, in order."""
+        bounds = np.linspace(0, len(prompts), len(self._actors) + 1).astype(int)
+        shares = [tuple(prompts[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        calls = [actor.generate.remote(share, sampling, policy_version) for actor, share in zip(self._actors, shares, strict=True) if share]
+        return tuple(group for groups in self._wait(calls) for group in groups)
+
+    def load_weights(self, weights: Sequence[Any]) -> None:
+        """Hand new weights to every engine."""
+        self._wait([actor.load_weights.remote(*weights) for actor in self._actors])
+
+    def _wait(self, refs: Sequence[Any]) -> list[Any]:
+        return wait_all(refs, timeout_s=self._timeout_s, labels=[f"rollout engine {i}" for i in range(len(refs))])
+
+
+def _lengths(sequences: Sequences) -> list[int]:
+    return [len(ids) for ids in sequences.token_ids]

@@ -1,0 +1,61 @@
+"""What both trainings keep of a run: its folder, its trackers, and the report at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from msrl.config.schema import Config
+from msrl.tracking.console import StepConsole
+from msrl.tracking.metrics import MetricsWriter, read_metrics
+from msrl.tracking.plots import plot_metrics
+from msrl.tracking.report import summarise, write_report
+from msrl.tracking.run import RunFolder
+from msrl.tracking.tracker import Trackers, open_trackers
+from msrl.types import StepReport
+
+
+def run_path(config: Config) -> Path:
+    """The folder of the run."""
+    return Path(config.run.dir) / config.run.name
+
+
+def checkpoint_root(config: Config) -> Path:
+    """Where the run's checkpoints go."""
+    return Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints"
+
+
+class RunLog:
+    """An open run: takes the report of every step; on a clean end it writes the summary and the curves."""
+
+    def __init__(self, config: Config, *, num_steps: int, start_step: int, curves: Sequence[str]) -> None:
+        self._folder = RunFolder.create(
+            config.run.dir, config.run.name, config=config.model_dump(mode="json"), resume=config.checkpoint.resume != "none"
+        )
+        self.path = self._folder.path
+        self._curves = tuple(curves)
+        resumed_step = start_step if config.checkpoint.resume != "none" else None
+        trackers = [
+            MetricsWriter(self.path, resumed_step=resumed_step),
+            StepConsole(num_steps, every_steps=config.log.every_steps),
+            *open_trackers(config.log.trackers, self.path, resumed_step=resumed_step),
+        ]
+        self._trackers = Trackers(trackers)
+
+    def log(self, report: StepReport) -> None:
+        self._trackers.log(report)
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """Write report.md and the curves."""
+        reports = read_metrics(self.path)
+        if reports:
+            write_report(self.path, summarise(reports), results=results)
+            plot_metrics(reports, self._curves, self.path / "curves.png", title=self.path.name)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._trackers.close()
+        self._folder.close()

@@ -1,0 +1,241 @@
+"""Reinforcement learning with verifiable rewards: one visible loop over Ray actors that generate and train.
+
+Take prompts, generate groups, score them, turn groups into samples with advantages, update on packed micro-batches, hand the new weights
+to the engines. The weights are the only arrow that goes back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrl.cluster.plan import Placement, Role, plan
+from msrl.cluster.session import ray_session
+from msrl.config.schema import Config
+from msrl.data.dataset import PromptDataset
+from msrl.data.order import rows_of_step
+from msrl.data.tokenizer import TextTokenizer, open_tokenizer
+from msrl.errors import MsrlError
+from msrl.platforms import resolve
+from msrl.platforms.base import Platform
+from msrl.rewards.score import Scorer, Source
+from msrl.rollout.engine import EngineSettings
+from msrl.trainer.resume import SavedTraining, resume_from
+from msrl.types import Prompt, SamplingParams, StepReport
+from msrl.workflows.common import check_data, hf_files, schedule, tokenizer_path, weights_path, worker_settings, world_size
+from msrl.workflows.export import export_hf
+from msrl.workflows.grpo_step import Clock, Updater, report_of, samples_of, updates_per_step
+from msrl.workflows.grpo_team import Engines, Trainers
+from msrl.workflows.interrupts import Interrupts
+from msrl.workflows.rollout_log import RolloutLog
+from msrl.workflows.run_log import RunLog, checkpoint_root
+
+CURVES = ("reward/mean", "rollout/response_length", "train/kl", "train/entropy", "train/grad_norm", "eval/reward")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is known before the cluster is asked for."""
+
+    config: Config
+    platform: Platform
+    placement: Placement
+    prompts: Prompts
+    eval_prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    num_steps: int
+    resume: SavedTraining | None
+    hf_dir: Path
+    tokenizer: TextTokenizer
+
+    @property
+    def start_step(self) -> int:
+        return self.resume.step if self.resume else 0
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts that are short enough, in the order of the seed."""
+
+    dataset: PromptDataset
+    rows: tuple[int, ...]
+    config: Config
+
+    def of_step(self, step: int) -> list[Prompt]:
+        chosen = rows_of_step(
+            step, num_rows=len(self.rows), rows_per_step=self.config.rollout.prompts_per_step, seed=self.config.run.seed,
+            shuffle=self.config.data.shuffle,
+        )  # fmt: skip
+        return [self.dataset[self.rows[row]] for row in chosen]
+
+
+def run(config: Config) -> None:
+    """Train as the configuration says. Raises MsrlError for what is wrong with it before Ray is asked for."""
+    job = prepare(config)
+    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, Interrupts() as interrupts:
+        with _team(job) as (trainers, engines, scorer):
+            saved = _loop(job, trainers, engines, scorer, log, interrupts)
+        log.finish(_results(config, saved, log.path, is_done=not interrupts.asked))
+    if interrupts.asked:
+        raise KeyboardInterrupt
+
+
+def _loop(
+    job: Job, trainers: Trainers, engines: Engines, scorer: Scorer, log: RunLog, interrupts: Interrupts
+) -> SavedTraining | None:  # fmt: skip
+    config, saved = job.config, job.resume
+    updater = Updater.create(config, trainers, schedule(config, job.num_steps * updates_per_step(config)))
+    rollouts = RolloutLog(log.path, job.tokenizer, is_on=config.log.save_rollouts)
+    for step in range(job.start_step, job.num_steps):
+        clock = Clock()
+        with clock("rollout"):
+            groups = engines.generate(job.prompts.of_step(step), job.sampling, policy_version=step)
+        with clock("reward"):
+            scores = scorer.score(groups)
+        samples = samples_of(config, scores.groups)
+        trained = updater.update(samples, step, clock)
+        with clock("weights"):
+            engines.load_weights(trainers.weights())
+        metrics = report_of(scores, trained, clock.seconds)
+        rollouts.write(step + 1, scores.groups, samples)
+        if _is_due(config.eval.every_steps, step + 1, job.num_steps):
+            metrics["eval/reward"] = _evaluate(job, engines, scorer, step + 1)
+        log.log(StepReport(step + 1, metrics, {**clock.seconds, "step": sum(clock.seconds.values())}, scores.notes))
+        if interrupts.asked or step + 1 == job.num_steps or _is_due(config.checkpoint.every_steps, step + 1, job.num_steps):
+            saved = trainers.save(checkpoint_root(config), step + 1, {}, job.hf_dir, config.checkpoint.keep)
+            print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
+        if interrupts.asked:
+            break
+    return saved
+
+
+def _is_due(every: int | None, step: int, num_steps: int) -> bool:
+    return every is not None and (step % every == 0 or step == num_steps)
+
+
+def _evaluate(job: Job, engines: Engines, scorer: Scorer, step: int) -> float:
+    """Mean reward of greedy answers to the held-out prompts."""
+    greedy = SamplingParams(job.sampling.max_tokens, temperature=0.0, stop=job.sampling.stop, stop_token_ids=job.sampling.stop_token_ids)
+    groups = scorer.score(engines.generate(job.eval_prompts, greedy, step)).groups
+    return sum(reward.total for group in groups for reward in group.rewards) / len(groups)
+
+
+@contextmanager
+def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
+    """Start Ray (or use the given cluster), the ranks, the engines and the verifiers; end them all."""
+    config, platform = job.config, job.platform
+    timeout_s, num_ranks, num_engines = config.cluster.rpc_timeout_s, world_size(config), config.rollout.engine.dp
+    reference = weights_path(config) if config.algo.kl.loss.coef > 0 else None
+    settings = worker_settings(config, platform.name, resume=job.resume, reference=reference)
+    with ExitStack() as stack:
+        sources = [Source(s.verifier, s.weight, s.timeout_s, s.options) for s in config.reward.sources]
+        scorer = stack.enter_context(Scorer(sources, num_workers=max(1, min(8, platform.device_count()))))
+        session = stack.enter_context(
+            ray_session(
+                config.cluster.address, num_devices=job.placement.num_devices, resource_name=platform.ray_resource, env=config.cluster.env
+            )
+        )
+        placed = session.create_placement(job.placement)
+        trainers = Trainers(session, placed, settings, num_ranks, platform.worker_environment(num_ranks), timeout_s)
+        engine_env = {**platform.engine_environment(), **config.cluster.env}
+        engines = Engines(session, placed, _engine_settings(config, job.hf_dir), platform.name, num_engines, engine_env, timeout_s)
+        trainers.start(job.resume)
+        engines.start()
+        engines.load_weights(trainers.weights())
+        yield trainers, engines, scorer
+
+
+def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
+    """The engine starts from the config alone: its weights are pushed in before the first prompt."""
+    engine, rollout = config.rollout.engine, config.rollout
+    return EngineSettings(
+        model_dir=hf_dir,
+        tokenizer_dir=tokenizer_path(config),
+        dtype=config.model.dtype,
+        tp=engine.tp,
+        max_model_len=engine.max_model_len or rollout.max_prompt_tokens + rollout.max_response_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        kv_cache_bytes=engine.kv_cache_bytes,
+        memory_fraction=engine.memory_fraction,
+        eager=engine.eager,
+        prefix_cache=engine.prefix_cache,
+        seed=config.run.seed,
+        random_weights=True,
+    )
+
+
+def prepare(config: Config) -> Job:
+    """Everything that can be known, and be wrong, before Ray is asked for. Raises MsrlError."""
+    if config.data.train is None:
+        raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
+    platform = resolve(config.cluster.platform)
+    hf_dir = hf_files(weights_path(config))
+    tokenizer = open_tokenizer(tokenizer_path(config))
+    prompts = _prompts(config, config.data.train, tokenizer)
+    check_data(prompts.dataset.manifest, config, hf_dir, config.data.train)
+    held_out = _prompts(config, config.data.eval, tokenizer) if config.data.eval else None
+    count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
+    num_steps = config.train.steps or -(-(config.train.epochs or 1) * len(prompts.rows) // config.rollout.prompts_per_step)
+    resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
+    if resume and resume.step >= num_steps:
+        raise MsrlError(f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on")
+    return Job(
+        config=config,
+        platform=platform,
+        placement=_placement(config, platform),
+        prompts=prompts,
+        eval_prompts=tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else (),
+        sampling=_sampling(config, prompts.dataset),
+        num_steps=num_steps,
+        resume=resume,
+        hf_dir=hf_dir,
+        tokenizer=tokenizer,
+    )
+
+
+def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
+    """The prompts of a prefix; those that are too long are left out, and that is said."""
+    dataset = PromptDataset(prefix, decode=tokenizer.backend.decode)
+    limit, rows = config.rollout.max_prompt_tokens, range(len(dataset))
+    if dataset.max_tokens > limit:
+        rows = [row for row in rows if len(dataset[row].token_ids) <= limit]
+        left_out = len(dataset) - len(rows)
+        print(f"{prefix}: {left_out} of {len(dataset)} prompts are longer than rollout.max_prompt_tokens={limit}", file=sys.stderr)
+    if not rows:
+        raise MsrlError(
+            f"rollout.max_prompt_tokens={limit}: every prompt of {prefix} is longer; the longest has {dataset.max_tokens} tokens"
+        )
+    return Prompts(dataset, tuple(rows), config)
+
+
+def _placement(config: Config, platform: Platform) -> Placement:
+    num_ranks, engine = world_size(config), config.rollout.engine
+    roles = [Role("actor", num_ranks), Role("rollout", engine.dp, engine.tp)]
+    return plan(roles, max(num_ranks, engine.dp * engine.tp), resource=platform.ray_resource)
+
+
+def _sampling(config: Config, dataset: PromptDataset) -> SamplingParams:
+    sampling, manifest = config.rollout.sampling, dataset.manifest
+    ends = {*manifest.stop_token_ids, *([manifest.eos_token_id] if manifest.eos_token_id is not None else [])} if manifest else set()
+    return SamplingParams(
+        max_tokens=config.rollout.max_response_tokens,
+        num_samples=config.rollout.samples_per_prompt,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=sampling.stop,
+        stop_token_ids=tuple(sorted(ends)),
+        seed=config.run.seed if sampling.seed is None else sampling.seed,
+    )
+
+
+def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
+    results = {"checkpoint": f"{saved.root}, step {saved.step}"} if saved else {}
+    if saved and is_done and config.checkpoint.export_hf:
+        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf"))
+    return results

@@ -1,0 +1,75 @@
+"""Supervised fine-tuning: check what can be known, start the ranks, log what they report, end with a report and a checkpoint.
+
+The loop over steps is in `sft_rank.py`; it runs in every rank. Here is the process that the user started.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.platforms import resolve
+from msrl.trainer.launch import LocalRanks
+from msrl.trainer.resume import SavedTraining, resume_from
+from msrl.types import StepReport
+from msrl.workflows.common import check_data, hf_files, schedule, weights_path, worker_settings, world_size
+from msrl.workflows.interrupts import Interrupts
+from msrl.workflows.run_log import RunLog, checkpoint_root
+from msrl.workflows.sft_job import SftJob, open_rows
+
+CURVES = ("train/loss", "eval/loss", "train/grad_norm", "train/lr")
+
+
+def run(config: Config) -> None:
+    """Train as the configuration says. Raises MsrlError for what is wrong with it before any rank is started."""
+    platform = resolve(config.cluster.platform)
+    job = prepare(config, platform.name)
+    saved = job.resume
+    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log:
+        ranks = LocalRanks("msrl.workflows.sft_rank:main", job, num_ranks=world_size(config), platform=platform, env=config.cluster.env)
+        with ranks, Interrupts(ranks.ask_to_stop):
+            for message in ranks.messages():
+                if isinstance(message, StepReport):
+                    log.log(message)
+                else:
+                    saved = message
+                    print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
+        log.finish(_results(config, saved, log.path, is_done=not ranks.was_asked_to_stop))
+    if ranks.was_asked_to_stop:
+        raise KeyboardInterrupt
+
+
+def prepare(config: Config, platform: str) -> SftJob:
+    """Everything that the ranks need to know. Raises MsrlError."""
+    if config.data.train is None:
+        raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
+    weights = weights_path(config)
+    rows = open_rows(config, config.data.train)
+    check_data(rows.dataset.manifest, config, hf_files(weights), config.data.train)
+    num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * len(rows) / config.train.global_batch)
+    resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
+    start_step = resume.step if resume else 0
+    if start_step >= num_steps:
+        raise MsrlError(f"train.steps={num_steps}: {resume} has done {start_step} steps already; raise train.steps to go on")
+    return SftJob(
+        config=config,
+        settings=worker_settings(config, platform, resume=resume),
+        schedule=schedule(config, num_steps),
+        num_steps=num_steps,
+        start_step=start_step,
+        resume=resume,
+        checkpoint_dir=checkpoint_root(config),
+        hf_dir=hf_files(weights),
+    )
+
+
+def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
+    results = {"checkpoint": f"{saved.root}, step {saved.step}"} if saved else {}
+    if saved and is_done and config.checkpoint.export_hf:
+        from msrl.workflows.export import export_hf
+
+        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf"))
+    return results
