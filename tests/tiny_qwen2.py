@@ -1,4 +1,4 @@
-"""A random Qwen2 of 100 thousand parameters and a byte-level tokenizer with ChatML, for tests that start a real engine."""
+"""A random Qwen2 of some 200 thousand parameters and a byte-level tokenizer with ChatML, for tests that start a real engine."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def make_model(*, tied: bool, seed: int = 0, head_dim: int = 32, positions: int 
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=2 * head_dim, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=positions, tie_word_embeddings=tied, initializer_range=0.25,
+        vocab_size=VOCAB_SIZE, hidden_size=4 * head_dim, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=positions, tie_word_embeddings=tied, initializer_range=0.25,
         bos_token_id=None, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(seed)

@@ -117,7 +117,10 @@ def _messages(where: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
     if isinstance(given, str) and "prompt" in row:
         return (Message("user", given),)
     if not isinstance(given, list) or not given:
-        raise MsrlError(f"{where}: {'messages' if 'messages' in row else 'prompt'} must be a list of role and content")
+        wanted = (
+            "messages must be a list of role and content" if "messages" in row else "prompt must be a list of role and content, or a text"
+        )
+        raise MsrlError(f"{where}: {wanted}")
     messages = tuple(_message(where, number, turn) for number, turn in enumerate(given, 1))
     if messages[-1].role not in ("user", "tool"):
         raise MsrlError(f"{where}: the last message is the {messages[-1].role}'s; it must be the user's, for the model to answer")

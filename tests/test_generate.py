@@ -1,0 +1,182 @@
+"""msrl generate: what it takes and refuses, and its answers against transformers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from msrl.checkpoint.convert import McoreTarget, write_mcore
+from msrl.checkpoint.source import open_weights
+from msrl.config.schema import Config, GenerateConfig
+from msrl.errors import MsrlError
+from msrl.workflows import generate, serving
+from tiny_qwen2 import make_tokenizer, save_model
+
+GREEDY = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf")
+    save_model(path, tied=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def mcore(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("mcore") / "tp2"
+    write_mcore(open_weights(folder), path, McoreTarget(tp=2, pp=2, vocab_multiple=64))
+    return path
+
+
+@pytest.fixture(scope="module")
+def renderer(folder):
+    return serving.choose_renderer(folder, None)
+
+
+def rows_file(tmp_path, *rows):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@torch.no_grad()
+def greedy_text(folder, messages, num_tokens=GREEDY):
+    """What transformers answers to messages under the tokenizer's own template."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = make_tokenizer()
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+USER = [{"role": "user", "content": "2+3="}]
+DIALOGUE = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hi"},
+    {"role": "user", "content": "and now?"},
+]
+
+
+def test_a_prompt_a_dialogue_and_a_list_under_prompt_are_rendered_by_the_tokenizers_own_template(tmp_path, renderer):
+    path = rows_file(tmp_path, {"prompt": "2+3="}, {"messages": DIALOGUE}, {"prompt": DIALOGUE})
+    requests = generate.read_requests(GenerateConfig(input=str(path)), renderer)
+    wanted = [make_tokenizer().apply_chat_template(m, add_generation_prompt=True)["input_ids"] for m in (USER, DIALOGUE, DIALOGUE)]
+    assert [r.token_ids.tolist() for r in requests] == wanted
+
+
+def test_the_system_text_goes_to_rows_that_have_none(tmp_path, renderer):
+    path = rows_file(tmp_path, {"messages": DIALOGUE[1:]}, {"messages": [{"role": "system", "content": "x"}, *DIALOGUE[1:]]})
+    requests = generate.read_requests(GenerateConfig(input=str(path), system="be brief"), renderer)
+    assert requests[0].token_ids.tolist() == make_tokenizer().apply_chat_template(DIALOGUE, add_generation_prompt=True)["input_ids"]
+    assert "be brief" not in make_tokenizer().decode(requests[1].token_ids)
+
+
+def test_a_raw_prompt_is_taken_as_it_is_control_tokens_included(renderer):
+    (request,) = generate.read_requests(GenerateConfig(prompt="<|im_start|>ab", raw=True), renderer)
+    assert request.token_ids.tolist() == [1, *make_tokenizer()("ab")["input_ids"]]
+
+
+def test_without_a_chat_template_the_text_stands_alone(tmp_path):
+    save_model(tmp_path, tied=True, chat_template=False)
+    renderer = serving.choose_renderer(tmp_path, None)
+    assert renderer.template.name == "empty"
+    (request,) = generate.read_requests(GenerateConfig(prompt="ab"), renderer)
+    assert request.token_ids.tolist() == make_tokenizer()("ab")["input_ids"]
+
+
+def test_every_wrong_row_is_named_with_its_line(tmp_path, renderer):
+    rows = (
+        {"prompt": "good"}, {"text": "no prompt"}, {"prompt": 3}, {"messages": [{"role": "boss", "content": "x"}]},
+        {"messages": DIALOGUE[:3]}, {"prompt": "x", "completions": []}, {"prompt": "x", "messages": USER}, [1],
+    )  # fmt: skip
+    path = rows_file(tmp_path, *rows)
+    with pytest.raises(MsrlError) as caught:
+        generate.read_requests(GenerateConfig(input=str(path)), renderer)
+    assert str(caught.value).splitlines() == [
+        f"{path}:2: must have either prompt or messages; it has text",
+        f"{path}:3: prompt must be a list of role and content, or a text",
+        f"{path}:4: message 1 must have role (system, user, assistant, tool) and content (a text)",
+        f"{path}:5: the last message is the assistant's; it must be the user's, for the model to answer",
+        f"{path}:6: already has completions; rename that column",
+        f"{path}:7: must have either prompt or messages; it has messages, prompt",
+        f"{path}:8: must be a JSON object with prompt or messages, not list",
+    ]
+
+
+def test_an_input_without_rows_is_refused(tmp_path, renderer):
+    with pytest.raises(MsrlError, match="holds no rows"):
+        generate.read_requests(GenerateConfig(input=str(rows_file(tmp_path))), renderer)
+
+
+def test_prompts_that_leave_no_room_are_refused_by_row(tmp_path, renderer):
+    path = rows_file(tmp_path, *[{"prompt": "x" * n} for n in (10, 500, 600)])
+    requests = generate.read_requests(GenerateConfig(input=str(path), raw=True), renderer)
+    with pytest.raises(MsrlError) as caught:
+        generate.check_lengths(requests, 500)
+    assert [line.split(" tokens")[0] for line in str(caught.value).splitlines()] == [
+        f"{path}:2: the prompt has 500",
+        f"{path}:3: the prompt has 600",
+    ]
+
+
+def test_only_twenty_wrong_rows_are_named():
+    with pytest.raises(MsrlError) as caught:
+        generate._refuse([f"row {n}" for n in range(25)])
+    assert str(caught.value).splitlines()[-2:] == ["row 19", "and 5 more rows"]
+
+
+def test_an_output_that_exists_is_left_alone(tmp_path, folder):
+    path = tmp_path / "out.jsonl"
+    path.write_text("mine")
+    with pytest.raises(MsrlError, match="exists already"):
+        generate.run(Config(generate=GenerateConfig(model=str(folder), prompt="x", output=str(path))))
+    assert path.read_text() == "mine"
+
+
+def test_a_missing_model_is_refused(tmp_path):
+    with pytest.raises(MsrlError, match="there is no such folder"):
+        generate.run(Config(generate=GenerateConfig(model=str(tmp_path / "none"), prompt="x")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "mcore"])
+def test_a_file_of_prompts_becomes_a_file_of_completions(kind, request, folder, tmp_path):
+    out = tmp_path / "new" / "out.jsonl"
+    path = rows_file(tmp_path, {"prompt": "2+3=", "id": "ü"}, {"messages": DIALOGUE})
+    section = GenerateConfig(model=str(request.getfixturevalue(kind)), input=str(path), output=str(out), max_tokens=GREEDY)
+    generate.run(Config(generate=section))
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [row["completions"][0]["text"] for row in rows] == [greedy_text(folder, USER), greedy_text(folder, DIALOGUE)]
+    assert rows[0]["id"] == "ü"
+    assert rows[1]["messages"] == DIALOGUE
+    assert set(rows[0]["completions"][0]) == {"text", "finish_reason", "num_tokens"}
+    assert [p.name for p in out.parent.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.slow
+def test_one_prompt_is_answered_on_standard_output(folder, capsys):
+    generate.run(Config(generate=GenerateConfig(model=str(folder), prompt="2+3=", max_tokens=GREEDY)))
+    captured = capsys.readouterr()
+    assert captured.out == greedy_text(folder, USER) + "\n"
+    assert f"1 completions, {GREEDY} tokens" in captured.err
+    assert "reached the limit" in captured.err
+
+
+@pytest.mark.slow
+def test_samples_differ_and_a_stop_text_ends_them_and_is_left_out(folder, capsys):
+    letter = greedy_text(folder, USER)[3]
+    section = GenerateConfig(
+        model=str(folder), prompt="2+3=", max_tokens=64, num_samples=16, temperature=1.5, seed=1, stop=(letter,)
+    )  # fmt: skip
+    generate.run(Config(generate=section))
+    first = capsys.readouterr().out
+    assert letter not in first.replace("[", "").replace("]", "")
+    assert first.count("\n\n[") >= 15
+    generate.run(Config(generate=section))
+    assert capsys.readouterr().out == first
