@@ -42,6 +42,11 @@ class DataKind(str, Enum):
     prompts = "prompts"
 
 
+class TooLong(str, Enum):
+    drop = "drop"
+    truncate = "truncate"
+
+
 class EngineName(str, Enum):
     vllm = "vllm"
 
@@ -113,6 +118,10 @@ OutputPrefix = Annotated[str | None, typer.Option("--output-prefix", metavar="P"
 SeqLength = Annotated[int | None, typer.Option("--seq-length", metavar="N", help="Longest row in tokens.")]
 Pack = Annotated[bool | None, typer.Option("--pack/--no-pack", help="Lay examples end to end into rows of --seq-length.")]
 MapKeys = Annotated[str | None, typer.Option("--map-keys", metavar="JSON", help='Column names, as in {"prompt": "question"}.')]
+TooLongRows = Annotated[TooLong | None, typer.Option("--too-long", help="What happens to rows above --seq-length.")]
+Thinking = Annotated[
+    bool | None, typer.Option("--enable-thinking/--no-enable-thinking", help="For templates with thoughts; off gives an empty one.")
+]
 Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Worker processes.")]
 Overwrite = Annotated[bool | None, typer.Option("--overwrite/--no-overwrite", help="Replace data under the same prefix.")]
 AppendEod = Annotated[bool | None, typer.Option("--append-eod/--no-append-eod", help="End every pretraining document with end-of-text.")]

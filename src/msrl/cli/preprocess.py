@@ -23,6 +23,8 @@ def preprocess(
     output_prefix: o.OutputPrefix = None,
     seq_length: o.SeqLength = None,
     pack: o.Pack = None,
+    too_long: o.TooLongRows = None,
+    enable_thinking: o.Thinking = None,
     map_keys: o.MapKeys = None,
     workers: o.Workers = None,
     overwrite: o.Overwrite = None,

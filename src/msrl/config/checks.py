@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from msrl import registry
@@ -226,22 +226,22 @@ def _rewards(resolved: Resolved) -> Iterator[str]:
         if source.verifier in [other.verifier for other in sources[:i]]:
             yield resolved.mistake(key, "is named twice; add the two weights")
         if not unknown:
-            options_key = f"reward.sources.{i}.options"
-            yield from _options(options_key, source.options, ("msrl.rewards.verifiers", source.verifier, "score"))
+            yield from _options(resolved, f"reward.sources.{i}.options", ("msrl.rewards.verifiers", source.verifier, "score"))
 
 
-def _options(key: str, options: Mapping[str, object], *plugins: tuple[str, str, str]) -> Iterator[str]:
-    """Lines for options that none of the plugins (package, name, main function) takes. Plugins are imported only if there are any."""
+def _options(resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()) -> Iterator[str]:
+    """Lines for options that none of the plugins (package, name, main function) takes, or that have a key of their `own` elsewhere.
+
+    Plugins are imported only if options are given.
+    """
+    options: dict[str, object] = resolved.value(key)
     if not options:
         return
     functions = [getattr(registry.load(package, name, key=key), main) for package, name, main in plugins]
-    known = sorted({option for function in functions for option in registry.options_of(function)} - _OWN_KEYS)
+    known = sorted({option for function in functions for option in registry.options_of(function)} - set(own))
     for option in options:
         if option not in known:
-            yield f"{key}.{option}: not an option here; {nearest(option, known) if known else 'it takes none'}"
-
-
-_OWN_KEYS = {"eps", "clip_low", "clip_high", "dual", "num_tokens"}
+            yield resolved.mistake(f"{key}.{option}", f"not an option here; {nearest(option, known) if known else 'it takes none'}")
 
 
 def _algorithm(resolved: Resolved) -> Iterator[str]:
@@ -254,7 +254,7 @@ def _algorithm(resolved: Resolved) -> Iterator[str]:
     yield from unknown
     if not unknown:
         plugins = (("msrl.algorithms.advantages", estimator, "advantages"), ("msrl.algorithms.losses", loss, "policy_loss"))
-        yield from _options("algo.options", config.algo.options, *plugins)
+        yield from _options(resolved, "algo.options", *plugins, own=("eps", "clip_low", "clip_high", "dual"))
     if estimator == "group_norm" and config.rollout.samples_per_prompt < 2:
         yield resolved.mistake("rollout.samples_per_prompt", "group-relative advantages need at least 2; set 2 or more")
     if config.rollout.sampling.temperature == 0:
@@ -352,10 +352,9 @@ def _preprocess(resolved: Resolved) -> Iterator[str]:
     yield from _template(resolved, "preprocess.template")
     if preprocess.handler is not None:
         package = "msrl.data.handlers"
-        aliases = getattr(importlib.import_module(package), "ALIASES", {})
+        aliases: dict[str, str] = getattr(importlib.import_module(package), "ALIASES", {})
         yield from _plugin(resolved, "preprocess.handler", package, preprocess.handler, aliases)
-        alias = aliases.get(preprocess.handler)
-        if (alias.handler if alias else preprocess.handler) != "pretrain":
+        if aliases.get(preprocess.handler, preprocess.handler) != "pretrain":
             yield from _needed(resolved, "preprocess.template")
     if preprocess.pack:
         yield from _needed(resolved, "preprocess.seq_length")

@@ -6,20 +6,25 @@ import os
 import re
 from collections.abc import Mapping
 
-from msrl.config.sources import Node, scalar
+from msrl.config.sources import Node, Origin, scalar
 from msrl.errors import nearest
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
 
 
 class Interpolation:
-    """Resolves all references of a tree; mistakes are collected in `errors` and their nodes left out."""
+    """Resolves all references of a tree; `errors` names the mistakes, and their nodes are left out."""
 
     def __init__(self, tree: Node, environment: Mapping[str, str] | None = None) -> None:
         self.tree = tree
         self.environment = os.environ if environment is None else environment
-        self.errors: list[str] = []
+        self._found: dict[str, Origin] = {}
         self._open: list[str] = []
+
+    @property
+    def errors(self) -> list[str]:
+        """One line per mistake; those of one file in the order of its lines."""
+        return sorted(self._found, key=lambda line: (self._found[line].name, self._found[line].line or 0))
 
     def resolve(self) -> Node:
         return self._inside(self.tree, "") or Node({}, self.tree.origin)
@@ -50,9 +55,11 @@ class Interpolation:
 
     def _mixed(self, node: Node, text: str, path: str) -> Node | None:
         parts: list[str] = []
+        literals: list[str] = []
         end = 0
         for match in _REFERENCE.finditer(text):
-            parts.append(text[end : match.start()])
+            literals.append(text[end : match.start()])
+            parts.append(literals[-1])
             end = match.end()
             found = None if match[1] is None else self._referred(node, match[1].strip(), path)
             if match[1] is not None and found is None:
@@ -60,6 +67,8 @@ class Interpolation:
             if found is not None and isinstance(found.value, tuple):
                 return self._fail(node, path, f"${{{match[1]}}} is a list and cannot stand inside a text")
             parts.append("${" if found is None else found.text or "")
+        if any("${" in literal for literal in [*literals, text[end:]]):
+            return self._fail(node, path, "`${` is not closed by `}`; write `$${` where `${` itself is meant")
         value = "".join([*parts, text[end:]])
         return Node(value, node.origin, value)
 
@@ -85,8 +94,8 @@ class Interpolation:
     def _fail(self, node: Node, path: str, message: str, *, nested: bool = False) -> None:
         """Notes a mistake once: where it stands, not again for each value that refers to it."""
         line = f"{node.origin}: {path}={node.value}: {message}"
-        if (nested or len(self._open) == 1) and line not in self.errors:
-            self.errors.append(line)
+        if nested or len(self._open) == 1:
+            self._found[line] = node.origin
 
 
 def _child(node: Node | None, key: str) -> Node | None:

@@ -96,8 +96,17 @@ def _layers(files: Sequence[str], sets: Sequence[str], flags: Sequence[Flag]) ->
             errors += error.messages
         except MsrlError as error:
             errors.append(str(error))
-    layers += [at(flag.key, wrap(flag.value, Origin(flag.option))) for flag in flags]
+    layers += [at(flag.key, wrap(_literal(flag.value), Origin(flag.option))) for flag in flags]
     return layers, errors
+
+
+def _literal(value: Any) -> Any:
+    """A flag's value with its `${` protected: what the shell passed is meant as it is."""
+    if isinstance(value, str):
+        return value.replace("${", "$${")
+    if isinstance(value, (list, tuple)):
+        return [_literal(item) for item in cast("list[Any]", value)]
+    return value
 
 
 def _validated(tree: Node) -> tuple[Config | None, list[str]]:

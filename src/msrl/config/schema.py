@@ -285,10 +285,8 @@ class PreprocessConfig(Section):
     workers: Count = Field(default=1, description="Worker processes")
     overwrite: Bool = Field(default=False, description="Replace data that an earlier run wrote under the same prefix")
     append_eod: Bool = Field(default=False, description="End every pretraining document with the tokenizer's end-of-text token")
-    kind: Literal["pretrain", "sft", "prompts"] | None = Field(default=None, description="What rows become; unset: the handler's usual")
     too_long: Literal["drop", "truncate"] = Field(default="drop", description="What happens to examples above seq_length; it is counted")
     enable_thinking: Bool | None = Field(default=None, description="For templates with thoughts: false gives the model an empty one")
-    options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of the handler")
 
 
 class GenerateConfig(Section):

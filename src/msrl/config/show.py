@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from pydantic import BaseModel
+
 from msrl.config.schema import Config
 from msrl.config.sources import Origin
 
@@ -42,6 +44,8 @@ def _key(name: str) -> str:
 
 def flow(value: Any) -> str:
     """A value on one line, readable by every YAML parser (1e-05 is text to many, 1.0e-05 a number to all)."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
     if isinstance(value, dict):
         entries = cast("Mapping[str, Any]", value)
         return "{" + ", ".join(f"{_key(key)}: {flow(child)}" for key, child in entries.items()) + "}"

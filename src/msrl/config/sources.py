@@ -6,7 +6,7 @@ Numbers and booleans are YAML 1.2's: `1e-5` is a number, `no` is text. A file ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,10 +36,6 @@ class Node:
     value: dict[str, Node] | tuple[Node, ...] | str | int | float | bool | None
     origin: Origin
     text: str | None = None
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2."""
 
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
@@ -73,7 +69,7 @@ def parse(text: str, name: str, *, located: bool = True) -> Node:
     Raises ManyErrors that names all duplicate or non-text keys, tags and merge keys; MsrlError for what is not YAML.
     """
     try:
-        loader = _Loader(text)
+        loader = yaml.SafeLoader(text)
         document = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -97,6 +93,7 @@ class _Builder:
         self.name = name
         self.lines = lines
         self.errors: list[str] = []
+        self.resolver = yaml.resolver.Resolver()
         self._open: list[int] = []
 
     def node(self, node: yaml.Node, line: int) -> Node:
@@ -106,19 +103,23 @@ class _Builder:
             return Node(None, origin)
         self._open.append(id(node))
         try:
+            self._refuse_tag(node, origin)
             if isinstance(node, yaml.MappingNode):
                 return Node(dict(self._entries(node)), origin)
             if isinstance(node, yaml.SequenceNode):
                 return Node(tuple(self.node(item, item.start_mark.line) for item in node.value), origin)
-            return self._scalar(node, origin)
+            plain = isinstance(node, yaml.ScalarNode) and node.style is None
+            return Node(scalar(node.value) if plain else node.value, origin, node.value)
         finally:
             self._open.pop()
 
-    def _scalar(self, node: yaml.Node, origin: Origin) -> Node:
-        if not node.tag.startswith("tag:yaml.org,2002:"):
-            self.errors.append(f"{origin}: {node.tag}: tags have no meaning here; take it away")
+    def _refuse_tag(self, node: yaml.Node, origin: Origin) -> None:
+        """Notes a tag that was written out, which is one that PyYAML would not have given by itself."""
         plain = isinstance(node, yaml.ScalarNode) and node.style is None
-        return Node(scalar(node.value) if plain else node.value, origin, node.value)
+        resolve = cast("Callable[..., str]", self.resolver.resolve)  # pyright: ignore[reportUnknownMemberType]
+        own = resolve(type(node), node.value if plain else None, (plain, not plain))
+        if node.tag != own:
+            self.errors.append(f"{origin}: {node.tag}: tags have no meaning here; take it away")
 
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, Node]]:
         seen: dict[str, int] = {}
@@ -216,7 +217,7 @@ def files_of(path: str, *, inside: Path | None = None, parents: tuple[Path, ...]
         except ManyErrors as error:
             errors += error.messages
         except MsrlError as error:
-            errors.append(str(error) if file.name in str(error) else f"{name.origin}: defaults: {error}")
+            errors.append(f"{name.origin}: defaults: {error}")
     if errors:
         raise ManyErrors(errors)
     return [*layers, Node({key: node for key, node in entries.items() if key != "defaults"}, tree.origin)]

@@ -1,0 +1,60 @@
+"""Small inputs that the checks of a configuration look for: a model's config.json, preprocessed data, an mcore checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1001,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+}
+
+
+def make_model(folder: Path, **changes: object) -> Path:
+    """A Hugging Face folder without weights."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**QWEN2, **changes}), encoding="utf-8")
+    return folder
+
+
+def make_mcore(folder: Path) -> Path:
+    """An mcore folder without weights, with its Hugging Face files beside it."""
+    make_model(folder / "hf")
+    (folder / "latest_checkpointed_iteration.txt").write_text("1", encoding="utf-8")
+    return folder
+
+
+def make_data(prefix: Path) -> Path:
+    """The names that preprocessing writes."""
+    for suffix in ("bin", "idx"):
+        prefix.with_name(f"{prefix.name}_packed_input_ids_document.{suffix}").write_bytes(b"")
+    return prefix
+
+
+TRAINING = """\
+model: {path: model, dtype: float32}
+data: {train: data}
+train: {steps: 10}
+"""
+GRPO = (
+    TRAINING
+    + """\
+rollout: {prompts_per_step: 4, samples_per_prompt: 8, max_prompt_tokens: 64, max_response_tokens: 64}
+reward:
+  sources:
+    - {verifier: acc}
+"""
+)

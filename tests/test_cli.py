@@ -1,0 +1,282 @@
+"""The command line: flags meet the configuration, exit codes, messages, and what a fresh `msrl --help` does not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from config_inputs import GRPO, TRAINING, make_data, make_mcore, make_model
+from msrl.cli import app as cli
+from msrl.config.schema import Config
+from msrl.errors import MsrlError, VerificationError
+
+COMMANDS = [
+    [], ["preprocess"], ["train-sft"], ["train-grpo"], ["generate"], ["chat"],
+    ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"], ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"],
+    ["cluster"], ["cluster", "up"], ["cluster", "join"], ["cluster", "status"], ["cluster", "down"],
+    ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"],
+]  # fmt: skip
+HEAVY = ("torch", "vllm", "megatron", "ray", "transformers")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "model")
+    make_data(tmp_path / "data")
+    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
+    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
+    return tmp_path
+
+
+def msrl(*arguments: str) -> int:
+    """Runs the console script in this process; its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["msrl", *arguments])
+        try:
+            cli.main()
+        except SystemExit as done:
+            return done.code if isinstance(done.code, int) else int(done.code is not None)
+    return 0
+
+
+def reached(monkeypatch: pytest.MonkeyPatch, workflow: str, run: Callable[..., object] | None = None) -> list[Any]:
+    """Puts a recorder in the place of a workflow's module; what it was called with."""
+    calls: list[Any] = []
+
+    def record(config: Config, **arguments: object) -> None:
+        calls.append((config, arguments) if arguments else config)
+
+    functions = dict.fromkeys(("run", "up", "join", "status", "down"), run or record)
+    monkeypatch.setitem(sys.modules, f"msrl.workflows.{workflow}", SimpleNamespace(**functions))
+    return calls
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_of_every_command_says_what_it_does(command: list[str], capsys: pytest.CaptureFixture[str]):
+    assert msrl(*command, "--help") == 0
+    assert "Usage: msrl" in capsys.readouterr().out
+
+
+def test_help_in_a_fresh_process_is_quick_and_imports_nothing_heavy():
+    program = (
+        "import sys\n"
+        "sys.argv[0] = 'msrl'\n"
+        "from msrl.cli.app import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        f"print('IMPORTED', sorted(set({HEAVY!r}) & set(sys.modules)))\n"
+    )
+    seconds: list[float] = []
+    for command in (["--help"], ["--help"], ["convert-ckpt", "hf2mcore", "--help"], ["train-grpo", "--help"], ["--version"]):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.stdout.splitlines()[-1] == "IMPORTED []", done.stdout
+    assert min(seconds[:2]) < 0.4, seconds
+
+
+def test_version_names_the_stack_that_is_installed(capsys: pytest.CaptureFixture[str]):
+    assert msrl("--version") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"msrl \d+\.\d+\.\d+", lines[0])
+    assert {line.split()[0] for line in lines} >= {"msrl", "python"}
+
+
+def test_flags_overlay_the_keys_of_their_section(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = reached(monkeypatch, "convert_ckpt")
+    (folder / "c.yaml").write_text("convert: {load: model, tp: 4, dtype: fp16}\n", encoding="utf-8")
+    arguments = ["convert-ckpt", "hf2mcore", "-c", "c.yaml", "--set", "convert.pp=2", "--save-dir", "out", "--platform", "cpu"]
+    assert msrl(*arguments, "--target-tensor-parallel-size", "2", "--no-verify", "--names", "te") == 0
+    convert = calls[0].convert
+    assert (convert.command, convert.load, convert.save, convert.tp, convert.pp) == ("hf2mcore", "model", "out", 2, 2)
+    assert (convert.dtype, convert.names, convert.verify, calls[0].cluster.platform) == ("fp16", "te", False, "cpu")
+
+
+def test_every_subcommand_of_conversion_sets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = reached(monkeypatch, "convert_ckpt")
+    make_mcore(folder / "mcore")
+    assert msrl("convert-ckpt", "inspect", "mcore") == 0
+    assert msrl("convert-ckpt", "mcore2hf", "--load", "mcore", "--save", "a", "--hf-config", "model") == 0
+    assert msrl("convert-ckpt", "reshard", "--load", "mcore", "--save", "b", "--pp", "2") == 0
+    assert [call.convert.command for call in calls] == ["inspect", "mcore2hf", "reshard"]
+    assert calls[0].convert.load == "mcore"
+
+
+def test_preprocess_takes_several_files_and_renamed_columns(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = reached(monkeypatch, "preprocess")
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (folder / name).write_text("", encoding="utf-8")
+    given = ["--input", "a.jsonl", "b.jsonl", "--input", "c.jsonl", "--tokenizer-name-or-path", "model", "--handler-name", "alpaca"]
+    more = ["--prompt-type", "qwen", "--output-prefix", "out/x", "--seq-length", "64", "--pack", "--workers", "2", "--kind", "prompts", "--too-long", "truncate"]
+    assert msrl("preprocess", *given, *more, "--map-keys", '{"prompt": "question"}') == 0
+    preprocess = calls[0].preprocess
+    assert sorted(preprocess.input) == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert (preprocess.tokenizer, preprocess.handler, preprocess.template, preprocess.kind) == ("model", "alpaca", "qwen", "prompts")
+    assert (preprocess.seq_length, preprocess.pack, preprocess.workers, preprocess.map_keys) == (64, True, 2, {"prompt": "question"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{x", "--map-keys: not valid JSON at character 2: "),
+        ("[1]", '--map-keys=[1]: must be a JSON object such as {"prompt": "question"}'),
+        ('{"a": [1]}', "--map-keys: preprocess.map_keys.a=[1]: must be text"),
+    ],
+)
+def test_column_names_that_are_no_mapping_are_refused(text: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert msrl("preprocess", "--map-keys", text) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_generation_flags_reach_their_keys_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = reached(monkeypatch, "generate")
+    sampling = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--num-samples", "2", "--seed", "3", "--stop", "a", "--stop", "b"]
+    assert msrl("generate", "--model", "model", "--prompt", "2 ${run.name} $${", "--dtype", "float32", "--max-tokens", "7", *sampling) == 0
+    generate = calls[0].generate
+    assert (generate.prompt, generate.max_tokens, generate.temperature) == ("2 ${run.name} $${", 7, 0.5)
+    assert (generate.top_p, generate.top_k) == (0.9, 5)
+    assert (generate.min_p, generate.num_samples, generate.seed, generate.stop, generate.dtype) == (0.1, 2, 3, ("a", "b"), "float32")
+
+
+def test_training_takes_a_configuration_by_name_and_a_resume(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = reached(monkeypatch, "train_grpo")
+    (folder / "configs").mkdir()
+    (folder / "configs" / "mine.yaml").write_text(GRPO + "run: {name: mine}\n", encoding="utf-8")
+    assert msrl("train-grpo", "--config-name", "mine", "--resume", "auto") == 0
+    assert msrl("train-grpo", "--config-name", "mine.yaml", "--set", "run.name=other") == 0
+    assert [(call.run.name, call.checkpoint.resume) for call in calls] == [("mine", "auto"), ("other", "none")]
+
+
+def test_an_unknown_configuration_name_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert msrl("train-grpo", "--config-name", "grp") == 2
+    assert capsys.readouterr().err == (
+        "--config-name=grp: neither ./configs nor msrl has a configuration of this name; did you mean 'grpo'?\n"
+    )  # fmt: skip
+
+
+def test_cluster_commands_pass_on_what_they_are_given(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = reached(monkeypatch, "cluster")
+    assert msrl("cluster", "up", "--port", "7000", "--devices", "2", "--platform", "cpu") == 0
+    config, arguments = calls.pop()
+    assert (config.cluster.platform, config.cluster.devices_per_node) == ("cpu", 2)
+    assert arguments == {"host": "127.0.0.1", "port": 7000, "dashboard_host": "127.0.0.1", "dashboard_port": 8260}
+    assert msrl("cluster", "join", "10.0.0.1:7000") == 0
+    assert calls.pop()[1] == {"address": "10.0.0.1:7000", "host": None}
+    assert msrl("cluster", "status", "--json") == 0
+    assert calls.pop()[1] == {"json": True}
+    assert msrl("cluster", "down", "--dry-run") == 0
+    assert not calls
+    assert msrl("cluster", "down") == 0
+    assert isinstance(calls.pop(), Config)
+
+
+@pytest.mark.parametrize("command", ["train-sft", "train-grpo"])
+def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    calls = reached(monkeypatch, command.replace("-", "_"))
+    assert msrl(command, "-c", "grpo.yaml", "--set", "cluster.devices_per_node=4", "--set", "train.parallel.tp=2", "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{command}: the configuration is right; nothing was started\n")
+    assert "  train.steps: 10  # grpo.yaml:3\n" in out
+    assert "  train.parallel.tp: 2  # --set\n" in out
+    assert "  data parallel: 2\n" in out
+    assert "  rank 3: trains tp 1 dp 1 pp 0" in out
+    assert "  bytes per device, optimizer: " in out
+    assert not calls
+
+
+def test_mistakes_go_to_standard_error_and_exit_with_2(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert msrl("train-sft", "-c", "sft.yaml", "--set", "train.stps=3", "--set", "model.dtype=fp8") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "--set: model.dtype=fp8: must be float32 or bfloat16\n"
+        "--set: train.stps=3: there is no such key; did you mean 'steps'?\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["train-sft", "--nonsense"], ["convert-ckpt", "hf2mcore", "--tp", "two"], ["cluster", "join"]]
+)
+def test_misused_commands_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert msrl(*arguments) == 2
+    assert "Usage: msrl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (MsrlError("tell the user"), 2, "tell the user\n"),
+        (VerificationError("logits differ"), 1, "logits differ\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_exit_codes_of_what_a_workflow_raises(
+    error: BaseException, code: int, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(config: Config) -> None:
+        raise error
+
+    reached(monkeypatch, "train_sft", fail)
+    assert msrl("train-sft", "-c", "sft.yaml") == code
+    assert capsys.readouterr().err == message
+
+
+def test_our_own_mistakes_keep_their_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(config: Config) -> None:
+        raise ZeroDivisionError("ours")
+
+    reached(monkeypatch, "train_sft", fail)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        msrl("train-sft", "-c", "sft.yaml")
+
+
+def test_config_show_prints_origins_and_arithmetic(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert msrl("config", "show", "-c", "grpo.yaml", "--set", "run.seed=4") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  seed: 4 +# --set$", out, re.MULTILINE)
+    assert re.search(r"^  prompts_per_step: 4 +# grpo.yaml:4$", out, re.MULTILINE)
+    assert re.search(r"^    lr: 1.0e-05 +# default$", out, re.MULTILINE)
+    assert "# samples per step: 32\n" in out
+    assert msrl("config", "show", "-c", "grpo.yaml", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["config"]["rollout"]["prompts_per_step"] == 4
+    assert shown["origins"]["rollout.prompts_per_step"] == "grpo.yaml:4"
+    assert shown["derived"]["samples per step"] == 32
+
+
+def test_config_validate_checks_as_the_command_would(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert msrl("config", "validate", "-c", "grpo.yaml") == 0
+    assert capsys.readouterr().out == "the configuration is right for train-grpo\n"
+    assert msrl("config", "validate", "-c", "sft.yaml", "--for", "train-grpo") == 2
+    assert "reward.sources: is missing" in capsys.readouterr().err
+
+
+def test_config_schema_describes_every_key(capsys: pytest.CaptureFixture[str]):
+    assert msrl("config", "schema") == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["properties"]) == set(Config.model_fields)
+    for name, section in schema["$defs"].items():
+        assert section["additionalProperties"] is False
+        assert all(key.get("description") for key in section["properties"].values()), name
+
+
+def test_the_console_script_ends_with_the_code_and_no_traceback(folder: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", "from msrl.cli.app import main; main()", "convert-ckpt", "hf2mcore", "--load", "gone", "--save", "new"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONWARNINGS": "error"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "--load: convert.load=gone: there is no such folder\n")

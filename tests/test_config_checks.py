@@ -1,0 +1,285 @@
+"""What is known wrong before any device is asked for, and what follows from a configuration by arithmetic."""
+# ruff: noqa: E501  (lines as users see them)
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from config_inputs import GRPO, TRAINING, make_data, make_mcore, make_model
+from msrl.config.checks import guess
+from msrl.config.derived import bytes_per_device, derived, model_shape, parameters_per_rank, ranks
+from msrl.config.loader import Flag, load
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape, num_parameters
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model, data, and two configurations that are right."""
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "model")
+    make_data(tmp_path / "data")
+    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
+    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
+    return tmp_path
+
+
+def mistakes(command: str, *sets: str, file: str | None = None, flags: tuple[Flag, ...] = ()) -> list[str]:
+    files = [file or {"train-sft": "sft.yaml", "train-grpo": "grpo.yaml"}[command]] if file or command.startswith("train") else []
+    with pytest.raises(MsrlError) as caught:
+        load(files, sets, flags, command)
+    return str(caught.value).splitlines()
+
+
+def test_right_configurations_pass(folder: Path):
+    assert load(["sft.yaml"], command="train-sft").config.train.steps == 10
+    assert load(["grpo.yaml"], command="train-grpo").config.rollout.samples_per_prompt == 8
+
+
+def test_missing_keys_say_what_they_mean(folder: Path):
+    assert mistakes("train-grpo", file="sft") == [
+        "model.path: is missing; set model.path: Hugging Face folder or mcore checkpoint folder to start from",
+        "data.train: is missing; set data.train: Prefix of the training data: examples for train-sft, prompts for train-grpo",
+        "train.steps: is missing; set train.steps or train.epochs",
+        "reward.sources: is missing; name at least one, as in reward: {sources: [{verifier: acc}]}",
+    ]
+
+
+def test_missing_files_are_named_by_key(folder: Path):
+    (folder / "empty").mkdir()
+    sets = ("model.path=gone", "checkpoint.load=empty", "data.train=other", "data.eval=dat", "checkpoint.resume=old", "model.tokenizer=tok")
+    assert mistakes("train-sft", *sets) == [
+        "--set: model.path=gone: there is no such folder",
+        "--set: checkpoint.load=empty: holds neither config.json (Hugging Face) nor latest_checkpointed_iteration.txt (mcore)",
+        "--set: model.tokenizer=tok: there is no such folder",
+        "--set: data.train=other: there is no preprocessed data of this prefix (other_*.idx); write it with `msrl preprocess`",
+        "--set: data.eval=dat: there is no preprocessed data of this prefix (dat_*.idx); write it with `msrl preprocess`",
+        "--set: checkpoint.resume=old: must be none, auto, or the folder of a checkpoint; there is no such folder",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (("train.global_batch=6", "train.micro_batch=4"), "--set: train.global_batch=6: must be a multiple of 4 (data parallel 1 * train.micro_batch 4)"),
+        (
+            ("cluster.devices_per_node=4", "train.parallel.tp=2", "train.global_batch=3"),
+            "--set: train.global_batch=3: must be a multiple of 2 (data parallel 2 * train.micro_batch 1)",
+        ),
+        (
+            ("cluster.devices_per_node=2", "train.max_tokens_per_micro_batch=64", "train.global_batch=3"),
+            "--set: train.global_batch=3: must be a multiple of 2 (data parallel 2)",
+        ),
+        (
+            ("cluster.devices_per_node=3", "train.parallel.tp=2", "train.global_batch=2"),
+            "--set: cluster.devices_per_node=3: must be a multiple of train.parallel.tp * pp = 2 * 1 = 2",
+        ),
+        (("train.parallel.tp=8",), "--set: train.parallel.tp=8: must divide the model's 4 query groups"),
+        (("train.parallel.pp=3",), "--set: train.parallel.pp=3: must divide the model's 4 layers"),
+        (("train.parallel.sp=true",), "--set: train.parallel.sp=true: spreads over tensor-parallel ranks; set train.parallel.tp above 1, or false"),
+        (("data.seq_length=513",), "--set: data.seq_length=513: the model takes at most 512 tokens"),
+        (("train.epochs=2",), "--set: train.epochs=2: stands beside train.steps=10; set only one of them, the other to null"),
+        (("train.optimizer.min_lr=1.0",), "--set: train.optimizer.min_lr=1.0: must be at most train.optimizer.lr=1e-05"),
+        (("train.optimizer.warmup=11",), "--set: train.optimizer.warmup=11: must be at most the 10 optimizer updates of this run, or a fraction below 1"),
+        (("eval.every_steps=5",), "--set: eval.every_steps=5: needs data.eval, the prefix of the held-out data"),
+        (
+            ("train.max_tokens_per_micro_batch=64", "train.micro_batch=2"),
+            "--set: train.micro_batch=2: has no effect beside train.max_tokens_per_micro_batch; set only one of them",
+        ),
+        (
+            ("train.max_tokens_per_micro_batch=64", "data.seq_length=65"),
+            "--set: train.max_tokens_per_micro_batch=64: must hold at least one row: data.seq_length=65",
+        ),
+        (("model.template=qwn_r1",), "--set: model.template=qwn_r1: there is no template of this name; did you mean 'qwen_r1'?; or give the path of a YAML file"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...], line: str):
+    assert mistakes("train-sft", *sets) == [line]
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (("rollout.samples_per_prompt=1",), "--set: rollout.samples_per_prompt=1: group-relative advantages need at least 2; set 2 or more"),
+        (
+            ("train.updates.samples_per_update=12",),
+            "--set: train.updates.samples_per_update=12: must divide the samples of a step: 4 prompts * 8 samples = 32",
+        ),
+        (("train.micro_batch=3",), "train.updates.samples_per_update: 32 samples must be a multiple of 3 (data parallel 1 * train.micro_batch 3)"),
+        (
+            ("rollout.max_response_tokens=500",),
+            "--set: rollout.max_response_tokens=500: rollout.max_prompt_tokens 64 + max_response_tokens 500 = 564 tokens, and the model takes at most 512",
+        ),
+        (
+            ("rollout.engine.max_model_len=127",),
+            "--set: rollout.engine.max_model_len=127: must hold rollout.max_prompt_tokens 64 + max_response_tokens 64 = 128 tokens",
+        ),
+        (
+            ("train.max_tokens_per_micro_batch=100",),
+            "--set: train.max_tokens_per_micro_batch=100: must hold one sequence: rollout.max_prompt_tokens 64 + max_response_tokens 64 = 128 tokens",
+        ),
+        (("rollout.engine.tp=2",), "--set: rollout.engine.tp=2: 1 engines of 2 devices need 2, and training has 1; set cluster.devices_per_node"),
+        (
+            ("rollout.sampling.temperature=0",),
+            "--set: rollout.sampling.temperature=0.0: must be above 0: with greedy sampling all samples of a prompt are the same",
+        ),
+        (("algo.policy_loss=pppo",), "--set: algo.policy_loss=pppo: there is no such plugin in algorithms.losses; did you mean 'ppo'?"),
+        (
+            ("algo.advantage.estimator=group_nrm",),
+            "--set: algo.advantage.estimator=group_nrm: there is no such plugin in algorithms.advantages; did you mean 'group_norm'?",
+        ),
+        (
+            ("reward.sources.0.verifier=strict_formt",),
+            "--set: reward.sources.0.verifier=strict_formt: there is no such plugin in rewards.verifiers; did you mean 'strict_format'?",
+        ),
+        (("algo.options={eps: 1}",), "--set: algo.options.eps=1: not an option here; it takes none"),
+        (("reward.sources.0.weight=0",), "reward.sources: all weights are 0, so that every completion scores the same; set one"),
+        (("reward.sources=[{verifier: acc}, {verifier: acc}]",), "--set: reward.sources.1.verifier=acc: is named twice; add the two weights"),
+        (
+            ("train.optimizer.warmup=21", "train.updates.samples_per_update=16"),
+            "--set: train.optimizer.warmup=21: must be at most the 20 optimizer updates of this run, or a fraction below 1",
+        ),
+        (("reward.sources.0.options={colour: red}",), "--set: reward.sources.0.options.colour=red: not an option here; known: percent, tolerance"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_in_grpo_is_one_line(folder: Path, sets: tuple[str, ...], line: str):
+    assert mistakes("train-grpo", *sets) == [line]
+
+
+def test_an_unknown_architecture_is_refused_by_name(folder: Path):
+    make_model(folder / "odd", architectures=["MambaForCausalLM"])
+    (line,) = mistakes("train-sft", "model.path=odd")
+    assert "architecture MambaForCausalLM is not supported; supported: " in line and "Qwen2ForCausalLM" in line
+
+
+def test_a_conversion_is_checked_before_it_starts(folder: Path):
+    (folder / "full").mkdir()
+    (folder / "full" / "x").write_text("", encoding="utf-8")
+    hf2mcore = Flag("convert.command", "hf2mcore", "hf2mcore")
+    flags = (hf2mcore, Flag("convert.load", "model", "--load"), Flag("convert.save", "full", "--save"), Flag("convert.tp", 3, "--tp"))
+    assert mistakes("convert-ckpt", flags=flags) == [
+        "--tp: convert.tp=3: must divide the model's 4 query groups",
+        "--tp: convert.tp=3: must divide the model's 8 attention heads",
+        "--save: convert.save=full: exists and is not an empty folder; name another, or remove it",
+    ]
+    assert mistakes("convert-ckpt", "convert.command=mcore2hf", "convert.load=model") == [
+        "--set: convert.load=model: holds no latest_checkpointed_iteration.txt; give the folder of an mcore checkpoint",
+        "convert.save: is missing; give --save: Folder to write; it must not exist or be empty",
+    ]
+    make_mcore(folder / "mcore")
+    assert load(sets=["convert.command=inspect", "convert.load=mcore"], command="convert-ckpt").config.convert.save is None
+    load(sets=["convert.command=reshard", "convert.load=mcore", "convert.save=new", "convert.pp=2"], command="convert-ckpt")
+
+
+def test_preprocessing_is_checked_before_it_starts(folder: Path):
+    (folder / "rows.jsonl").write_text("", encoding="utf-8")
+    assert mistakes(
+        "preprocess",
+        "preprocess.input=[rows.jsonl, '*.json', gone]",
+        "preprocess.handler=alpaka",
+        "preprocess.template=qwn",
+        "preprocess.pack=true",
+    ) == [
+        "preprocess.tokenizer: is missing; give --tokenizer: Folder of the Hugging Face tokenizer",
+        "preprocess.output_prefix: is missing; give --output-prefix: Beginning of the names of all files written",
+        "--set: preprocess.input.1=*.json: there is no such file or folder",
+        "--set: preprocess.input.2=gone: there is no such file or folder",
+        "--set: preprocess.template=qwn: there is no template of this name; did you mean 'qwen'?; or give the path of a YAML file",
+        "--set: preprocess.handler=alpaka: there is no such plugin in data.handlers; did you mean 'alpaca'?",
+        "preprocess.seq_length: is missing; give --seq-length: Longest row in tokens; longer ones are dropped and counted",
+    ]
+    right = ["preprocess.input=[rows.jsonl]", "preprocess.tokenizer=model", "preprocess.output_prefix=out"]
+    load(sets=[*right, "preprocess.handler=pretrain"], command="preprocess")
+    load(sets=[*right, "preprocess.handler=GeneralPretrainHandler"], command="preprocess")
+    load(sets=[*right, "preprocess.handler=AlpacaStyleInstructionHandler", "preprocess.template=qwen"], command="preprocess")
+    (line,) = mistakes("preprocess", *right, "preprocess.handler=alpaca")
+    assert line.startswith("preprocess.template: is missing; give --template")
+
+
+def test_generation_takes_one_prompt_or_one_file(folder: Path):
+    either = "generate.prompt: give either --prompt TEXT or --input FILE, one of the two"
+    assert mistakes("generate", "generate.model=model") == [either]
+    assert mistakes(
+        "generate", "generate.model=data", "generate.input=gone", "generate.raw=true", "generate.system=x", "generate.num_samples=2"
+    ) == [
+        "--set: generate.model=data: there is no such folder",
+        "--set: generate.input=gone: there is no such file",
+        "--set: generate.raw=true: takes prompts as they are; leave out template and system",
+        "--set: generate.num_samples=2: all samples would be the same at temperature 0; set a temperature above 0",
+    ]
+    load(sets=["generate.model=model", "generate.prompt=1 + 1"], command="generate")
+    load(sets=["chat.model=model"], command="chat")
+    assert mistakes("chat") == ["chat.model: is missing; give --model: Hugging Face folder or mcore checkpoint folder"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "command"),
+    [
+        (["reward.sources=[{verifier: acc}]", "data.train=x"], "train-grpo"),
+        (["data.train=x", "train.steps=1"], "train-sft"),
+        (["convert.tp=2"], "convert-ckpt"),
+        (["chat.model=x"], "chat"),
+        (["run.name=x"], None),
+    ],
+)
+def test_the_command_of_a_configuration_is_guessed_from_its_sections(sets: list[str], command: str | None):
+    assert guess(load(sets=sets)) == command
+
+
+def test_ranks_are_numbered_tensor_then_data_then_pipeline(folder: Path):
+    sets = ["cluster.devices_per_node=8", "train.parallel.tp=2", "train.parallel.pp=2", "rollout.engine.tp=2", "rollout.engine.dp=2"]
+    table = ranks(load(["grpo.yaml"], sets, command="train-grpo").config, "train-grpo")
+    assert [(rank.tp, rank.dp, rank.pp) for rank in table] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 1, 0),
+        (1, 1, 0),
+        (0, 0, 1),
+        (1, 0, 1),
+        (0, 1, 1),
+        (1, 1, 1),
+    ]
+    assert [rank.engine for rank in table] == [0, 0, 1, 1, None, None, None, None]
+
+
+def test_the_arithmetic_of_a_grpo_step(folder: Path):
+    sets = ["cluster.devices_per_node=2", "train.updates.samples_per_update=16", "train.updates.epochs=3", "train.micro_batch=4"]
+    rows = derived(load(["grpo.yaml"], sets, command="train-grpo").config, "train-grpo")
+    assert rows["data parallel"] == 2
+    assert rows["samples per step"] == 4 * 8
+    assert rows["optimizer updates per step"] == 2 * 3
+    assert rows["optimizer updates in all"] == 60
+    assert rows["micro-batches per update on a rank"] == 16 // 2 // 4
+    assert rows["longest prompt plus response"] == 128
+    assert rows["rank 1"] == "trains tp 0 dp 1 pp 0"
+
+
+def test_parameters_of_a_rank_agree_with_a_count_by_hand(folder: Path):
+    shape = load_shape(folder / "model")
+    hidden, ffn, vocab, layers, head_dim, heads, groups = 64, 96, 1001, 4, 8, 8, 4
+    qkv_rows = (heads + 2 * groups) * head_dim
+    matrices = qkv_rows * hidden + qkv_rows + heads * head_dim * hidden + 3 * ffn * hidden
+    norms = 2 * hidden
+    assert parameters_per_rank(shape, 1, 1) == num_parameters(shape) == layers * (matrices + norms) + vocab * hidden + hidden
+    assert parameters_per_rank(shape, 2, 1) == layers * (matrices // 2 + norms) + 501 * hidden + hidden, "the vocabulary is padded to 1002"
+    assert parameters_per_rank(shape, 1, 2) == 2 * (matrices + norms) + vocab * hidden + hidden, (
+        "the last stage has a copy of the tied embedding"
+    )
+
+
+def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
+    config = load(["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2"]).config
+    shape = model_shape(config)
+    assert shape is not None
+    count = parameters_per_rank(shape, 2, 1)
+    assert bytes_per_device(config, shape) == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
+    half = load(["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2", "model.dtype=bfloat16"]).config
+    assert bytes_per_device(half, shape) == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count // 2}
+
+
+def test_nothing_is_derived_without_training_or_devices():
+    assert derived(Config(), "chat") == {}
+    assert derived(load(sets=["train.parallel.tp=4", "cluster.devices_per_node=2"]).config, "train-sft") == {}
