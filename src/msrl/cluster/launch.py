@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -96,8 +95,7 @@ def join(
             f"{address}: a cluster on loopback takes no other nodes; start it with `msrl cluster up --host ADDRESS`,"
             " ADDRESS being one that this machine reaches"
         )
-    with state.locked() as folder:
-        folder.chmod(0o700)
+    with state.locked():
         token = state.find_token()
         probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
         own = probe.resolve(host) if host else probe.local_host_towards(head)
@@ -164,7 +162,7 @@ def _check_head_can_listen(address: Address, dashboard: Address | None) -> None:
 
 def _start_node(start: _Start, timeout_s: float) -> NodeRecord:
     """Start a supervisor, record it at once, and record its processes when it is ready."""
-    temp_dir = Path(tempfile.mkdtemp(prefix="msrl-", dir="/tmp"))  # short, since the paths of Unix sockets are limited to 107 bytes
+    temp_dir = state.make_temp_dir()
     log = temp_dir / "start.log"
     with log.open("wb") as output:
         supervisor = subprocess.Popen(
@@ -208,7 +206,11 @@ def _first_record(start: _Start, temp_dir: Path, pid: int) -> tuple[NodeRecord, 
 def _command(start: _Start, temp_dir: Path) -> list[str]:
     """`ray start` for this node. The ports that Ray would fix are moved to free ones, so that two nodes fit on a machine."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-color=false", "--disable-usage-stats"]
-    command += [f"--node-ip-address={start.host}", f"--temp-dir={temp_dir}", *resource_arguments(start.resource, start.num_devices)]
+    command += [
+        f"--node-ip-address={start.host}",
+        f"--temp-dir={state.ray_dir(temp_dir)}",
+        *resource_arguments(start.resource, start.num_devices),
+    ]
     command += [f"--dashboard-agent-listen-port={probe.free_port()}"]
     if start.kind != "head":
         return [*command, f"--address={start.address}"]

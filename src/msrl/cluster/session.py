@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import re
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from msrl.cluster.plan import Assignment, NodePlan, Placement
 from msrl.errors import MsrlError, VerificationError
 
 _LOG = logging.getLogger("msrl.cluster")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _AFTERMATH_S = 2.0  # how long an actor's death takes to be known after its peers have noticed
 
 
@@ -91,14 +93,17 @@ class Session:
         self._groups.extend(groups)
         deadline = time.monotonic() + timeout_s
         for group in groups:
-            if not group.wait(max(0.0, deadline - time.monotonic())):
+            if not group.wait(math.ceil(max(0.0, deadline - time.monotonic()))):  # whole seconds: Ray cuts the rest off
                 raise MsrlError(
-                    f"cluster: waited {timeout_s:g} s for {self._lacks(placement)}; another run holds the devices, or a node has gone"
+                    f"cluster: {self._lacks(placement)}, after {timeout_s:g} s; end the run that holds the devices, or wait for it"
                 )
         return Placed(placement, groups)
 
     def start(self, actor_class: Any, placed: Placed, role: str, worker: int, *args: Any, **kwargs: Any) -> Any:
-        """Start worker `worker` of `role` as an actor (`ray.remote(...)` class) at its place; the session ends it."""
+        """Start worker `worker` of `role` as an actor (`ray.remote(...)` class) at its place; the session ends it.
+
+        What an actor may refuse belongs into a method and not into `__init__`, of whose failure Ray passes on the text alone.
+        """
         actor = actor_class.options(**placed.options(role, worker)).remote(*args, **kwargs)
         self._actors.append(actor)
         return actor
@@ -201,13 +206,20 @@ def ray_session(
 @contextlib.contextmanager
 def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator[None]:
     """A Ray of our own, gone at the end with its folder; the folder stays when the body fails."""
-    temp_dir = Path(tempfile.mkdtemp(prefix="msrl-", dir="/tmp"))  # short, since the paths of Unix sockets are limited to 107 bytes
+    temp_dir = state.make_temp_dir()
     token = temp_dir / "token"
     state.write_private(token, secrets.token_hex(32))
     devices = {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
     try:
         with _ray_settings(token, loopback=True):
-            ray.init(address="local", include_dashboard=False, _node_ip_address=probe.LOOPBACK, _temp_dir=str(temp_dir), **devices, **init)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                _node_ip_address=probe.LOOPBACK,
+                _temp_dir=str(state.ray_dir(temp_dir)),
+                **devices,
+                **init,
+            )
             try:
                 yield
             finally:
@@ -217,7 +229,7 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
         raise
     except BaseException:
         token.unlink(missing_ok=True)
-        _LOG.error("the logs of Ray and of the workers are kept in %s/session_latest/logs", temp_dir)
+        _LOG.error("the logs of Ray and of the workers are kept in %s/session_latest/logs", state.ray_dir(temp_dir))
         raise
     shutil.rmtree(temp_dir, ignore_errors=True)
 
@@ -322,9 +334,10 @@ def _own(error: RayError) -> BaseException | None:
 
 
 def _full(error: RayError) -> str:
-    return f"\n{error.traceback_str}" if isinstance(error, RayTaskError) else str(error)
+    text = _COLOUR.sub("", str(error))
+    return f"\n{text}" if isinstance(error, RayTaskError) else text
 
 
 def _short(error: RayError) -> str:
     own = _own(error)
-    return f"{type(own).__name__}: {own}" if own else str(error).splitlines()[0]
+    return f"{type(own).__name__}: {own}" if own else _COLOUR.sub("", str(error)).splitlines()[0]

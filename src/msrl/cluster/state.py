@@ -180,3 +180,23 @@ def token_environment(token: Path | str) -> dict[str, str]:
     """Ray's variables that switch token authentication on with this token (docs.ray.io, Ray security, token authentication)."""
     where = {"RAY_AUTH_TOKEN": token} if isinstance(token, str) else {"RAY_AUTH_TOKEN_PATH": str(token)}
     return {"RAY_AUTH_MODE": "token", **where}
+
+
+def make_temp_dir() -> Path:
+    """A private folder for one Ray node under RAY_TMPDIR or /tmp; Ray's own folder is to be `ray_dir` of it.
+
+    Raises MsrlError when the path is so long that Ray's sockets in it would pass the 107 bytes of unix(7).
+    """
+    base = os.environ.get("RAY_TMPDIR") or "/tmp"
+    longest = len(os.fsencode(f"{base}/msrl-12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"))
+    if longest > 107:
+        raise MsrlError(f"RAY_TMPDIR={base}: too long for Ray's sockets ({longest} bytes, 107 are allowed); name a shorter folder")
+    try:
+        return Path(tempfile.mkdtemp(prefix="msrl-", dir=base))
+    except OSError as error:
+        raise MsrlError(f"{base}: no folder can be made there ({error.strerror}); set RAY_TMPDIR to a folder of yours") from error
+
+
+def ray_dir(temp_dir: Path) -> Path:
+    """Where Ray keeps sockets, logs and spilled objects: inside the private folder, since Ray opens the one it is given to everybody."""
+    return temp_dir / "ray"

@@ -50,9 +50,7 @@ def join(
     """Make this machine a node of the cluster at `address` (HOST:PORT) and say so."""
     num_devices, resource = _devices(config or Config(), devices, platform)
     record = launch.join(address, host=host, devices=num_devices, platform_resource=resource)
-    print(
-        f"{record.host} is a node of {record.address} now, with {_count(record.num_devices, 'device')} ({resource}). Leave it: msrl cluster down"
-    )
+    print(f"{record.host}: a node of {record.address} now, with {_count(num_devices, 'device')} ({resource}); to leave: msrl cluster down")
     return record
 
 

@@ -1,0 +1,314 @@
+"""A real Ray: heads and nodes started and ended by record, tokens, placement, and runs that end at their first failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from msrl.cluster import launch, probe, state
+from msrl.cluster.plan import Role, plan
+from msrl.errors import MsrlError
+
+pytestmark = pytest.mark.slow
+RESOURCE = "msrl_device"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_state(tmp_path_factory):
+    """State and folders of its own for the whole file, with a short path; no token of the environment."""
+    patch = pytest.MonkeyPatch()
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    patch.setenv("RAY_TMPDIR", folder)
+    patch.setenv("MSRL_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        patch.delenv(name, raising=False)
+    yield
+    launch.down()
+    patch.undo()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def head():
+    """A head on loopback, as `msrl cluster up` starts it."""
+    record = launch.up(port=probe.free_port(), dashboard_port=probe.free_port(), devices=2, platform_resource=RESOURCE)
+    yield record
+    launch.down()
+
+
+def listening_hosts(pids):
+    """The addresses on which these processes listen."""
+    return {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in pids}
+
+
+def test_a_head_on_loopback_listens_nowhere_else(head):
+    hosts = listening_hosts({process.pid for process in head.processes})
+    assert hosts
+    assert {host.removeprefix("::ffff:") for host in hosts} == {"127.0.0.1"}
+
+
+def test_no_other_user_reaches_the_sockets_of_a_node_or_its_token(head):
+    assert stat.S_IMODE(Path(head.temp_dir).stat().st_mode) == 0o700
+    assert list(Path(head.temp_dir).glob("ray/session_latest/sockets/raylet"))
+    assert stat.S_IMODE(state.token_path().stat().st_mode) == 0o600
+
+
+def test_status_tells_nodes_and_free_devices_in_words_and_as_json(head, capsys):
+    from msrl.workflows import cluster
+
+    cluster.status()
+    assert capsys.readouterr().out == f"cluster at {head.address}, devices are {RESOURCE}\n  127.0.0.1: 2 device(s), 2 free\n"
+    cluster.status(json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["nodes"] == [{"host": "127.0.0.1", "alive": True, "num_devices": 2.0, "num_free": 2.0}]
+    assert [(r["kind"], r["alive"]) for r in found["recorded"]] == [("head", True)]
+
+
+def test_a_second_head_is_refused_while_the_first_is_up(head):
+    with pytest.raises(MsrlError, match=f"a cluster of 2 device\\(s\\) is up already at {head.address}"):
+        launch.up(port=probe.free_port(), devices=2, platform_resource=RESOURCE)
+
+
+def test_a_run_works_in_the_given_cluster_and_leaves_it_running(head):
+    import ray
+
+    from msrl.cluster.session import ray_session, wait_all
+
+    with ray_session(head.address, num_devices=2, resource_name=RESOURCE, env={"COLOUR": "green"}) as session:
+        placed = session.create_placement(plan([Role("actor", 2), Role("rollout", 1, 2)], 2, resource=RESOURCE))
+        teller = make_teller()
+        actors = [session.start(teller, placed, role, worker) for role, worker in (("actor", 0), ("actor", 1), ("rollout", 0))]
+        assert wait_all([actor.environment.remote("COLOUR") for actor in actors], timeout_s=60) == ["green"] * 3
+        assert session.nodes()[0].num_free == 0
+    assert not ray.is_initialized()
+    with ray_session(head.address, num_devices=2, resource_name=RESOURCE) as session:
+        wait_until(lambda: session.nodes()[0].num_free == 2)
+
+
+def test_a_client_with_another_token_is_told_so_at_once(head, monkeypatch):
+    from msrl.cluster.session import ray_session
+
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    began = time.monotonic()
+    with pytest.raises(MsrlError, match="the cluster refuses this token"), ray_session(head.address, num_devices=2, resource_name=RESOURCE):
+        pass
+    assert time.monotonic() - began < 5
+
+
+def test_ray_itself_refuses_a_client_without_the_token(head, tmp_path):
+    code = f"import ray; ray.init(address={head.address!r}); print('let in')"
+    environment = {**os.environ, "HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_NUM_REDIS_GET_RETRIES": "3"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0
+    assert "let in" not in run.stdout
+    assert "Authentication token is missing or incorrect" in run.stderr
+
+
+def test_two_nodes_are_joined_planned_over_and_ended_and_nothing_else_is(head, capsys):
+    """`ray stop` would end the other Ray too; `down` ends exactly what was recorded, even when a supervisor was killed."""
+    from msrl.workflows import cluster
+
+    launch.down()
+    bystander = subprocess.Popen(["sleep", "300"])
+    with other_ray() as other:
+        port = probe.free_port()
+        cluster.up(host="127.0.0.2", port=port, dashboard_port=probe.free_port(), devices=2, platform="cpu")
+        said = capsys.readouterr().out
+        assert f"msrl cluster join 127.0.0.2:{port}" in said
+        assert f"scp -p 127.0.0.2:{state.token_path()}" in said
+        cluster.join(address=f"127.0.0.2:{port}", host="127.0.0.3", devices=3, platform="cpu")
+        with pytest.raises(MsrlError, match="a node of the cluster at"):
+            launch.join(f"127.0.0.2:{port}", host="127.0.0.3", devices=3, platform_resource=RESOURCE)
+        check_two_nodes(f"127.0.0.2:{port}")
+        records = launch.recorded()
+        pids = [process for record in records for process in record.processes]
+        assert len(pids) >= 10
+        worker = next(record for record in records if record.kind == "worker")
+        psutil.Process(worker.processes[0].pid).kill()
+        ended = launch.down()
+        assert [one.record.kind for one in ended] == ["worker", "head"]
+        assert not [process for process in pids if state.is_running(process)]
+        assert not [record for record in records if Path(record.temp_dir).exists()]
+        assert bystander.poll() is None
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "alive\n"
+    bystander.kill()
+    bystander.wait()
+    assert launch.down() == ()
+
+
+def check_two_nodes(address):
+    """A plan over both nodes gets devices on each; one that is too large for them is refused with what is there."""
+    from msrl.cluster.session import ray_session, wait_all
+
+    with ray_session(address, num_devices=0, resource_name=RESOURCE) as session:
+        assert sorted((node.host, node.num_devices) for node in session.nodes()) == [("127.0.0.2", 2.0), ("127.0.0.3", 3.0)]
+        placed = session.create_placement(plan([Role("actor", 4)], 2, 2, resource=RESOURCE))
+        teller = make_teller()
+        hosts = wait_all([session.start(teller, placed, "actor", rank).host.remote() for rank in range(4)], timeout_s=60)
+        assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+        with pytest.raises(MsrlError, match=r"needs nodes with 4, 1 of msrl_device, the cluster has 127"):
+            session.create_placement(plan([Role("actor", 5)], 4, 2, resource=RESOURCE))
+
+
+def test_a_ray_that_does_not_start_says_its_last_words_and_leaves_nothing():
+    launch.down()
+    with pytest.raises(MsrlError, match=r"Ray did not start \(exit status 1\)(.|\n)*CPU"):
+        launch.up(port=probe.free_port(), dashboard_port=probe.free_port(), devices=1, platform_resource="CPU")
+    assert launch.recorded() == ()
+    assert list(Path(os.environ["RAY_TMPDIR"]).iterdir()) == []
+
+
+def make_teller():
+    """The class of an actor that tells where it is, and fails in the ways that workers fail. Local, so that Ray carries its code along."""
+    import ray
+
+    class Teller:
+        def environment(self, name):
+            return os.environ.get(name)
+
+        def host(self):
+            return ray.util.get_node_ip_address()
+
+        def pid(self):
+            return os.getpid()
+
+        def wait(self, seconds):
+            time.sleep(seconds)
+            return seconds
+
+        def fail(self, kind, text, after_s=0.0):
+            time.sleep(after_s)
+            raise {"value": ValueError, "user": MsrlError, "peer": ConnectionError}[kind](text)
+
+        def die(self, after_s):
+            time.sleep(after_s)
+            os._exit(7)
+
+    return ray.remote(Teller)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A local Ray with two devices of a kind that Ray numbers."""
+    from msrl.cluster.session import ray_session
+
+    launch.down()
+    with ray_session(None, num_devices=2, resource_name="GPU") as session:
+        placed = session.create_placement(plan([Role("actor", 2), Role("rollout", 1, 2)], 2, resource="GPU"))
+        yield session, placed, make_teller()
+
+
+def test_a_local_ray_listens_on_loopback_alone(run):
+    own = {process.pid for process in psutil.Process().children(recursive=True)}
+    hosts = listening_hosts(own)
+    assert hosts
+    assert {host.removeprefix("::ffff:") for host in hosts} <= {"127.0.0.1", "::1"}
+
+
+def test_a_worker_of_several_devices_is_told_the_numbers_of_all_of_them(run):
+    _, placed, _ = run
+    assert sorted(placed.device_ids("rollout", 0)) == ["0", "1"]
+    assert placed.device_ids("actor", 0) + placed.device_ids("actor", 1) in [("0", "1"), ("1", "0")]
+
+
+def test_a_failure_ends_the_wait_at_once_with_the_traceback_of_the_worker(run):
+    from msrl.cluster.session import WorkerError, wait_all
+
+    session, placed, teller = run
+    slow, bad = (session.start(teller, placed, "actor", rank) for rank in range(2))
+    wait_all([slow.pid.remote(), bad.pid.remote()], timeout_s=60)
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        wait_all([slow.wait.remote(30), bad.fail.remote("value", "the ninth token")], timeout_s=60, labels=("actor 0", "actor 1"))
+    assert time.monotonic() - began < 10
+    assert str(caught.value).startswith("actor 1 failed:")
+    assert "in fail\n" in str(caught.value)
+    assert "ValueError: the ninth token" in str(caught.value)
+    end(slow, bad)
+
+
+def test_a_worker_that_refuses_input_raises_its_own_error(run):
+    from msrl.cluster.session import wait_all
+
+    session, placed, teller = run
+    actor = session.start(teller, placed, "actor", 0)
+    with pytest.raises(MsrlError, match=r"^model\.path: nothing there$"):
+        wait_all([actor.fail.remote("user", "model.path: nothing there")], timeout_s=60)
+    end(actor)
+
+
+def test_the_worker_that_died_is_named_before_the_peers_that_noticed(run):
+    from msrl.cluster.session import WorkerError, wait_all
+
+    session, placed, teller = run
+    peer, dying = (session.start(teller, placed, "actor", rank) for rank in range(2))
+    wait_all([peer.pid.remote(), dying.pid.remote()], timeout_s=60)
+    with pytest.raises(WorkerError) as caught:
+        wait_all([peer.fail.remote("peer", "peer gone", 0.2), dying.die.remote(0.5)], timeout_s=60, labels=("actor 0", "actor 1"))
+    assert str(caught.value).startswith("actor 1 failed: The actor died unexpectedly")
+    assert "also failed: actor 0: ConnectionError: peer gone" in str(caught.value)
+    end(peer)
+
+
+def test_workers_that_do_not_answer_in_time_are_named(run):
+    from msrl.cluster.session import wait_all
+
+    session, placed, teller = run
+    quick, slow = (session.start(teller, placed, "actor", rank) for rank in range(2))
+    wait_all([quick.pid.remote(), slow.pid.remote()], timeout_s=60)
+    with pytest.raises(MsrlError, match=r"rpc_timeout_s=1: no answer in that time from actor 1;"):
+        wait_all([quick.wait.remote(0), slow.wait.remote(20)], timeout_s=1.0, labels=("actor 0", "actor 1"))
+    end(quick, slow)
+
+
+def test_devices_that_another_run_holds_are_waited_for_and_then_named(run):
+    session, _, _ = run
+    with pytest.raises(MsrlError, match=r"needs nodes with 2 of GPU, the cluster has 127\.0\.0\.1: 2 \(0 free\), after 1 s"):
+        session.create_placement(plan([Role("actor", 2)], 2, resource="GPU"), timeout_s=1.0)
+
+
+def end(*actors):
+    """End actors so that the next test has their devices."""
+    import ray
+
+    for actor in actors:
+        ray.kill(actor)
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert condition()
+
+
+class other_ray:  # noqa: N801
+    """A Ray that somebody else runs: after a line of input it proves that it still works."""
+
+    def __enter__(self):
+        code = (
+            "from msrl.cluster.session import ray_session\n"
+            "import ray\n"
+            "with ray_session(None, num_devices=1, resource_name='other'):\n"
+            "    print('up', flush=True)\n"
+            "    input()\n"
+            "    print(ray.get(ray.remote(lambda: 'alive').options(num_cpus=0).remote()), flush=True)\n"
+        )
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout.readline() == "up\n"
+        return self.process
+
+    def __exit__(self, *_):
+        self.process.communicate(timeout=60)

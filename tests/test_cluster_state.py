@@ -1,0 +1,227 @@
+"""What is remembered of nodes, and what is looked at before Ray is asked; nothing here starts Ray."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import socket
+import stat
+import subprocess
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from msrl.cluster import launch, probe, state
+from msrl.cluster.state import NodeRecord, ProcessRecord
+from msrl.errors import MsrlError
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path, monkeypatch):
+    monkeypatch.setenv("MSRL_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+
+
+@pytest.fixture
+def bystander():
+    """A process that msrl did not start."""
+    process = subprocess.Popen(["sleep", "120"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def record_of(process: ProcessRecord, tmp_path) -> NodeRecord:
+    return NodeRecord(
+        kind="head",
+        address="127.0.0.1:1234",
+        host="127.0.0.1",
+        resource="device",
+        num_devices=2,
+        dashboard=None,
+        temp_dir=str(tmp_path / "ray"),
+        machine=socket.gethostname(),
+        boot_id=state.boot_id(),
+        processes=(process,),
+    )
+
+
+def save(record: NodeRecord) -> None:
+    with state.locked() as folder:
+        state.save_record(folder / "node-test.json", record)
+
+
+def own_ticks(pid: int) -> int:
+    ticks = state.start_ticks(pid)
+    assert ticks is not None
+    return ticks
+
+
+def test_a_record_comes_back_as_it_was_written_and_only_its_owner_reads_it(tmp_path):
+    record = record_of(ProcessRecord(os.getpid(), own_ticks(os.getpid()), "python"), tmp_path)
+    save(record)
+    ((path, read),) = state.load_records()
+    assert read == record
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert read.alive
+
+
+def test_down_leaves_a_process_alone_that_got_the_pid_of_one_of_ours(bystander, tmp_path):
+    save(record_of(ProcessRecord(bystander.pid, own_ticks(bystander.pid) - 1, "raylet"), tmp_path))
+    (ended,) = launch.down()
+    assert ended.num_ended == 0
+    assert bystander.poll() is None
+    assert state.load_records() == ()
+
+
+def test_down_leaves_processes_of_an_earlier_boot_and_nodes_of_other_machines_alone(bystander, tmp_path):
+    process = ProcessRecord(bystander.pid, own_ticks(bystander.pid), "raylet")
+    save(replace(record_of(process, tmp_path), boot_id="another boot"))
+    assert [ended.num_ended for ended in launch.down()] == [0]
+    save(replace(record_of(process, tmp_path), machine="another machine"))
+    assert launch.down() == ()
+    assert len(state.load_records()) == 1
+    assert bystander.poll() is None
+
+
+def test_down_ends_a_recorded_process_with_its_children_and_nothing_beside_them(bystander, tmp_path):
+    mine = subprocess.Popen(["bash", "-c", "trap '' TERM; sleep 121 & wait; wait"])
+    while not (children := launch._descendants(mine.pid)):
+        time.sleep(0.05)
+    save(record_of(ProcessRecord(mine.pid, own_ticks(mine.pid), "bash"), tmp_path))
+    launch_timeout = launch._END_TIMEOUT_S
+    try:
+        launch._END_TIMEOUT_S = 0.5  # it ignores the request to stop, so it is killed
+        (ended,) = launch.down()
+    finally:
+        launch._END_TIMEOUT_S = launch_timeout
+    assert ended.num_ended == 2
+    assert mine.wait(5) == -9
+    assert not state.is_running(children[0])
+    assert bystander.poll() is None
+
+
+def test_a_record_that_cannot_be_read_is_named(tmp_path):
+    with state.locked() as folder:
+        (folder / "node-x.json").write_text("{")
+    with pytest.raises(MsrlError, match=r"node-x\.json: not a node record"):
+        state.load_records()
+
+
+def test_one_command_at_a_time_changes_the_state():
+    with state.locked(), pytest.raises(MsrlError, match="another msrl cluster command"), state.locked():
+        pass
+
+
+def test_the_token_is_made_once_and_kept_from_others():
+    with state.locked():
+        path = state.make_token()
+        first = path.read_text()
+        assert state.make_token().read_text() == first
+    assert len(first) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert state.find_token() == path
+
+
+def test_a_token_that_is_missing_empty_or_open_to_others_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(MsrlError, match=r"copy the file that `msrl cluster up` named"):
+        state.find_token()
+    with state.locked():
+        path = state.make_token()
+    path.chmod(0o640)
+    with pytest.raises(MsrlError, match=f"chmod 600 {path}"):
+        state.find_token()
+    path.write_text("")
+    path.chmod(0o600)
+    with pytest.raises(MsrlError, match="is empty"):
+        state.find_token()
+
+
+def test_a_token_of_the_environment_comes_first(tmp_path, monkeypatch):
+    with state.locked():
+        state.make_token()
+    other = tmp_path / "other"
+    state.write_private(other, "abc")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(other))
+    assert state.find_token() == other
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "def")
+    assert state.find_token() == "def"
+    assert state.token_environment("def") == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "def"}
+
+
+def test_a_taken_port_is_named_with_its_holder():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(MsrlError, match=rf"--port {port}: the port is taken on 127\.0\.0\.1 by .*\(pid {os.getpid()}\)"):
+            launch.up(port=port, devices=1, platform_resource="device")
+    assert state.load_records() == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"host": "203.0.113.7"}, "203.0.113.7 is not an address of this machine"),
+        ({"host": "0.0.0.0"}, "give the address by which other machines reach this one"),
+        ({"host": "no-such-host.invalid"}, "has no address"),
+        ({"devices": 0}, "--devices 0"),
+    ],
+)
+def test_an_impossible_head_is_refused_before_anything_starts(arguments, said):
+    with pytest.raises(MsrlError, match=said):
+        launch.up(**{"port": probe.free_port(), "devices": 1, "platform_resource": "device", **arguments})
+    assert state.load_records() == ()
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:0", "host:70000", ":6344", "host:port"])
+def test_what_is_no_address_is_refused_with_an_example(address):
+    with pytest.raises(MsrlError, match=r"10\.0\.0\.1:6344"):
+        probe.parse_address(address)
+
+
+def test_names_and_numbers_become_addresses():
+    assert str(probe.parse_address("localhost:6344")) == "127.0.0.1:6344"
+    assert str(probe.parse_address("[::1]:6344")) == "[::1]:6344"
+
+
+def test_joining_an_address_that_does_not_answer_ends_in_bounded_time():
+    with state.locked():
+        state.make_token()
+    began = time.monotonic()
+    with pytest.raises(MsrlError, match=r"no cluster answers there \(tried for 1 s\)"):
+        launch.join(f"127.0.0.2:{probe.free_port()}", devices=1, platform_resource="device", answer_timeout_s=1.0)
+    assert time.monotonic() - began < 4.0
+
+
+def test_joining_something_that_is_not_ray_is_said_at_once():
+    with state.locked():
+        state.make_token()
+    server = http.server.HTTPServer(("127.0.0.2", 0), http.server.SimpleHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(MsrlError, match="not a Ray cluster"):
+            launch.join(f"127.0.0.2:{server.server_port}", devices=1, platform_resource="device")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_head_on_loopback_cannot_be_joined():
+    with pytest.raises(MsrlError, match="a cluster on loopback takes no other nodes"):
+        launch.join("127.0.0.1:6344", devices=1, platform_resource="device")
+
+
+def test_the_gpu_resource_of_ray_has_a_flag_of_its_own():
+    assert launch.resource_arguments("GPU", 8) == ["--num-gpus=8"]
+    assert launch.resource_arguments("NPU", 8) == ['--resources={"NPU": 8}']
+
+
+def test_a_folder_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 60)))
+    with pytest.raises(MsrlError, match="too long for Ray's sockets"):
+        state.make_temp_dir()
