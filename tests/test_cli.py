@@ -119,7 +119,8 @@ def test_preprocess_takes_several_files_and_renamed_columns(folder: Path, monkey
     for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
         (folder / name).write_text("", encoding="utf-8")
     given = ["--input", "a.jsonl", "b.jsonl", "--input", "c.jsonl", "--tokenizer-name-or-path", "model", "--handler-name", "alpaca"]
-    more = ["--prompt-type", "qwen", "--output-prefix", "out/x", "--seq-length", "64", "--pack", "--workers", "2", "--kind", "prompts", "--too-long", "truncate"]
+    more = ["--prompt-type", "qwen", "--output-prefix", "out/x", "--seq-length", "64", "--pack", "--workers", "2"]
+    more += ["--kind", "prompts", "--too-long", "truncate"]
     assert msrl("preprocess", *given, *more, "--map-keys", '{"prompt": "question"}') == 0
     preprocess = calls[0].preprocess
     assert sorted(preprocess.input) == ["a.jsonl", "b.jsonl", "c.jsonl"]
@@ -142,7 +143,8 @@ def test_column_names_that_are_no_mapping_are_refused(text: str, message: str, f
 
 def test_generation_flags_reach_their_keys_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch):
     calls = reached(monkeypatch, "generate")
-    sampling = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--num-samples", "2", "--seed", "3", "--stop", "a", "--stop", "b"]
+    sampling = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--num-samples", "2", "--seed", "3"]
+    sampling += ["--stop", "a", "--stop", "b"]
     assert msrl("generate", "--model", "model", "--prompt", "2 ${run.name} $${", "--dtype", "float32", "--max-tokens", "7", *sampling) == 0
     generate = calls[0].generate
     assert (generate.prompt, generate.max_tokens, generate.temperature) == ("2 ${run.name} $${", 7, 0.5)
