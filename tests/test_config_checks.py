@@ -83,7 +83,6 @@ def test_missing_files_are_named_by_key(folder: Path):
         (("data.seq_length=513",), "--set: data.seq_length=513: the model takes at most 512 tokens"),
         (("train.epochs=2",), "--set: train.epochs=2: stands beside train.steps=10; set only one of them, the other to null"),
         (("train.optimizer.min_lr=1.0",), "--set: train.optimizer.min_lr=1.0: must be at most train.optimizer.lr=1e-05"),
-        (("train.optimizer.warmup=11",), "--set: train.optimizer.warmup=11: must be at most the 10 optimizer updates of this run, or a fraction below 1"),
         (("eval.every_steps=5",), "--set: eval.every_steps=5: needs data.eval, the prefix of the held-out data"),
         (
             ("train.max_tokens_per_micro_batch=64", "train.micro_batch=2"),
@@ -138,10 +137,6 @@ def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...
         (("algo.options={eps: 1}",), "--set: algo.options.eps=1: not an option here; it takes none"),
         (("reward.sources.0.weight=0",), "reward.sources: all weights are 0, so that every completion scores the same; set one"),
         (("reward.sources=[{verifier: acc}, {verifier: acc}]",), "--set: reward.sources.1.verifier=acc: is named twice; add the two weights"),
-        (
-            ("train.optimizer.warmup=21", "train.updates.samples_per_update=16"),
-            "--set: train.optimizer.warmup=21: must be at most the 20 optimizer updates of this run, or a fraction below 1",
-        ),
         (("reward.sources.0.options={colour: red}",), "--set: reward.sources.0.options.colour=red: not an option here; known: percent, tolerance"),
     ],
 )  # fmt: skip

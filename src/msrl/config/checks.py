@@ -142,15 +142,6 @@ def _length_of_training(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("train.micro_batch", "has no effect beside train.max_tokens_per_micro_batch; set only one of them")
 
 
-def _warmup(resolved: Resolved, updates_per_step: int = 1) -> Iterator[str]:
-    train, warmup = resolved.config.train, resolved.config.train.optimizer.warmup
-    if isinstance(warmup, int) and train.steps is not None and warmup > train.steps * updates_per_step:
-        total = train.steps * updates_per_step
-        yield resolved.mistake(
-            "train.optimizer.warmup", f"must be at most the {total} optimizer updates of this run, or a fraction below 1"
-        )
-
-
 def _devices(resolved: Resolved) -> Iterator[str]:
     config, parallel = resolved.config, resolved.config.train.parallel
     world = derived.world_size(config)
@@ -270,10 +261,6 @@ def _grpo_batches(resolved: Resolved) -> Iterator[str]:
     yield from _batch(resolved, "train.updates.samples_per_update", update)
 
 
-def _grpo_warmup(resolved: Resolved) -> Iterator[str]:
-    yield from _warmup(resolved, derived.updates_per_step(resolved.config))
-
-
 def _grpo_lengths(resolved: Resolved) -> Iterator[str]:
     config, rollout = resolved.config, resolved.config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -384,8 +371,8 @@ def _chat(resolved: Resolved) -> Iterator[str]:
 _TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model)
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "train-sft": (*_TRAINING, _warmup, _sft_batches),
-    "train-grpo": (*_TRAINING, _grpo_warmup, _rewards, _algorithm, _grpo_batches, _grpo_lengths, _engines),
+    "train-sft": (*_TRAINING, _sft_batches),
+    "train-grpo": (*_TRAINING, _rewards, _algorithm, _grpo_batches, _grpo_lengths, _engines),
     "convert-ckpt": (_convert,),
     "preprocess": (_preprocess,),
     "generate": (_generate,),
