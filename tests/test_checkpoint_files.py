@@ -1,0 +1,321 @@
+"""Files of checkpoints: whole, damaged, harmful; Hugging Face's and Megatron's."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import random
+import sys
+import types
+import zipfile
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import tiny_checkpoints as tiny
+from msrl.checkpoint import mcore
+from msrl.checkpoint.files import staged_folder
+from msrl.checkpoint.hf import HfCheckpoint, HfWriter, copy_sidecars
+from msrl.checkpoint.source import open_weights
+from msrl.checkpoint.torch_file import ALIGNMENT, Foreign, TensorSpec, check_records, read_torch_file, spec_of, write_torch_file
+from msrl.errors import MsrlError
+from test_models import LLAMA, QWEN2, shape
+
+# --- torch's file format ------------------------------------------------------------------------------------------------------------
+
+SAMPLES = {
+    "matrix": torch.arange(6.0).view(2, 3),
+    "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "scalar": torch.tensor(7),
+    "empty": torch.zeros(0, 4),
+    "view": torch.arange(12.0).view(3, 4)[:, 1:3],
+}
+
+
+def write_samples(path: Path) -> Any:
+    specs = {name: spec_of(tensor) for name, tensor in SAMPLES.items()}
+    return write_torch_file(path, specs, SAMPLES.items(), lambda model: {"args": argparse.Namespace(a=1), "model": model})
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_torch_reads_what_was_streamed(tmp_path: Path, mmap: bool) -> None:
+    write_samples(tmp_path / "file.pt")
+    found = torch.load(tmp_path / "file.pt", weights_only=False, mmap=mmap)
+    assert found["args"] == argparse.Namespace(a=1)
+    for name, tensor in SAMPLES.items():
+        assert found["model"][name].dtype == tensor.dtype and torch.equal(found["model"][name], tensor)
+
+
+def test_streamed_files_are_sound_zip_archives_with_aligned_data(tmp_path: Path) -> None:
+    written = write_samples(tmp_path / "file.pt")
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        assert archive.testzip() is None
+    found = torch.load(tmp_path / "file.pt", weights_only=False, mmap=True)
+    plain = [tensor for tensor in found["model"].values() if tensor.numel()]
+    assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in plain)
+    assert written.num_bytes == (tmp_path / "file.pt").stat().st_size
+    assert written.sha256 == check_records(tmp_path / "file.pt")
+
+
+def test_tensors_that_were_not_announced_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="was announced"):
+        write_torch_file(tmp_path / "f.pt", {"a": TensorSpec(torch.float32, (2,))}, [("a", torch.zeros(3))], lambda model: model)
+
+
+class Harmful:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("place", ["args", "model"])
+def test_a_harmful_file_is_refused_by_name_and_runs_nothing(tmp_path: Path, place: str) -> None:
+    file = {"args": argparse.Namespace(), "model": {}, place: Harmful(tmp_path / "proof")}
+    torch.save(file, tmp_path / "file.pt")
+    with pytest.raises(MsrlError, match=r"posix\.mkdir, which a checkpoint has no use for"):
+        mcore.read_rank_file(tmp_path / "file.pt")
+    assert not (tmp_path / "proof").exists()
+    torch.load(tmp_path / "file.pt", weights_only=False)
+    assert (tmp_path / "proof").exists()  # the file does do harm to a reader that trusts it
+
+
+@pytest.mark.parametrize("function", [eval, getattr, torch.load, print, __import__])
+def test_functions_are_not_values_of_a_checkpoint(tmp_path: Path, function: Any) -> None:
+    torch.save({"args": function}, tmp_path / "file.pt")
+    with pytest.raises(MsrlError, match="no use for"):
+        read_torch_file(tmp_path / "file.pt")
+
+
+def test_programs_and_old_files_and_junk_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "program.pt", "w") as archive:
+        archive.writestr("archive/constants.pkl", b"")
+    torch.save({"args": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "junk.pt").write_bytes(b"junk")
+    for name, message in (
+        ("program", "TorchScript"),
+        ("old", "not written by torch.save"),
+        ("junk", "cut short"),
+        ("none", "no such file"),
+    ):
+        with pytest.raises(MsrlError, match=message):
+            read_torch_file(tmp_path / f"{name}.pt")
+
+
+def test_what_megatron_itself_saves_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enums = types.ModuleType("megatron.core.enums")
+    monkeypatch.setitem(sys.modules, "megatron.core.enums", enums)
+    kind = Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
+    monkeypatch.setattr(enums, "ModelType", kind, raising=False)
+    args = argparse.Namespace(model_type=kind["encoder_or_decoder"], params_dtype=torch.bfloat16, lr=1e-6, names={"a"}, none=None)
+    rng = [{"random": random.getstate(), "numpy": np.random.RandomState(0).get_state(), "torch": torch.get_rng_state()}]
+    model = collections.OrderedDict(weight=torch.nn.Parameter(torch.ones(2)), **{"layer._extra_state": None})
+    torch.save({"args": args, "iteration": 5, "rng_state": rng, "model": model}, tmp_path / "file.pt")
+    found = mcore.read_rank_file(tmp_path / "file.pt")
+    assert isinstance(found["args"].model_type, Foreign) and found["args"].params_dtype == torch.bfloat16
+    assert list(found["model"]) == ["weight"] and found["iteration"] == 5
+    assert np.array_equal(found["rng_state"][0]["numpy"][1], np.random.RandomState(0).get_state()[1])
+
+
+# --- Megatron's folders ---------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_have_the_places_that_mindspeed_gives_them(tmp_path: Path) -> None:
+    at = {(pp, pp_size): str(mcore.rank_file(tmp_path, 1, 3, 4, pp, pp_size).relative_to(tmp_path)) for pp, pp_size in ((0, 1), (1, 2))}
+    assert at[0, 1] == "iter_0000001/mp_rank_03/model_optim_rng.pt"
+    assert at[1, 2] == "iter_0000001/mp_rank_03_001/model_optim_rng.pt"
+
+
+def test_a_rank_file_holds_what_megatron_expects(tmp_path: Path) -> None:
+    found = shape(QWEN2)
+    mcore.write_rank_file(tmp_path / "m" / "f.pt", {"a": torch.ones(2)}, mcore.namespace(found, 2, 1), 7)
+    contents = torch.load(tmp_path / "m" / "f.pt", weights_only=False)
+    assert sorted(contents) == ["args", "checkpoint_version", "iteration", "model"]
+    assert (contents["checkpoint_version"], contents["iteration"]) == (3.0, 7)
+    args = vars(contents["args"])
+    expected = {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_layers": 2, "hidden_size": 64, "padded_vocab_size": 100,
+        "untie_embeddings_and_output_weights": True, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 16,
+        "add_qkv_bias": True, "rotary_base": 1e6, "num_experts": None, "bf16": True,
+    }  # fmt: skip
+    assert {name: args[name] for name in expected} == expected
+
+
+def test_an_iteration_is_visible_only_when_published(tmp_path: Path) -> None:
+    path = mcore.rank_file(tmp_path, 3, 0, 1, 0, 1, staged=True)
+    mcore.write_rank_file(path, {}, mcore.namespace(shape(QWEN2), 1, 1), 3)
+    with pytest.raises(MsrlError, match="not an mcore checkpoint"):
+        mcore.find_checkpoint(tmp_path)
+    mcore.publish(tmp_path, 3)
+    assert mcore.find_checkpoint(tmp_path).iteration == 3
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_the_word_release_is_an_iteration(tmp_path: Path) -> None:
+    mcore.write_rank_file(mcore.rank_file(tmp_path, "release", 0, 1, 0, 1), {}, mcore.namespace(shape(QWEN2), 1, 1), "release")
+    (tmp_path / mcore.TRACKER).write_text("release\n")
+    assert mcore.find_checkpoint(tmp_path).iteration == "release"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("soon", "must hold a number or the word release"), ("9", "there is no folder iter_0000009")]
+)
+def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / mcore.TRACKER).write_text(text)
+    with pytest.raises(MsrlError, match=message):
+        mcore.find_checkpoint(tmp_path)
+
+
+def test_a_missing_rank_and_expert_ranks_are_named(tmp_path: Path) -> None:
+    args = mcore.namespace(shape(QWEN2), 2, 2)
+    for tp_rank, pp_rank in ((0, 0), (1, 0), (1, 1)):
+        mcore.write_rank_file(mcore.rank_file(tmp_path, 1, tp_rank, 2, pp_rank, 2), {}, args, 1)
+    mcore.publish(tmp_path, 1)
+    with pytest.raises(MsrlError, match=r"mp_rank_00_001/model_optim_rng.pt: the file of this rank is missing"):
+        mcore.find_checkpoint(tmp_path)
+    (tmp_path / "iter_0000001" / "mp_rank_00_000_001").mkdir()
+    with pytest.raises(MsrlError, match="expert parallelism"):
+        mcore.find_checkpoint(tmp_path)
+
+
+def test_names_of_transformer_engine_and_local_spec_are_each_others() -> None:
+    local = "decoder.layers.11.pre_mlp_layernorm.weight"
+    assert mcore.te_name(local) == "decoder.layers.11.mlp.linear_fc1.layer_norm_weight"
+    assert mcore.local_name(mcore.te_name(local)) == local
+    assert mcore.te_name("decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
+
+
+# --- Hugging Face folders -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_hugging_face_folder_is_read_from_one_file_or_many(tmp_path: Path, shards: int) -> None:
+    weights = tiny.save(tmp_path, shards=shards)
+    checkpoint = HfCheckpoint(tmp_path)
+    assert checkpoint.specs == {name: spec_of(tensor) for name, tensor in weights.items()}
+    assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
+
+
+def damage(folder: Path, what: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    first = folder / "model-00001-of-00003.safetensors"
+    if what == "truncated":
+        first.write_bytes(first.read_bytes()[:-10])
+    elif what == "header":
+        first.write_bytes(b"\xff" * 100)
+    elif what == "gone":
+        first.unlink()
+    elif what == "index":
+        index.write_text("[1, 2")
+    elif what == "outside":
+        index.write_text(index.read_text().replace("model-00001", "../model-00001"))
+    else:
+        contents = json.loads(index.read_text())
+        contents["weight_map"].pop("model.norm.weight")
+        index.write_text(json.dumps(contents))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("truncated", "model-00001-of-00003.safetensors: cut short or not safetensors"),
+        ("header", "model-00001-of-00003.safetensors: cut short or not safetensors"),
+        ("gone", "model-00001-of-00003.safetensors: the index names this file, but it is missing"),
+        ("index", "model.safetensors.index.json: not an index"),
+        ("outside", "not a plain file name"),
+        ("unlisted", "has besides model.norm.weight"),
+    ],
+)
+def test_damage_to_a_hugging_face_folder_is_named(tmp_path: Path, what: str, message: str) -> None:
+    tiny.save(tmp_path, shards=3)
+    damage(tmp_path, what)
+    with pytest.raises(MsrlError) as error:
+        HfCheckpoint(tmp_path)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, "12 tensors are missing, model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "12 tensors have no place in Qwen2ForCausalLM: model.layers.1.input_layernorm.weight"),
+        ({"vocab_size": 101}, "model.embed_tokens.weight is [100, 64], but config.json makes it [101, 64]"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight differs from the embedding"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    tiny.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, **changes}))
+    with pytest.raises(MsrlError) as error:
+        HfCheckpoint(tmp_path)
+    assert message in str(error.value)
+
+
+def test_other_folders_are_refused_with_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match="no such folder"):
+        open_weights(tmp_path / "none")
+    with pytest.raises(MsrlError, match="is empty"):
+        open_weights(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(MsrlError, match="save it again with save_pretrained"):
+        open_weights(tmp_path)
+
+
+def test_the_writer_cuts_shards_and_indexes_them(tmp_path: Path) -> None:
+    weights = tiny.tensors(LLAMA)
+    writer = HfWriter(tmp_path, {name: spec_of(t) for name, t in weights.items()}, max_shard_bytes=20_000)
+    for name, tensor in reversed(weights.items()):
+        writer.write(name, tensor)
+    writer.close()
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(sum(t.nbytes for t in _load(file).values()) <= 20_000 or len(_load(file)) == 1 for file in files)
+    checkpoint = HfCheckpoint(tmp_path)
+    assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
+
+
+def _load(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(file, "pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+def test_a_writer_that_lacks_a_tensor_says_so(tmp_path: Path) -> None:
+    writer = HfWriter(tmp_path, {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.bfloat16, (3,))})
+    with pytest.raises(ValueError, match="was announced as"):
+        writer.write("a", torch.zeros(3))
+    writer.write("b", torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="not written: a"):
+        writer.close()
+
+
+def test_sidecar_files_come_along_and_the_config_names_the_new_type(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "from", shards=2)
+    (tmp_path / "from" / "chat_template.jinja").write_text("x")
+    copy_sidecars(tmp_path / "from", tmp_path / "to", torch.float32)
+    assert sorted(file.name for file in (tmp_path / "to").iterdir()) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {**QWEN2, "torch_dtype": "float32"}
+
+
+def test_a_folder_that_is_being_written_is_not_written_twice(tmp_path: Path) -> None:
+    with staged_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("x")
+        assert not (tmp_path / "out").exists()
+        with pytest.raises(MsrlError, match="another process is writing here"), staged_folder(tmp_path / "out"):
+            pass
+    assert (tmp_path / "out" / "file").read_text() == "x"
+    with pytest.raises(MsrlError, match="already exists"), staged_folder(tmp_path / "out"):
+        pass

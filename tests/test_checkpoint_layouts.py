@@ -1,0 +1,127 @@
+"""Where each number of a weight goes: worked out by hand from Megatron's layout, then the same on random tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from msrl.checkpoint.layouts import fuse, join, shard, shard_shape, split, unfuse
+from msrl.checkpoint.plan import make_plan, stage_tensors
+from msrl.errors import MsrlError
+from msrl.models.families import all_rules, num_parameters
+from msrl.models.rules import GateUp, Layout, Qkv, Replicated, Sharded, Vocab
+from test_models import LLAMA, QWEN2, QWEN3, shape
+
+# Two groups of two query heads, each of two rows. A group is [its four q rows, its two k rows, its two v rows].
+Q, K, V = torch.arange(8.0), torch.arange(10.0, 14), torch.arange(20.0, 24)
+QKV = Qkv(num_groups=2, heads_per_group=2, head_dim=2)
+QKV_RANKS = ([0, 1, 2, 3, 10, 11, 20, 21], [4, 5, 6, 7, 12, 13, 22, 23])
+
+
+def test_qkv_of_a_rank_holds_whole_query_groups() -> None:
+    weights = [t[:, None] for t in (Q, K, V)]
+    for tensors in ((Q, K, V), weights):  # bias and weight have the same order
+        ranks = split(QKV, fuse(QKV, tensors), 2)
+        assert [rank.flatten().tolist() for rank in ranks] == list(QKV_RANKS)
+        assert [shard(QKV, tensors, rank, 2).flatten().tolist() for rank in (0, 1)] == list(QKV_RANKS)
+
+
+def test_qkv_comes_apart_into_q_k_and_v() -> None:
+    canonical = join(QKV, [torch.tensor(rank) for rank in QKV_RANKS])
+    assert [part.tolist() for part in unfuse(QKV, canonical)] == [Q.tolist(), K.tolist(), V.tolist()]
+
+
+def test_a_rank_holds_its_gate_rows_then_its_up_rows() -> None:
+    gate, up = torch.arange(4)[:, None], torch.arange(10, 14)[:, None]
+    expected = [[0, 1, 10, 11], [2, 3, 12, 13]]
+    assert [rank.flatten().tolist() for rank in split(GateUp(), fuse(GateUp(), (gate, up)), 2)] == expected
+    assert [shard(GateUp(), (gate, up), rank, 2).flatten().tolist() for rank in (0, 1)] == expected
+    back = unfuse(GateUp(), join(GateUp(), [torch.tensor(rank)[:, None] for rank in expected]))
+    assert [part.flatten().tolist() for part in back] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+
+
+def test_row_parallel_weights_are_cut_by_columns() -> None:
+    weight = torch.arange(8).view(2, 4)
+    assert [rank.tolist() for rank in split(Sharded(1), weight, 2)] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert shard(Sharded(1), [weight], 1, 2).tolist() == [[2, 3], [6, 7]]
+
+
+def test_vocabulary_is_padded_with_zeros_and_trimmed_again() -> None:
+    table = torch.arange(1, 11).view(5, 2)
+    expected = [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9, 10], [0, 0]], [[0, 0], [0, 0]]]
+    assert [rank.tolist() for rank in split(Vocab(5), table, 4, padded_vocab=8)] == expected
+    assert [shard(Vocab(5), [table], rank, 4, 8).tolist() for rank in range(4)] == expected
+    assert join(Vocab(5), [torch.tensor(rank) for rank in expected]).tolist() == table.tolist()
+
+
+def test_replicated_tensors_are_whole_on_every_rank() -> None:
+    norm = torch.arange(3)
+    assert [rank.tolist() for rank in split(Replicated(), norm, 2)] == [[0, 1, 2], [0, 1, 2]]
+    assert join(Replicated(), [norm, norm]) is norm
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("layout", "shapes"),
+    [
+        (Qkv(4, 3, 2), ((24, 5), (8, 5), (8, 5))),
+        (Qkv(4, 3, 2), ((24,), (8,), (8,))),
+        (GateUp(), ((8, 5), (8, 5))),
+        (Sharded(0), ((8, 5),)),
+        (Sharded(1), ((5, 8),)),
+        (Vocab(7), ((7, 5),)),
+        (Replicated(), ((5,),)),
+    ],
+)
+def test_every_layout_comes_back_from_any_number_of_ranks(layout: Layout, shapes: tuple[tuple[int, ...], ...], tp: int) -> None:
+    tensors = [torch.randn(size) for size in shapes]
+    canonical = fuse(layout, tensors)
+    ranks = split(layout, canonical, tp)
+    assert torch.equal(join(layout, ranks), canonical)
+    assert all(torch.equal(a, b) for a, b in zip(unfuse(layout, canonical), tensors, strict=True))
+    for rank in range(tp):
+        assert torch.equal(shard(layout, tensors, rank, tp), ranks[rank])
+        assert tuple(ranks[rank].shape) == shard_shape(layout, shapes, tp)
+
+
+def test_stages_are_equal_blocks_that_count_their_own_layers() -> None:
+    stages = [[placed.name for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), rank, 2)] for rank in (0, 1)]
+    layers = [f"decoder.layers.{layer}" for layer in (0, 1)]
+    assert stages[0][0] == "embedding.word_embeddings.weight" and stages[1][-2:] == [
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    ]
+    assert [sorted({name[:16] for name in stage if "layers." in name}) for stage in stages] == [layers, layers]
+    second = {placed.name: placed.rule.hf[0] for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), 1, 2)}
+    assert second["decoder.layers.0.input_layernorm.weight"] == "model.layers.2.input_layernorm.weight"
+
+
+def test_a_tied_output_layer_is_stored_only_with_several_stages() -> None:
+    tied = shape(QWEN2, tie_word_embeddings=True)
+    one, two = stage_tensors(tied, 0, 1), stage_tensors(tied, 1, 2)
+    assert "output_layer.weight" not in [placed.name for placed in one]
+    assert two[-1].name == "output_layer.weight" and two[-1].rule.hf == ("model.embed_tokens.weight",)
+
+
+def test_a_plan_counts_what_all_ranks_hold() -> None:
+    found = shape(QWEN3)
+    replicated = sum(size[0] for rule in all_rules(found) if rule.layout == Replicated() for size in rule.shapes)
+    plan = make_plan(found, tp=2, pp=2, vocab_multiple=64)
+    padding = 2 * (128 - 100) * 64  # embedding and output layer, rows added, hidden size
+    assert plan.padded_vocab == 128
+    assert plan.num_elements == num_parameters(found) + replicated + padding
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "message"),
+    [(4, 1, "tp=4 does not divide the key/value groups (2)"), (1, 3, "pp=3 does not divide the 2 layers"), (5, 1, "feed-forward")],
+)
+def test_a_layout_that_does_not_divide_is_refused(tp: int, pp: int, message: str) -> None:
+    with pytest.raises(MsrlError) as error:
+        make_plan(shape(QWEN2), tp, pp)
+    assert message in str(error.value)
+
+
+def test_the_vocabulary_is_padded_to_something_that_the_ranks_divide() -> None:
+    assert make_plan(shape(QWEN2), 2, 1, vocab_multiple=None).padded_vocab == 100
+    assert make_plan(shape(QWEN2), 2, 1, vocab_multiple=51).padded_vocab == 102

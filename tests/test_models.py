@@ -1,0 +1,200 @@
+"""What a config.json says of a model: shapes, weight rules and Megatron settings, on the configs of real models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msrl.errors import MsrlError
+from msrl.models.families import all_rules, load_shape, num_parameters, shape_of
+from msrl.models.hf_config import HfConfig
+from msrl.models.megatron import gpt_settings, megatron_settings, transformer_settings
+from msrl.models.rules import Qkv
+from msrl.models.shape import Llama3RopeScaling
+from support import shared_data
+
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 100, "rope_theta": 1e6, "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+LLAMA = {**QWEN2, "architectures": ["LlamaForCausalLM"]}
+LLAMA3_SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def shape(config: dict[str, Any], **changes: Any) -> Any:
+    return shape_of(HfConfig({**config, **changes}, "config.json"))
+
+
+# The counts are those of the models' cards and of the indices of their published weights.
+@pytest.mark.parametrize(
+    ("file", "parameters", "tied", "theta", "dtype"),
+    [
+        ("Llama-2-7b-chat.config.json", 6_738_415_616, False, 1e4, "float16"),
+        ("Llama-3.2-3B-Instruct.config.json", 3_212_749_824, True, 5e5, "bfloat16"),
+        ("aic/meta-llama--Meta-Llama-3.1-8B_config.json", 8_030_261_248, False, 5e5, "bfloat16"),
+        ("Qwen2.5-0.5B-Instruct.config.json", 494_032_768, True, 1e6, "float32"),
+        ("Qwen2.5-1.5B-Instruct.transformers5.config.json", 1_543_714_304, True, 1e6, "float16"),
+        ("Qwen2.5-7B-Instruct.config.json", 7_615_616_512, False, 1e6, "bfloat16"),
+        ("aic/Qwen--Qwen3-0.6B_config.json", 596_049_920, True, 1e6, "bfloat16"),
+        ("Qwen3-4B.config.json", 4_022_468_096, True, 1e6, "bfloat16"),
+    ],
+)
+def test_shape_of_a_real_model_is_read_from_its_config(file: str, parameters: int, tied: bool, theta: float, dtype: str) -> None:
+    found = load_shape(shared_data("configs", file))
+    assert (num_parameters(found), found.tie_word_embeddings, found.rope_theta, found.dtype) == (parameters, tied, theta, dtype)
+
+
+@pytest.mark.parametrize(
+    ("config", "index", "bytes_per_parameter"),
+    [
+        ("cogito-v1-preview-qwen-14B.config.json", "Qwen2.5-14B.model.safetensors.index.json", 2),
+        ("Reflection-Llama-3.1-70B.config.json", "Llama-3.1-70B.model.safetensors.index.json", 4),
+    ],
+)
+def test_rules_name_exactly_the_tensors_of_a_published_index(config: str, index: str, bytes_per_parameter: int) -> None:
+    found = load_shape(shared_data("configs", config))
+    published = json.loads(shared_data("weight_index", index).read_text())
+    assert {name for rule in all_rules(found) for name in rule.hf} == set(published["weight_map"])
+    assert num_parameters(found) * bytes_per_parameter == published["metadata"]["total_size"]
+
+
+def test_llama3_scaling_is_read_whole() -> None:
+    found = load_shape(shared_data("configs", "Llama-3.2-3B-Instruct.config.json"))
+    assert found.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert gpt_settings(found)["rope_scaling"] is True and gpt_settings(found)["rope_scaling_factor"] == 32.0
+
+
+def test_head_size_of_qwen3_is_its_own() -> None:
+    found = load_shape(shared_data("configs", "Qwen3-4B.config.json"))
+    assert (found.head_dim, found.hidden_size // found.num_attention_heads) == (128, 80)
+    assert (found.qkv_bias, found.qk_norm) == (False, True)
+
+
+def test_both_spellings_of_the_rope_settings_mean_the_same() -> None:
+    old = shape(LLAMA, rope_theta=5e5, rope_scaling=LLAMA3_SCALING)
+    new = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "torch_dtype")}
+    assert old == shape(new, dtype="bfloat16", rope_parameters={**LLAMA3_SCALING, "rope_theta": 5e5})
+
+
+def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
+    folder = shared_data("configs")
+    refused = 0
+    for file in sorted(folder.rglob("*.json")):
+        config = json.loads(file.read_text())
+        names = config.get("architectures")
+        if not names or names[0] in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"):
+            continue
+        with pytest.raises(MsrlError, match=rf"{names[0]} is not supported; supported: LlamaForCausalLM, Qwen2ForCausalLM"):
+            load_shape(file)
+        refused += 1
+    assert refused > 40
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (QWEN2, {"hidden_size": None}, "hidden_size=null: is missing"),
+        (QWEN2, {"num_hidden_layers": 0}, "num_hidden_layers=0: must be a positive whole number"),
+        (QWEN2, {"intermediate_size": "96"}, "intermediate_size"),
+        (QWEN2, {"vocab_size": True}, "vocab_size=true"),
+        (QWEN2, {"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        (QWEN2, {"num_key_value_heads": 3}, "does not divide num_attention_heads=4"),
+        (QWEN2, {"num_key_value_heads": None}, "num_key_value_heads"),
+        (QWEN2, {"num_attention_heads": 3, "num_key_value_heads": 1}, "does not divide by num_attention_heads=3"),
+        (QWEN3, {"head_dim": 33}, "needs an even number"),
+        (QWEN2, {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        (QWEN2, {"hidden_act": "gelu"}, "hidden_act"),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window attention is not supported"),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "only full_attention"),
+        (QWEN2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        (LLAMA, {"attention_bias": True}, "attention_bias=true: is not supported"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA, {"architectures": None}, "architectures"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_or_is_not_supported_is_refused_by_key(base: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(MsrlError) as error:
+        shape(base, **changes)
+    assert message in str(error.value) and str(error.value).startswith("config.json: ")
+
+
+def test_a_window_that_no_layer_uses_is_no_window() -> None:
+    assert shape(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=2) == shape(QWEN2)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=r"there is no config.json"):
+        load_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(MsrlError, match="not valid JSON"):
+        load_shape(tmp_path)
+
+
+def test_scaling_that_megatron_cannot_express_is_refused() -> None:
+    found = shape(LLAMA, rope_scaling={**LLAMA3_SCALING, "original_max_position_embeddings": 4096})
+    with pytest.raises(MsrlError, match=r"original_max_position_embeddings=4096.*8192 built in"):
+        megatron_settings(found)
+
+
+def test_megatron_settings_follow_from_the_shape() -> None:
+    settings = megatron_settings(shape(QWEN2, tie_word_embeddings=True))
+    expected = {
+        "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16,
+        "add_qkv_bias": True, "qk_layernorm": False, "add_bias_linear": False, "rotary_base": 1e6, "rope_scaling": False,
+        "share_embeddings_and_output_weights": True, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu",
+    }  # fmt: skip
+    assert {name: settings[name] for name in expected} == expected
+
+
+def test_a_rule_of_a_layer_names_its_tensors() -> None:
+    found = shape(QWEN3)
+    rules = {rule.mcore: rule for rule in all_rules(found)}
+    qkv = rules["decoder.layers.1.self_attention.linear_qkv.weight"]
+    assert qkv.hf == tuple(f"model.layers.1.self_attn.{kind}_proj.weight" for kind in "qkv")
+    assert qkv.layout == Qkv(num_groups=2, heads_per_group=2, head_dim=32)
+    assert qkv.shapes == ((128, 64), (64, 64), (64, 64))
+    assert rules["decoder.layers.0.self_attention.k_layernorm.weight"].hf == ("model.layers.0.self_attn.k_norm.weight",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA])
+@pytest.mark.parametrize("tied", [True, False])
+def test_rules_name_the_parameters_of_transformers_models(config: dict[str, Any], tied: bool) -> None:
+    import torch
+    import transformers
+
+    values = {key: value for key, value in config.items() if key not in ("architectures", "torch_dtype")}
+    with torch.device("meta"):
+        name = config["architectures"][0]
+        settings = getattr(transformers, name.replace("ForCausalLM", "Config"))(**values, tie_word_embeddings=tied)
+        model = getattr(transformers, name)(settings)
+    rules = all_rules(shape(config, tie_word_embeddings=tied))
+    found = {name: size for rule in rules for name, size in zip(rule.hf, rule.shapes, strict=True)}
+    assert found == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+SIGNATURES = """
+import inspect, json
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+print(json.dumps([list(inspect.signature(taker).parameters) for taker in (TransformerConfig, GPTModel)]))
+"""
+
+
+@pytest.mark.slow
+def test_settings_are_arguments_that_megatron_takes() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SIGNATURES], capture_output=True, text=True, check=True)
+    of_config, of_model = json.loads(done.stdout.splitlines()[-1])
+    assert set(transformer_settings(shape(QWEN2))) <= set(of_config)
+    assert set(gpt_settings(shape(QWEN2))) <= set(of_model)
