@@ -22,7 +22,7 @@ def running(request, tmp_path_factory):
     """(engine, a Hugging Face model with the weights that it was started with)."""
     folder = tmp_path_factory.mktemp("model")
     model = save_model(folder, tied=request.param)
-    engine = VllmEngine(EngineSettings(folder, dtype="float32", max_model_len=256, max_num_seqs=16), get("cpu"))
+    engine = VllmEngine(EngineSettings(folder, dtype="float32", max_model_len=256, max_num_seqs=16, max_num_batched_tokens=600), get("cpu"))
     yield engine, model
     engine.close()
 
@@ -103,7 +103,7 @@ def test_new_weights_arrive_whole_and_the_prefix_cache_forgets(engine, model):
 
 
 def test_incomplete_weights_are_refused(engine, model):
-    with pytest.raises(ValueError, match="did not come, the first is model.norm"):
+    with pytest.raises(ValueError, match=r"did not come, the first is model\.norm\.weight"):
         engine.load_weights((name, tensor) for name, tensor in model.named_parameters() if name != "model.norm.weight")
 
 
@@ -116,6 +116,16 @@ def test_the_same_seed_gives_the_same_completions_whatever_the_batch(engine):
     assert len({tuple(c.token_ids.tolist()) for group in together for c in group.completions}) == 8
     later = engine.generate(batch[2:3], sampling, 5)[0]
     assert [c.token_ids.tolist() for c in later.completions] != [c.token_ids.tolist() for c in alone.completions]
+
+
+def test_seeded_prompts_that_do_not_fit_one_step_of_the_engine_are_all_completed(engine):
+    batch = prompts(*[230] * 12)
+    sampling = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    together = engine.generate(batch, sampling, 0)
+    assert [len(group.completions[0].token_ids) for group in together] == [6] * 12
+    for group, prompt in ((together[0], batch[0]), (together[-1], batch[-1])):
+        alone = engine.generate([prompt], sampling, 0)[0].completions[0]
+        assert group.completions[0].token_ids.tolist() == alone.token_ids.tolist()
 
 
 def test_text_is_decoded_without_special_tokens(engine):
@@ -173,3 +183,18 @@ def test_a_stream_gives_the_text_of_the_same_completion_and_stops_when_closed(en
     next(stream)
     stream.close()
     assert not engine._llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.full
+def test_an_engine_on_two_devices_takes_new_weights_from_files(tmp_path):
+    save_model(tmp_path, tied=True)
+    other = make_model(tied=True, seed=1)
+    engine = VllmEngine(EngineSettings(tmp_path, dtype="float32", max_model_len=256, max_num_seqs=16, tp=2), get("cpu"))
+    try:
+        engine.load_weights(other.named_parameters())
+        for group in engine.generate(prompts(3, 20), SamplingParams(max_tokens=20, num_samples=2, seed=1), 0):
+            for completion in group.completions:
+                want = reference_logprobs(other, group.prompt.token_ids, completion.token_ids)
+                np.testing.assert_allclose(completion.logprobs, want, atol=1e-4)
+    finally:
+        engine.close()

@@ -43,9 +43,9 @@ def make_model(*, tied: bool, seed: int = 0, head_dim: int = 32, positions: int 
     return Qwen2ForCausalLM(config).eval()
 
 
-def save_model(folder: Path, *, tied: bool, seed: int = 0, head_dim: int = 32, chat_template: bool = True) -> Any:
+def save_model(folder: Path, *, tied: bool, seed: int = 0, positions: int = 512, chat_template: bool = True) -> Any:
     """Write model and tokenizer to `folder`; returns the model."""
-    model = make_model(tied=tied, seed=seed, head_dim=head_dim)
+    model = make_model(tied=tied, seed=seed, positions=positions)
     model.save_pretrained(folder)
     make_tokenizer(chat_template).save_pretrained(folder)
     return model

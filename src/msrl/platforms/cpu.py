@@ -57,13 +57,14 @@ class CpuPlatform(Platform):
 
     def engine_environment(self) -> Mapping[str, str]:
         return {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training ranks and other engines share the cores
             "OMP_WAIT_POLICY": "PASSIVE",
             "TORCHDYNAMO_DISABLE": "1",
         }
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        return {"enforce_eager": True}
+        # A prompt that is prefilled in parts makes vLLM rewind the generator of its seed, which a CPU generator cannot.
+        return {"enforce_eager": True, "enable_chunked_prefill": False}
 
 
 class _Stream:
