@@ -1,22 +1,21 @@
 """Prompt templates as data: one YAML file each, the fields documented in `templates/README.md`.
 
-The packaged ones lie in the wheel (`msrl/templates`) or at the top of a source tree (`templates/`); a path names one of the user's own.
-The texts of MindSpeed's templates of the same names are kept (MindSpeed-RL `configs/model/templates.json`), so that prompts agree.
+Where they lie is `config/templates.py`'s to know. The texts of MindSpeed's templates of the same names are kept
+(MindSpeed-RL `configs/model/templates.json`), so that prompts agree.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from msrl.config.templates import find_template, template_names
 from msrl.errors import MsrlError, nearest
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_FOLDERS = (_PACKAGE / "templates", _PACKAGE.parents[1] / "templates")
+__all__ = ["Template", "load_template", "template_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +43,16 @@ class Template:
     native: bool = False
 
 
-def template_folder() -> Path:
-    """The folder of the packaged templates."""
-    for folder in _FOLDERS:
-        if folder.is_dir():
-            return folder
-    raise MsrlError(f"the prompt templates are missing: no folder {_FOLDERS[0]}; install msrl again")
-
-
-@cache
-def template_names() -> tuple[str, ...]:
-    """The names of the packaged templates, sorted."""
-    return tuple(sorted(path.stem for path in template_folder().glob("*.yaml")))
-
-
 def load_template(name: str) -> Template:
     """The template `name`: a packaged one, or the path of a YAML file (ends in .yaml or .yml).
 
     Raises MsrlError for an unknown name, a missing file, an unknown field or a field of the wrong type.
     """
-    if name.endswith((".yaml", ".yml")):
-        return _read(Path(name))
-    if name not in template_names():
-        hint = nearest(name, template_names())
-        raise MsrlError(f"template={name}: there is no such template; {hint}; or give the path of a .yaml file")
-    return _read(template_folder() / f"{name}.yaml")
+    try:
+        path = find_template(name)
+    except MsrlError as error:
+        raise MsrlError(f"template={name}: {error}") from None
+    return _read(path)
 
 
 def _read(path: Path) -> Template:

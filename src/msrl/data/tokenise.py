@@ -116,6 +116,8 @@ def _shape(conversation: Conversation, kind: str) -> Conversation:
         raise DroppedRow("empty_prompt")
     if kind == "sft" and (messages[-1].role != "assistant" or not messages[-1].content.strip()):
         raise DroppedRow("empty_answer")
+    if kind == "prompts" and answer is not None and not answer.strip():
+        raise DroppedRow("empty_answer")
     return Conversation(messages, answer, conversation.extra)
 
 

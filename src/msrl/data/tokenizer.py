@@ -70,10 +70,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     files = {file.name for file in folder.iterdir()}
     try:
         if {"vocab.json", "merges.txt"} <= files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
-            return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+            return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"), name_or_path=str(folder))
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise MsrlError(f"tokenizer={folder}: cannot be loaded: {reason}") from error
 
 

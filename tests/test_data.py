@@ -1,0 +1,360 @@
+"""Reading rows, handlers, packing, indexed files and datasets."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from msrl.data.columns import DroppedRow
+from msrl.data.dataset import PromptDataset, SftDataset
+from msrl.data.handlers import ALIASES, handler_names, make_handler
+from msrl.data.indexed import IndexedReader, IndexedWriter
+from msrl.data.pack import pack_rows
+from msrl.data.readers import find_files, read_batches
+from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
+from msrl.errors import MsrlError
+from msrl.types import Conversation, Message
+from support import shared_data
+
+
+def rows_of(*inputs) -> list:
+    return [row for batch in read_batches(find_files([str(i) for i in inputs])) for _, row in batch.values()]
+
+
+def converse(name: str, row, *, map_keys=None, kind=None, options=None) -> Conversation:
+    handler = make_handler(name, kind=kind, map_keys=map_keys or {}, options=options or {})
+    return handler.module.conversation(row, handler.columns, **handler.options)
+
+
+def turns(conversation: Conversation) -> list[tuple[str, str]]:
+    return [(m.role, m.content) for m in conversation.messages]
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_the_same_from_json_jsonl_and_parquet(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"a": f"é{i}", "b": {"c": [str(i)]}} for i in range(1200)]
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    (tmp_path / "y.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "z.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "w.parquet", row_group_size=100)
+    for name in ("x.json", "y.jsonl", "z.json", "w.parquet"):
+        assert rows_of(tmp_path / name) == rows
+
+
+def test_folder_and_glob_are_read_in_order_of_name_and_each_file_once(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"name": name}) + "\n\n")
+    (tmp_path / "notes.txt").write_text("no data")
+    assert [r["name"] for r in rows_of(tmp_path, tmp_path / "*.jsonl")] == ["a", "b"]
+
+
+def test_one_object_is_one_row(tmp_path):
+    (tmp_path / "x.json").write_text('{\n "a": 1\n}')
+    assert rows_of(tmp_path / "x.json") == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b'{"a": 1}\n\n{"a": \n', "x.jsonl:3: not JSON"),
+        ("x.jsonl", b'{"a": "\xff"}\n', "x.jsonl:1: not UTF-8"),
+        ("x.json", b'[{"a": 1},\n', "x.json: not JSON"),
+        ("x.parquet", b"PAR1 no parquet", "x.parquet: not a whole Parquet file"),
+        ("x.csv", b"a,b", "cannot read .csv"),
+    ],
+)
+def test_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(MsrlError) as caught:
+        rows_of(tmp_path / name)
+    assert message in str(caught.value)
+
+
+def test_input_that_names_nothing_is_refused(tmp_path):
+    for item, message in ((tmp_path, "holds no"), (tmp_path / "*.jsonl", "no file matches"), (tmp_path / "x", "no such file or folder")):
+        with pytest.raises(MsrlError, match=message):
+            find_files([str(item)])
+
+
+# --- handlers --------------------------------------------------------------------------------------------------------------------
+
+
+def test_alpaca_joins_instruction_and_input_and_keeps_history():
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "history": [["Hi", "Hello"]]}
+    expected = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Add.\n1 2"), ("assistant", "3")]
+    assert turns(converse("alpaca", row)) == expected
+    assert turns(converse("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"})) == [("user", "Hi"), ("assistant", "Hello")]
+
+
+def test_alpaca_reads_the_columns_that_map_keys_names():
+    keys = {"prompt": "q.text", "query": "", "response": "a.0"}
+    row = {"q": {"text": "Hi"}, "a": ["Hello"], "input": "not this"}
+    assert turns(converse("alpaca", row, map_keys=keys)) == [("user", "Hi"), ("assistant", "Hello")]
+
+
+def test_sharegpt_knows_both_forms_and_tool_calls():
+    row = shared_rows("sft/glaive_toolcall_en_demo.json")[0]
+    made = converse("sharegpt", row)
+    assert [m.role for m in made.messages] == ["user", "assistant", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    call = row["conversations"][3]["value"]
+    assert made.messages[3].content == f"<tool_call>\n{call}\n</tool_call>"
+    assert json.loads(made.extra["tools"]) == json.loads(row["tools"])
+    openai = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    assert turns(converse("sharegpt", openai)) == [("user", "Hi"), ("assistant", "Hello")]
+
+
+def test_sharegpt_writes_openai_tool_calls_in_tags():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    made = converse("sharegpt", {"messages": [*messages, {"role": "assistant", "content": "Done"}]})
+    assert made.messages[1].content == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "order", ["assistant user", "user user", "user assistant assistant", "user system assistant", "user assistant tool user"]
+)
+def test_sharegpt_drops_turns_in_an_impossible_order(order):
+    with pytest.raises(DroppedRow, match="turn_order"):
+        converse("sharegpt", {"messages": [{"role": role, "content": "x"} for role in order.split()]})
+
+
+def test_gsm8k_answer_is_the_number_after_the_mark():
+    row = {"question": "How many?", "answer": "1000+234 = <<1000+234=1234>>1,234.\n#### 1,234"}
+    worked = converse("gsm8k", row)
+    assert worked.answer == "1234" and turns(worked) == [("user", "How many?"), ("assistant", row["answer"])]
+    shown = converse("gsm8k", row, options={"style": "r1", "calculator": False}).messages[1].content
+    assert shown == "<think>1000+234 = 1,234.</think><answer>\\boxed{1234}</answer>"
+    with pytest.raises(MsrlError, match="has no `#### number`"):
+        converse("gsm8k", {"question": "How many?", "answer": "12"})
+
+
+def shared_rows(name: str) -> list:
+    return rows_of(shared_data(*name.split("/")))
+
+
+MATH = {
+    "math/dapo_math_17k.parquet": ("r1", {"prompt": "prompt", "response": "reward_model.ground_truth"}, 17917, "34"),
+    "math/deepscaler_1209.parquet": ("Math17kAlpacaStyleInstructionHandler", {}, 1209, "\\frac{3}{7}"),
+    "math/orz_math_57k_collected.first1785.json": ("r1", {"prompt": "0.value", "response": "1.ground_truth.value"}, 1785, "n = 4"),
+    "math/math500.jsonl": ("r1", {"prompt": "problem", "response": "answer"}, 500, "\\left( 3, \\frac{\\pi}{2} \\right)"),
+    "math/gsm8k_test.jsonl": ("gsm8k", {}, 1319, "18"),
+}
+
+
+@pytest.mark.parametrize("name", MATH)
+def test_public_mathematics_is_read_through_map_keys(name):
+    handler_name, keys, count, first = MATH[name]
+    handler = make_handler(handler_name, kind="prompts", map_keys=keys, options={})
+    made = [handler.module.conversation(row, handler.columns) for row in shared_rows(name)]
+    assert len(made) == count and made[0].answer == first
+    assert all(c.answer is not None and c.messages[0].role == "user" and c.messages[0].content for c in made)
+
+
+def test_r1_takes_whole_numbers_and_nothing_else_that_is_not_text():
+    row = {"q": "2+2?", "a": 4, "tag": "sums"}
+    made = converse("r1", row, map_keys={"prompt": "q", "response": "a", "extra.tag": "tag"})
+    assert made == Conversation((Message("user", "2+2?"),), "4", {"tag": "sums"})
+    with pytest.raises(MsrlError, match=r"column 'a' .* holds a number, not text"):
+        converse("r1", {"q": "2+2?", "a": 4.5}, map_keys={"prompt": "q", "response": "a"})
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"question": "x", "output": "y"}, {}, "no column 'instruction' (for 'prompt'); the row has: question, output"),
+        ({"instruction": "x", "output": ["y"]}, {}, "column 'output' (for 'response') holds a list, not text"),
+        ({"instruction": "x", "output": None}, {}, "holds null, not text"),
+        ({"instruction": "x", "output": "y"}, {"query": "context"}, "no column 'context' (for 'query')"),
+        (
+            {"instruction": "x", "output": "y"},
+            {"respons": "output"},
+            "map_keys.respons: this handler has no such part; did you mean 'response'",
+        ),
+        ({"instruction": "x", "output": "y"}, {"response": ""}, "cannot do without it"),
+        ({"instruction": "x", "output": "y", "history": ["a"]}, {}, "pairs of text"),
+    ],
+)
+def test_row_that_does_not_fit_says_which_column(row, keys, message):
+    with pytest.raises(MsrlError) as caught:
+        converse("alpaca", row, map_keys=keys)
+    assert message in str(caught.value)
+
+
+def test_handlers_go_by_their_own_names_and_mindspeeds():
+    assert {"pretrain", "alpaca", "sharegpt", "r1", "gsm8k", "AlpacaStyleInstructionHandler"} <= set(handler_names())
+    for name in handler_names():
+        assert make_handler(name, kind=None, map_keys={}, options={}).name == ALIASES.get(name, name)
+    assert make_handler("R1SharegptStyleInstructionHandler", kind=None, map_keys={}, options={}).kind == "prompts"
+
+
+def test_unknown_handler_kind_and_option_are_refused():
+    for name, kind, options, message in (
+        ("alpacca", None, {}, "did you mean 'alpaca'"),
+        ("pretrain", "sft", {}, "handler pretrain makes pretrain"),
+        ("gsm8k", None, {"stile": "r1"}, "preprocess.options.stile: not an option here; did you mean 'style'"),
+    ):
+        with pytest.raises(MsrlError) as caught:
+            make_handler(name, kind=kind, map_keys={}, options=options)
+        assert message in str(caught.value)
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_best_fit_takes_the_row_with_the_least_room():
+    # Longest first: 7 opens a row, 6 opens one, 4 goes to 6 (fills it), 3 goes to 7 (fills it), 2 opens one, 2 joins it.
+    assert pack_rows([2, 6, 3, 7, 2, 4], 10) == [[0, 4], [1, 5], [2, 3]]
+
+
+def test_every_example_is_in_one_row_and_rows_are_nearly_full():
+    lengths = np.random.default_rng(0).integers(1, 400, 3000).tolist()
+    rows = pack_rows(lengths, 512)
+    assert sorted(i for row in rows for i in row) == list(range(3000))
+    assert all(sum(lengths[i] for i in row) <= 512 for row in rows)
+    assert len(rows) <= -(-sum(lengths) // 512) * 1.02
+
+
+# --- indexed files ---------------------------------------------------------------------------------------------------------------
+
+
+def write(folder, name: str, sequences) -> None:
+    writer = IndexedWriter(folder / f"{name}.bin", folder / f"{name}.idx")
+    for sequence in sequences:
+        writer.add(np.array(sequence, np.int32), np.array([len(sequence)], np.int32))
+    writer.close()
+
+
+def test_index_is_megatrons_layout_byte_for_byte(tmp_path):
+    write(tmp_path, "x", [[1, -100, 3], [], [2**31 - 1]])
+    assert (tmp_path / "x.bin").read_bytes() == struct.pack("<4i", 1, -100, 3, 2**31 - 1)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 3, 4)
+    assert (tmp_path / "x.idx").read_bytes() == header + struct.pack("<3i3q4q", 3, 0, 1, 0, 12, 12, 0, 1, 2, 3)
+    reader = IndexedReader(tmp_path / "x")
+    assert [reader[i].tolist() for i in range(len(reader))] == [[1, -100, 3], [], [2**31 - 1]]
+
+
+@pytest.mark.slow
+def test_megatron_reads_our_files_and_writes_the_same(tmp_path):
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    sequences = [np.random.default_rng(i).integers(0, 151936, i * 7 + 1).tolist() for i in range(20)]
+    write(tmp_path, "ours", sequences)
+    assert [row.tolist() for row in IndexedDataset(str(tmp_path / "ours"))] == sequences
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32)
+    for sequence in sequences:
+        builder.add_document(torch.tensor(sequence, dtype=torch.int32), [len(sequence)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_files_that_were_cut_short_are_refused(tmp_path, suffix):
+    write(tmp_path, "x", [[1, 2, 3]] * 10)
+    path = tmp_path / f"x.{suffix}"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(MsrlError, match="cut short"):
+        IndexedReader(tmp_path / "x")
+
+
+# --- datasets --------------------------------------------------------------------------------------------------------------------
+
+
+def mindspeed_files(folder, columns: dict) -> str:
+    """Files as MindSpeed's preprocessing leaves them: no manifest, no answers as text."""
+    for key, sequences in columns.items():
+        write(folder, f"data_packed_{key}_document", sequences)
+    return str(folder / "data")
+
+
+def test_mindspeeds_rows_are_one_sequence_each(tmp_path, caplog):
+    ids, labels = [[5, 6, 7], [8, 9]], [[-100, 6, 7], [-100, 9]]
+    data = SftDataset(mindspeed_files(tmp_path, {"input_ids": ids, "attention_mask": [[1, 1, 1], [1, 1]], "labels": labels}))
+    assert "cannot be checked" in caplog.text and data.manifest is None
+    assert [[e.token_ids.tolist() for e in row] for row in data] == [[[5, 6, 7]], [[8, 9]]]
+    assert [[e.loss_mask.tolist() for e in row] for row in data] == [[[False, True, True]], [[False, True]]]
+
+
+def test_mindspeeds_neat_packed_rows_keep_their_bounds(tmp_path):
+    mask, labels = [[1, 1, 2, 2, 2, 0]], [[-100, 6, -100, 8, 9, -100]]
+    data = SftDataset(mindspeed_files(tmp_path, {"input_ids": [[5, 6, 7, 8, 9, 0]], "attention_mask": mask, "labels": labels}))
+    assert [e.token_ids.tolist() for e in data[0]] == [[5, 6], [7, 8, 9]]
+
+
+def test_mindspeeds_answers_are_decoded(tmp_path):
+    prefix = mindspeed_files(tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[7, 8]]})
+    with pytest.raises(MsrlError, match=r"set model\.tokenizer"):
+        PromptDataset(prefix)
+    assert PromptDataset(prefix, decode=str)[0].answer == "[7, 8]"
+
+
+def test_prefix_without_data_names_those_that_have_some(tmp_path):
+    mindspeed_files(tmp_path, {"input_ids": [[5]]})
+    with pytest.raises(MsrlError, match=f"prefixes there: {tmp_path}/data"):
+        SftDataset(str(tmp_path / "date"))
+
+
+def test_files_of_two_runs_are_refused(tmp_path):
+    prefix = mindspeed_files(tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[6]]})
+    with pytest.raises(MsrlError, match="not of one run"):
+        SftDataset(prefix)
+
+
+def test_reading_data_imports_neither_torch_nor_transformers_nor_megatron():
+    code = (
+        "import sys, msrl.data.dataset, msrl.data.tokenise; print([m for m in sys.modules if m in {'torch', 'transformers', 'megatron'}])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------------------
+
+
+def test_tokenizer_opened_without_transformers_is_the_same(tmp_path):
+    hf = load_tokenizer(shared_data("tokenizers", "gpt2"))
+    from transformers import PreTrainedTokenizerFast
+
+    plain = PreTrainedTokenizerFast(tokenizer_object=hf.backend_tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    plain.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    opened, loaded = open_tokenizer(tmp_path), load_tokenizer(tmp_path)
+    text = "Hello, 世界! <|pad|> 1234\n\n  x"
+    assert opened.backend.encode(text).ids == loaded(text)["input_ids"]
+    assert opened.get_vocab() == loaded.get_vocab() and tokenizer_hash(opened) == tokenizer_hash(loaded)
+    assert (opened.eos_token, opened.pad_token, opened.vocab_size) == ("<|endoftext|>", "<|pad|>", len(loaded))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2", "granite-3.1-1b-a400m"])
+def test_published_tokenizers_open_to_what_transformers_loads(name):
+    folder = shared_data("tokenizers", name)
+    opened, loaded = open_tokenizer(folder), load_tokenizer(folder)
+    text = "Hello, 世界! 1234\n\n  x"
+    assert opened.backend.encode(text, add_special_tokens=False).ids == loaded(text, add_special_tokens=False)["input_ids"]
+    assert opened.vocab_size == len(loaded)
+
+
+def test_hash_tells_tokenizers_apart():
+    hashes = {tokenizer_hash(open_tokenizer(shared_data("tokenizers", n))) for n in ("qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2")}
+    assert len(hashes) == 3
+
+
+def test_folder_without_a_tokenizer_is_refused(tmp_path):
+    for path, message in ((tmp_path / "none", "there is no such folder"), (tmp_path, "cannot be loaded")):
+        with pytest.raises(MsrlError, match=message):
+            open_tokenizer(path)

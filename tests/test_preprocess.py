@@ -1,0 +1,247 @@
+"""msrl preprocess from files to datasets: real inputs, drop counts, packing, workers, and messages."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+
+from msrl.config.schema import Config
+from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
+from msrl.data.manifest import incomplete_path, manifest_path
+from msrl.data.render import make_renderer
+from msrl.data.templates import load_template
+from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
+from msrl.errors import MsrlError
+from msrl.types import Conversation, Message
+from msrl.workflows.preprocess import run
+from support import shared_data
+
+
+def preprocess(prefix, **settings):
+    settings = {"tokenizer": str(shared_data("tokenizers", "qwen2.5-0.5b-instruct")), "template": "qwen", **settings}
+    given = {key: value for key, value in settings.items() if value is not None}
+    return run(Config.model_validate({"preprocess": {"output_prefix": str(prefix), **given}}))
+
+
+def jsonl(path, rows) -> list[str]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(path)]
+
+
+def gsm8k(number: int = 200) -> list[dict]:
+    with shared_data("math", "gsm8k_train.jsonl").open() as file:
+        return [json.loads(line) for _, line in zip(range(number), file, strict=False)]
+
+
+@cache
+def qwen():
+    return open_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+
+
+def rendered(row: dict):
+    """The conversation of a GSM8K row as the renderer gives it."""
+    turns = (Message("user", row["question"]), Message("assistant", row["answer"]))
+    return make_renderer(load_template("qwen"), qwen()).examples([Conversation(turns)])[0]
+
+
+def same(one, other) -> bool:
+    return np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.loss_mask, other.loss_mask)
+
+
+def test_gsm8k_becomes_examples_in_the_order_of_the_file(tmp_path):
+    rows = gsm8k()
+    manifest = preprocess(tmp_path / "g", input=jsonl(tmp_path / "g.jsonl", rows), handler="gsm8k", kind="sft", seq_length=1024)
+    data = SftDataset(tmp_path / "g")
+    assert data.manifest == manifest and len(data) == manifest.num_examples == len(rows) and manifest.dropped == {}
+    expected = [rendered(row) for row in rows]
+    assert all(len(row) == 1 and same(row[0], example) for row, example in zip(data, expected, strict=True))
+    assert manifest.num_tokens == sum(len(e.token_ids) for e in expected)
+    assert manifest.num_loss_tokens == sum(int(e.loss_mask.sum()) for e in expected)
+    assert manifest.max_tokens == max(len(e.token_ids) for e in expected)
+    assert manifest.tokenizer_hash == tokenizer_hash(qwen()) and manifest.vocab_size == 151665 and manifest.stop_token_ids == (151645,)
+
+
+def test_gsm8k_becomes_prompts_with_answers_that_mindspeed_reads_too(tmp_path):
+    rows = gsm8k()
+    inputs = jsonl(tmp_path / "g.jsonl", rows)
+    keys = {"extra.source": "question"}
+    manifest = preprocess(tmp_path / "g", input=inputs, handler="gsm8k", template="qwen_r1", seq_length=512, map_keys=keys)
+    assert manifest.kind == "prompts"
+    data = PromptDataset(tmp_path / "g")
+    hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    renderer = make_renderer(load_template("qwen_r1"), qwen())
+    for number, (row, prompt) in enumerate(zip(rows, data, strict=True)):
+        assert prompt.index == number and prompt.answer == row["answer"].split("#### ")[1].replace(",", "")
+        assert prompt.extra == {"source": row["question"]}
+        assert prompt.token_ids.tolist() == renderer.prompt(Conversation((Message("user", row["question"]),))).tolist()
+    (tmp_path / "g_answers.jsonl").unlink()
+    decoded = PromptDataset(tmp_path / "g", decode=lambda ids: str(hf.decode(ids)))
+    assert [decoded[i].answer for i in range(5)] == ["72", "10", "5", "42", "624"]
+
+
+@pytest.mark.slow
+def test_whole_gsm8k_goes_through_with_two_workers(tmp_path):
+    source = [str(shared_data("math", "gsm8k_train.jsonl"))]
+    assert preprocess(tmp_path / "p", input=source, handler="gsm8k", template="qwen_r1", workers=2).num_examples == 7473
+    packed = preprocess(tmp_path / "s", input=source, handler="gsm8k", kind="sft", seq_length=512, pack=True, workers=2)
+    assert packed.num_examples + packed.dropped.get("too_long", 0) == 7473
+    assert packed.num_tokens / (packed.num_rows * 512) > 0.96
+
+
+def test_packed_rows_hold_every_example_once_with_its_own_bounds(tmp_path):
+    rows = gsm8k()
+    inputs = jsonl(tmp_path / "g.jsonl", rows)
+    manifest = preprocess(tmp_path / "g", input=inputs, handler="gsm8k", kind="sft", seq_length=512, pack=True)
+    data = SftDataset(tmp_path / "g")
+    found = [example for row in data for example in row]
+    assert len(data) == manifest.num_rows < len(found) == manifest.num_examples == len(rows)
+    key = lambda e: e.token_ids.tolist()  # noqa: E731
+    assert all(same(a, b) for a, b in zip(sorted(found, key=key), sorted(map(rendered, rows), key=key), strict=True))
+    raw = np.fromfile(tmp_path / "g_packed_attention_mask_document.bin", np.int32).reshape(-1, 512)
+    assert all((np.diff(row[row > 0]) >= 0).all() and row[0] == 1 for row in raw)
+
+
+@pytest.mark.slow
+def test_megatron_reads_what_preprocess_wrote(tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    preprocess(tmp_path / "g", input=jsonl(tmp_path / "g.jsonl", gsm8k(20)), handler="gsm8k", kind="sft")
+    ours = SftDataset(tmp_path / "g")
+    ids = IndexedDataset(str(tmp_path / "g_packed_input_ids_document"))
+    labels = IndexedDataset(str(tmp_path / "g_packed_labels_document"))
+    for number in range(20):
+        example = ours[number][0]
+        assert ids[number].tolist() == example.token_ids.tolist()
+        assert labels[number].tolist() == np.where(example.loss_mask, example.token_ids, -100).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", [False, True])
+def test_files_are_the_same_byte_for_byte_whatever_the_number_of_workers(tmp_path, pack):
+    inputs = jsonl(tmp_path / "g.jsonl", gsm8k(1500))
+    for workers in (1, 2):
+        preprocess(tmp_path / f"w{workers}" / "g", input=inputs, handler="gsm8k", kind="sft", seq_length=512, pack=pack, workers=workers)
+    one, two = (sorted((tmp_path / f"w{n}").iterdir()) for n in (1, 2))
+    assert [p.name for p in one] == [p.name for p in two] and len(one) == 7
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
+
+
+def test_real_alpaca_and_tool_conversations_go_through(tmp_path):
+    alpaca = [str(shared_data("sft", "alpaca_en_demo.json")), str(shared_data("sft", "alpaca_zh_demo.json"))]
+    manifest = preprocess(tmp_path / "a", input=alpaca, handler="alpaca", template="qwen3", seq_length=4096)
+    assert manifest.num_examples + sum(manifest.dropped.values()) == 1999
+    tools = [str(shared_data("sft", "glaive_toolcall_en_demo.json"))]
+    assert preprocess(tmp_path / "t", input=tools, handler="sharegpt", template="native").num_examples == 300
+
+
+def test_pretraining_text_is_what_the_tokenizer_gives_with_the_end_of_document(tmp_path):
+    source = shared_data("sft", "c4_demo.jsonl")
+    manifest = preprocess(tmp_path / "c", input=[str(source)], handler="pretrain", template=None, append_eod=True)
+    hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
+    data = TextDataset(tmp_path / "c")
+    assert (tmp_path / "c_text_document.bin").exists() and len(data) == manifest.num_rows == len(texts)
+    assert all(data[i].tolist() == [*hf(texts[i])["input_ids"], hf.eos_token_id] for i in range(0, 300, 17))
+
+
+def test_dropped_rows_are_counted_by_reason(tmp_path):
+    good = {"instruction": "Hi", "output": "Hello"}
+    long = {"instruction": "Hi", "output": "word " * 100}
+    inputs = jsonl(tmp_path / "x.jsonl", [good, long, {"instruction": " ", "output": "x"}, {"instruction": "Hi", "output": ""}, good])
+    manifest = preprocess(tmp_path / "x", input=inputs, handler="alpaca", seq_length=64)
+    assert manifest.num_examples == 2 and manifest.dropped == {"empty_answer": 1, "empty_prompt": 1, "too_long": 1}
+    assert json.loads(manifest_path(str(tmp_path / "x")).read_text())["dropped"] == manifest.dropped
+
+
+def test_example_of_just_the_length_is_kept_and_longer_ones_are_truncated_if_told(tmp_path):
+    row = {"instruction": "Hi", "output": "one two three four five"}
+    inputs = jsonl(tmp_path / "x.jsonl", [row])
+    length = preprocess(tmp_path / "x", input=inputs, handler="alpaca").max_tokens
+    assert preprocess(tmp_path / "y", input=inputs, handler="alpaca", seq_length=length).num_examples == 1
+    cut = preprocess(tmp_path / "z", input=inputs, handler="alpaca", seq_length=length - 3, too_long="truncate")
+    assert (cut.truncated, cut.num_tokens, cut.dropped) == (1, length - 3, {})
+    full, short = SftDataset(tmp_path / "x")[0][0], SftDataset(tmp_path / "z")[0][0]
+    assert short.token_ids.tolist() == full.token_ids[:-3].tolist()
+
+
+def test_alpaca_as_prompts_keeps_the_response_as_the_answer(tmp_path):
+    inputs = jsonl(tmp_path / "x.jsonl", [{"instruction": "2+2?", "output": '4\n"four" é'}])
+    preprocess(tmp_path / "x", input=inputs, handler="alpaca", kind="prompts")
+    assert PromptDataset(tmp_path / "x")[0].answer == '4\n"four" é'
+
+
+def test_existing_data_is_replaced_only_when_told_and_then_wholly(tmp_path):
+    inputs = jsonl(tmp_path / "x.jsonl", gsm8k(3))
+    preprocess(tmp_path / "x", input=inputs, handler="gsm8k")
+    with pytest.raises(MsrlError, match="already there; choose another prefix or add --overwrite"):
+        preprocess(tmp_path / "x", input=inputs, handler="gsm8k", kind="sft")
+    preprocess(tmp_path / "x", input=inputs, handler="gsm8k", kind="sft", overwrite=True)
+    assert not (tmp_path / "x_answers.jsonl").exists() and len(SftDataset(tmp_path / "x")) == 3
+
+
+def test_failure_in_the_middle_leaves_the_old_data_and_no_scraps(tmp_path):
+    preprocess(tmp_path / "x", input=jsonl(tmp_path / "x.jsonl", gsm8k(3)), handler="gsm8k")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    (tmp_path / "x.jsonl").write_text((tmp_path / "x.jsonl").read_text() + '{"question": 1, "answer": "#### 1"}\n')
+    with pytest.raises(MsrlError, match=r"x\.jsonl:4: column 'question' \(for 'question'\) holds a number, not text"):
+        preprocess(tmp_path / "x", input=[str(tmp_path / "x.jsonl")], handler="gsm8k", overwrite=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix != ".jsonl" or "answers" in p.name} == {
+        name: content for name, content in before.items() if name != "x.jsonl"
+    }
+
+
+def test_data_that_was_being_put_in_place_is_refused(tmp_path):
+    preprocess(tmp_path / "x", input=jsonl(tmp_path / "x.jsonl", gsm8k(3)), handler="gsm8k")
+    incomplete_path(str(tmp_path / "x")).touch()
+    with pytest.raises(MsrlError, match="run it again with --overwrite"):
+        PromptDataset(tmp_path / "x")
+
+
+@pytest.mark.slow
+def test_mistake_in_a_worker_process_names_file_and_row(tmp_path):
+    rows = [*gsm8k(600), {"question": "x", "answer": "none"}]
+    with pytest.raises(MsrlError, match=r"g\.jsonl:601: column 'answer'"):
+        preprocess(tmp_path / "g", input=jsonl(tmp_path / "g.jsonl", rows), handler="gsm8k", workers=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"handler": "gsm9k"}, "there is no such handler; did you mean 'gsm8k'"),
+        ({"template": "qwen_r2"}, "did you mean 'qwen_r1'"),
+        ({"template": None}, "preprocess.template: not set"),
+        ({"tokenizer": "/nowhere"}, "tokenizer=/nowhere: there is no such folder"),
+        ({"input": ["/nowhere.jsonl"]}, "preprocess.input=/nowhere.jsonl: there is no such file"),
+        ({"handler": "alpaca"}, "g.jsonl:1: no column 'instruction'"),
+        ({"pack": True, "seq_length": 64}, "preprocess.pack=True: means nothing for prompts data"),
+        ({"kind": "sft", "pack": True}, "preprocess.pack: needs the length of a row"),
+        ({"handler": "pretrain"}, "preprocess.template=qwen: means nothing for pretrain data"),
+        ({"seq_length": 2}, "nothing to write: all rows were dropped (3 too_long)"),
+        ({"enable_thinking": False}, "template qwen has no thoughts"),
+    ],
+)
+def test_mistake_is_one_clear_message_and_nothing_is_written(tmp_path, settings, message):
+    inputs = jsonl(tmp_path / "g.jsonl", gsm8k(3))
+    with pytest.raises(MsrlError) as caught:
+        preprocess(tmp_path / "out" / "g", **{"input": inputs, "handler": "gsm8k", **settings})
+    assert message in str(caught.value)
+    assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+
+
+def test_empty_dataset_is_refused(tmp_path):
+    (tmp_path / "x.jsonl").write_text("\n\n")
+    with pytest.raises(MsrlError, match="nothing to write: there are no rows"):
+        preprocess(tmp_path / "x", input=[str(tmp_path / "x.jsonl")], handler="gsm8k")
+
+
+def test_tools_that_a_template_cannot_show_name_the_row(tmp_path):
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    inputs = jsonl(tmp_path / "x.jsonl", [{"conversations": turns}, {"conversations": turns, "tools": '[{"name": "f"}]'}])
+    with pytest.raises(MsrlError, match=r"x\.jsonl:2: template qwen_plain cannot show the tools"):
+        own = tmp_path / "qwen_plain.yaml"
+        own.write_text('user: "{{content}}"\nassistant: "{{content}}{{eos}}"\n')
+        preprocess(tmp_path / "x", input=inputs, handler="sharegpt", template=str(own))

@@ -1,0 +1,289 @@
+"""Templates: their token ids and loss masks against Hugging Face's own rendering, and what is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from msrl.data.render import Renderer, make_renderer
+from msrl.data.templates import load_template, template_names
+from msrl.data.tokenizer import load_tokenizer, text_tokenizer
+from msrl.errors import MsrlError
+from msrl.types import Conversation, Message
+from support import shared_data
+
+SYSTEM = "You are a helpful assistant."
+PREAMBLE = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first thinks "
+    "about the reasoning process in the mind and then provides the user with the answer. The reasoning process and answer are enclosed "
+    "within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think><answer> answer "
+    "here </answer>. Put your final answer within \\boxed{}.\n"
+)
+
+
+@cache
+def hf_tokenizer(name):
+    return load_tokenizer(shared_data("tokenizers", name))
+
+
+def qwen2():
+    return hf_tokenizer("qwen2.5-0.5b-instruct")
+
+
+def qwen3():
+    return hf_tokenizer("qwen3-4b")
+
+
+def renderer(template: str, hf, **options) -> Renderer:
+    return make_renderer(load_template(template), text_tokenizer(hf), **options)
+
+
+def talk(*turns: tuple[str, str], extra=None) -> Conversation:
+    return Conversation(tuple(Message(role, text) for role, text in turns), extra=extra or {})
+
+
+def hf_ids(hf, conversation: Conversation, **options) -> list[int]:
+    messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
+    return hf.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
+
+
+def learnt_text(hf, example) -> list[str]:
+    """The stretches that are learnt, as text."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask.astype(int), [0]])))
+    return [hf.decode(example.token_ids[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+CONVERSATIONS = {
+    "one question": talk(("user", "What is 2 + 2?"), ("assistant", "4")),
+    "several turns": talk(
+        ("user", "Hi"), ("assistant", "Hello! How can I help?"), ("user", "  Two\n\nlines, 日本語 🙂 "), ("assistant", "Yes.\n\nSure.")
+    ),
+    "tools": talk(
+        ("user", "Weather?"), ("assistant", "<tool_call>\n{}\n</tool_call>"), ("tool", "sunny"), ("tool", "warm"), ("assistant", "Fine.")
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONVERSATIONS)
+@pytest.mark.parametrize("system", [SYSTEM, "Answer in French."])
+def test_qwen_is_what_qwen25_itself_renders(case, system):
+    conversation = talk(("system", system), *((m.role, m.content) for m in CONVERSATIONS[case].messages))
+    example = renderer("qwen", qwen2()).examples([conversation])[0]
+    assert example.token_ids.tolist() == hf_ids(qwen2(), conversation)
+
+
+def test_qwen_has_mindspeeds_system_text_where_none_is_given():
+    bare, full = talk(("user", "Hi")), talk(("system", SYSTEM), ("user", "Hi"))
+    assert renderer("qwen", qwen2()).prompt(bare).tolist() == hf_ids(qwen2(), full, add_generation_prompt=True)
+
+
+def test_prompt_tokens_of_qwen_are_these():
+    prompt = renderer("qwen", qwen2()).prompt(talk(("user", "2+2?")))
+    # <|im_start|> is 151644, <|im_end|> 151645, "\n" 198, "system" 8948, "user" 872, "assistant" 77091 in Qwen's vocabulary.
+    text = [2610, 525, 264, 10950, 17847, 13]
+    question = [17, 10, 17, 30]
+    expected = [151644, 8948, 198, *text, 151645, 198, 151644, 872, 198, *question, 151645, 198, 151644, 77091, 198]
+    assert prompt.tolist() == expected
+
+
+def test_every_answer_is_learnt_with_its_end_of_turn_token_and_nothing_else():
+    example = renderer("qwen", qwen2()).examples([CONVERSATIONS["several turns"]])[0]
+    assert learnt_text(qwen2(), example) == ["Hello! How can I help?<|im_end|>", "Yes.\n\nSure.<|im_end|>"]
+
+
+def test_prompt_is_the_beginning_of_the_example():
+    render = renderer("qwen3", qwen3())
+    conversation = talk(("user", "Hi"), ("assistant", "\n Hello"))
+    prompt = render.prompt(talk(("user", "Hi")))
+    example = render.examples([conversation])[0]
+    assert example.token_ids[: len(prompt)].tolist() == prompt.tolist()
+    assert not example.loss_mask[: len(prompt)].any() and example.loss_mask[len(prompt)]
+
+
+THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour"
+QWEN3 = {
+    "no thought in the last answer": talk(("user", "2+2?"), ("assistant", "Four")),
+    "a thought in the last answer": talk(("user", "2+2?"), ("assistant", THOUGHT)),
+    "thoughts of earlier turns go": talk(("user", "2+2?"), ("assistant", THOUGHT), ("user", "Sure?"), ("assistant", THOUGHT)),
+    "a thought before a tool stays": talk(
+        ("user", "2+2?"), ("assistant", THOUGHT), ("tool", "4"), ("assistant", "Four"), ("tool", "5"), ("assistant", "Five")
+    ),
+    "with a system text": talk(("system", SYSTEM), ("user", "2+2?"), ("assistant", "Four")),
+}
+
+
+@pytest.mark.parametrize("case", QWEN3)
+def test_qwen3_is_what_qwen3_itself_renders(case):
+    assert renderer("qwen3", qwen3()).examples([QWEN3[case]])[0].token_ids.tolist() == hf_ids(qwen3(), QWEN3[case])
+
+
+@pytest.mark.parametrize("enable_thinking", [None, True, False])
+@pytest.mark.parametrize("native", [False, True])
+def test_qwen3_prompts_follow_the_thinking_switch(enable_thinking, native):
+    conversation = talk(("user", "2+2?"), ("assistant", THOUGHT), ("user", "Sure?"))
+    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    render = renderer("native" if native else "qwen3", qwen3(), enable_thinking=enable_thinking)
+    assert render.prompt(conversation).tolist() == hf_ids(qwen3(), conversation, add_generation_prompt=True, **options)
+
+
+def test_qwen3_thinking_off_learns_the_answer_without_any_thought():
+    render = renderer("qwen3", qwen3(), enable_thinking=False)
+    for answer in ("Four", THOUGHT):
+        example = render.examples([talk(("user", "2+2?"), ("assistant", answer))])[0]
+        assert learnt_text(qwen3(), example) == ["Four<|im_end|>"]
+        assert example.token_ids.tolist() == hf_ids(qwen3(), talk(("user", "2+2?"), ("assistant", "Four")))
+
+
+def test_qwen3_thinking_on_learns_the_thought_too():
+    example = renderer("qwen3", qwen3()).examples([talk(("user", "2+2?"), ("assistant", THOUGHT))])[0]
+    assert learnt_text(qwen3(), example) == [f"{THOUGHT}<|im_end|>"]
+
+
+@pytest.mark.parametrize(("template", "hf"), [("qwen", qwen2), ("qwen3", qwen3)])
+def test_native_agrees_with_the_packaged_template_in_ids_and_masks(template, hf):
+    for conversation in CONVERSATIONS.values():
+        full = talk(("system", SYSTEM), *((m.role, m.content) for m in conversation.messages))
+        ours, native = (renderer(name, hf()).examples([full])[0] for name in (template, "native"))
+        assert ours.token_ids.tolist() == native.token_ids.tolist()
+        assert ours.loss_mask.tolist() == native.loss_mask.tolist()
+
+
+def test_native_masks_follow_generation_blocks(tmp_path):
+    hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    hf.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}!{% endgeneration %}\n{% else %}"
+    )
+    hf.chat_template += "Q:{{ m.content }}\n{% endif %}{% endfor %}"
+    hf.save_pretrained(tmp_path)
+    hf = load_tokenizer(tmp_path)
+    example = renderer("native", hf).examples([CONVERSATIONS["several turns"]])[0]
+    assert learnt_text(hf, example) == ["Hello! How can I help?!", "Yes.\n\nSure.!"]
+
+
+def test_native_needs_a_chat_template():
+    gpt2 = load_tokenizer(shared_data("tokenizers", "gpt2"))
+    with pytest.raises(MsrlError, match="has no chat template of its own"):
+        renderer("native", gpt2).prompt(talk(("user", "Hi")))
+
+
+def test_qwen_r1_is_mindspeeds_prompt():
+    text = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{PREAMBLE}2+2?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = renderer("qwen_r1", qwen2()).prompt(talk(("user", "2+2?")))
+    assert prompt.tolist() == qwen2()(text)["input_ids"]
+
+
+def test_qwen_math_r1_asks_for_a_box():
+    system = "Please reason step by step, and put your final answer within \\boxed{}."
+    text = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert renderer("qwen_math_r1", qwen2()).prompt(talk(("user", "2+2?"))).tolist() == qwen2()(text)["input_ids"]
+
+
+def test_mistral_prompt_is_what_mistral_itself_renders():
+    hf = hf_tokenizer("mistral-7b-instruct-v0.2")
+    conversation = talk(("user", "Hi <s> there"))
+    plain = talk(("user", "Hi there"))
+    assert renderer("mistral", hf).prompt(plain).tolist() == hf_ids(hf, plain)
+    example = renderer("mistral", hf).examples([talk(("user", "Hi"), ("assistant", "Hello"), ("user", "So?"), ("assistant", "Yes"))])[0]
+    assert learnt_text(hf, example) == ["Hello</s>", "Yes</s>"]
+    assert renderer("mistral", hf).prompt(conversation)[0] == hf.bos_token_id
+
+
+def test_mistral_puts_the_system_text_inside_the_first_question():
+    hf = hf_tokenizer("mistral-7b-instruct-v0.2")
+    prompt = renderer("mistral", hf).prompt(talk(("system", "Be brief."), ("user", "Hi")))
+    assert prompt.tolist() == hf("<s>[INST] Be brief.\n\nHi [/INST]", add_special_tokens=False)["input_ids"]
+
+
+def test_default_and_empty_are_plain_text():
+    gpt2 = hf_tokenizer("gpt2")
+    default = renderer("default", gpt2).examples([talk(("system", "Be brief."), ("user", "Hi"), ("assistant", " Hello"))])[0]
+    assert gpt2.decode(default.token_ids) == "Be brief.\nHuman: Hi\nAssistant: Hello<|endoftext|>\n"
+    assert learnt_text(gpt2, default) == [" Hello<|endoftext|>"]
+    empty = renderer("empty", gpt2).examples([talk(("user", "1 + 1 ="), ("assistant", " 2"))])[0]
+    assert gpt2.decode(empty.token_ids) == "1 + 1 = 2"
+
+
+def with_tokens(tmp_path, *tokens: str, **names: str):
+    """GPT-2's tokenizer with further control tokens."""
+    hf = load_tokenizer(shared_data("tokenizers", "gpt2"))
+    hf.add_special_tokens({"additional_special_tokens": list(tokens), **names})
+    hf.save_pretrained(tmp_path)
+    return load_tokenizer(tmp_path)
+
+
+def test_llama3_is_metas_prompt_format(tmp_path):
+    names = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>")
+    hf = with_tokens(tmp_path, *names, bos_token="<|begin_of_text|>")
+    example = renderer("llama3", hf).examples([talk(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"))])[0]
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    text = f"<|begin_of_text|>{header.format('system')}Be brief.<|eot_id|>{header.format('user')}Hi<|eot_id|>{header.format('assistant')}"
+    assert hf.decode(example.token_ids) == f"{text}Hello<|eot_id|>"
+    assert learnt_text(hf, example) == ["Hello<|eot_id|>"]
+    assert renderer("llama3", hf).stop_token_ids == (hf.convert_tokens_to_ids("<|eot_id|>"), hf.eos_token_id)
+
+
+def test_deepseek3_ends_answers_with_the_end_of_text_token(tmp_path):
+    hf = with_tokens(tmp_path, "<｜User｜>", "<｜Assistant｜>", bos_token="<｜begin▁of▁sentence｜>", eos_token="<｜end▁of▁sentence｜>")
+    example = renderer("deepseek3", hf).examples([talk(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"))])[0]
+    assert hf.decode(example.token_ids) == "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜>Hello<｜end▁of▁sentence｜>"
+    assert learnt_text(hf, example) == ["Hello<｜end▁of▁sentence｜>"]
+
+
+def test_control_tokens_in_a_rows_text_stay_text():
+    prompt = renderer("qwen", qwen2()).prompt(talk(("user", "say <|im_end|> twice")))
+    ids = qwen2().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert [int((prompt == number).sum()) for number in ids] == [3, 2]
+    assert "say <|im_end|> twice" in qwen2().decode(prompt)
+
+
+def test_stop_tokens_are_the_templates_and_the_tokenizers():
+    qwen = renderer("qwen", qwen2())
+    assert qwen.eos_token_id == 151645 and qwen.stop_token_ids == (151645,)
+    assert renderer("mistral", hf_tokenizer("mistral-7b-instruct-v0.2")).stop_token_ids == (2,)
+
+
+def test_template_that_the_tokenizer_cannot_write_is_refused():
+    with pytest.raises(MsrlError, match=r"template qwen needs the token '<\|im_start\|>'"):
+        renderer("qwen", hf_tokenizer("gpt2"))
+    with pytest.raises(MsrlError, match="beginning-of-text"):
+        renderer("mistral", qwen2())
+
+
+def test_unknown_template_is_refused_with_the_nearest_name():
+    with pytest.raises(MsrlError, match="did you mean 'qwen_r1'"):
+        load_template("qwen_r2")
+
+
+def test_templates_of_the_first_version_are_there_and_load():
+    wanted = {"empty", "default", "qwen", "qwen_r1", "qwen_math_r1", "qwen3", "llama3", "mistral", "deepseek3", "native"}
+    assert wanted <= set(template_names())
+    assert all(load_template(name).name == name for name in template_names())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("user: '{{content}}'\nasistant: x", "asistant: there is no such field; did you mean 'assistant'"),
+        ("user: 3", "user=3: must be a text"),
+        ("user: '{{content}}'\nassistant: 'x'", "must contain {{content}}"),
+        ("native: true\nuser: '{{content}}'", "no other field"),
+        ("user: '{{content}}'\nassistant: '{{content}}'\nreplace_eos: true", "set stop"),
+        ("- 1", "must be a mapping"),
+        ("a: [", "not a YAML file"),
+    ],
+)
+def test_users_own_template_with_a_mistake_is_refused(tmp_path, text, message):
+    path = tmp_path / "own.yaml"
+    path.write_text(text)
+    with pytest.raises(MsrlError) as caught:
+        load_template(str(path))
+    assert message in str(caught.value)
+
+
+def test_users_own_template_is_a_file(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text('user: "Q: {{content}}\\n"\nassistant_start: "A:"\nassistant: "{{content}}{{eos}}"\n')
+    example = renderer(str(path), hf_tokenizer("gpt2")).examples([talk(("user", "1?"), ("assistant", " 2"))])[0]
+    assert hf_tokenizer("gpt2").decode(example.token_ids) == "Q: 1?\nA: 2<|endoftext|>"
