@@ -279,6 +279,27 @@ def test_devices_that_another_run_holds_are_waited_for_and_then_named(run):
         session.create_placement(plan([Role("actor", 2)], 2, resource="GPU"), timeout_s=1.0)
 
 
+def test_a_failed_run_keeps_the_logs_of_its_workers_and_a_refused_one_leaves_nothing():
+    """In processes of their own, since this one may hold a session."""
+    code = (
+        "import sys, logging; logging.basicConfig()\n"
+        "from msrl.cluster.session import ray_session\n"
+        "from msrl.errors import MsrlError\n"
+        "with ray_session(None, num_devices=1, resource_name='device'):\n"
+        "    raise {'MsrlError': MsrlError, 'KeyError': KeyError}[sys.argv[1]]('x')\n"
+    )
+    base = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    environment = {**os.environ, "RAY_TMPDIR": str(base)}
+    refused = subprocess.run([sys.executable, "-c", code, "MsrlError"], env=environment, capture_output=True, text=True)
+    assert refused.stderr.rstrip().endswith("msrl.errors.MsrlError: x")
+    assert list(base.iterdir()) == []
+    failed = subprocess.run([sys.executable, "-c", code, "KeyError"], env=environment, capture_output=True, text=True)
+    (kept,) = base.glob("msrl-*/ray/session_latest/logs")
+    assert f"the logs of Ray and of the workers are kept in {kept}" in failed.stderr
+    assert not list(base.rglob("token"))
+    shutil.rmtree(base)
+
+
 def end(*actors):
     """End actors so that the next test has their devices."""
     import ray

@@ -7,9 +7,12 @@ import os
 import socket
 import stat
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -225,3 +228,16 @@ def test_a_folder_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 60)))
     with pytest.raises(MsrlError, match="too long for Ray's sockets"):
         state.make_temp_dir()
+
+
+def test_the_folder_of_a_run_that_was_killed_goes_with_the_next_run_and_kept_logs_stay(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        monkeypatch.setenv("RAY_TMPDIR", base)
+        code = "from msrl.cluster import state; a, b = state.own_temp_dir(), state.own_temp_dir(); state.keep_temp_dir(b); print(a, b)"
+        killed, kept = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        assert Path(killed).is_dir()
+        mine = state.own_temp_dir()
+        assert not Path(killed).exists()
+        assert Path(kept).is_dir()
+        assert state.own_temp_dir() != mine
+        assert mine.is_dir()

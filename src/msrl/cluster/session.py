@@ -36,6 +36,10 @@ class WorkerError(Exception):
     """A worker failed: the message holds its own traceback, or how it died."""
 
 
+class WorkerTimeoutError(MsrlError):
+    """Workers have not answered within the time that the user allows; their logs are worth a look."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
     """One node of a cluster as Ray sees it: how many devices it has, and how many of them nobody asks for."""
@@ -206,7 +210,7 @@ def ray_session(
 @contextlib.contextmanager
 def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator[None]:
     """A Ray of our own, gone at the end with its folder; the folder stays when the body fails."""
-    temp_dir = state.make_temp_dir()
+    temp_dir = state.own_temp_dir()
     token = temp_dir / "token"
     state.write_private(token, secrets.token_hex(32))
     devices = {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
@@ -224,14 +228,21 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
                 yield
             finally:
                 ray.shutdown()
-    except (MsrlError, VerificationError, KeyboardInterrupt, GeneratorExit):
-        shutil.rmtree(temp_dir, ignore_errors=True)
-        raise
-    except BaseException:
-        token.unlink(missing_ok=True)
-        _LOG.error("the logs of Ray and of the workers are kept in %s/session_latest/logs", state.ray_dir(temp_dir))
+    except BaseException as error:
+        _keep_logs(temp_dir) if _logs_may_help(error) else shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _logs_may_help(error: BaseException) -> bool:
+    """Whether the message alone does not tell the user everything."""
+    return isinstance(error, WorkerTimeoutError) or not isinstance(error, (MsrlError, VerificationError, KeyboardInterrupt, GeneratorExit))
+
+
+def _keep_logs(temp_dir: Path) -> None:
+    (temp_dir / "token").unlink(missing_ok=True)
+    state.keep_temp_dir(temp_dir)
+    _LOG.error("the logs of Ray and of the workers are kept in %s/session_latest/logs", state.ray_dir(temp_dir))
 
 
 @contextlib.contextmanager
@@ -284,7 +295,7 @@ def wait_all(refs: Sequence[Any], *, timeout_s: float, labels: Sequence[str] = (
 
     `labels` name the refs in messages (`actor 1`). When workers fail together, the one that died is named first, since its peers
     fail in consequence. Raises WorkerError with the worker's traceback; a worker's own MsrlError and VerificationError as they are;
-    MsrlError when `timeout_s` seconds (cluster.rpc_timeout_s) have passed, naming those that have not answered.
+    WorkerTimeoutError when `timeout_s` seconds (cluster.rpc_timeout_s) have passed, naming those that have not answered.
     """
     names = {ref: labels[i] if labels else f"call {i}" for i, ref in enumerate(refs)}
     results: dict[Any, Any] = {}
@@ -293,7 +304,7 @@ def wait_all(refs: Sequence[Any], *, timeout_s: float, labels: Sequence[str] = (
     while pending:
         ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise MsrlError(
+            raise WorkerTimeoutError(
                 f"cluster.rpc_timeout_s={timeout_s:g}: no answer in that time from {', '.join(names[ref] for ref in pending)};"
                 " raise it if the work takes that long, or look into the worker logs"
             )

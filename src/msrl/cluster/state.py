@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
 import stat
 import tempfile
@@ -195,6 +196,24 @@ def make_temp_dir() -> Path:
         return Path(tempfile.mkdtemp(prefix="msrl-", dir=base))
     except OSError as error:
         raise MsrlError(f"{base}: no folder can be made there ({error.strerror}); set RAY_TMPDIR to a folder of yours") from error
+
+
+def own_temp_dir() -> Path:
+    """A private folder that belongs to this process: once the process is gone without `keep_temp_dir`, the next call removes it."""
+    folder = make_temp_dir()
+    for owner in folder.parent.glob("msrl-*/owner.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):  # another user's folder, or one that is just being removed
+            process = ProcessRecord(**json.loads(owner.read_text()))
+            if not is_running(process):
+                shutil.rmtree(owner.parent)
+    process = ProcessRecord(os.getpid(), start_ticks(os.getpid()) or 0, "msrl")
+    write_private(folder / "owner.json", json.dumps(asdict(process)))
+    return folder
+
+
+def keep_temp_dir(folder: Path) -> None:
+    """Have a folder of `own_temp_dir` stay when its process has gone."""
+    (folder / "owner.json").unlink(missing_ok=True)
 
 
 def ray_dir(temp_dir: Path) -> Path:
