@@ -29,8 +29,8 @@ class Bench:
         return self.inputs / "ours"
 
     def msrl(self, *args: str | Path) -> Finished:
-        """Runs an msrl command."""
-        return timed([sys.executable, "-m", "msrl", *args], environment=quiet_environment(), cwd=ROOT)
+        """Runs the command that is installed beside this Python."""
+        return timed([Path(sys.executable).with_name("msrl"), *args], environment=quiet_environment(), cwd=ROOT)
 
     def peer(self, script: str, *args: str) -> tuple[Finished, Mapping[str, float]]:
         """Runs a peer's script; also returns the numbers of the JSON line that it prints last."""
