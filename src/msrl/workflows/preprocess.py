@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -144,7 +145,8 @@ _JOB: list[Job] = []
 
 
 def _start_worker(job: Job) -> None:
-    """A worker's first act: one thread each, the job kept."""
+    """A worker's first act: one thread each, the job kept. Ctrl-C is the main process's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _JOB.append(job)
 
