@@ -13,7 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -27,7 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from msrl.checkpoint.plan import stage_tensors
 from msrl.models.megatron import transformer_settings
+from msrl.models.rules import Replicated, Sharded
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.trainer.attention import CoreAttention
@@ -148,7 +150,17 @@ def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.
     if is_last:
         # The sequence is gathered before positions are selected, hence before this layer.
         model.output_layer.sequence_parallel = False
+    _mark_shards(model, shape, layout)
     return model.to(device)
+
+
+def _mark_shards(model: PolicyModel, shape: Shape, layout: Layout) -> None:
+    """Tell Megatron which parameters are cut: it does so itself only where it initialises them, and its gradient norm rests on it."""
+    parameters = dict(model.named_parameters())
+    for placed in stage_tensors(shape, parallel_state.get_pipeline_model_parallel_rank(), layout.pp):
+        if not isinstance(placed.layout, Replicated):
+            axis = placed.layout.axis if isinstance(placed.layout, Sharded) else 0
+            vars(parameters[placed.name]).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
 
 
 def wrap(model: PolicyModel, platform: Platform) -> DistributedDataParallel:
@@ -183,6 +195,10 @@ def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSetting
         params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         use_distributed_optimizer=True,
     )
-    chain = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+    overrides = get_standard_config_overrides(config)  # no decay of biases and norms
+    chain = get_megatron_optimizer(config, [wrapped], overrides, use_gloo_process_groups=False)
     (optimizer,) = chain.chained_optimizers  # a second one would hold the experts of a mixture
+    for group in optimizer.param_groups:
+        # Megatron leaves it to its own scheduler to multiply this out; learning rates are set by ours.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return optimizer

@@ -14,11 +14,11 @@ from msrl.types import DatasetManifest
 
 
 def weights_path(config: Config) -> Path:
-    """The folder that the weights start from."""
+    """The folder that the weights start from; absolute, since workers may run elsewhere."""
     path = config.checkpoint.load or config.model.path
     if path is None:
         raise MsrlError("model.path: not set; name a Hugging Face folder or an mcore checkpoint")
-    return Path(path)
+    return Path(path).absolute()
 
 
 def hf_files(weights: Path) -> Path:
@@ -27,7 +27,7 @@ def hf_files(weights: Path) -> Path:
 
 
 def tokenizer_path(config: Config) -> Path:
-    return Path(config.model.tokenizer) if config.model.tokenizer else hf_files(weights_path(config))
+    return Path(config.model.tokenizer).absolute() if config.model.tokenizer else hf_files(weights_path(config))
 
 
 def world_size(config: Config) -> int:

@@ -76,13 +76,13 @@ class RolloutActor:
     """One rollout engine."""
 
     def __init__(self, settings: EngineSettings, platform: str) -> None:
+        self._settings, self._platform = settings, platform
+
+    def start(self) -> None:
+        """Start the engine; here and not in the constructor, because Ray keeps an error of a method whole."""
         from msrl.rollout.vllm import VllmEngine
 
-        self._engine = VllmEngine(settings, get(platform))
-
-    def ready(self) -> bool:
-        """Answers when the engine has started."""
-        return True
+        self._engine = VllmEngine(self._settings, get(self._platform))
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
         self._engine.wake()

@@ -98,8 +98,8 @@ class Engines:
         self._timeout_s = timeout_s
 
     def start(self) -> None:
-        """Wait until all engines are there."""
-        self._wait([actor.ready.remote() for actor in self._actors])
+        """Start all engines and wait until they are there."""
+        self._wait([actor.start.remote() for actor in self._actors])
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
         """A group of completions per prompt, in order."""

@@ -22,8 +22,8 @@ def run_path(config: Config) -> Path:
 
 
 def checkpoint_root(config: Config) -> Path:
-    """Where the run's checkpoints go."""
-    return Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints"
+    """Where the run's checkpoints go; absolute, since workers may run elsewhere."""
+    return (Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints").absolute()
 
 
 class RunLog:

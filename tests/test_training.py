@@ -1,0 +1,178 @@
+"""Training on real Megatron ranks: every layout walks the same path, and it is the path of transformers with torch's AdamW."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from msrl.trainer.launch import run_ranks
+from msrl.trainer.settings import Layout
+from training_ranks import NUM_SEQUENCES, VOCAB, Case, Result, sequences
+
+pytestmark = pytest.mark.slow
+TESTS = str(Path(__file__).parent)
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+LAYOUTS = {
+    "tp2": Case("", Path(), Layout(tp=2)),
+    "tp2 sp": Case("", Path(), Layout(tp=2, sp=True)),
+    "pp2": Case("", Path(), Layout(pp=2)),
+    "tp2 pp2": Case("", Path(), Layout(tp=2, pp=2)),
+    "dp2": Case("", Path(), dp=2),
+    "tp2 dp2": Case("", Path(), Layout(tp=2), dp=2),
+    "micro-batches of 1": Case("", Path(), micro_batch=1),
+    "micro-batches of 8": Case("", Path(), micro_batch=8),
+    "micro-batches by tokens": Case("", Path(), max_tokens=64),
+}
+
+
+def _randomised(model):
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.08 if parameter.dim() > 1 else 0.2)
+        if "norm" in name:
+            parameter.data += 1
+    return model
+
+
+def _models() -> dict[str, torch.nn.Module]:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 16
+    return {
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
+        "qwen2 tied": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False)),
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=rope)),
+    }
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A small random model of each family as a Hugging Face folder."""
+    root = tmp_path_factory.mktemp("models")
+    for name, model in _models().items():
+        _randomised(model).save_pretrained(root / name)
+    return {name: root / name for name in _models()}
+
+
+def _with(case: Case, **changes) -> Case:
+    return Case(**{**{name: getattr(case, name) for name in case.__dataclass_fields__}, **changes})
+
+
+def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
+    """Everything that this file looks at, in one start of the ranks."""
+    cases = [Case(f"whole {family}", folder) for family, folder in folders.items()]
+    cases += [
+        _with(case, name=f"{layout} {family}", model=folders[family])
+        for family in ("qwen2 tied", "qwen3")
+        for layout, case in LAYOUTS.items()
+    ]
+    policy = Case("policy whole", folders["qwen2"], loss="policy", steps=3)
+    cases += [
+        policy,
+        *[_with(case, name=f"policy {layout}", model=folders["qwen2"], loss="policy", steps=3) for layout, case in LAYOUTS.items()],
+    ]
+    cases += [
+        Case("saved", folders["qwen2 tied"], steps=4, save_at=4, save_to=saves / "whole"),
+        Case("resumed", folders["qwen2 tied"], first_step=4, resume_from=saves / "whole"),
+        Case("resumed tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), first_step=4, resume_from=saves / "whole"),
+        Case("saved tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), steps=4, save_at=4, save_to=saves / "cut"),
+        Case("resumed dp2 from tp2 pp2", folders["qwen2 tied"], dp=2, first_step=4, resume_from=saves / "cut"),
+        Case("bf16", folders["qwen2"], dtype="bfloat16", steps=6, save_at=3, save_to=saves / "bf16"),
+        Case("bf16 resumed", folders["qwen2"], dtype="bfloat16", steps=6, first_step=3, resume_from=saves / "bf16"),
+        Case("bf16 tp2 dp2", folders["qwen2"], Layout(tp=2), dp=2, dtype="bfloat16", steps=6),
+    ]
+    return cases
+
+
+@pytest.fixture(scope="session")
+def results(folders, tmp_path_factory) -> dict[str, Result]:
+    from msrl.platforms import get
+
+    cases = _cases(folders, tmp_path_factory.mktemp("saves"))
+    found = run_ranks("training_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": TESTS})
+    return {result.name: result for result in found}
+
+
+def _losses(result: Result) -> list[float]:
+    return [report["loss"] for report in result.reports]
+
+
+def _transformers_losses(folder: Path, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The same batches through transformers, one sequence at a time, with torch's own AdamW and clipping."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(steps):
+        batch, total, count = sequences(step), torch.zeros(()), 0
+        for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
+            logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
+            picked = logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0]
+            total = total - picked[torch.from_numpy(mask[1:])].sum()
+            count += int(mask[1:].sum())
+        loss = total / count
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2 tied", "qwen3", "llama"])
+def test_losses_and_final_weights_are_those_of_transformers_with_adamw(results, folders, family):
+    losses, weights = _transformers_losses(folders[family], 8)
+    np.testing.assert_allclose(_losses(results[f"whole {family}"]), losses, rtol=0, atol=1e-4)
+    for name, value in results[f"whole {family}"].weights.items():
+        # Adam turns rounding into a step of the learning rate where a gradient is nearly zero, so a few entries may differ by that.
+        assert np.mean(np.abs(value - weights[name])) < 2e-5, name
+
+
+@pytest.mark.parametrize("family", ["qwen2 tied", "qwen3"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_do_not_depend_on_the_layout_or_the_micro_batch(results, layout, family):
+    whole, cut = results[f"whole {family}"], results[f"{layout} {family}"]
+    np.testing.assert_allclose(_losses(cut), _losses(whole), rtol=1e-5)
+    norms = [[report["grad_norm"] for report in result.reports] for result in (cut, whole)]
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_policy_update_does_not_depend_on_the_layout_or_the_micro_batch(results, layout):
+    for cut, whole in zip(results[f"policy {layout}"].reports, results["policy whole"].reports, strict=True):
+        assert set(cut) == set(whole)
+        for name in whole:
+            assert cut[name] == pytest.approx(whole[name], rel=2e-5, abs=2e-7), name
+
+
+def test_a_resumed_run_goes_on_to_the_bit(results):
+    assert _losses(results["resumed"]) == _losses(results["whole qwen2 tied"])[4:]
+    for name, value in results["whole qwen2 tied"].weights.items():
+        np.testing.assert_array_equal(results["resumed"].weights[name], value)
+
+
+@pytest.mark.parametrize("name", ["resumed tp2 pp2", "resumed dp2 from tp2 pp2"])
+def test_another_layout_resumes_the_same_run(results, name):
+    np.testing.assert_allclose(_losses(results[name]), _losses(results["whole qwen2 tied"])[4:], rtol=1e-5)
+
+
+def test_bf16_keeps_fp32_masters_through_a_resume_and_close_to_fp32(results):
+    assert _losses(results["bf16 resumed"]) == _losses(results["bf16"])[3:]
+    np.testing.assert_allclose(_losses(results["bf16"]), _losses(results["whole qwen2"])[:6], rtol=2e-2)
+    np.testing.assert_allclose(_losses(results["bf16 tp2 dp2"]), _losses(results["bf16"]), rtol=1e-2)
+
+
+def test_the_batches_hold_sequences_of_many_lengths():
+    assert len({len(ids) for ids in sequences(0).token_ids}) > NUM_SEQUENCES // 2

@@ -1,0 +1,123 @@
+"""What the ranks of the training tests do: one start of four processes, in which every layout trains in turn.
+
+Imported by rank processes after `platform.prepare()`, by name (`training_ranks:main`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from msrl.algorithms.packing import Sequences, balanced
+from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
+from msrl.trainer.launch import RankContext
+from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+
+VOCAB, NUM_SEQUENCES, LONGEST = 199, 8, 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training of `steps` steps: `world` ranks, the rest is data parallel. Saves after `save_at` into `save_to`; `start` is a saved one."""
+
+    name: str
+    model: Path
+    layout: Layout = Layout()
+    dp: int = 1
+    steps: int = 8
+    micro_batch: int = 2
+    max_tokens: int | None = None
+    loss: str = "sft"
+    dtype: str = "float32"
+    reference: Path | None = None
+    save_at: int | None = None
+    save_to: Path | None = None
+    resume_from: Path | None = None
+    first_step: int = 0
+    lr: float = 1e-3
+
+    @property
+    def world(self) -> int:
+        return self.layout.ranks_per_model * self.dp
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case did: the report of every step, and the final weights under their Hugging Face names."""
+
+    name: str
+    reports: list[dict[str, float]]
+    weights: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def sequences(step: int, *, with_fields: bool = False) -> Sequences:
+    """The batch of a step: random tokens, a random part of each sequence to be learnt, and what a policy loss needs."""
+    random = np.random.default_rng([7, step])
+    ids = tuple(random.integers(0, VOCAB, random.integers(3, LONGEST)).astype(np.int64) for _ in range(NUM_SEQUENCES))
+    masks = tuple(np.arange(len(row)) >= random.integers(1, len(row) - 1) for row in ids)
+    if not with_fields:
+        return Sequences(ids, masks, {})
+    names = ("advantages", "old_logprobs", "reference_logprobs", "sampler_logprobs")
+    fields = {name: tuple(random.normal(0, 0.3, len(row)).astype(np.float32) for row in ids) for name in names}
+    for name in names[1:]:
+        fields[name] = tuple(values - 5.3 for values in fields[name])
+    return Sequences(ids, masks, fields)
+
+
+def main(context: RankContext, cases: list[Case]) -> None:
+    """Every case whose world this rank is part of; rank 0 reports."""
+    for number, case in enumerate(cases):
+        if context.rank < case.world:
+            result = _train(context, case, f"{context.init_method}-{number}")
+            if context.rank == 0:
+                context.report(result)
+
+
+def _train(context: RankContext, case: Case, init_method: str) -> Result:
+    from msrl.trainer import checkpoints
+    from msrl.trainer.losses import PolicyLoss, SftLoss
+    from msrl.trainer.resume import resume_from
+    from msrl.trainer.weights import export
+    from msrl.trainer.worker import TrainWorker
+
+    while case.resume_from and not resume_from("auto", case.resume_from):
+        time.sleep(0.1)  # ranks that had no part in the case that saves are early
+    saved = resume_from("auto", case.resume_from) if case.resume_from else None
+    settings = WorkerSettings(
+        "cpu", saved.root if saved else case.model, case.layout, case.dtype, seed=0, timeout_s=120,
+        iteration=saved.step if saved else None, optimizer=OptimizerSettings(lr=case.lr), reference=case.reference,
+    )  # fmt: skip
+    worker = TrainWorker(settings, context.rank, case.world, init_method)
+    if saved:
+        checkpoints.load_training_state(worker, saved)
+    policy = PolicyLoss(temperature=0.7, clip_low=0.1, clip_high=0.2, kl_coef=0.05, entropy_coef=0.01)
+    loss = SftLoss() if case.loss == "sft" else policy
+    reports: list[dict[str, float]] = []
+    for step in range(case.first_step, case.steps):
+        batch = sequences(step, with_fields=case.loss != "sft")
+        lengths = [len(ids) for ids in batch.token_ids]
+        part = balanced(lengths, worker.dp_size)[worker.dp_rank]
+        limits = BatchLimits(case.micro_batch, case.max_tokens, worker.sequence_multiple)
+        groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
+        batches = micro_batches(batch, groups, limits)
+        reports.append(worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr))
+        if case.save_at == step + 1:
+            assert case.save_to is not None
+            checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)
+    weights = _whole_weights(dict(export(worker)), context.rank, case.world)
+    worker.close()
+    return Result(case.name, reports, weights)
+
+
+def _whole_weights(mine: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:
+    """The weights of all stages, on rank 0."""
+    own = {name: tensor.float().numpy() for name, tensor in mine.items()}
+    parts: list[Any] = [None] * world
+    dist.gather_object(own, parts if rank == 0 else None)
+    return {name: value for part in parts if part for name, value in part.items()}
