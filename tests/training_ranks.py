@@ -24,11 +24,11 @@ VOCAB, NUM_SEQUENCES, LONGEST = 199, 8, 30
 
 @dataclass(frozen=True)
 class Case:
-    """A training of `steps` steps: `world` ranks, the rest is data parallel. Saves after `save_at` into `save_to`; `start` is a saved one."""
+    """A training of `steps` steps on `world` ranks. Saves after `save_at` steps into `save_to`, or goes on from `resume_from`."""
 
     name: str
     model: Path
-    layout: Layout = Layout()
+    layout: Layout = field(default_factory=Layout)
     dp: int = 1
     steps: int = 8
     micro_batch: int = 2

@@ -10,7 +10,7 @@ class MsrlError(Exception):
     """A mistake in the user's input or environment: one message that says what, where and what to do. The command exits with 2."""
 
 
-class ManyErrors(MsrlError):
+class ManyErrors(MsrlError):  # noqa: N818 - it is what it says
     """Several mistakes found in one pass; each is one line of the message."""
 
     def __init__(self, messages: Sequence[str]) -> None:

@@ -45,13 +45,26 @@ def training_dir(root: Path, step: int) -> Path:
 
 def saved_steps(root: Path) -> list[int]:
     """The steps of all whole checkpoints under `root`, ascending."""
+    return [step for step in _iterations(root) if (training_dir(root, step) / STATE).is_file()]
+
+
+def _iterations(root: Path) -> list[int]:
     found = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.glob("iter_*")]
-    steps = sorted(int(match[1]) for match in found if match)
-    return [step for step in steps if (training_dir(root, step) / STATE).is_file()]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def check_room(root: Path, start_step: int) -> None:
+    """Raises MsrlError when `root` holds checkpoints of steps that a training from `start_step` on would write again."""
+    later = [step for step in _iterations(root) if step > start_step]
+    if later:
+        raise MsrlError(
+            f"checkpoint.save={root}: checkpoints of steps {', '.join(map(str, later))} are there, and this training starts after step"
+            f" {start_step}; go on from the newest (--resume auto), set checkpoint.save to another folder, or remove them"
+        )
 
 
 def resume_from(resume: str, root: Path) -> SavedTraining | None:
-    """What `checkpoint.resume` means: `none`, `auto` (the newest whole one under `root`, or none), a folder of checkpoints, or one iteration."""
+    """What `checkpoint.resume` means: `none`, `auto` (the newest whole one under `root`, if any), a folder of checkpoints, one iteration."""
     if resume == "none":
         return None
     if resume == "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,7 @@ class Engines:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
         """A group of completions per prompt, in order."""
         bounds = np.linspace(0, len(prompts), len(self._actors) + 1).astype(int)
-        shares = [tuple(prompts[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        shares = [tuple(prompts[a:b]) for a, b in itertools.pairwise(bounds)]
         calls = [actor.generate.remote(share, sampling, policy_version) for actor, share in zip(self._actors, shares, strict=True) if share]
         return tuple(group for groups in self._wait(calls) for group in groups)
 

@@ -1,4 +1,4 @@
-"""What supervised fine-tuning is made of before any rank starts: the job that every rank is told, and the rows it reads. Light to import."""
+"""What supervised fine-tuning is made of before any rank starts: the job that ranks are told, and the rows they read. Light to import."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from msrl.algorithms.packing import Sequences, bins, sft_sequences
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
+from msrl.errors import MsrlError
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import WorkerSettings
@@ -44,10 +45,21 @@ class Rows:
         return [sft_sequences([example for index in row for example in self.dataset[index]]) for row in members]
 
 
-def open_rows(config: Config, prefix: str) -> Rows:
+def open_rows(config: Config, dataset: SftDataset) -> Rows:
     """The rows of a preprocessed dataset."""
-    dataset = SftDataset(prefix)
     if not config.data.pack or (dataset.manifest is not None and dataset.manifest.pack):
         return Rows(dataset, None)
     lengths = [sum(len(example.token_ids) for example in dataset[index]) for index in range(len(dataset))]
     return Rows(dataset, bins(lengths, config.data.seq_length or max(lengths)))
+
+
+def check_lengths(config: Config, dataset: SftDataset) -> None:
+    """Every row fits into data.seq_length and into a micro-batch. Raises MsrlError."""
+    longest, length = dataset.max_tokens, config.data.seq_length
+    if length is not None and longest > length:
+        raise MsrlError(
+            f"data.seq_length={length}: the longest row of {dataset.prefix} has {longest} tokens; raise it, or preprocess with that seq_length"
+        )
+    limit = config.train.max_tokens_per_micro_batch
+    if limit is not None and limit < longest:
+        raise MsrlError(f"train.max_tokens_per_micro_batch={limit}: the longest row of {dataset.prefix} has {longest} tokens; raise it")
