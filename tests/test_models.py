@@ -13,7 +13,7 @@ import pytest
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, load_shape, num_parameters, shape_of
 from msrl.models.hf_config import HfConfig
-from msrl.models.megatron import gpt_settings, megatron_settings, transformer_settings
+from msrl.models.megatron import transformer_settings
 from msrl.models.rules import Qkv
 from msrl.models.shape import Llama3RopeScaling
 from support import shared_data
@@ -69,7 +69,6 @@ def test_rules_name_exactly_the_tensors_of_a_published_index(config: str, index:
 def test_llama3_scaling_is_read_whole() -> None:
     found = load_shape(shared_data("configs", "Llama-3.2-3B-Instruct.config.json"))
     assert found.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
-    assert gpt_settings(found)["rope_scaling"] is True and gpt_settings(found)["rope_scaling_factor"] == 32.0
 
 
 def test_head_size_of_qwen3_is_its_own() -> None:
@@ -141,18 +140,12 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         load_shape(tmp_path)
 
 
-def test_scaling_that_megatron_cannot_express_is_refused() -> None:
-    found = shape(LLAMA, rope_scaling={**LLAMA3_SCALING, "original_max_position_embeddings": 4096})
-    with pytest.raises(MsrlError, match=r"original_max_position_embeddings=4096.*8192 built in"):
-        megatron_settings(found)
-
-
 def test_megatron_settings_follow_from_the_shape() -> None:
-    settings = megatron_settings(shape(QWEN2, tie_word_embeddings=True))
+    settings = transformer_settings(shape(QWEN2))
     expected = {
         "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16,
-        "add_qkv_bias": True, "qk_layernorm": False, "add_bias_linear": False, "rotary_base": 1e6, "rope_scaling": False,
-        "share_embeddings_and_output_weights": True, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu",
+        "add_qkv_bias": True, "qk_layernorm": False, "add_bias_linear": False, "normalization": "RMSNorm", "gated_linear_unit": True,
+        "activation_func": "silu",
     }  # fmt: skip
     assert {name: settings[name] for name in expected} == expected
 
@@ -184,17 +177,14 @@ def test_rules_name_the_parameters_of_transformers_models(config: dict[str, Any]
     assert found == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-SIGNATURES = """
+SIGNATURE = """
 import inspect, json
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-print(json.dumps([list(inspect.signature(taker).parameters) for taker in (TransformerConfig, GPTModel)]))
+print(json.dumps(list(inspect.signature(TransformerConfig).parameters)))
 """
 
 
 @pytest.mark.slow
 def test_settings_are_arguments_that_megatron_takes() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SIGNATURES], capture_output=True, text=True, check=True)
-    of_config, of_model = json.loads(done.stdout.splitlines()[-1])
-    assert set(transformer_settings(shape(QWEN2))) <= set(of_config)
-    assert set(gpt_settings(shape(QWEN2))) <= set(of_model)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SIGNATURE], capture_output=True, text=True, check=True)
+    assert set(transformer_settings(shape(QWEN2))) <= set(json.loads(done.stdout.splitlines()[-1]))
