@@ -148,8 +148,15 @@ def _devices(resolved: Resolved) -> Iterator[str]:
     if world % (parallel.tp * parallel.pp):
         needs = f"must be a multiple of train.parallel.tp * pp = {parallel.tp} * {parallel.pp} = {parallel.tp * parallel.pp}"
         yield resolved.mistake("cluster.devices_per_node", needs)
+    if config.cluster.nodes > 1 and config.cluster.address is None:
+        yield resolved.mistake("cluster.nodes", "needs cluster.address, the cluster that `msrl cluster up` and `join` made")
     if parallel.sp and parallel.tp == 1:
         yield resolved.mistake("train.parallel.sp", "spreads over tensor-parallel ranks; set train.parallel.tp above 1, or false")
+
+
+def _one_node(resolved: Resolved) -> Iterator[str]:
+    if resolved.config.cluster.nodes > 1:
+        yield resolved.mistake("cluster.nodes", "train-sft runs on one machine in this version; set 1")
 
 
 def _model(resolved: Resolved) -> Iterator[str]:
@@ -371,7 +378,7 @@ def _chat(resolved: Resolved) -> Iterator[str]:
 _TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model)
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "train-sft": (*_TRAINING, _sft_batches),
+    "train-sft": (*_TRAINING, _one_node, _sft_batches),
     "train-grpo": (*_TRAINING, _rewards, _algorithm, _grpo_batches, _grpo_lengths, _engines),
     "convert-ckpt": (_convert,),
     "preprocess": (_preprocess,),

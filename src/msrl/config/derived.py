@@ -16,8 +16,8 @@ _TRAINING = ("train-sft", "train-grpo")
 
 
 def world_size(config: Config) -> int:
-    """Training ranks: one per device, or as many as one copy of the model needs."""
-    return config.cluster.devices_per_node or config.train.parallel.tp * config.train.parallel.pp
+    """Training ranks: one per device of every node; on a node as many as one copy of the model needs, where nothing is said."""
+    return config.cluster.nodes * (config.cluster.devices_per_node or config.train.parallel.tp * config.train.parallel.pp)
 
 
 def dp_size(config: Config) -> int:

@@ -8,7 +8,6 @@ NOT_YET: dict[str, str] = {
     "data.handler": "set preprocess.handler and run `msrl preprocess` first",
     "data.map_keys": "set preprocess.map_keys and run `msrl preprocess` first",
     "data.num_workers": "",
-    "cluster.nodes": "join the other nodes with `msrl cluster join` and give cluster.address",
     "cluster.roles": "all roles share the devices of training",
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",

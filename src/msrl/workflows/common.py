@@ -30,15 +30,6 @@ def tokenizer_path(config: Config) -> Path:
     return Path(config.model.tokenizer).absolute() if config.model.tokenizer else hf_files(weights_path(config))
 
 
-def world_size(config: Config) -> int:
-    """Training ranks in all."""
-    return config.cluster.devices_per_node or config.train.parallel.tp * config.train.parallel.pp
-
-
-def data_parallel_size(config: Config) -> int:
-    return world_size(config) // (config.train.parallel.tp * config.train.parallel.pp)
-
-
 def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, prefix: str) -> None:
     """The data is of this model: its tokens have rows in the embedding, its template is the one that was asked for, its rows fit.
 

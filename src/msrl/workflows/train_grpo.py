@@ -14,6 +14,7 @@ from pathlib import Path
 
 from msrl.cluster.plan import Placement, Role, plan
 from msrl.cluster.session import ray_session
+from msrl.config.derived import world_size
 from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset
 from msrl.data.order import rows_of_step
@@ -23,9 +24,9 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
-from msrl.trainer.resume import SavedTraining, resume_from
+from msrl.trainer.resume import SavedTraining, check_room, resume_from
 from msrl.types import Prompt, SamplingParams, StepReport
-from msrl.workflows.common import check_data, hf_files, schedule, tokenizer_path, weights_path, worker_settings, world_size
+from msrl.workflows.common import check_data, hf_files, schedule, tokenizer_path, weights_path, worker_settings
 from msrl.workflows.export import export_hf
 from msrl.workflows.grpo_step import Clock, Updater, report_of, samples_of, updates_per_step
 from msrl.workflows.grpo_team import Engines, Trainers
@@ -178,11 +179,14 @@ def prepare(config: Config) -> Job:
     prompts = _prompts(config, config.data.train, tokenizer)
     check_data(prompts.dataset.manifest, config, hf_dir, config.data.train)
     held_out = _prompts(config, config.data.eval, tokenizer) if config.data.eval else None
+    if held_out is not None:
+        check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
     count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
     num_steps = config.train.steps or -(-(config.train.epochs or 1) * len(prompts.rows) // config.rollout.prompts_per_step)
     resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
     if resume and resume.step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on")
+    check_room(checkpoint_root(config), resume.step if resume else 0)
     return Job(
         config=config,
         platform=platform,
@@ -215,7 +219,7 @@ def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
 def _placement(config: Config, platform: Platform) -> Placement:
     num_ranks, engine = world_size(config), config.rollout.engine
     roles = [Role("actor", num_ranks), Role("rollout", engine.dp, engine.tp)]
-    return plan(roles, max(num_ranks, engine.dp * engine.tp), resource=platform.ray_resource)
+    return plan(roles, num_ranks // config.cluster.nodes, config.cluster.nodes, resource=platform.ray_resource)
 
 
 def _sampling(config: Config, dataset: PromptDataset) -> SamplingParams:

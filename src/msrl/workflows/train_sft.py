@@ -9,16 +9,18 @@ import math
 import sys
 from pathlib import Path
 
+from msrl.config.derived import world_size
 from msrl.config.schema import Config
+from msrl.data.dataset import SftDataset
 from msrl.errors import MsrlError
 from msrl.platforms import resolve
 from msrl.trainer.launch import LocalRanks
-from msrl.trainer.resume import SavedTraining, resume_from
+from msrl.trainer.resume import SavedTraining, check_room, resume_from
 from msrl.types import StepReport
-from msrl.workflows.common import check_data, hf_files, schedule, weights_path, worker_settings, world_size
+from msrl.workflows.common import check_data, hf_files, schedule, weights_path, worker_settings
 from msrl.workflows.interrupts import Interrupts
 from msrl.workflows.run_log import RunLog, checkpoint_root
-from msrl.workflows.sft_job import SftJob, open_rows
+from msrl.workflows.sft_job import Rows, SftJob, check_lengths, open_rows
 
 CURVES = ("train/loss", "eval/loss", "train/grad_norm", "train/lr")
 
@@ -47,13 +49,15 @@ def prepare(config: Config, platform: str) -> SftJob:
     if config.data.train is None:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
     weights = weights_path(config)
-    rows = open_rows(config, config.data.train)
-    check_data(rows.dataset.manifest, config, hf_files(weights), config.data.train)
+    rows = _checked_rows(config, config.data.train, hf_files(weights))
+    if config.data.eval is not None:
+        _checked_rows(config, config.data.eval, hf_files(weights))
     num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * len(rows) / config.train.global_batch)
     resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
     start_step = resume.step if resume else 0
     if start_step >= num_steps:
-        raise MsrlError(f"train.steps={num_steps}: {resume} has done {start_step} steps already; raise train.steps to go on")
+        raise MsrlError(f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on")
+    check_room(checkpoint_root(config), start_step)
     return SftJob(
         config=config,
         settings=worker_settings(config, platform, resume=resume),
@@ -64,6 +68,14 @@ def prepare(config: Config, platform: str) -> SftJob:
         checkpoint_dir=checkpoint_root(config),
         hf_dir=hf_files(weights),
     )
+
+
+def _checked_rows(config: Config, prefix: str, hf_dir: Path) -> Rows:
+    """The rows of a dataset that the model can learn from as configured. Raises MsrlError."""
+    dataset = SftDataset(prefix)
+    check_data(dataset.manifest, config, hf_dir, prefix)
+    check_lengths(config, dataset)
+    return open_rows(config, dataset)
 
 
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
