@@ -56,7 +56,7 @@ def save(worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *
 def _write_rank(worker: TrainWorker, root: Path, step: int, staged_training: Path) -> tuple[str, int, str] | None:
     """This rank's part; the first data-parallel rank writes for all. Returns its name, size and checksum."""
     states = {name: state.cpu() for name, state in optimizer_state.collect(worker)}
-    save_file({"rng": torch.get_rng_state()}, staged_training / f"rng_{dist.get_rank():05d}.safetensors")
+    save_file({"rng": torch.get_rng_state()}, _random_file(staged_training))
     if worker.dp_rank != 0:
         return None
     path = mcore.rank_file(root, step, worker.tp_rank, worker.layout.tp, worker.pp_rank, worker.layout.pp, staged=True)
@@ -115,7 +115,20 @@ def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, 
         source = ShardedSource(worker.shape, state["tp"], state["pp"], shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
         mine[kind] = dict(source.local_tensors(worker.tp_rank, worker.layout.tp, worker.pp_rank, worker.layout.pp))
     optimizer_state.restore(worker, mine, state["updates"])
+    _restore_random(saved)
     return state["extra"]
+
+
+def _restore_random(saved: SavedTraining) -> None:
+    """Random numbers go on where this rank left off; a rank that the saved layout did not have keeps those of its seed."""
+    path = _random_file(saved.training_dir)
+    if path.is_file():
+        with safe_open(path, "pt") as file:
+            torch.set_rng_state(file.get_tensor("rng"))
+
+
+def _random_file(folder: Path) -> Path:
+    return folder / f"rng_{dist.get_rank():05d}.safetensors"
 
 
 def _of_kind(file: Any, kind: str) -> dict[str, Tensor]:

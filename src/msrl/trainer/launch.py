@@ -6,6 +6,7 @@ stop through the same pipe. The payload travels as a pickle between processes of
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,6 +27,8 @@ from typing import Any
 from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
+
+_AFTERMATH_S = 1.0  # how long after its peers' failures a rank's death may become known
 
 
 class RankError(Exception):
@@ -84,7 +88,8 @@ class LocalRanks:
     def ask_to_stop(self) -> None:
         """Let rank 0 know that the run is to end after the step in hand."""
         self.was_asked_to_stop = True
-        self._pipes[0].send("stop")
+        with contextlib.suppress(OSError):  # the rank has ended already
+            self._pipes[0].send("stop")
 
     def messages(self) -> Iterator[Any]:
         """What the ranks report, until all have ended. Raises the first failure: MsrlError for the user's, RankError for ours."""
@@ -99,8 +104,20 @@ class LocalRanks:
                     continue
                 if kind == "report":
                     yield message
+                elif kind == "mistake":
+                    raise MsrlError(message)
                 else:
-                    raise MsrlError(message) if kind == "mistake" else RankError(f"rank {open_pipes[pipe]} failed:\n{message}")
+                    self._check_deaths()
+                    raise RankError(f"rank {open_pipes[pipe]} failed:\n{message}")
+
+    def _check_deaths(self) -> None:
+        """Name the rank that was killed, if there is one: the others fail in consequence, and may be heard first."""
+        deadline = time.monotonic() + _AFTERMATH_S
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self._processes):
+                if (process.poll() or 0) < 0:
+                    self._check_exit(rank)
+            time.sleep(0.05)
 
     def _check_exit(self, rank: int) -> None:
         code = self._processes[rank].wait()

@@ -22,8 +22,11 @@ Sums = dict[str, Tensor]
 class Loss(Protocol):
     """Something that can be minimised."""
 
-    temperature: float
-    needs_entropy: bool
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def needs_entropy(self) -> bool: ...
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]: ...
 

@@ -64,7 +64,10 @@ def check_room(root: Path, start_step: int) -> None:
 
 
 def resume_from(resume: str, root: Path) -> SavedTraining | None:
-    """What `checkpoint.resume` means: `none`, `auto` (the newest whole one under `root`, if any), a folder of checkpoints, one iteration."""
+    """What `checkpoint.resume` means: `none`; `auto`, the newest whole one under `root`, if any; a folder of checkpoints; or one iteration.
+
+    Raises MsrlError when nothing whole is there.
+    """
     if resume == "none":
         return None
     if resume == "auto":

@@ -1,4 +1,4 @@
-"""Rollouts as JSONL, one file per step: what was asked, what was answered, how it was scored."""
+"""Rollouts as JSONL, one file per step: what was asked and answered, as text and as the engine's own tokens, and how it was scored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class RolloutLog:
         return {
             "prompt_index": prompt.index,
             "prompt": self._tokenizer.backend.decode(prompt.token_ids.tolist(), skip_special_tokens=False),
+            "prompt_ids": prompt.token_ids.tolist(),
             "response": completion.text,
+            "response_ids": completion.token_ids.tolist(),
+            "logprobs": [round(float(value), 6) for value in completion.logprobs],
             "answer": prompt.answer,
             "reward": reward.total,
             "scores": dict(reward.scores),

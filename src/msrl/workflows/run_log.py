@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -36,8 +37,11 @@ class RunLog:
         self.path = self._folder.path
         self._curves = tuple(curves)
         resumed_step = start_step if config.checkpoint.resume != "none" else None
+        metrics = MetricsWriter(self.path, resumed_step=resumed_step)
+        if metrics.num_dropped:
+            print(f"{metrics.path}: left out {metrics.num_dropped} steps that are done again", file=sys.stderr)
         trackers = [
-            MetricsWriter(self.path, resumed_step=resumed_step),
+            metrics,
             StepConsole(num_steps, every_steps=config.log.every_steps),
             *open_trackers(config.log.trackers, self.path, resumed_step=resumed_step),
         ]

@@ -58,7 +58,8 @@ def check_lengths(config: Config, dataset: SftDataset) -> None:
     longest, length = dataset.max_tokens, config.data.seq_length
     if length is not None and longest > length:
         raise MsrlError(
-            f"data.seq_length={length}: the longest row of {dataset.prefix} has {longest} tokens; raise it, or preprocess with that seq_length"
+            f"data.seq_length={length}: the longest row of {dataset.prefix} has {longest} tokens; raise it,"
+            " or preprocess with that seq_length"
         )
     limit = config.train.max_tokens_per_micro_batch
     if limit is not None and limit < longest:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from msrl.algorithms.packing import Sequences, balanced
 from msrl.config.schema import Config
+from msrl.data.dataset import SftDataset
 from msrl.data.order import rows_of_step
 from msrl.trainer import checkpoints
 from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
@@ -26,8 +27,8 @@ def main(context: RankContext, job: SftJob) -> None:
     worker = TrainWorker(job.settings, context.rank, context.world_size, context.init_method)
     if job.resume is not None:
         checkpoints.load_training_state(worker, job.resume)
-    train = open_rows(job.config, str(job.config.data.train))
-    held_out = open_rows(job.config, job.config.data.eval) if job.config.data.eval else None
+    train = open_rows(job.config, SftDataset(str(job.config.data.train)))
+    held_out = open_rows(job.config, SftDataset(job.config.data.eval)) if job.config.data.eval else None
     for step in range(job.start_step, job.num_steps):
         report = _step(worker, job, train, held_out, step)
         if context.rank == 0:
