@@ -51,7 +51,7 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests but the whole tables; given 15 minutes."""
     install(session, "cpu,dev")
-    python(session, "-m", "pytest", "-m", "not full", "--session-timeout=900", *session.posargs)
+    python(session, "-m", "pytest", "-m", "not full", "--session-timeout=2400", *session.posargs)
 
 
 @nox.session
