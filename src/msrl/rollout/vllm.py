@@ -244,6 +244,8 @@ def _arguments(settings: EngineSettings, shape: Shape, dtype: str, max_model_len
         "use_tqdm_on_load": settings.verbose,
         "disable_log_stats": True,
     }
+    if settings.tp > 1:
+        chosen["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would place its workers through Ray
     if settings.max_num_batched_tokens:
         chosen["max_num_batched_tokens"] = settings.max_num_batched_tokens
     kv_bytes = settings.kv_cache_bytes

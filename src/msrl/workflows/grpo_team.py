@@ -12,6 +12,8 @@ import ray
 
 from msrl.algorithms.packing import Sequences, balanced, per_token
 from msrl.cluster.session import Placed, Session, wait_all
+from msrl.config.schema import EngineConfig
+from msrl.platforms.base import Platform
 from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.settings import WorkerSettings
@@ -91,11 +93,12 @@ class Engines:
     """All engines; each takes its share of the prompts."""
 
     def __init__(
-        self, session: Session, placed: Placed, settings: EngineSettings, platform: str, num_engines: int, env: Mapping[str, str],
+        self, session: Session, placed: Placed, settings: EngineSettings, platform: Platform, env: Sequence[Mapping[str, str]],
         timeout_s: float,
     ) -> None:  # fmt: skip
-        actor = ray.remote(runtime_env={"env_vars": dict(env)})(RolloutActor)
-        self._actors = [session.start(actor, placed, "rollout", i, settings, platform) for i in range(num_engines)]
+        """`env` has the environment of each engine, of which there are as many."""
+        classes = [ray.remote(runtime_env={"env_vars": dict(variables)})(RolloutActor) for variables in env]
+        self._actors = [session.start(actor, placed, "rollout", i, settings, platform.name) for i, actor in enumerate(classes)]
         self._timeout_s = timeout_s
 
     def start(self) -> None:
@@ -115,6 +118,18 @@ class Engines:
 
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
         return wait_all(refs, timeout_s=self._timeout_s, labels=[f"rollout engine {i}" for i in range(len(refs))])
+
+
+def engine_environments(placed: Placed, platform: Platform, engine: EngineConfig, env: Mapping[str, str]) -> list[dict[str, str]]:
+    """The environment of each engine. Ask before any actor is started.
+
+    Ray lets an actor see the device of its first bundle; an engine of several devices is shown all of them.
+    """
+    variable, common = platform.visible_devices_variable, {**platform.engine_environment(), **env}
+    if engine.tp == 1 or not variable:
+        return [common] * engine.dp
+    devices = [",".join(placed.device_ids("rollout", i)) for i in range(engine.dp)]
+    return [{**common, variable: seen, f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"} for seen in devices]
 
 
 def _lengths(sequences: Sequences) -> list[int]:

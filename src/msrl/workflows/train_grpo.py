@@ -29,7 +29,7 @@ from msrl.types import Prompt, SamplingParams, StepReport
 from msrl.workflows.common import check_data, hf_files, schedule, tokenizer_path, weights_path, worker_settings
 from msrl.workflows.export import export_hf
 from msrl.workflows.grpo_step import Clock, Updater, report_of, samples_of, updates_per_step
-from msrl.workflows.grpo_team import Engines, Trainers
+from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
 from msrl.workflows.interrupts import Interrupts
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.run_log import RunLog, checkpoint_root
@@ -128,7 +128,7 @@ def _evaluate(job: Job, engines: Engines, scorer: Scorer, step: int) -> float:
 def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
     """Start Ray (or use the given cluster), the ranks, the engines and the verifiers; end them all."""
     config, platform = job.config, job.platform
-    timeout_s, num_ranks, num_engines = config.cluster.rpc_timeout_s, world_size(config), config.rollout.engine.dp
+    timeout_s, num_ranks = config.cluster.rpc_timeout_s, world_size(config)
     reference = weights_path(config) if config.algo.kl.loss.coef > 0 else None
     settings = worker_settings(config, platform.name, resume=job.resume, reference=reference)
     with ExitStack() as stack:
@@ -140,9 +140,9 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
             )
         )
         placed = session.create_placement(job.placement)
+        engine_env = engine_environments(placed, platform, config.rollout.engine, config.cluster.env)
         trainers = Trainers(session, placed, settings, num_ranks, platform.worker_environment(num_ranks), timeout_s)
-        engine_env = {**platform.engine_environment(), **config.cluster.env}
-        engines = Engines(session, placed, _engine_settings(config, job.hf_dir), platform.name, num_engines, engine_env, timeout_s)
+        engines = Engines(session, placed, _engine_settings(config, job.hf_dir), platform, engine_env, timeout_s)
         trainers.start(job.resume)
         engines.start()
         engines.load_weights(trainers.weights())
