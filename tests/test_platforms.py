@@ -1,0 +1,91 @@
+"""What every platform promises, and what `prepare` does on those that this machine can try."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from msrl import registry
+from msrl.errors import MsrlError
+from msrl.platforms import NAMES, get, resolve
+
+PLATFORMS = [name for name in registry.names("msrl.platforms") if name != "base"]
+
+
+def _python(code: str, *, path: Path | None = None, **env: str) -> str:
+    """What a fresh process prints."""
+    variables = {**os.environ, **env, **({"PYTHONPATH": str(path)} if path else {})}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=variables, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_platform_file_can_be_chosen_by_name():
+    assert sorted(NAMES) == PLATFORMS
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_a_platform_says_what_it_is(name):
+    platform = get(name)
+    assert platform.name == name
+    assert platform.collective_backend and platform.ray_resource
+    missing = platform.missing()
+    assert missing is None or len(missing.splitlines()) == 1
+    environments = (platform.worker_environment(2), platform.engine_environment())
+    assert all(isinstance(key, str) and isinstance(value, str) for env in environments for key, value in env.items())
+
+
+def test_auto_takes_what_this_machine_has():
+    expected = next(name for name in NAMES if get(name).missing() is None)
+    assert resolve("auto").name == expected
+
+
+@pytest.mark.parametrize("name", [name for name in PLATFORMS if get(name).missing() is not None])
+def test_a_platform_that_is_not_here_is_refused_with_the_cure(name):
+    with pytest.raises(MsrlError, match=rf"^cluster\.platform={name}: \S+"):
+        resolve(name)
+    with pytest.raises(MsrlError):
+        get(name).prepare()
+
+
+def test_the_npu_platform_names_all_that_is_not_installed():
+    message = get("npu").missing()
+    if message is None:
+        pytest.skip("this machine has an Ascend stack")
+    assert "torch_npu 2.10.0.post4" in message and "MindSpeed core_r0.16.0" in message and "README" in message
+
+
+@pytest.mark.slow
+def test_the_npu_platform_hides_the_command_line_and_imports_in_order(tmp_path):
+    """Stand-ins for the two modules write down what they saw; no NPU is claimed here."""
+    note = "import json, os, sys; open(os.environ['SEEN'], 'a').write(json.dumps([__name__, sys.argv]) + '\\n')\n"
+    (tmp_path / "torch_npu.py").write_text(note)
+    (tmp_path / "mindspeed").mkdir()
+    (tmp_path / "mindspeed" / "__init__.py").write_text("")
+    (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text(note)
+    code = "import sys; sys.argv = ['prog', '--load', 'x']; from msrl.platforms import get; get('npu').prepare(); print(sys.argv)"
+    said = _python(code, path=tmp_path, SEEN=str(tmp_path / "seen"), ASCEND_HOME_PATH="/somewhere")
+    seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    assert seen == [["torch_npu", ["prog"]], ["mindspeed.megatron_adaptor", ["prog"]]]
+    assert said == "['prog', '--load', 'x']"
+
+
+@pytest.mark.slow
+def test_cpu_redirects_cuda_only_in_a_process_that_prepares():
+    look = "import torch; print(torch.cuda.current_device() if torch.cuda.is_available() or PREPARED else 'untouched')"
+    assert _python("PREPARED = False\n" + look) == "untouched"
+    prepare = "from msrl.platforms import get; get('cpu').prepare(); get('cpu').prepare(); PREPARED = True\n"
+    assert _python(prepare + look) == "cpu"
+    factories = "import torch; print(torch.zeros(2, device='cuda').device, torch.ones(1).cuda().device, torch.tensor(1.0).type())"
+    assert _python(prepare + factories) == "cpu cpu torch.cuda.FloatTensor"
+
+
+@pytest.mark.slow
+def test_megatron_is_imported_unmodified_after_prepare():
+    code = "from msrl.platforms import get; get('cpu').prepare(); import megatron.core; print(megatron.core.__version__)"
+    assert _python(code).startswith("0.16")
