@@ -1,0 +1,272 @@
+"""msrl train-sft as a command: what a run leaves behind, and that it survives kills, interrupts and dead ranks to the bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+
+from msrl.checkpoint import mcore
+from msrl.checkpoint.convert import McoreTarget, write_mcore
+from msrl.checkpoint.source import open_weights
+from msrl.config.schema import Config
+from msrl.models.families import all_rules
+from tiny_qwen2 import save_model
+from training_runs import Command, children, metrics, rows, succeed, write_config, write_rows
+
+pytestmark = pytest.mark.slow
+STEPS = 24
+TRAIN = {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup": 2}}
+ONE_BATCH = {**TRAIN, "steps": 3, "global_batch": 24}
+
+
+def run_in_process(settings: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Run the workflow of the command; its metrics."""
+    from msrl.workflows import train_sft
+
+    config = Config.model_validate(settings, strict=False)
+    train_sft.run(config)
+    return metrics(Path(config.run.dir) / config.run.name)
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint under their Hugging Face names."""
+    source = open_weights(checkpoint)
+    return {name: t.clone() for rule in all_rules(source.shape) for name, t in zip(rule.hf, source.hf_tensors(rule), strict=True)}
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    mine, theirs = weights(one), weights(other)
+    assert set(mine) == set(theirs)
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A model as Hugging Face folder and as mcore checkpoint of TP 2; 24 examples as they are and packed, 7 held out."""
+    from msrl.cli import app
+
+    folder = tmp_path_factory.mktemp("sft")
+    save_model(folder / "hf", tied=False, positions=256)
+    write_mcore(open_weights(folder / "hf"), folder / "mcore", McoreTarget(tp=2))
+    examples = [{"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)} for i in range(31)]
+    for name, part, flags in (("data", examples[:24], ()), ("packed", examples[:24], ("--pack", "--seq-length", "200")),
+                              ("eval", examples[24:], ())):  # fmt: skip
+        source = str(write_rows(folder / f"{name}.jsonl", part))
+        arguments = ["preprocess", "--input", source, "--tokenizer", str(folder / "hf"), "--handler", "alpaca", "--template", "qwen"]
+        app.app([*arguments, "--output-prefix", str(folder / name), *flags], standalone_mode=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(inputs) -> dict[str, Any]:
+    """A run at TP 2 from the mcore checkpoint."""
+    return {
+        "run": {"name": "whole", "dir": str(inputs / "runs")},
+        "model": {"path": str(inputs / "mcore"), "dtype": "float32"},
+        "data": {"train": str(inputs / "data"), "eval": str(inputs / "eval")},
+        "cluster": {"platform": "cpu", "rpc_timeout_s": 120.0},
+        "train": {**TRAIN, "parallel": {"tp": 2}},
+        "checkpoint": {"every_steps": 10, "keep": 2, "export_hf": True},
+        "eval": {"every_steps": 10},
+    }
+
+
+def named(config: dict[str, Any], name: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    changed = {section: {**config.get(section, {}), **values} for section, values in sections.items()}
+    return {**config, **changed, "run": {**config["run"], "name": name}}
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, config) -> Path:
+    """The folder of an uninterrupted run."""
+    file = write_config(inputs / "whole.yaml", config)
+    succeed("train-sft", "-c", str(file), log=inputs / "whole.log")
+    return inputs / "runs" / "whole"
+
+
+def test_a_run_leaves_metrics_events_configuration_report_and_curves(whole, config):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert [row["step"] for row in rows(whole)] == list(range(1, STEPS + 1))
+    for found in metrics(whole):
+        assert {"train/loss", "train/grad_norm", "train/lr", "train/loss_tokens"} <= set(found)
+        assert all(np.isfinite(value) for value in found.values())
+    assert [step for step, found in enumerate(metrics(whole), 1) if "eval/loss" in found] == [10, 20, 24]
+    assert [found["train/lr"] for found in metrics(whole)][:3] == pytest.approx([5e-4, 1e-3, 1e-3])
+    losses = [found["train/loss"] for found in metrics(whole)]
+    assert losses[-1] < losses[0] - 1
+    events = EventAccumulator(str(whole / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)
+    assert Config.model_validate(yaml.safe_load((whole / "config.yaml").read_text())) == Config.model_validate(config)
+    assert f"step {STEPS}" in (whole / "report.md").read_text()
+    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_the_newest_checkpoints_stay(whole):
+    names = [path.name for path in (whole / "checkpoints").iterdir() if path.name.startswith((".", "iter_"))]
+    assert sorted(names) == ["iter_0000020", "iter_0000024"]
+    assert sorted(path.name for path in (whole / "checkpoints" / "training").iterdir()) == ["iter_0000020", "iter_0000024"]
+    assert mcore.latest_iteration(whole / "checkpoints") == STEPS
+
+
+@torch.no_grad()
+def test_the_checkpoint_converts_to_what_was_exported_and_transformers_computes_as_megatron_does(whole, inputs):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from msrl.trainer.probe import megatron_logits
+
+    target = inputs / "converted"
+    succeed("convert-ckpt", "mcore2hf", "--load", str(whole / "checkpoints"), "--save", str(target), "--no-verify", log=inputs / "c.log")
+    assert_same_weights(whole / "checkpoints", target)
+    assert_same_weights(target, whole / "hf")
+    model = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(whole / "hf")("<|im_start|>user\n3+3=<|im_end|>")["input_ids"]
+    (found,) = megatron_logits(whole / "checkpoints", [ids], tp=2, pp=1)
+    torch.testing.assert_close(found, model(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
+
+
+def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config, inputs, tmp_path):
+    from msrl.errors import MsrlError
+
+    with pytest.raises(MsrlError, match=r"checkpoints of steps 20, 24 are there, and this training starts after step 0"):
+        run_in_process(config)
+    shutil.copytree(whole / "checkpoints", tmp_path / "old")
+    old = {"save": str(tmp_path / "old"), "resume": str(tmp_path / "old" / "iter_0000020")}
+    with pytest.raises(MsrlError, match=r"checkpoints of steps 24 are there, and this training starts after step 20"):
+        run_in_process(named(config, "again", checkpoint=old))
+    with pytest.raises(MsrlError, match=rf"train.steps={STEPS}: .* is at step {STEPS} already"):
+        run_in_process(named(config, "again", checkpoint={"save": str(tmp_path / "old"), "resume": "auto"}))
+    assert not (inputs / "runs" / "again").exists()
+
+
+def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit_where_the_other_did(whole, config, inputs):
+    file = write_config(inputs / "interrupted.yaml", named(config, "interrupted", checkpoint={"every_steps": None}))
+    run = inputs / "runs" / "interrupted"
+    command = Command("train-sft", "-c", str(file), log=inputs / "interrupted.log")
+    command.when(lambda: len(rows(run)) >= 2)
+    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does it: to every process
+    assert command.wait() == 130, command.output()
+    done = len(rows(run))
+    assert done < STEPS
+    assert f"saved step {done} in" in command.output() and "Traceback" not in command.output()
+    assert metrics(run) == metrics(whole)[:done]
+    resumed = run_in_process(named(config, "interrupted", checkpoint={"resume": "auto"}))
+    assert resumed == metrics(whole)
+    assert_same_weights(run / "checkpoints", whole / "checkpoints")
+
+
+def test_a_kill_in_mid_save_leaves_the_checkpoint_before_and_the_resumed_run_goes_on_to_the_bit(whole, config, inputs):
+    name = "killed"
+    changes = {"resume": "auto", "every_steps": 1, "keep": None}
+    file = write_config(inputs / "killed.yaml", named(config, name, checkpoint=changes))
+    run = inputs / "runs" / name
+    saves = run / "checkpoints"
+
+    def is_saving() -> bool:
+        return mcore.iteration_dir(saves, 2).exists() and any(saves.glob(".iter_*.partial"))
+
+    half: list[Path] = []
+    while not half:  # a save may be done between its being seen and the kill; the next start then goes on
+        command = Command("train-sft", "-c", str(file), log=inputs / "killed.log")
+        command.when(is_saving, every_s=0.0005)
+        command.kill()
+        half = list(saves.glob(".iter_*.partial"))
+    last = mcore.latest_iteration(saves)
+    assert isinstance(last, int) and half[0].name == f".iter_{last + 1:07d}.partial"
+    assert weights(saves)  # of the checkpoint before, whole
+    assert metrics(run)[:last] == metrics(whole)[:last]
+    succeed("train-sft", "-c", str(file), log=inputs / "resumed.log")
+    assert metrics(run) == metrics(whole)
+    assert_same_weights(saves, whole / "checkpoints")
+    assert not list(saves.glob("**/.*partial"))
+
+
+def test_a_rank_that_dies_ends_the_run_at_once_and_is_named_in_bf16_from_a_hugging_face_folder(whole, config, inputs):
+    changes = {"model": {"path": str(inputs / "hf"), "dtype": "bfloat16"}, "train": {"steps": 10000}, "data": {"eval": None}}
+    settings = named(config, "dead", **changes, eval={"every_steps": None}, checkpoint={"every_steps": None})
+    command = Command("train-sft", "-c", str(write_config(inputs / "dead.yaml", settings)), log=inputs / "dead.log")
+    run = inputs / "runs" / "dead"
+    command.when(lambda: len(rows(run)) >= 6)
+    everyone = children(command.process.pid)
+    (victim,) = [pid for pid, line in everyone.items() if re.search(r"msrl\.trainer\.launch 1 2 ", line)]
+    psutil.Process(victim).kill()
+    killed = time.monotonic()
+    assert command.wait() == 1
+    assert time.monotonic() - killed < 15
+    assert "RankError: rank 1 was ended by SIGKILL" in command.output()
+    assert not [pid for pid in everyone if psutil.pid_exists(pid)]
+    # The same data, order and learning rates in the warm-up: bfloat16 is near the other run.
+    losses = [[found["train/loss"] for found in metrics(folder)[:3]] for folder in (run, whole)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.05)
+
+
+@pytest.fixture(scope="module")
+def unpacked(inputs, config) -> list[dict[str, float]]:
+    """All examples in every step, from the Hugging Face folder, on one rank."""
+    settings = named(config, "unpacked", model={"path": str(inputs / "hf")}, checkpoint={"every_steps": None, "export_hf": False})
+    return run_in_process({**settings, "train": ONE_BATCH})
+
+
+def packed_like(inputs, config, name: str, batch: int, **sections: dict[str, Any]) -> list[dict[str, float]]:
+    one = {"model": {"path": str(inputs / "hf")}, "checkpoint": {"every_steps": None, "export_hf": False}}
+    settings = named(config, name, **one, **sections)
+    return run_in_process({**settings, "train": {**ONE_BATCH, "global_batch": batch, "micro_batch": 1}})
+
+
+def assert_same_path(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert set(mine) == set(theirs)
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=2e-5), name
+
+
+def test_rows_packed_while_training_on_two_data_parallel_ranks_give_the_losses_of_single_examples(inputs, config, unpacked):
+    from msrl.data.dataset import SftDataset
+    from msrl.workflows.sft_job import open_rows
+
+    data = {"pack": True, "seq_length": 160}
+    count = len(open_rows(Config.model_validate(named(config, "x", data=data)), SftDataset(inputs / "data")))
+    assert count % 2 == 0 and count < 24
+    found = packed_like(inputs, config, "packed now", count, data=data, cluster={"devices_per_node": 2})
+    assert_same_path(found, unpacked)
+    assert "eval/loss" in found[-1]  # 7 held-out rows, which do not divide over two ranks
+
+
+def test_rows_packed_by_preprocess_give_the_losses_of_single_examples(inputs, config, unpacked):
+    from msrl.data.dataset import SftDataset
+
+    packed = SftDataset(inputs / "packed")
+    assert sum(len(row) for row in packed) == 24 and len(packed) < 24
+    assert_same_path(packed_like(inputs, config, "packed before", len(packed), data={"train": str(inputs / "packed")}), unpacked)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"seq_length": 60}}, r"data\.seq_length=60: the longest row of .*data has \d+ tokens; raise it, or preprocess"),
+        ({"train": {"max_tokens_per_micro_batch": 60}}, r"train\.max_tokens_per_micro_batch=60: the longest row of .*data has \d+ tokens"),
+        ({"model": {"template": "llama3"}}, r"model\.template=llama3: .*data was preprocessed with template qwen"),
+        ({"data": {"train": "nowhere"}}, r"data prefix nowhere: there is no nowhere_packed_input_ids_document.idx"),
+        ({"checkpoint": {"resume": "nowhere"}}, r"checkpoint\.resume=nowhere: no whole checkpoint of a training is there"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_any_rank_starts(config, inputs, sections, message):
+    from msrl.errors import MsrlError
+
+    with pytest.raises(MsrlError, match=message):
+        run_in_process(named(config, "refused", **sections))
+    assert not (inputs / "runs" / "refused").exists()

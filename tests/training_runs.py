@@ -1,0 +1,99 @@
+"""What the tests of the two trainings share: a command in a process of its own, its run folder, and small inputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LIMIT_S = 240.0
+
+
+class Command:
+    """`msrl ARGUMENTS` in a session of its own, so that a signal can be sent to all of its processes."""
+
+    def __init__(self, *arguments: str, log: Path) -> None:
+        self.log = log
+        environment = {**os.environ, "MPLCONFIGDIR": str(log.parent)}
+        self._file = log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "msrl.cli.app", *arguments],
+            stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+        )  # fmt: skip
+
+    def wait(self) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"no end within {LIMIT_S:g} s:\n{self.output()}") from None
+        finally:
+            self._file.close()
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the command."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def when(self, happened: Callable[[], bool], *, every_s: float = 0.05) -> None:
+        """Wait until something has happened while the command runs."""
+        deadline = time.monotonic() + LIMIT_S
+        while not happened():
+            assert self.process.poll() is None, f"the command ended early with {self.process.returncode}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"nothing happened within {LIMIT_S:g} s:\n{self.output()}"
+            time.sleep(every_s)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def succeed(*arguments: str, log: Path) -> str:
+    """Run a command to its end; its output. Fails unless it exits with 0."""
+    command = Command(*arguments, log=log)
+    code = command.wait()
+    assert code == 0, command.output()
+    return command.output()
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are whole."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """The metrics of every step but those of speed, which differ from run to run."""
+    return [{k: v for k, v in row["metrics"].items() if "per_s" not in k} for row in rows(run)]
+
+
+def write_config(path: Path, settings: Mapping[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(dict(settings)))
+    return path
+
+
+def write_rows(path: Path, found: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return path
+
+
+def children(pid: int) -> dict[int, str]:
+    """All descendants of a process with their command lines."""
+    import psutil
+
+    found: dict[int, str] = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            found[child.pid] = " ".join(child.cmdline())
+        except psutil.Error:
+            continue
+    return found
