@@ -1,4 +1,4 @@
-"""Folders that become visible whole: written under a hidden name beside the target, then renamed."""
+"""Folders that become visible whole: written under a hidden name beside the target, then renamed. Single files: `msrl.files`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from msrl.errors import MsrlError
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole: beside it, then renamed."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def refuse_unless_free(target: Path) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 
 from torch import Tensor
 
-from msrl.checkpoint.files import write_text
 from msrl.checkpoint.plan import Plan, padded_vocab_size
 from msrl.checkpoint.torch_file import TensorSpec, WrittenFile, read_torch_file, spec_of, write_torch_file
 from msrl.errors import MsrlError
+from msrl.files import write_text
 from msrl.models.shape import Shape
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,11 @@ from torch import Tensor
 
 from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import versions
-from msrl.checkpoint.files import write_text
 from msrl.checkpoint.hf import copy_sidecars
 from msrl.checkpoint.plan import make_plan
 from msrl.checkpoint.source import ShardedSource
+from msrl.checkpoint.torch_file import WrittenFile
+from msrl.files import write_text
 from msrl.trainer import optimizer_state
 from msrl.trainer.resume import STATE, SavedTraining, saved_steps, training_dir
 
@@ -53,8 +53,8 @@ def save(worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *
     return SavedTraining(root, step)
 
 
-def _write_rank(worker: TrainWorker, root: Path, step: int, staged_training: Path) -> tuple[str, int, str] | None:
-    """This rank's part; the first data-parallel rank writes for all. Returns its name, size and checksum."""
+def _write_rank(worker: TrainWorker, root: Path, step: int, staged_training: Path) -> tuple[str, WrittenFile] | None:
+    """This rank's part; the first data-parallel rank writes for all. Returns what it wrote."""
     states = {name: state.cpu() for name, state in optimizer_state.collect(worker)}
     save_file({"rng": torch.get_rng_state()}, _random_file(staged_training))
     if worker.dp_rank != 0:
@@ -65,7 +65,7 @@ def _write_rank(worker: TrainWorker, root: Path, step: int, staged_training: Pat
     written = mcore.write_rank_file(path, model, args, step)
     save_file(states, staged_training / _optimizer_file(worker.tp_rank, worker.pp_rank))
     name = path.relative_to(mcore.staging_dir(root, step))
-    return str(mcore.iteration_dir(root, step).relative_to(root) / name), written.num_bytes, written.sha256
+    return str(mcore.iteration_dir(root, step).relative_to(root) / name), written
 
 
 def _optimizer_file(tp_rank: int, pp_rank: int) -> str:
@@ -73,29 +73,18 @@ def _optimizer_file(tp_rank: int, pp_rank: int) -> str:
 
 
 def _publish(
-    worker: TrainWorker, root: Path, step: int, staged_training: Path, files: Iterable[tuple[str, int, str]], hf_dir: Path
+    worker: TrainWorker, root: Path, step: int, staged_training: Path, files: Iterable[tuple[str, WrittenFile]], hf_dir: Path
 ) -> None:
     """Make the checkpoint visible: what only a resume needs first, the model and its tracker last."""
     final = training_dir(root, step)
     shutil.rmtree(final, ignore_errors=True)
     shutil.rmtree(mcore.iteration_dir(root, step), ignore_errors=True)
     staged_training.rename(final)
-    copy_sidecars(hf_dir, root / mcore.SIDECAR, worker.dtype)
+    if hf_dir.resolve() != (root / mcore.SIDECAR).resolve():
+        copy_sidecars(hf_dir, root / mcore.SIDECAR, worker.dtype)
     mcore.publish(root, step)
-    mcore.write_manifest(root, step, _manifest_entry(worker, files))
-
-
-def _manifest_entry(worker: TrainWorker, files: Iterable[tuple[str, int, str]]) -> dict[str, Any]:
     plan = make_plan(worker.shape, worker.layout.tp, worker.layout.pp)
-    layout = {"kind": "mindspeed", "tp": plan.tp, "pp": plan.pp, "names": "local", "padded_vocab_size": plan.padded_vocab}
-    return {
-        "layout": layout,
-        "dtype": worker.settings.dtype,
-        "shape": asdict(worker.shape),
-        "num_elements": plan.num_elements,
-        "files": {name: {"bytes": num_bytes, "sha256": sha256} for name, num_bytes, sha256 in sorted(files)},
-        "versions": versions(),
-    }
+    mcore.write_manifest(root, step, mcore.manifest_entry(worker.shape, plan, worker.settings.dtype, dict(files), "local", versions()))
 
 
 def _prune(root: Path, keep: int | None) -> None:
