@@ -270,3 +270,13 @@ def test_what_does_not_fit_is_refused_before_any_rank_starts(config, inputs, sec
     with pytest.raises(MsrlError, match=message):
         run_in_process(named(config, "refused", **sections))
     assert not (inputs / "runs" / "refused").exists()
+
+
+def test_weights_that_are_cut_short_are_named_with_exit_code_2(config, inputs):
+    shutil.copytree(inputs / "hf", inputs / "cut")
+    file = inputs / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    settings = named(config, "cut", model={"path": str(inputs / "cut")})
+    command = Command("train-sft", "-c", str(write_config(inputs / "cut.yaml", settings)), log=inputs / "cut.log")
+    assert command.wait() == 2
+    assert str(file) in command.output() and "Traceback" not in command.output()
