@@ -57,7 +57,7 @@ MANY = "--set=cluster.devices_per_node=2"
         ((*RL, "--set", "train.updates.samples_per_update=5"), "train.updates.samples_per_update=5: must divide the samples of a step"),
         ((*RL, MANY, "--set", "train.updates.samples_per_update=1"), "train.updates.samples_per_update=1: must be a multiple of 2"),
         ((*RL, "--set", "rollout.samples_per_prompt=1"), "rollout.samples_per_prompt=1: group-relative advantages need at least 2"),
-        ((*RL, "--set=reward.sources=[{verifier: akk}]"), "sources.0.verifier=akk: there is no such plugin in rewards.verifiers; known: acc, "),
+        ((*RL, "--set=reward.sources=[{verifier: akk}]"), "sources.0.verifier=akk: there is no such plugin in rewards.verifiers; known: "),
         ((*RL, "--set", "algo.advantage.estimator=rloo"), "algo.advantage.estimator=rloo"),
         ((*SFT, "--set", "model.template=qwen_r2"), "did you mean 'qwen_r1'?"),
         ((*RL, "--set", "rollout.max_response_tokens=500"), "the model takes at most 512"),
