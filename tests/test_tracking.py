@@ -188,12 +188,14 @@ def test_the_console_line_names_loss_rate_speed_and_time_left() -> None:
     assert out.getvalue() == "step  20/100  loss 2.3457  lr 1.0e-04  tok/s 4,096  0.50 s/step  0:00:40 left\n"
 
 
-def test_the_console_prints_every_nth_step_the_last_one_and_every_note() -> None:
+def test_the_console_prints_the_first_step_every_nth_the_last_evaluations_and_notes() -> None:
     out = io.StringIO()
-    console = StepConsole(5, every_steps=2, stream=out)
-    for step in range(1, 6):
-        console.log(StepReport(step, {}, notes=("all rewards are equal",) if step == 3 else ()))
-    assert out.getvalue().splitlines() == ["step 2/5", "step 3: all rewards are equal", "step 4/5", "step 5/5"]
+    console = StepConsole(9, every_steps=4, stream=out)
+    for step in range(1, 10):
+        metrics = {"eval/reward": 0.25} if step == 6 else {}
+        console.log(StepReport(step, metrics, notes=("all rewards are equal",) if step == 3 else ()))
+    expected = ["step 1/9", "step 3: all rewards are equal", "step 4/9", "step 6/9  eval reward 0.250", "step 8/9", "step 9/9"]
+    assert out.getvalue().splitlines() == expected
 
 
 def test_a_run_folder_holds_the_resolved_configuration_and_the_versions(tmp_path: Path) -> None:

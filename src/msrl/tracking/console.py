@@ -16,6 +16,8 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("train/loss", "loss", "{:.4f}".format),
     ("eval/loss", "eval loss", "{:.4f}".format),
     ("reward/mean", "reward", "{:.3f}".format),
+    ("eval/reward", "eval reward", "{:.3f}".format),
+    ("reward/equal_groups", "equal groups", "{:.0%}".format),
     ("rollout/response_length", "length", "{:.1f}".format),
     ("train/kl", "kl", "{:.2e}".format),
     ("train/entropy", "entropy", "{:.3f}".format),
@@ -35,14 +37,21 @@ class StepConsole:
         self._every = every_steps
         self._stream = stream
         self._recent: deque[float] = deque(maxlen=RECENT)
+        self._is_first = True
 
     def log(self, report: StepReport) -> None:
         if STEP in report.seconds:
             self._recent.append(report.seconds[STEP])
-        if report.step % self._every == 0 or report.step == self._total:
+        if self._is_due(report):
+            self._is_first = False
             print(self.line(report), file=self._stream or sys.stderr, flush=True)
         for note in report.notes:
             print(f"step {report.step}: {note}", file=self._stream or sys.stderr, flush=True)
+
+    def _is_due(self, report: StepReport) -> bool:
+        """The first step is shown, so that a slow run says early that it runs; so is every evaluation."""
+        evaluated = any(name.startswith("eval/") for name in report.metrics)
+        return self._is_first or evaluated or report.step % self._every == 0 or report.step == self._total
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -27,6 +27,11 @@ def checkpoint_root(config: Config) -> Path:
     return (Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints").absolute()
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words: `1 engine`, `2 engines`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class RunLog:
     """An open run: takes the report of every step; on a clean end it writes the summary and the curves."""
 
@@ -47,15 +52,22 @@ class RunLog:
         ]
         self._trackers = Trackers(trackers)
 
+    def say(self, text: str) -> None:
+        """A line on standard error, about what takes long enough to be wondered at."""
+        print(text, file=sys.stderr, flush=True)
+
     def log(self, report: StepReport) -> None:
         self._trackers.log(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Write report.md and the curves."""
+        """Write report.md and the curves, and print where the results are."""
         reports = read_metrics(self.path)
         if reports:
-            write_report(self.path, summarise(reports), results=results)
+            report = write_report(self.path, summarise(reports), results=results)
+            results = {**results, "report": str(report)}
             plot_metrics(reports, self._curves, self.path / "curves.png", title=self.path.name)
+        for name, value in results.items():
+            print(f"{name}: {value}")
 
     def __enter__(self) -> RunLog:
         return self

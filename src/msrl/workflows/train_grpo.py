@@ -7,6 +7,7 @@ to the engines. The weights are the only arrow that goes back.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,15 +25,16 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
+from msrl.tracking.progress import duration_text
 from msrl.trainer.resume import SavedTraining, check_room, resume_from
 from msrl.types import Prompt, SamplingParams, StepReport
 from msrl.workflows.common import check_data, hf_files, schedule, tokenizer_path, weights_path, worker_settings
 from msrl.workflows.export import export_hf
 from msrl.workflows.grpo_step import Clock, Updater, report_of, samples_of, updates_per_step
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
-from msrl.workflows.interrupts import Interrupts
+from msrl.workflows.interrupts import EndAtOnce, Interrupts
 from msrl.workflows.rollout_log import RolloutLog
-from msrl.workflows.run_log import RunLog, checkpoint_root
+from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 
 CURVES = ("reward/mean", "rollout/response_length", "train/kl", "train/entropy", "train/grad_norm", "eval/reward")
 
@@ -76,9 +78,14 @@ class Prompts:
 def run(config: Config) -> None:
     """Train as the configuration says. Raises MsrlError for what is wrong with it before Ray is asked for."""
     job = prepare(config)
-    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, Interrupts() as interrupts:
+    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
+        started = time.perf_counter()
+        workers = (counted(world_size(config), "training rank"), counted(config.rollout.engine.dp, "engine"))
+        log.say(f"starting {' and '.join(workers)} on {job.platform.name}; the run is written to {log.path}")
         with _team(job) as (trainers, engines, scorer):
-            saved = _loop(job, trainers, engines, scorer, log, interrupts)
+            log.say(f"all started in {duration_text(time.perf_counter() - started)}")
+            with Interrupts() as interrupts:
+                saved = _loop(job, trainers, engines, scorer, log, interrupts)
         log.finish(_results(config, saved, log.path, is_done=not interrupts.asked))
     if interrupts.asked:
         raise KeyboardInterrupt
@@ -208,7 +215,9 @@ def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
     if dataset.max_tokens > limit:
         rows = [row for row in rows if len(dataset[row].token_ids) <= limit]
         left_out = len(dataset) - len(rows)
-        print(f"{prefix}: {left_out} of {len(dataset)} prompts are longer than rollout.max_prompt_tokens={limit}", file=sys.stderr)
+        print(
+            f"{prefix}: {left_out} of {len(dataset)} prompts are left out: longer than rollout.max_prompt_tokens={limit}", file=sys.stderr
+        )
     if not rows:
         raise MsrlError(
             f"rollout.max_prompt_tokens={limit}: every prompt of {prefix} is longer; the longest has {dataset.max_tokens} tokens"

@@ -19,7 +19,7 @@ from msrl.trainer.resume import SavedTraining, check_room, resume_from
 from msrl.types import StepReport
 from msrl.workflows.common import check_data, hf_files, schedule, weights_path, worker_settings
 from msrl.workflows.interrupts import Interrupts
-from msrl.workflows.run_log import RunLog, checkpoint_root
+from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import Rows, SftJob, check_lengths, open_rows
 
 CURVES = ("train/loss", "eval/loss", "train/grad_norm", "train/lr")
@@ -31,6 +31,7 @@ def run(config: Config) -> None:
     job = prepare(config, platform.name)
     saved = job.resume
     with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log:
+        log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
         ranks = LocalRanks("msrl.workflows.sft_rank:main", job, num_ranks=world_size(config), platform=platform, env=config.cluster.env)
         with ranks, Interrupts(ranks.ask_to_stop):
             for message in ranks.messages():
