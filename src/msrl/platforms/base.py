@@ -18,6 +18,7 @@ class Platform(ABC):
     ray_resource: str  # the logical resource that an actor asks for, one per device
     visible_devices_variable: str  # the environment variable that hides devices from a process; "" where there is none
     overlap_communication: bool  # whether overlapping gradient reduction with the backward pass gains anything
+    elements_at_once: int = 1 << 26  # of a temporary tensor that is made piece by piece: small enough to be nothing beside the logits
     shares_main_memory: bool = False  # whether the device's memory is the machine's own
     engine_head_dims: tuple[int, ...] = ()  # sizes of a head that vLLM has attention kernels for; empty where it decides by itself
 

@@ -1,77 +1,133 @@
 """Log-probabilities and entropies from logits whose vocabulary is cut over tensor-parallel ranks.
 
-Letters: M positions, V vocabulary columns of this rank. Numbers are float32 whatever the logits are.
+Letters: M positions, V vocabulary columns of this rank, R rows that are worked on at once. Numbers are float32 whatever the logits are.
+
+Logits are the largest tensors of a step, so no second tensor of their size is ever made: rows are taken a few at a time, the
+probabilities are computed again in the backward pass, and the gradient is written over the logits, which nobody needs by then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_LEAST = torch.finfo(torch.float32).min  # stands for the largest of no numbers
 
-def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(x, op=op, group=group)
-    return x
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What this rank holds of softmax(logits / temperature): token ids from `first` on, of which `num_valid` are no padding."""
+
+    first: int
+    num_valid: int
+    temperature: float
+    rows_at_once: int
+    with_entropy: bool
+    group: dist.ProcessGroup
+
+    def parts(self, num_rows: int) -> Iterator[slice]:
+        """The rows in runs of R; none where this rank has padding only."""
+        starts = range(0, num_rows, self.rows_at_once) if self.num_valid else ()
+        return (slice(start, min(start + self.rows_at_once, num_rows)) for start in starts)
+
+    def shifted(self, logits: Tensor, by: Tensor) -> Tensor:
+        """logits / temperature - by, of [R, V] and [R]; float32 and never a view of the logits."""
+        return torch.add(-by[:, None], logits[:, : self.num_valid], alpha=1 / self.temperature)
+
+    def place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each label, [M, 1], and whether this rank has it, [M]."""
+        local = labels - self.first
+        is_here = (local >= 0) & (local < self.num_valid)
+        return local.clamp(0, max(self.num_valid - 1, 0))[:, None], is_here
+
+    def sums(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of x = logits / temperature over this rank's columns, [M] each: max x, sum exp(x - max) and sum exp(x - max) (x - max)."""
+        top, total, weighted = logits.new_full((3, len(logits)), 0.0, dtype=torch.float32)
+        top.fill_(_LEAST)
+        for rows in self.parts(len(logits)):
+            top[rows] = logits[rows, : self.num_valid].amax(-1).float() / self.temperature
+            shifted = self.shifted(logits[rows], top[rows])
+            grown = shifted.exp() if self.with_entropy else shifted.exp_()
+            total[rows] = grown.sum(-1)
+            if self.with_entropy:
+                weighted[rows] = grown.mul_(shifted).sum(-1)
+        return top, total, weighted
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(x, op=op, group=self.group)
+        return x
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, first: int, num_valid: int, temperature: float, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
-        scaled = logits.float().div_(temperature) if logits.dtype != torch.float32 else logits / temperature
-        if num_valid < scaled.shape[-1]:
-            scaled[:, num_valid:] = -torch.inf
-        top = _all_reduce(scaled.amax(-1), dist.ReduceOp.MAX, group)
-        scaled -= top[:, None]
-        local = labels - first
-        is_here = (local >= 0) & (local < num_valid)
-        picked = scaled.gather(-1, local.clamp(0, max(num_valid - 1, 0))[:, None]).squeeze(-1).masked_fill(~is_here, 0.0)
-        probabilities = scaled.exp()
-        weighted = (probabilities * scaled[:, : probabilities.shape[-1]].clamp_min(-1e30)).sum(-1)
-        sums = _all_reduce(torch.stack((probabilities.sum(-1), picked, weighted)), dist.ReduceOp.SUM, group)
-        total, picked, weighted = sums
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: _Columns) -> tuple[Tensor, Tensor | None]:
+        top, total, weighted = columns.sums(logits)
+        highest = columns.all_reduce(top.clone(), dist.ReduceOp.MAX)
+        # From "relative to the largest of this rank" to "relative to the largest of all".
+        below = top - highest
+        scale = below.exp()
+        local, is_here = columns.place(labels)
+        mine = logits.gather(-1, local).squeeze(-1).float() / columns.temperature
+        picked = (mine - highest).masked_fill_(~is_here, 0.0)
+        parts = torch.stack((total * scale, picked, (weighted + total * below) * scale))
+        total, picked, weighted = columns.all_reduce(parts, dist.ReduceOp.SUM)
         log_total = total.log()
-        probabilities /= total[:, None]
-        entropy = log_total - weighted / total
-        ctx.save_for_backward(probabilities, local, is_here, entropy, log_total)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        entropy = log_total - weighted / total if columns.with_entropy else None
+        ctx.save_for_backward(logits, labels, highest + log_total, entropy)
+        ctx.columns = columns
         ctx.set_materialize_grads(False)
         return picked - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        probabilities, local, is_here, entropy, _ = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
-        grad = torch.zeros_like(probabilities)
-        if grad_logprobs is not None:
-            grad = probabilities * -grad_logprobs[:, None]
-            rows = is_here.nonzero().squeeze(-1)
-            grad[rows, local[rows]] += grad_logprobs[rows]
-        if grad_entropy is not None:
-            # dH/dz_j = -p_j (log p_j + H); log p is taken from p, where p = 0 the product is 0.
-            surprise = torch.xlogy(probabilities, probabilities) + probabilities * entropy[:, None]
-            grad = grad - surprise * grad_entropy[:, None]
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None, None
+        logits, labels, normaliser, entropy = ctx.saved_tensors
+        columns, (for_logprobs, for_entropy) = ctx.columns, grads
+        local, is_here = columns.place(labels)
+        slope = torch.zeros_like(normaliser) if for_logprobs is None else for_logprobs / columns.temperature
+        at_label = slope.masked_fill(~is_here, 0.0)[:, None]
+        for rows in columns.parts(len(logits)):
+            surprise = columns.shifted(logits[rows], normaliser[rows])  # log p
+            grad = surprise.exp()
+            if for_entropy is None:
+                grad.mul_(-slope[rows, None])
+            else:
+                # The entropy's derivative by a logit is -p (log p + H).
+                weight = for_entropy[rows, None] / columns.temperature
+                grad.mul_(surprise.add_(entropy[rows, None]).mul_(weight).add_(slope[rows, None]).neg_())
+            logits[rows, : columns.num_valid] = grad.scatter_add_(-1, local[rows], at_label[rows])
+        logits[:, columns.num_valid :] = 0.0
+        return logits, None, None
 
 
 def vocab_parallel_logprobs(
-    logits: Tensor,  # [M, V]
+    logits: Tensor,  # [M, V]; the backward pass writes its gradient over it
     labels: Tensor,  # [M], token ids of the whole vocabulary
     *,
     vocab_size: int,
     tp_rank: int,
     temperature: float,
+    with_entropy: bool,
+    elements_at_once: int,
     group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:  # [M], [M]
-    """Log-probability of each label and entropy of each distribution, of softmax(logits / temperature) over the true vocabulary.
+) -> tuple[Tensor, Tensor | None]:  # [M], [M]
+    """Of softmax(logits / temperature) over the true vocabulary: log-probability of each label and, if asked for, entropy of each row.
 
-    Columns that pad the vocabulary are left out, so that the numbers are those of the Hugging Face model.
+    Columns that pad the vocabulary are left out, so that the numbers are those of the Hugging Face model. Temporary tensors have
+    about `elements_at_once` elements.
     """
-    first = tp_rank * logits.shape[-1]
-    num_valid = min(max(vocab_size - first, 0), logits.shape[-1])
-    return _VocabParallelLogprobs.apply(logits, labels, first, num_valid, temperature, group)  # pyright: ignore[reportReturnType]
+    width = logits.shape[-1]
+    columns = _Columns(
+        first=tp_rank * width,
+        num_valid=min(max(vocab_size - tp_rank * width, 0), width),
+        temperature=temperature,
+        rows_at_once=max(1, elements_at_once // width),
+        with_entropy=with_entropy,
+        group=group,
+    )
+    return _VocabParallelLogprobs.apply(logits, labels, columns)  # pyright: ignore[reportReturnType]

@@ -28,7 +28,9 @@ class Loss(Protocol):
     @property
     def needs_entropy(self) -> bool: ...
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]: ...
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
+        """`entropy` is there if `needs_entropy`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class SftLoss:
     temperature: float = 1.0
     needs_entropy: bool = False
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
         loss = -logprobs.sum() / num_tokens
         return loss, {"loss": -logprobs.detach().sum()}
 
@@ -61,7 +63,8 @@ class PolicyLoss:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     needs_entropy: bool = True
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
+        assert entropy is not None
         old = fields.get("old_logprobs", logprobs.detach())
         plugin = registry.load("msrl.algorithms.losses", self.policy_loss, key="algo.policy_loss")
         everywhere = torch.ones_like(logprobs, dtype=torch.bool)
@@ -69,7 +72,9 @@ class PolicyLoss:
             logprobs, old, fields["advantages"], everywhere,
             clip_low=self.clip_low, clip_high=self.clip_high, dual=self.dual, num_tokens=num_tokens, **self.options,
         )  # fmt: skip
-        loss = policy.loss - self.entropy_coef * entropy.sum() / num_tokens
+        loss = policy.loss
+        if self.entropy_coef:  # a reported entropy is cheap, a differentiated one is not
+            loss = loss - self.entropy_coef * entropy.sum() / num_tokens
         sums = {
             "policy_loss": policy.loss.detach() * num_tokens,
             "clip_fraction": policy.clip_fraction_sum,

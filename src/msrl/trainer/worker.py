@@ -160,10 +160,13 @@ class TrainWorker:
             return outcome[0], no_count, outcome[1]
         return torch.zeros((), device=self.device), no_count, outcome
 
-    def label_logprobs(self, logits: Tensor, batch: _Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the labels and entropies, [M] each."""
+    def label_logprobs(
+        self, logits: Tensor, batch: _Batch, temperature: float, *, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the labels and, if asked for, entropies, [M] each. A backward pass uses the logits up."""
         return vocab_parallel_logprobs(
             logits, batch.labels, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
+            with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once,
             group=parallel_state.get_tensor_model_parallel_group(),
         )  # fmt: skip
 
@@ -201,7 +204,7 @@ class TrainWorker:
 
 
 def _minimise(loss: Loss, num_tokens: int, logits: Tensor, batch: _Batch, worker: TrainWorker) -> tuple[Tensor, dict[str, Tensor]]:
-    logprobs, entropy = worker.label_logprobs(logits, batch, loss.temperature)
+    logprobs, entropy = worker.label_logprobs(logits, batch, loss.temperature, with_entropy=loss.needs_entropy)
     return loss(logprobs, entropy, batch.fields, num_tokens)
 
 
