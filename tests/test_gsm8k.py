@@ -137,7 +137,9 @@ def test_twenty_steps_of_fine_tuning_lower_the_loss_from_that_of_a_guess(folder:
 
 def test_three_steps_of_reinforcement_hand_every_update_to_the_engine(folder: Path, said: dict[str, str]):
     reports = metrics_of(folder, "grpo")
-    assert len(reports) == 3 and "step 3/3" in said["train-grpo grpo"]
+    assert len(reports) == 3
+    for line in ("starting 2 training ranks and 1 engine on cpu", "all started in", "step 3/3", f"report: {RUNS}/grpo/report.md"):
+        assert line in said["train-grpo grpo"]
     for report in reports:
         assert all(math.isfinite(value) for value in report.values())
         assert report["train/grad_norm"] > 0 and 0 < report["rollout/response_length"] <= 24

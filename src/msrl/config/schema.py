@@ -236,9 +236,7 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """What is written while training."""
 
-    every_steps: Count = Field(
-        default=1, description="Steps between two lines on the terminal, besides the first step; metrics.jsonl has every step"
-    )
+    every_steps: Count = Field(default=1, description="Steps between two lines on the terminal; metrics.jsonl has every step")
     trackers: tuple[Literal["tensorboard"], ...] = Field(default=("tensorboard",), description="Where metrics go besides metrics.jsonl")
     save_rollouts: Bool = Field(default=True, description="Write every prompt and completion with its rewards to rollouts/*.jsonl")
 
