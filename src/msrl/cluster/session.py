@@ -12,6 +12,8 @@ import os
 import re
 import secrets
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -216,14 +218,15 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
     devices = {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
     try:
         with _ray_settings(token, loopback=True):
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                _node_ip_address=probe.LOOPBACK,
-                _temp_dir=str(state.ray_dir(temp_dir)),
-                **devices,
-                **init,
-            )
+            with _own_signals():
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    _node_ip_address=probe.LOOPBACK,
+                    _temp_dir=str(state.ray_dir(temp_dir)),
+                    **devices,
+                    **init,
+                )
             try:
                 yield
             finally:
@@ -253,7 +256,8 @@ def _connected(address: str, init: Mapping[str, Any], answer_timeout_s: float) -
     probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
     with _ray_settings(token, loopback=probe.is_own_loopback(head.host)):
         try:
-            ray.init(address=str(head), **init)
+            with _own_signals():
+                ray.init(address=str(head), **init)
         except (ConnectionError, RuntimeError) as error:
             raise MsrlError(
                 f"{address}: the cluster answers, but this machine cannot work in it ({error}); run the command on one of its nodes,"
@@ -263,6 +267,18 @@ def _connected(address: str, init: Mapping[str, Any], answer_timeout_s: float) -
             yield
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM over below Python, and answers it with a crash; what was in force before is put back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a training after the step in hand, with a checkpoint; a second one ends it at once."""
+"""Ctrl-C and SIGTERM: they end a training after the step in hand, with a checkpoint; a second one, or one before any step, at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
+
+
+class EndAtOnce:
+    """While entered, both signals are a KeyboardInterrupt: there is nothing to save yet."""
+
+    def __enter__(self) -> EndAtOnce:
+        self._before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
 
 
 class Interrupts:

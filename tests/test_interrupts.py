@@ -1,0 +1,33 @@
+"""What a signal does to a training: at once before its first step, after the step in hand later, at once when it comes again."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from msrl.workflows.interrupts import EndAtOnce, Interrupts
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+
+@SIGNALS
+def test_before_the_first_step_a_signal_ends_the_run(number: signal.Signals):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), EndAtOnce():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+
+
+@SIGNALS
+def test_the_first_signal_is_noted_and_said_and_the_second_ends_the_run(number: signal.Signals, capsys: pytest.CaptureFixture[str]):
+    before, calls = signal.getsignal(number), list[str]()
+    interrupts = Interrupts(lambda: calls.append("asked"))
+    with pytest.raises(KeyboardInterrupt), EndAtOnce(), interrupts:
+        assert not interrupts.asked
+        os.kill(os.getpid(), number)
+        assert interrupts.asked and calls == ["asked"]
+        assert "stopping after this step, with a checkpoint" in capsys.readouterr().err
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before and calls == ["asked"]

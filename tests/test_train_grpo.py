@@ -1,0 +1,300 @@
+"""msrl train-grpo as a command, with real ranks, engines and verifiers: every step's numbers against transformers, deaths and resumes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from msrl.checkpoint.convert import write_hf
+from msrl.checkpoint.source import open_mcore
+from msrl.data.dataset import PromptDataset
+from tiny_qwen2 import make_model, make_tokenizer
+from training_runs import Command, children, metrics, rows, succeed, write_config, write_rows
+
+pytestmark = pytest.mark.slow
+STEPS = 4
+END = 2  # <|im_end|>
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """Prompts whose answer is 1 or 2, and a tied and an untied model that answer either at random."""
+    from msrl.cli import app
+
+    folder = tmp_path_factory.mktemp("grpo")
+    make_tokenizer().save_pretrained(folder / "tokenizer")
+    problems = [{"question": f"{i}%3=", "answer": f"so #### {i % 3}"} for i in range(40) if i % 3]
+    for name, part in (("data", problems[:20]), ("eval", problems[20:])):
+        source = str(write_rows(folder / f"{name}.jsonl", part))
+        arguments = ["--input", source, "--tokenizer", str(folder / "tokenizer"), "--handler", "gsm8k", "--template", "qwen"]
+        app.app(["preprocess", *arguments, "--output-prefix", str(folder / name)], standalone_mode=False)
+    for name, tied in (("tied", True), ("untied", False)):
+        model = make_model(tied=tied)
+        learn_to_answer(model, PromptDataset(folder / "data"))
+        model.save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def learn_to_answer(model: Any, prompts: PromptDataset) -> None:
+    """A box with 1 or 2 in it, whatever was asked."""
+    tokenizer = make_tokenizer()
+    answers = [[*tokenizer(f"\\boxed{{{digit}}}")["input_ids"], END] for digit in (1, 2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for number in range(60):
+        found = [(prompts[(number * 4 + i) % len(prompts)].token_ids.tolist(), answers[i % 2]) for i in range(4)]
+        loss = torch.zeros(())
+        for prompt, answer in found:
+            ids = torch.tensor([[*prompt, *answer]])
+            loss = loss + model(ids, labels=torch.tensor([[*[-100] * len(prompt), *answer]])).loss / len(found)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.3, loss
+
+
+def settings(inputs: Path, name: str, model: str, **sections: Any) -> dict[str, Any]:
+    """4 prompts of 4 samples a step, a checkpoint after every step."""
+    return {
+        "run": {"name": name, "dir": str(inputs / "runs"), "seed": 5},
+        "model": {"path": str(inputs / model), "dtype": "float32", "template": "qwen"},
+        "data": {"train": str(inputs / "data"), "eval": str(inputs / "eval")},
+        "cluster": {"platform": "cpu", "rpc_timeout_s": 180.0},
+        "rollout": {
+            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 16,
+            "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
+        },
+        "reward": {"sources": [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}]},
+        "train": {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 2e-3}},
+        "checkpoint": {"every_steps": 1},
+        **sections,
+    }  # fmt: skip
+
+
+def several_updates(inputs: Path, name: str, resume: str = "none") -> dict[str, Any]:
+    """Untied, TP 2, two updates of 8 samples a step, KL to the reference."""
+    train = {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 3e-4}, "parallel": {"tp": 2}, "updates": {"samples_per_update": 8}}
+    return settings(
+        inputs, name, "untied", train=train, algo={"kl": {"loss": {"coef": 0.05}}, "clip": {"low": 0.02, "high": 0.02}},
+        eval={"every_steps": STEPS},
+        checkpoint={"every_steps": 1, "export_hf": True, "resume": resume},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(inputs) -> Path:
+    """The folder of an uninterrupted run."""
+    file = write_config(inputs / "whole.yaml", several_updates(inputs, "whole"))
+    succeed("train-grpo", "-c", str(file), log=inputs / "whole.log")
+    return inputs / "runs" / "whole"
+
+
+@pytest.fixture(scope="module")
+def killed(inputs) -> tuple[Path, dict[int, str], str]:
+    """A run of a tied model on two data-parallel ranks, one update a step; its driver is killed, and these were its processes."""
+    changes = {"train": {"steps": 1000, "micro_batch": 4, "optimizer": {"lr": 3e-4}}}
+    config = settings(inputs, "killed", "tied", cluster={"platform": "cpu", "devices_per_node": 2}, **changes)
+    command = Command("train-grpo", "-c", str(write_config(inputs / "killed.yaml", config)), log=inputs / "killed.log")
+    run = inputs / "runs" / "killed"
+    command.when(lambda: (run / "checkpoints" / "iter_0000002").exists() and (run / "rollouts" / "step_000003.jsonl").exists())
+    started = children(command.process.pid)
+    command.process.kill()
+    command.process.wait()
+    return run, started, command.output()
+
+
+def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def model_after(run: Path, step: int, start: Path, scratch: Path) -> Any:
+    """The policy after `step` steps, in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    folder = start
+    if step:
+        folder = scratch / f"{run.name}-{step}"
+        if not folder.exists():
+            write_hf(open_mcore(run / "checkpoints", iteration=step), folder, None)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def transformers_logprobs(model: Any, row: dict[str, Any], temperature: float = 0.9) -> np.ndarray:
+    """log_softmax(logits / temperature) of the response tokens."""
+    ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].double() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0].numpy()
+
+
+def all_logprobs(model: Any, found: list[dict[str, Any]]) -> np.ndarray:
+    return np.concatenate([transformers_logprobs(model, row) for row in found])
+
+
+def assert_every_update_reached_the_engine(run: Path, start: Path, steps: int, scratch: Path) -> None:
+    """The engine's log-probabilities of every step are those of the weights that the step before left."""
+    models = [model_after(run, step, start, scratch) for step in range(steps)]
+    for step, model in enumerate(models, 1):
+        found = rollouts(run, step)
+        assert {row["policy_version"] for row in found} == {step - 1}
+        sampled = np.concatenate([row["logprobs"] for row in found])
+        assert np.abs(sampled - all_logprobs(model, found)).max() < 1e-4
+        if step > 1:
+            assert np.abs(sampled - all_logprobs(models[step - 2], found)).max() > 1e-2, "the weights have not moved"
+
+
+def test_the_engine_samples_from_the_new_weights_after_every_update_of_an_untied_model_cut_in_two(whole, inputs, tmp_path):
+    assert_every_update_reached_the_engine(whole, inputs / "untied", STEPS, tmp_path)
+    assert all(found["train/sampler_logprob_difference"] < 1e-5 for found in metrics(whole))
+
+
+def test_the_engine_samples_from_the_new_weights_after_every_update_of_a_tied_model_on_two_ranks(killed, inputs, tmp_path):
+    run, _, _ = killed
+    assert_every_update_reached_the_engine(run, inputs / "tied", 3, tmp_path)
+    assert all(found["train/sampler_logprob_difference"] < 1e-5 for found in metrics(run))
+
+
+def test_prompts_reach_the_engine_as_the_token_ids_of_the_dataset_special_ones_included(whole, inputs):
+    from msrl.data.order import rows_of_step
+
+    dataset = PromptDataset(inputs / "data")
+    for step in range(1, STEPS + 1):
+        found = rollouts(whole, step)
+        expected = rows_of_step(step - 1, num_rows=len(dataset), rows_per_step=4, seed=5, shuffle=True).tolist()
+        assert [row["prompt_index"] for row in found] == [index for index in expected for _ in range(4)]
+        for row in found:
+            assert row["prompt_ids"] == dataset[row["prompt_index"]].token_ids.tolist()
+            assert row["prompt_ids"].count(1) == 3 and row["prompt_ids"].count(END) == 2  # <|im_start|> and <|im_end|>
+            assert row["prompt"].count("<|im_start|>") == 3
+
+
+def test_every_step_logs_what_it_did(whole):
+    assert [row["step"] for row in rows(whole)] == list(range(1, STEPS + 1))
+    wanted = {
+        "reward/mean", "reward/acc", "reward/strict_format", "rollout/response_length", "rollout/truncated", "train/kl", "train/entropy",
+        "train/clip_fraction", "train/grad_norm", "train/lr", "train/policy_loss", "train/loss", "train/sampler_logprob_difference",
+        "train/sampler_kl", "rollout/tokens_per_s", "perf/tokens_per_s",
+    }  # fmt: skip
+    for step, row in enumerate(rows(whole), 1):
+        assert wanted <= set(row["metrics"])
+        assert all(np.isfinite(value) for value in row["metrics"].values())
+        assert {"rollout", "reward", "logprobs", "update", "weights", "step"} <= set(row["seconds"])
+        found = rollouts(whole, step)
+        assert len(found) == 16
+        assert row["metrics"]["reward/mean"] == pytest.approx(np.mean([r["reward"] for r in found]))
+        assert row["metrics"]["reward/acc"] == pytest.approx(np.mean([r["scores"]["acc"] for r in found]))
+        assert row["metrics"]["rollout/response_length"] == np.mean([len(r["response_ids"]) for r in found])
+    assert (whole / "curves.png").is_file() and "Hugging Face model" in (whole / "report.md").read_text()
+
+
+def test_rewards_are_those_of_the_answers_and_advantages_are_relative_to_the_group(whole):
+    for step in range(1, STEPS + 1):
+        for _, group in itertools.groupby(rollouts(whole, step), key=lambda row: row["prompt_index"]):
+            samples = list(group)
+            rewards = np.array([row["reward"] for row in samples])
+            for row in samples:
+                right = f"\\boxed{{{row['answer']}}}" in row["response"]
+                assert row["scores"] == {"acc": 1.0 if right else -0.5 if "\\boxed{" in row["response"] else -1.0, "strict_format": -0.5}
+                assert row["reward"] == row["scores"]["acc"] - 0.25
+            expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            np.testing.assert_allclose([row["advantage"] for row in samples], expected, atol=1e-5)
+
+
+def test_the_first_update_of_a_rollout_has_ratio_one(killed):
+    run, _, _ = killed
+    for step, found in enumerate(metrics(run)[:3], 1):
+        responses = rollouts(run, step)
+        advantages = np.concatenate([np.full(len(row["response_ids"]), row["advantage"]) for row in responses])
+        assert found["train/policy_loss"] == pytest.approx(-advantages.mean(), abs=1e-6)
+        assert found["train/clip_fraction"] == 0 and found["train/ppo_kl"] == 0
+        assert "train/kl" not in found
+
+
+def test_a_later_update_of_a_rollout_is_clipped_and_the_policy_leaves_the_reference(whole, inputs, tmp_path):
+    found = metrics(whole)
+    assert max(step["train/clip_fraction"] for step in found) > 0.01
+    assert found[-1]["train/kl"] > 1e-3
+    assert [step["train/lr"] for step in found] == [3e-4] * STEPS
+    assert min(step["reward/equal_groups"] for step in found) < 1
+
+
+def test_entropy_and_divergence_of_the_first_pass_are_those_of_transformers(killed, inputs, tmp_path):
+    run, _, _ = killed
+    with torch.no_grad():
+        for step in (1, 2):
+            model = model_after(run, step - 1, inputs / "tied", tmp_path)
+            entropies = []
+            for row in rollouts(run, step):
+                ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+                logprobs = (model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].double() / 0.9).log_softmax(-1)
+                entropies.append(-(logprobs.exp() * logprobs).sum(-1).numpy())
+            assert metrics(run)[step - 1]["train/entropy"] == pytest.approx(np.concatenate(entropies).mean(), rel=1e-5)
+
+
+@torch.no_grad()
+def test_the_exported_model_is_the_last_policy_and_answers_as_the_evaluation_did(whole, inputs, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from msrl.rewards.verifiers import acc
+
+    exported: Any = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
+    last = model_after(whole, STEPS, inputs / "untied", tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(exported.parameters(), last.parameters(), strict=True))
+    tokenizer, scores = make_tokenizer(), []
+    for prompt in PromptDataset(inputs / "eval"):
+        ids = torch.from_numpy(prompt.token_ids)[None]
+        out = exported.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=END)
+        scores.append(acc.score(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True), prompt.answer) - 0.25)
+    assert metrics(whole)[-1]["eval/reward"] == pytest.approx(np.mean(scores))
+
+
+def test_nothing_outlives_a_driver_that_was_killed(killed):
+    """Ray's own agents, which hold no device, may take a minute."""
+    _, everything, _ = killed
+    ours = r"ray::(TrainActor|RolloutActor)|msrl\.rewards\.worker|/raylet/raylet "
+    started = {pid: found[0] for pid, line in everything.items() if (found := re.search(ours, line))}
+    assert {"ray::TrainActor", "ray::RolloutActor", "msrl.rewards.worker", "/raylet/raylet "} == set(started.values())
+    deadline = time.monotonic() + 30
+    while left := {pid: line for pid, line in started.items() if psutil.pid_exists(pid)}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+def test_a_run_whose_rank_died_and_that_was_then_interrupted_ends_as_the_whole_one(whole, inputs):
+    run = inputs / "runs" / "resumed"
+    file = write_config(inputs / "resumed.yaml", several_updates(inputs, "resumed", resume="auto"))
+    saved = run / "checkpoints"
+    first = Command("train-grpo", "-c", str(file), log=inputs / "first.log")
+    first.when(lambda: (saved / "iter_0000001").exists())
+    everyone = children(first.process.pid)
+    victim = next(pid for pid, line in everyone.items() if "TrainActor" in line)
+    psutil.Process(victim).kill()
+    died = time.monotonic()
+    assert first.wait() == 1, first.output()
+    assert time.monotonic() - died < 40
+    assert re.search(r"WorkerError: training rank [01] failed: ", first.output()), first.output()
+    assert not [pid for pid in everyone if psutil.pid_exists(pid) and "TrainActor" in everyone[pid]]
+
+    second = Command("train-grpo", "-c", str(file), log=inputs / "second.log")
+    before = time.time()
+    second.when(lambda: any(path.stat().st_mtime > before for path in (run / "rollouts").glob("*.jsonl")))
+    second.process.send_signal(signal.SIGTERM)
+    assert second.wait() == 130, second.output()
+    done = len(rows(run))
+    assert 2 <= done < STEPS
+    assert f"saved step {done} in" in second.output() and "Traceback" not in second.output()
+
+    succeed("train-grpo", "-c", str(file), log=inputs / "third.log")
+    assert metrics(run) == metrics(whole)
+    for step in range(1, STEPS + 1):
+        assert rollouts(run, step) == rollouts(whole, step)
