@@ -193,7 +193,7 @@ def _name_tensor_types() -> None:
             return plain(self).replace("torch.", "torch.cuda.", 1)
         return plain(self, dtype, **kwargs)
 
-    torch.Tensor.type = type_
+    torch.Tensor.type = type_  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _redirect_megatron_rng() -> None:

@@ -205,6 +205,11 @@ def _check_model(settings: EngineSettings, shape: Shape, dtype: str, platform: P
             f"{settings.model_dir}: head_dim {shape.head_dim} has no attention kernel in vLLM on {platform.name}; "
             f"known: {', '.join(map(str, known))}"
         )
+    if shape.family == "qwen2" and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
+        raise MsrlError(
+            f"{settings.model_dir}: head_dim {shape.head_dim} is not hidden_size / num_attention_heads, which vLLM's Qwen2 takes it for;"
+            " such a model can be trained, but not generated with"
+        )
     if shape.num_attention_heads % settings.tp:
         raise MsrlError(
             f"rollout.engine.tp={settings.tp} does not divide the {shape.num_attention_heads} attention heads; set one that does"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -77,6 +77,21 @@ def initialize(platform: Platform, *, rank: int, world_size: int, init_method: s
     platform.seed(seed)
 
 
+def tp_group() -> dist.ProcessGroup:
+    """The tensor-parallel ranks of this rank's stage."""
+    return cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
+
+
+def pp_group() -> dist.ProcessGroup:
+    """The stages of this rank's pipeline."""
+    return cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group())
+
+
+def dp_group() -> dist.ProcessGroup:
+    """The ranks that hold the same part of the model."""
+    return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
 def shutdown() -> None:
     """Leave the process groups."""
     parallel_state.destroy_model_parallel()
@@ -119,14 +134,14 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear,
-                    q_layernorm=norm, k_layernorm=norm,
+                    linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, q_layernorm=norm, k_layernorm=norm,
+                    core_attention=CoreAttention,  # pyright: ignore[reportArgumentType] - Megatron's protocol narrows the mask's type
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
             mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )  # fmt: skip
 
@@ -135,7 +150,7 @@ def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.
     """This rank's part of the model, weights not yet set."""
     config = transformer_config(shape, layout, dtype, device)
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    block = TransformerBlockSubmodules(layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config), layer_norm=RmsNorm)
+    block = TransformerBlockSubmodules(layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config), layer_norm=RmsNorm)  # pyright: ignore[reportArgumentType] - a class is taken too
     model = PolicyModel(
         config=config,
         transformer_layer_spec=block,  # pyright: ignore[reportArgumentType]
@@ -197,7 +212,9 @@ def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSetting
     )
     overrides = get_standard_config_overrides(config)  # no decay of biases and norms
     chain = get_megatron_optimizer(config, [wrapped], overrides, use_gloo_process_groups=False)
+    assert isinstance(chain, ChainedOptimizer)
     (optimizer,) = chain.chained_optimizers  # a second one would hold the experts of a mixture
+    assert isinstance(optimizer, DistributedOptimizer)
     for group in optimizer.param_groups:
         # Megatron leaves it to its own scheduler to multiply this out; learning rates are set by ours.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]

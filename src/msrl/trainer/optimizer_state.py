@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
+
+from msrl.trainer import megatron
 
 if TYPE_CHECKING:
     from msrl.trainer.worker import TrainWorker
@@ -35,7 +36,7 @@ def collect(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
                 main, start, end = owned
                 whole[start:end] = (main.detach() if kind == MASTER else worker.optimizer.optimizer.state[main][kind]).flatten()
             if worker.dp_size > 1:
-                dist.all_reduce(whole, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+                dist.all_reduce(whole, group=megatron.dp_group())
             yield f"{kind}.{name}", whole.view(parameter.shape)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from msrl.checkpoint.layouts import join, unfuse
 from msrl.checkpoint.plan import TIED_OUTPUT, stage_tensors
 from msrl.models.rules import Replicated
+from msrl.trainer import megatron
 
 if TYPE_CHECKING:
     from msrl.trainer.worker import TrainWorker
@@ -38,7 +39,7 @@ def _gather(shard: Tensor, worker: TrainWorker) -> list[Tensor]:
     """The shards of all tensor-parallel ranks, on tp_rank 0."""
     if worker.layout.tp == 1:
         return [shard]
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = megatron.tp_group()
     shards = [torch.empty_like(shard) for _ in range(worker.layout.tp)] if worker.tp_rank == 0 else None
     dist.gather(shard.contiguous(), shards, dst=parallel_state.get_tensor_model_parallel_src_rank(), group=group)
     return shards or []

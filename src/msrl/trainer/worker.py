@@ -6,6 +6,7 @@ Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batc
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,9 +97,11 @@ class TrainWorker:
         sums = self._run(self.wrapped, micro_batches, functools.partial(_minimise, loss, num_tokens), loss, forward_only=False)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        _, grad_norm, _ = self.optimizer.step()
-        report = self._reduce(sums, num_tokens)
-        return {**report, "grad_norm": float(grad_norm), "lr": lr}
+        _, norm, _ = self.optimizer.step()
+        grad_norm = float(norm or 0.0)
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient's norm is {grad_norm}; the run ends here, so that its last checkpoint stays the newest")
+        return {**self._reduce(sums, num_tokens), "grad_norm": grad_norm, "lr": lr}
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int) -> dict[str, float]:
         """The report of a training step, without the step."""
@@ -128,7 +131,7 @@ class TrainWorker:
 
     def _join_vocabulary(self, logits: Tensor) -> Tensor:
         parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
-        dist.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        dist.all_gather(parts, logits.contiguous(), group=megatron.tp_group())
         return torch.cat(parts, -1)[:, : self.shape.vocab_size]
 
     def _run(
@@ -167,7 +170,7 @@ class TrainWorker:
         return vocab_parallel_logprobs(
             logits, batch.labels, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
             with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once,
-            group=parallel_state.get_tensor_model_parallel_group(),
+            group=megatron.tp_group(),
         )  # fmt: skip
 
     def _to_device(self, batch: MicroBatch) -> _Batch:
@@ -186,11 +189,11 @@ class TrainWorker:
         if self.is_last_stage:
             names = sorted(rows[0])
             totals = torch.stack([torch.stack([row[name].float() for row in rows]).double().sum() for name in names])
-            dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(totals, group=megatron.dp_group())
             means = [dict(zip(names, (totals / num_tokens).tolist(), strict=True))]
         if self.layout.pp > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(means, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+            dist.broadcast_object_list(means, src=last, group=megatron.pp_group())
         return means[0]
 
     def any_rank(self, flag: bool) -> bool:
