@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -278,3 +279,10 @@ def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
 def test_nothing_is_derived_without_training_or_devices():
     assert derived(Config(), "chat") == {}
     assert derived(load(sets=["train.parallel.tp=4", "cluster.devices_per_node=2"]).config, "train-sft") == {}
+
+
+@pytest.mark.parametrize(("command", "kind"), [("train-sft", "prompts"), ("train-grpo", "sft")])
+def test_data_of_the_wrong_kind_is_refused_before_anything_starts(tmp_path, command, kind):
+    (tmp_path / "data_manifest.json").write_text(json.dumps({"kind": kind}))
+    with pytest.raises(MsrlError, match=rf"data\.train=.*data: holds {kind} data"):
+        load([], [f"data.train={tmp_path / 'data'}"], [], command)

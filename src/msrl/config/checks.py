@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import importlib
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -126,6 +127,28 @@ def _prefix(resolved: Resolved, key: str) -> Iterator[str]:
     prefix = _value(resolved, key)
     if isinstance(prefix, str) and not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
         yield resolved.mistake(key, f"there is no preprocessed data of this prefix ({prefix}_*.idx); write it with `msrl preprocess`")
+
+
+def _kind(resolved: Resolved, wanted: str, how: str) -> Iterator[str]:
+    """A line for data of another kind; data of other systems has no manifest, and its kind is not known."""
+    for key in ("data.train", "data.eval"):
+        manifest = Path(f"{_value(resolved, key)}_manifest.json")
+        if not manifest.is_file():
+            continue
+        try:
+            found = json.loads(manifest.read_text(encoding="utf-8")).get("kind", wanted)
+        except (ValueError, AttributeError):
+            continue  # said when the data is opened
+        if found != wanted:
+            yield resolved.mistake(key, f"holds {found} data, and {wanted} is needed; preprocess it {how}")
+
+
+def _examples(resolved: Resolved) -> Iterator[str]:
+    yield from _kind(resolved, "sft", "with a handler of demonstrations, or --kind sft")
+
+
+def _prompts(resolved: Resolved) -> Iterator[str]:
+    yield from _kind(resolved, "prompts", "with a handler of prompts such as r1, or --kind prompts")
 
 
 def _length_of_training(resolved: Resolved) -> Iterator[str]:
@@ -378,8 +401,8 @@ def _chat(resolved: Resolved) -> Iterator[str]:
 _TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model)
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "train-sft": (*_TRAINING, _one_node, _sft_batches),
-    "train-grpo": (*_TRAINING, _rewards, _algorithm, _grpo_batches, _grpo_lengths, _engines),
+    "train-sft": (*_TRAINING, _examples, _one_node, _sft_batches),
+    "train-grpo": (*_TRAINING, _prompts, _rewards, _algorithm, _grpo_batches, _grpo_lengths, _engines),
     "convert-ckpt": (_convert,),
     "preprocess": (_preprocess,),
     "generate": (_generate,),
