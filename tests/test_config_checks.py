@@ -284,5 +284,5 @@ def test_nothing_is_derived_without_training_or_devices():
 @pytest.mark.parametrize(("command", "kind"), [("train-sft", "prompts"), ("train-grpo", "sft")])
 def test_data_of_the_wrong_kind_is_refused_before_anything_starts(tmp_path, command, kind):
     (tmp_path / "data_manifest.json").write_text(json.dumps({"kind": kind}))
-    with pytest.raises(MsrlError, match=rf"data\.train=.*data: holds {kind} data"):
+    with pytest.raises(MsrlError, match=rf"data\.train=.*: holds {kind} data"):
         load([], [f"data.train={tmp_path / 'data'}"], [], command)
