@@ -13,6 +13,7 @@ from msrl.trainer.launch import quiet_megatron
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.settings import WorkerSettings
 from msrl.types import Floats, MicroBatch, Prompt, RolloutGroup, SamplingParams
+from msrl.workflows.weight_transfer import Parcel, pack, unpack
 
 if TYPE_CHECKING:
     from msrl.rollout.engine import EngineSettings
@@ -60,11 +61,11 @@ class TrainActor:
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float) -> dict[str, float]:
         return self._worker.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
-    def weights(self) -> dict[str, Any]:
+    def weights(self) -> tuple[Parcel, ...]:
         """This stage's weights under their Hugging Face names on its first rank; nothing on the others, which take part."""
         from msrl.trainer.weights import export
 
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in export(self._worker)} if self._worker.dp_rank == 0 else {}
+        return pack(export(self._worker)) if self._worker.dp_rank == 0 else ()
 
     def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, keep: int | None) -> SavedTraining:
         from msrl.trainer import checkpoints
@@ -90,6 +91,6 @@ class RolloutActor:
         self._engine.sleep()
         return groups
 
-    def load_weights(self, *stages: Mapping[str, Any]) -> None:
+    def load_weights(self, *stages: tuple[Parcel, ...]) -> None:
         self._engine.wake()
-        self._engine.load_weights((name, tensor) for stage in stages for name, tensor in stage.items())
+        self._engine.load_weights(unpack(parcel for stage in stages for parcel in stage))

@@ -79,7 +79,7 @@ class Trainers:
         return micro_batches(sequences, groups, limits), groups
 
     def weights(self) -> list[Any]:
-        """References to the new weights, one mapping per rank; most are empty."""
+        """References to the new weights, a tuple of parcels per rank; most are empty."""
         return [actor.weights.remote() for actor in self._actors]
 
     def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, keep: int | None) -> SavedTraining:
