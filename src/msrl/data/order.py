@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +18,17 @@ def _epoch(num_rows: int, epoch: int, seed: int, shuffle: bool) -> Ints:
     return rows
 
 
-def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int, shuffle: bool) -> Ints:  # [rows_per_step]
-    """Rows of step `step` (from 0). Epochs follow one another without a gap: a step may hold the end of one and the start of the next."""
-    positions = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
-    return np.array([_epoch(num_rows, int(p) // num_rows, seed, shuffle)[p % num_rows] for p in positions], np.int64)
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """The order of a run: `num_rows` in all, `rows_per_step` of them a step, shuffled anew in every epoch or not."""
+
+    num_rows: int
+    rows_per_step: int
+    seed: int
+    shuffle: bool
+
+    def of_step(self, step: int) -> Ints:  # [rows_per_step]
+        """Rows of step `step` (from 0). Epochs follow without a gap: a step may hold the end of one and the start of the next."""
+        positions = range(step * self.rows_per_step, (step + 1) * self.rows_per_step)
+        epochs_and_rows = [divmod(position, self.num_rows) for position in positions]
+        return np.array([_epoch(self.num_rows, epoch, self.seed, self.shuffle)[row] for epoch, row in epochs_and_rows], np.int64)

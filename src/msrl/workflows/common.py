@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from msrl.config.schema import Config
+from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.trainer.resume import SavedTraining
@@ -51,6 +54,23 @@ def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, p
         raise MsrlError(
             f"data prefix {prefix}: its longest example has {manifest.max_tokens} tokens, the model takes {shape.max_position_embeddings};"
             " preprocess with a shorter seq_length"
+        )
+
+
+def order_state(order: RowOrder) -> dict[str, Any]:
+    """The workflow's own state in a checkpoint: where in the data the run is, follows from it and the step."""
+    return {"order": asdict(order)}
+
+
+def check_order(saved: SavedTraining, order: RowOrder, *, rows_per_step: str) -> None:
+    """The run that goes on reads the rows that the saved one would have. Raises MsrlError that names what is not as it was."""
+    keys = {"num_rows": "data.train", "rows_per_step": rows_per_step, "seed": "run.seed", "shuffle": "data.shuffle"}
+    before = saved.state()["extra"].get("order", asdict(order))
+    changed = [f"{keys[name]} (was {before[name]}, is {now})" for name, now in asdict(order).items() if before[name] != now]
+    if changed:
+        raise MsrlError(
+            f"checkpoint.resume: step {saved.step} in {saved.root} would not go on with the rows that come next, because of"
+            f" {', '.join(changed)}; set it back, or start a new run with checkpoint.load"
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from msrl.algorithms.packing import Sequences, bins, sft_sequences
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
+from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
@@ -22,6 +23,7 @@ class SftJob:
     config: Config
     settings: WorkerSettings
     schedule: Schedule
+    order: RowOrder
     num_steps: int
     start_step: int
     resume: SavedTraining | None

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from msrl.algorithms.packing import Sequences, balanced
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
-from msrl.data.order import rows_of_step
 from msrl.trainer import checkpoints
 from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.launch import RankContext
@@ -17,6 +16,7 @@ from msrl.trainer.losses import SftLoss
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.worker import TrainWorker
 from msrl.types import MicroBatch, StepReport
+from msrl.workflows.common import order_state
 from msrl.workflows.sft_job import Rows, SftJob, open_rows
 
 LOSS = SftLoss()
@@ -44,7 +44,7 @@ def main(context: RankContext, job: SftJob) -> None:
 
 
 def _save(worker: TrainWorker, job: SftJob, step: int) -> SavedTraining:
-    return checkpoints.save(worker, job.checkpoint_dir, step, {}, hf_dir=job.hf_dir, keep=job.config.checkpoint.keep)
+    return checkpoints.save(worker, job.checkpoint_dir, step, order_state(job.order), hf_dir=job.hf_dir, keep=job.config.checkpoint.keep)
 
 
 def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bool:
@@ -53,10 +53,7 @@ def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bo
 
 def _step(worker: TrainWorker, job: SftJob, train: Rows, held_out: Rows | None, step: int) -> StepReport:
     config, started = job.config, time.perf_counter()
-    rows = rows_of_step(
-        step, num_rows=len(train), rows_per_step=config.train.global_batch, seed=config.run.seed, shuffle=config.data.shuffle
-    )
-    mine, num_tokens, num_all = _share(worker, config, train.sequences(rows.tolist()))
+    mine, num_tokens, num_all = _share(worker, config, train.sequences(job.order.of_step(step).tolist()))
     metrics = worker.train_step(mine, LOSS, num_tokens=num_tokens, lr=job.schedule.at(step))
     seconds = time.perf_counter() - started
     report = {f"train/{name}": value for name, value in metrics.items()}

@@ -10,26 +10,19 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from msrl.cluster.plan import Placement, Role, plan
 from msrl.cluster.session import ray_session
 from msrl.config.derived import world_size
 from msrl.config.schema import Config
-from msrl.data.dataset import PromptDataset
-from msrl.data.order import rows_of_step
-from msrl.data.tokenizer import TextTokenizer, open_tokenizer
-from msrl.errors import MsrlError
-from msrl.platforms import resolve
-from msrl.platforms.base import Platform
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
-from msrl.trainer.resume import SavedTraining, check_room, resume_from
-from msrl.types import Prompt, SamplingParams, StepReport
-from msrl.workflows.common import check_data, hf_files, schedule, tokenizer_path, weights_path, worker_settings
+from msrl.trainer.resume import SavedTraining
+from msrl.types import SamplingParams, StepReport
+from msrl.workflows.common import order_state, schedule, tokenizer_path, weights_path, worker_settings
 from msrl.workflows.export import export_hf
+from msrl.workflows.grpo_job import Job, prepare
 from msrl.workflows.grpo_step import Clock, Updater, report_of, samples_of, updates_per_step
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
 from msrl.workflows.interrupts import EndAtOnce, Interrupts
@@ -37,42 +30,6 @@ from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 
 CURVES = ("reward/mean", "rollout/response_length", "train/kl", "train/entropy", "train/grad_norm", "eval/reward")
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that is known before the cluster is asked for."""
-
-    config: Config
-    platform: Platform
-    placement: Placement
-    prompts: Prompts
-    eval_prompts: tuple[Prompt, ...]
-    sampling: SamplingParams
-    num_steps: int
-    resume: SavedTraining | None
-    hf_dir: Path
-    tokenizer: TextTokenizer
-
-    @property
-    def start_step(self) -> int:
-        return self.resume.step if self.resume else 0
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The prompts that are short enough, in the order of the seed."""
-
-    dataset: PromptDataset
-    rows: tuple[int, ...]
-    config: Config
-
-    def of_step(self, step: int) -> list[Prompt]:
-        chosen = rows_of_step(
-            step, num_rows=len(self.rows), rows_per_step=self.config.rollout.prompts_per_step, seed=self.config.run.seed,
-            shuffle=self.config.data.shuffle,
-        )  # fmt: skip
-        return [self.dataset[self.rows[row]] for row in chosen]
 
 
 def run(config: Config) -> None:
@@ -113,7 +70,7 @@ def _loop(
             metrics["eval/reward"] = _evaluate(job, engines, scorer, step + 1)
         log.log(StepReport(step + 1, metrics, {**clock.seconds, "step": sum(clock.seconds.values())}, scores.notes))
         if interrupts.asked or step + 1 == job.num_steps or _is_due(config.checkpoint.every_steps, step + 1, job.num_steps):
-            saved = trainers.save(checkpoint_root(config), step + 1, {}, job.hf_dir, config.checkpoint.keep)
+            saved = trainers.save(checkpoint_root(config), step + 1, order_state(job.prompts.order), job.hf_dir, config.checkpoint.keep)
             print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
         if interrupts.asked:
             break
@@ -173,77 +130,6 @@ def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
         prefix_cache=engine.prefix_cache,
         seed=config.run.seed,
         random_weights=True,
-    )
-
-
-def prepare(config: Config) -> Job:
-    """Everything that can be known, and be wrong, before Ray is asked for. Raises MsrlError."""
-    if config.data.train is None:
-        raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
-    platform = resolve(config.cluster.platform)
-    hf_dir = hf_files(weights_path(config))
-    tokenizer = open_tokenizer(tokenizer_path(config))
-    prompts = _prompts(config, config.data.train, tokenizer)
-    check_data(prompts.dataset.manifest, config, hf_dir, config.data.train)
-    held_out = _prompts(config, config.data.eval, tokenizer) if config.data.eval else None
-    if held_out is not None:
-        check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
-    count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
-    num_steps = config.train.steps or -(-(config.train.epochs or 1) * len(prompts.rows) // config.rollout.prompts_per_step)
-    resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
-    if resume and resume.step >= num_steps:
-        raise MsrlError(f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on")
-    check_room(checkpoint_root(config), resume.step if resume else 0)
-    return Job(
-        config=config,
-        platform=platform,
-        placement=_placement(config, platform),
-        prompts=prompts,
-        eval_prompts=tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else (),
-        sampling=_sampling(config, prompts.dataset),
-        num_steps=num_steps,
-        resume=resume,
-        hf_dir=hf_dir,
-        tokenizer=tokenizer,
-    )
-
-
-def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
-    """The prompts of a prefix; those that are too long are left out, and that is said."""
-    dataset = PromptDataset(prefix, decode=tokenizer.backend.decode)
-    limit, rows = config.rollout.max_prompt_tokens, range(len(dataset))
-    if dataset.max_tokens > limit:
-        rows = [row for row in rows if len(dataset[row].token_ids) <= limit]
-        left_out = len(dataset) - len(rows)
-        print(
-            f"{prefix}: {left_out} of {len(dataset)} prompts are left out: longer than rollout.max_prompt_tokens={limit}", file=sys.stderr
-        )
-    if not rows:
-        raise MsrlError(
-            f"rollout.max_prompt_tokens={limit}: every prompt of {prefix} is longer; the longest has {dataset.max_tokens} tokens"
-        )
-    return Prompts(dataset, tuple(rows), config)
-
-
-def _placement(config: Config, platform: Platform) -> Placement:
-    num_ranks, engine = world_size(config), config.rollout.engine
-    roles = [Role("actor", num_ranks), Role("rollout", engine.dp, engine.tp)]
-    return plan(roles, num_ranks // config.cluster.nodes, config.cluster.nodes, resource=platform.ray_resource)
-
-
-def _sampling(config: Config, dataset: PromptDataset) -> SamplingParams:
-    sampling, manifest = config.rollout.sampling, dataset.manifest
-    ends = {*manifest.stop_token_ids, *([manifest.eos_token_id] if manifest.eos_token_id is not None else [])} if manifest else set()
-    return SamplingParams(
-        max_tokens=config.rollout.max_response_tokens,
-        num_samples=config.rollout.samples_per_prompt,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=sampling.stop,
-        stop_token_ids=tuple(sorted(ends)),
-        seed=config.run.seed if sampling.seed is None else sampling.seed,
     )
 
 

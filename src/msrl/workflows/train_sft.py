@@ -12,12 +12,13 @@ from pathlib import Path
 from msrl.config.derived import world_size
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
+from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.platforms import resolve
 from msrl.trainer.launch import LocalRanks
 from msrl.trainer.resume import SavedTraining, check_room, resume_from
 from msrl.types import StepReport
-from msrl.workflows.common import check_data, hf_files, schedule, weights_path, worker_settings
+from msrl.workflows.common import check_data, check_order, hf_files, schedule, weights_path, worker_settings
 from msrl.workflows.interrupts import Interrupts
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import Rows, SftJob, check_lengths, open_rows
@@ -58,11 +59,15 @@ def prepare(config: Config, platform: str) -> SftJob:
     start_step = resume.step if resume else 0
     if start_step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on")
+    order = RowOrder(len(rows), config.train.global_batch, config.run.seed, config.data.shuffle)
+    if resume:
+        check_order(resume, order, rows_per_step="train.global_batch")
     check_room(checkpoint_root(config), start_step)
     return SftJob(
         config=config,
         settings=worker_settings(config, platform, resume=resume),
         schedule=schedule(config, num_steps),
+        order=order,
         num_steps=num_steps,
         start_step=start_step,
         resume=resume,

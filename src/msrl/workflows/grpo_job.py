@@ -1,0 +1,127 @@
+"""What a GRPO run is made of before Ray is asked for: prompts in their order, sampling, placement, the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrl.cluster.plan import Placement, Role, plan
+from msrl.config.derived import world_size
+from msrl.config.schema import Config
+from msrl.data.dataset import PromptDataset
+from msrl.data.order import RowOrder
+from msrl.data.tokenizer import TextTokenizer, open_tokenizer
+from msrl.errors import MsrlError
+from msrl.platforms import resolve
+from msrl.platforms.base import Platform
+from msrl.trainer.resume import SavedTraining, check_room, resume_from
+from msrl.types import Prompt, SamplingParams
+from msrl.workflows.common import check_data, check_order, hf_files, tokenizer_path, weights_path
+from msrl.workflows.run_log import checkpoint_root
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is known before the cluster is asked for."""
+
+    config: Config
+    platform: Platform
+    placement: Placement
+    prompts: Prompts
+    eval_prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    num_steps: int
+    resume: SavedTraining | None
+    hf_dir: Path
+    tokenizer: TextTokenizer
+
+    @property
+    def start_step(self) -> int:
+        return self.resume.step if self.resume else 0
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts that are short enough, in their order."""
+
+    dataset: PromptDataset
+    rows: tuple[int, ...]
+    order: RowOrder
+
+    def of_step(self, step: int) -> list[Prompt]:
+        return [self.dataset[self.rows[row]] for row in self.order.of_step(step)]
+
+
+def prepare(config: Config) -> Job:
+    """Everything that can be known, and be wrong, before Ray is asked for. Raises MsrlError."""
+    if config.data.train is None:
+        raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
+    platform = resolve(config.cluster.platform)
+    hf_dir = hf_files(weights_path(config))
+    tokenizer = open_tokenizer(tokenizer_path(config))
+    prompts = _prompts(config, config.data.train, tokenizer)
+    check_data(prompts.dataset.manifest, config, hf_dir, config.data.train)
+    held_out = _prompts(config, config.data.eval, tokenizer) if config.data.eval else None
+    if held_out is not None:
+        check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
+    count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
+    num_steps = config.train.steps or -(-(config.train.epochs or 1) * len(prompts.rows) // config.rollout.prompts_per_step)
+    resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
+    if resume and resume.step >= num_steps:
+        raise MsrlError(f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on")
+    if resume:
+        check_order(resume, prompts.order, rows_per_step="rollout.prompts_per_step")
+    check_room(checkpoint_root(config), resume.step if resume else 0)
+    return Job(
+        config=config,
+        platform=platform,
+        placement=_placement(config, platform),
+        prompts=prompts,
+        eval_prompts=tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else (),
+        sampling=_sampling(config, prompts.dataset),
+        num_steps=num_steps,
+        resume=resume,
+        hf_dir=hf_dir,
+        tokenizer=tokenizer,
+    )
+
+
+def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
+    """The prompts of a prefix; those that are too long are left out, and that is said."""
+    dataset = PromptDataset(prefix, decode=tokenizer.backend.decode)
+    limit, rows = config.rollout.max_prompt_tokens, range(len(dataset))
+    if dataset.max_tokens > limit:
+        rows = [row for row in rows if len(dataset[row].token_ids) <= limit]
+        left_out = len(dataset) - len(rows)
+        print(
+            f"{prefix}: {left_out} of {len(dataset)} prompts are left out: longer than rollout.max_prompt_tokens={limit}", file=sys.stderr
+        )
+    if not rows:
+        raise MsrlError(
+            f"rollout.max_prompt_tokens={limit}: every prompt of {prefix} is longer; the longest has {dataset.max_tokens} tokens"
+        )
+    order = RowOrder(len(rows), config.rollout.prompts_per_step, config.run.seed, config.data.shuffle)
+    return Prompts(dataset, tuple(rows), order)
+
+
+def _placement(config: Config, platform: Platform) -> Placement:
+    num_ranks, engine = world_size(config), config.rollout.engine
+    roles = [Role("actor", num_ranks), Role("rollout", engine.dp, engine.tp)]
+    return plan(roles, num_ranks // config.cluster.nodes, config.cluster.nodes, resource=platform.ray_resource)
+
+
+def _sampling(config: Config, dataset: PromptDataset) -> SamplingParams:
+    sampling, manifest = config.rollout.sampling, dataset.manifest
+    ends = {*manifest.stop_token_ids, *([manifest.eos_token_id] if manifest.eos_token_id is not None else [])} if manifest else set()
+    return SamplingParams(
+        max_tokens=config.rollout.max_response_tokens,
+        num_samples=config.rollout.samples_per_prompt,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=sampling.stop,
+        stop_token_ids=tuple(sorted(ends)),
+        seed=config.run.seed if sampling.seed is None else sampling.seed,
+    )

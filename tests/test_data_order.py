@@ -1,0 +1,44 @@
+"""Which rows a step reads: every row once an epoch, the same for the same seed, whatever was read before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from msrl.data.order import RowOrder
+from msrl.errors import MsrlError
+from msrl.files import write_text
+from msrl.trainer.resume import STATE, SavedTraining, training_dir
+from msrl.workflows.common import check_order, order_state
+
+ORDER = RowOrder(num_rows=10, rows_per_step=4, seed=3, shuffle=True)
+
+
+def test_epochs_follow_one_another_and_each_has_every_row_once():
+    rows = np.concatenate([ORDER.of_step(step) for step in range(5)])
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
+    assert list(rows[:10]) != list(rows[10:])
+
+
+def test_a_step_is_read_alike_first_or_last():
+    alone = ORDER.of_step(7)
+    assert [list(ORDER.of_step(step)) for step in range(8)][7] == list(alone)
+    assert list(replace(ORDER, seed=4).of_step(7)) != list(alone)
+
+
+def test_without_shuffling_rows_come_in_the_order_of_the_file():
+    assert list(replace(ORDER, shuffle=False).of_step(2)) == [8, 9, 0, 1]
+
+
+def test_a_run_that_would_go_on_with_other_rows_is_refused(tmp_path: Path):
+    folder = training_dir(tmp_path, 5)
+    folder.mkdir(parents=True)
+    state = {"step": 5, "extra": order_state(ORDER)}
+    write_text(folder / STATE, str(state).replace("'", '"').replace("True", "true"))
+    saved = SavedTraining(tmp_path, 5)
+    check_order(saved, ORDER, rows_per_step="train.global_batch")
+    with pytest.raises(MsrlError, match=r"train\.global_batch \(was 4, is 8\), run\.seed \(was 3, is 1\)"):
+        check_order(saved, RowOrder(10, 8, 1, True), rows_per_step="train.global_batch")
