@@ -42,8 +42,8 @@ class Platform(ABC):
         """Environment of a training process, to be set before it starts."""
         return {}
 
-    def engine_environment(self) -> Mapping[str, str]:
-        """Environment that vLLM needs before it is imported."""
+    def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
+        """Environment that vLLM needs before it is imported, where so many devices of a machine generate at once."""
         return {}
 
     def engine_arguments(self) -> Mapping[str, Any]:

@@ -56,21 +56,19 @@ class CpuPlatform(Platform):
         return torch.device("cpu")
 
     def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
-        # Passive waiting: ranks and engines share the cores, and a spinning thread holds up the one that it waits for.
-        threads = max(1, self.device_count() // num_local_ranks)
-        return {
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TORCHDYNAMO_DISABLE": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "GLIBC_TUNABLES": _ALLOCATOR,
-        }
+        return {**self._process_environment(num_local_ranks), "GLOO_SOCKET_IFNAME": "lo"}
 
-    def engine_environment(self) -> Mapping[str, str]:
+    def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
+        # Training ranks and other engines share the cores, so none may be bound to one.
+        return {**self._process_environment(num_local_devices), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+    def _process_environment(self, num_processes: int) -> Mapping[str, str]:
+        """Of one of so many processes that compute at the same time; other roles wait meanwhile."""
         return {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training ranks and other engines share the cores
-            "OMP_WAIT_POLICY": "PASSIVE",
+            "OMP_NUM_THREADS": str(max(1, self.device_count() // num_processes)),
+            "OMP_WAIT_POLICY": "PASSIVE",  # a spinning thread would hold up the one that it waits for
             "TORCHDYNAMO_DISABLE": "1",
+            "GLIBC_TUNABLES": _ALLOCATOR,
         }
 
     def engine_arguments(self) -> Mapping[str, Any]:

@@ -72,7 +72,7 @@ class NpuPlatform(Platform):
     def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"}
 
-    def engine_environment(self) -> Mapping[str, str]:
+    def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
         # Weights that are loaded again must keep their plain layout (vllm-ascend issues 4960 and 10014).
         return {"VLLM_ASCEND_ENABLE_NZ": "0"}
 

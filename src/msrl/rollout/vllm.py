@@ -226,7 +226,7 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
         "TORCH_CPP_LOG_LEVEL": "WARNING" if settings.verbose else "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    for name, value in {**common, **platform.engine_environment()}.items():
+    for name, value in {**common, **platform.engine_environment(settings.tp)}.items():
         os.environ.setdefault(name, value)
 
 

@@ -125,7 +125,7 @@ def engine_environments(placed: Placed, platform: Platform, engine: EngineConfig
 
     Ray lets an actor see the device of its first bundle; an engine of several devices is shown all of them.
     """
-    variable, common = platform.visible_devices_variable, {**platform.engine_environment(), **env}
+    variable, common = platform.visible_devices_variable, {**platform.engine_environment(engine.dp * engine.tp), **env}
     if engine.tp == 1 or not variable:
         return [common] * engine.dp
     devices = [",".join(placed.device_ids("rollout", i)) for i in range(engine.dp)]
