@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,21 +32,8 @@ from msrl.models.rules import Replicated, Sharded
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.trainer.attention import CoreAttention
+from msrl.trainer.layers import GatedMlp, RmsNorm
 from msrl.trainer.settings import Layout, OptimizerSettings
-
-
-class RmsNorm(torch.nn.Module):
-    """Root-mean-square norm that also works under sequence parallelism (arXiv:1910.07467)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.eps = eps
-        # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class PolicyModel(GPTModel):
@@ -140,7 +126,7 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+            mlp=GatedMlp,
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )  # fmt: skip

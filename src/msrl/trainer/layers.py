@@ -1,0 +1,99 @@
+"""The layers of ours that stand in Megatron's layer spec. Letters: N tokens, c channels, f channels of the feed-forward part on this rank.
+
+On CPU, where torch has no fused kernels for them, the norm and the gate bring their own derivatives: what limits them there is how
+often a tensor goes through memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class RmsNorm(torch.nn.Module):
+    """Root-mean-square norm that also works under sequence parallelism (arXiv:1910.07467)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+        # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cpu:
+            return _RmsNorm.apply(x, self.weight, self.eps)  # pyright: ignore[reportReturnType]
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = w n with n = x / sqrt(mean(x^2) + eps), in float32; only x and one number per row are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [..., c]
+        weight: Tensor,  # [c]
+        eps: float,
+    ) -> Tensor:  # [..., c]
+        wide = x.float()
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        wide, normed = grads[0].float(), x.float() * scale
+        product = (wide * normed).view(-1, x.shape[-1])
+        along = torch.mv(product, weight.float()).div_(x.shape[-1]).view_as(scale)  # mean over a row of (dL/dn) n
+        grad = torch.addcmul(wide * weight, normed, along, value=-1).mul_(scale)
+        return grad.to(x.dtype), product.sum(0).to(weight.dtype), None
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up (arXiv:2002.05202), where gate and up lie side by side; both gradients are written into one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate_up: Tensor,  # [..., 2 f]
+    ) -> Tensor:  # [..., f]
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grad = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad.chunk(2, -1)
+        torch.mul(F.silu(gate), grads[0], out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        return grad
+
+
+class GatedMlp(MLP):
+    """Megatron's feed-forward part with a SwiGLU in the middle, and nothing else of what it can do."""
+
+    def __init__(self, config: TransformerConfig, **_: object) -> None:
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())  # pyright: ignore[reportArgumentType]
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:  # [N, 1, c]
+        gate_up, _bias = self.linear_fc1(hidden_states)
+        if gate_up.is_cpu:
+            mixed = _SwiGlu.apply(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, -1)
+            mixed = F.silu(gate) * up
+        return self.linear_fc2(mixed)
