@@ -153,15 +153,26 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
 
 
+def _never_end(folder):
+    """Control tokens of the model get a logit of 0, which is never the largest: a greedy answer goes on to its limit."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][AutoTokenizer.from_pretrained(folder).all_special_ids] = 0.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_stops_an_answer_and_then_leaves(tmp_path):
     save_model(tmp_path, tied=False, positions=8192)
+    _never_end(tmp_path)
     sections = ["--set", "rollout.engine.max_model_len=8192"]
     terminal = Terminal(["chat", "--model", str(tmp_path), "--max-tokens", "4000", "--seed", "1", "--temperature", "0", *sections])
     terminal.wait_for("> ")
     terminal.type("tell me all\n")
     terminal.wait_for("tell me all")  # the terminal's echo
-    time.sleep(0.5)  # long enough for some of the answer, far too short for 4000 tokens
+    time.sleep(1.5)  # long enough for some of the answer, far too short for 4000 tokens
     terminal.type("\x03")
     terminal.wait_for("(stopped)", seconds=20)
     terminal.wait_for("> ", seconds=20)

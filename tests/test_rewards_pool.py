@@ -41,9 +41,10 @@ def test_results_come_in_the_order_of_the_calls():
 
 @pytest.mark.parametrize("name", ["sleep_forever", "spin_in_c"])
 def test_a_stuck_verifier_is_killed_alone_and_the_next_call_works(name):
+    others = children()
     with pool(name, timeout_s=0.7) as workers:
         assert workers.map(calls("fine")) == (Outcome(1.0),)
-        before = children()
+        before = children() - others
         start = time.monotonic()
         outcomes = workers.map(calls("a", "b", "stuck", "c", "d"))
         assert [o.failure for o in outcomes] == [None, None, "timeout", None, None]
@@ -225,16 +226,14 @@ def test_a_row_without_a_ground_truth_is_refused_where_one_is_compared_with():
 @pytest.mark.slow
 def test_a_scorer_works_inside_a_ray_actor():
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}})
-    try:
+    from msrl.cluster.session import ray_session
 
-        @ray.remote(num_cpus=0)
-        class Driver:
-            def totals(self):
-                with Scorer([Source("acc", timeout_s=5.0)], 1) as scorer:
-                    scores = scorer.score([group("132", "\\boxed{132}", "\\boxed{9^{9^{9^9}}}")])
-                return [r.total for r in scores.groups[0].rewards]
+    class Driver:
+        def totals(self):
+            with Scorer([Source("acc", timeout_s=5.0)], 1) as scorer:
+                scores = scorer.score([group("132", "\\boxed{132}", "\\boxed{9^{9^{9^9}}}")])
+            return [r.total for r in scores.groups[0].rewards]
 
-        assert ray.get(Driver.remote().totals.remote(), timeout=120) == [1.0, -0.5]
-    finally:
-        ray.shutdown()
+    with ray_session(None, num_devices=1, resource_name="msrl_device", env={"PYTHONPATH": str(Path(__file__).parent)}):
+        driver = ray.remote(num_cpus=0)(Driver).remote()
+        assert ray.get(driver.totals.remote(), timeout=120) == [1.0, -0.5]
