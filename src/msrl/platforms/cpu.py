@@ -176,8 +176,29 @@ def _redirect_cuda() -> None:
     torch.compile = _uncompiled
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    _skip_collectives_with_oneself()
     _name_tensor_types()
     _redirect_megatron_rng()
+
+
+def _skip_collectives_with_oneself() -> None:
+    """Without data parallelism Megatron still reduces its gradients and gathers its parameters, each buffer in place over a group of one.
+
+    gloo copies such a buffer twice; other back ends see that there is nothing to do.
+    """
+    import torch.distributed as dist
+
+    def unless_in_place(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def done(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # In place and of one size means a group of one: otherwise one of the two is a part of the other.
+            is_itself = output.data_ptr() == input.data_ptr() and output.numel() == input.numel()
+            return None if is_itself else collective(output, input, *args, **kwargs)
+
+        return done
+
+    dist.reduce_scatter_tensor = unless_in_place(dist.reduce_scatter_tensor)
+    dist.all_gather_into_tensor = unless_in_place(dist.all_gather_into_tensor)
 
 
 def _name_tensor_types() -> None:
