@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
@@ -149,8 +150,19 @@ class Terminal:
         before, _, self.seen = self.seen.partition(text)
         return before
 
-    def exit_code(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+    def exit_code(self, seconds: float = 60.0) -> int:
+        """What the program left with, which it must do within the time; what it still shows is read, or it could not end."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pid, status = os.waitpid(self.child, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if select.select([self.master], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):  # the terminal's other side is closed
+                    self.seen += os.read(self.master, 4096).decode(errors="replace")
+        os.kill(self.child, signal.SIGKILL)
+        os.waitpid(self.child, 0)
+        raise AssertionError(f"the program did not end; seen: {self.seen!r}")
 
 
 def _never_end(folder):
@@ -163,7 +175,6 @@ def _never_end(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.full  # stalled once in a dozen runs, at leaving; until that is understood it must not hold up every run
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_stops_an_answer_and_then_leaves(tmp_path):
     save_model(tmp_path, tied=False, positions=8192)
@@ -180,6 +191,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_then_leaves(tmp_path):
     terminal.type("clear\n")
     terminal.wait_for("forgotten", seconds=20)
     terminal.wait_for("> ", seconds=20)
+    time.sleep(0.5)  # readline shows its prompt a moment before it waits; a signal in between waits for the next key
     terminal.type("\x03")
     assert terminal.exit_code() == 130
 
