@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors read by mmap and checked, written at known places of files whose size is known beforehand.
+"""Hugging Face folders: weights read and checked against the config, written at known places of files whose size is known beforehand.
 
 The safetensors format: 8 bytes little-endian length, a JSON header with type, shape and byte range per tensor, then the bytes.
 Source: https://huggingface.co/docs/safetensors (format section).
@@ -6,28 +6,30 @@ Source: https://huggingface.co/docs/safetensors (format section).
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from msrl.checkpoint.dtypes import BY_SAFETENSORS_NAME, SAFETENSORS_NAMES, hf_name
+from msrl.checkpoint.dtypes import SAFETENSORS_NAMES, hf_name
+from msrl.checkpoint.hf_files import INDEX, SINGLE, open_weight_files, some
 from msrl.checkpoint.torch_file import TensorSpec, spec_of, tensor_bytes
-from msrl.errors import MsrlError, nearest
+from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules, load_shape
+from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _SIDECARS = ("*.json", "*.model", "*.jinja", "merges.txt", "*.py", "*.tiktoken")
+_NUMBER = re.compile(r"\d+")
 _DERIVED = (".rotary_emb.inv_freq",)  # buffers that old checkpoints carry and every model computes
 
 
@@ -35,54 +37,39 @@ class HfCheckpoint:
     """The tensors of a Hugging Face folder by name; opening it checks that all are there, whole, and shaped as the config says."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises MsrlError for anything missing, cut short, misshapen or left over, by file and tensor."""
+        """Raises MsrlError for anything missing, cut short, misshapen or left over, by file and tensor; ManyErrors for several."""
         if not folder.is_dir():
             raise MsrlError(f"{folder}: there is no such folder")
         self.folder = folder
         self.shape: Shape = load_shape(folder)
-        self.specs: dict[str, TensorSpec] = {}
-        self._files: dict[str, Any] = {}
-        for file, expected in _weight_files(folder).items():
-            self._open(folder / file, expected)
+        self._stored = open_weight_files(folder)
+        self.specs = {name: stored.spec for name, stored in self._stored.items()}
         self._check_against(self.shape)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor that is read from disk where it is used."""
-        return self._files[name].get_tensor(name)
-
-    def _open(self, path: Path, expected: set[str] | None) -> None:
-        """Open one file; with an index, it must hold exactly the tensors that the index expects in it."""
-        if not path.is_file():
-            raise MsrlError(f"{path}: the index names this file, but it is missing")
-        try:
-            file = safe_open(path, "pt")
-            names = set(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise MsrlError(f"{path}: cut short or not safetensors ({error}); copy or download it again") from error
-        if expected is not None and names != expected:
-            raise MsrlError(f"{path}: {_difference(names, expected)} as against {INDEX}")
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            view = file.get_slice(name)
-            dtype = BY_SAFETENSORS_NAME.get(view.get_dtype())
-            if dtype is None:
-                known = ", ".join(BY_SAFETENSORS_NAME)
-                raise MsrlError(f"{path}: tensor {name} has type {view.get_dtype()}, which is not supported; supported: {known}")
-            self.specs[name] = TensorSpec(dtype, tuple(view.get_shape()))
-            self._files[name] = file
+        return self._stored[name].read()
 
     def _check_against(self, shape: Shape) -> None:
-        wanted = {name: size for rule in all_rules(shape) for name, size in zip(rule.hf, rule.shapes, strict=True)}
-        missing = sorted(set(wanted) - set(self.specs))
-        if missing:
-            raise MsrlError(f"{self.folder}: {len(missing)} tensors are missing, {_some(missing)} ({nearest(missing[0], self.specs)})")
-        for name, size in wanted.items():
-            if self.specs[name].shape != size:
-                raise MsrlError(f"{self.folder}: tensor {name} is {list(self.specs[name].shape)}, but config.json makes it {list(size)}")
+        rules = all_rules(shape)
+        wanted = {name: size for rule in rules for name, size in zip(rule.hf, rule.shapes, strict=True)}
         tied = {"lm_head.weight"} if shape.tie_word_embeddings else set[str]()
+        missing = sorted(set(wanted) - set(self.specs))
         extra = sorted(name for name in set(self.specs) - set(wanted) - tied if not name.endswith(_DERIVED))
+        problems = [self._misshapen(name, size) for name, size in wanted.items() if name in self.specs and self.specs[name].shape != size]
+        if missing:
+            rule = next(rule for rule in rules if missing[0] in rule.hf)
+            problems.append(f"{self.folder}: {len(missing)} tensors are missing: {some(missing)}; the first one goes into {rule.mcore}")
         if extra:
-            raise MsrlError(f"{self.folder}: {len(extra)} tensors have no place in {shape.architecture}: {_some(extra)}")
+            hint = _nearest_rule(extra[0], rules)
+            problems.append(f"{self.folder}: {len(extra)} tensors have no place in {shape.architecture}: {some(extra)}; {hint}")
+        if problems:
+            raise ManyErrors(problems) if len(problems) > 1 else MsrlError(problems[0])
         self._check_tied_head(tied)
+
+    def _misshapen(self, name: str, size: tuple[int, ...]) -> str:
+        stored = self._stored[name]
+        return f"{stored.file}: tensor {name} is {list(stored.spec.shape)}, but config.json makes it {list(size)}"
 
     def _check_tied_head(self, tied: set[str]) -> None:
         """A tied model may carry its output layer once more; it must be the embedding."""
@@ -91,36 +78,11 @@ class HfCheckpoint:
                 raise MsrlError(f"{self.folder}: tie_word_embeddings=true, but {name} differs from the embedding")
 
 
-def _weight_files(folder: Path) -> dict[str, set[str] | None]:
-    """File names with the tensors that an index expects in them; None where there is no index."""
-    has_single, has_index = (folder / SINGLE).is_file(), (folder / INDEX).is_file()
-    if has_single and not has_index:
-        return {SINGLE: None}
-    if not has_index:
-        other = "; its weights are in torch's own files: save it again with save_pretrained" if list(folder.glob("*.bin")) else ""
-        raise MsrlError(f"{folder}: there is neither {SINGLE} nor {INDEX}{other}")
-    try:
-        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MsrlError(f"{folder / INDEX}: not an index of safetensors files: {error!r}") from error
-    files: dict[str, set[str] | None] = {file: {t for t, f in names.items() if f == file} for file in sorted(set(names.values()))}
-    if has_single and SINGLE not in files:
-        raise MsrlError(f"{folder}: {SINGLE} and {INDEX} are both here and disagree; remove the one that is not meant")
-    outside = [file for file in files if Path(file).name != file]
-    if outside:
-        raise MsrlError(f"{folder / INDEX}: names {outside[0]}, which is not a plain file name")
-    return files
-
-
-def _difference(names: set[str], expected: set[str]) -> str:
-    missing, extra = sorted(expected - names), sorted(names - expected)
-    parts = [f"lacks {_some(missing)}"] if missing else []
-    return " and ".join(parts + ([f"has besides {_some(extra)}"] if extra else []))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _nearest_rule(name: str, rules: Iterable[Rule]) -> str:
+    """A hint that names the rule whose Hugging Face name is most like `name`, numbers of layers aside."""
+    known = {_NUMBER.sub("*", hf): _NUMBER.sub("*", rule.mcore) for rule in rules for hf in rule.hf}
+    close = difflib.get_close_matches(_NUMBER.sub("*", name), known, n=1, cutoff=0.0)[0]
+    return f"nearest rule: {close} -> {known[close]}"
 
 
 def sidecar_files(folder: Path) -> list[Path]:
@@ -183,7 +145,7 @@ class HfWriter:
             os.close(descriptor)
         missing = sorted(set(self._places) - self._written)
         if missing:
-            raise ValueError(f"not written: {_some(missing)}")
+            raise ValueError(f"not written: {some(missing)}")
 
     def _begin(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
         """Write a file's header and stretch the file to its final size."""

@@ -1,0 +1,168 @@
+"""The forms in which Hugging Face folders hold weights, and how each is refused: by file and tensor, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tiny_checkpoints as tiny
+from msrl.checkpoint.hf import HfCheckpoint
+from msrl.checkpoint.source import open_weights
+from msrl.checkpoint.torch_file import spec_of
+from msrl.checkpoint.verify import same_bits
+from msrl.errors import ManyErrors, MsrlError
+from test_cli import msrl
+from test_convert import to_mcore
+
+
+def as_torch_files(folder: Path, shards: int = 1, **save: Any) -> dict[str, Tensor]:
+    """A tiny folder whose weights are in `pytorch_model*.bin`."""
+    weights = tiny.save(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    files = ["pytorch_model.bin"] if shards == 1 else [f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin" for i in range(shards)]
+    for number, file in enumerate(files):
+        torch.save({name: weights[name] for name in names[number::shards]}, folder / file, **save)
+    if shards > 1:
+        weight_map = {name: files[number % shards] for number, name in enumerate(names)}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return weights
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_torchs_own_files_are_read_like_safetensors(tmp_path: Path, shards: int) -> None:
+    weights = as_torch_files(tmp_path / "hf", shards)
+    checkpoint = HfCheckpoint(tmp_path / "hf")
+    assert checkpoint.specs == {name: spec_of(tensor) for name, tensor in weights.items()}
+    assert all(same_bits(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
+    tiny.save(tmp_path / "safe")
+    from_torch, from_safe = to_mcore(tmp_path / "hf", tmp_path / "a", tp=2), to_mcore(tmp_path / "safe", tmp_path / "b", tp=2)
+    assert all(same_bits(from_torch[rank][name], tensor) for rank, model in from_safe.items() for name, tensor in model.items())
+
+
+def test_safetensors_come_before_torch_files(tmp_path: Path) -> None:
+    tiny.save(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never looked at")
+    assert HfCheckpoint(tmp_path).specs
+
+
+class Harmful:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_harmful_torch_file_runs_nothing(tmp_path: Path) -> None:
+    weights = as_torch_files(tmp_path / "hf")
+    torch.save({**weights, "model.norm.weight": Harmful(tmp_path / "proof")}, tmp_path / "hf" / "pytorch_model.bin")
+    with pytest.raises(MsrlError, match=r"pytorch_model\.bin: .*posix\.mkdir, which a checkpoint has no use for"):
+        HfCheckpoint(tmp_path / "hf")
+    assert not (tmp_path / "proof").exists()
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------------------
+
+FIRST = "model-00001-of-00003.safetensors"
+
+
+def _edit(path: Path, change: Any) -> None:
+    """Rewrite a safetensors file after `change(tensors)`."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _rename(old: str, new: str) -> Any:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+def _recast(name: str, dtype: torch.dtype) -> Any:
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+def _index(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors.index.json"
+    contents = json.loads(path.read_text())
+    change(contents["weight_map"])
+    path.write_text(json.dumps(contents))
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+SINGLE: list[tuple[str, Any, str]] = [
+    ("cut short", lambda f: f.write_bytes(f.read_bytes()[:-10]), "hf/model.safetensors: cut short or not safetensors"),
+    (
+        "unknown name",
+        lambda f: _edit(f, _rename(Q, "model.layers.0.self_attn.query.weight")),
+        "1 tensors have no place in Qwen2ForCausalLM: model.layers.0.self_attn.query.weight; "
+        "nearest rule: model.layers.*.self_attn.q_proj.weight -> decoder.layers.*.self_attention.linear_qkv.weight",
+    ),
+    (
+        "unfilled rule",
+        lambda f: _edit(f, lambda tensors: tensors.pop(Q)),
+        f"1 tensors are missing: {Q}; the first one goes into decoder.layers.0.self_attention.linear_qkv.weight",
+    ),
+    (
+        "shape",
+        lambda f: _edit(f, lambda tensors: tensors.update({Q: torch.zeros(64, 65)})),
+        f"hf/model.safetensors: tensor {Q} is [64, 65], but config.json makes it [64, 64]",
+    ),
+    ("integers", lambda f: _edit(f, _recast(Q, torch.int8)), f"tensor {Q} has type I8, which is not supported; supported: BF16"),
+    ("mixed", lambda f: _edit(f, _recast(Q, torch.float32)), "have different types; choose one with --dtype"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in SINGLE], ids=[case[0] for case in SINGLE])
+def test_the_command_refuses_a_damaged_folder_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tmp_path / "hf")
+    damage(tmp_path / "hf" / "model.safetensors")
+    assert msrl("convert-ckpt", "hf2mcore", "--load", "hf", "--save", "out", "--no-verify") == 2
+    said = capsys.readouterr()
+    assert message in said.err and "Traceback" not in said.err and said.out == ""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+def test_types_that_differ_are_cast_when_one_is_chosen(tmp_path: Path) -> None:
+    weights = tiny.save(tmp_path / "hf")
+    _edit(tmp_path / "hf" / "model.safetensors", _recast(Q, torch.float32))
+    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", dtype=torch.bfloat16)
+    assert torch.equal(ranks[0, 0]["decoder.layers.0.self_attention.linear_qkv.weight"][:32], weights[Q][:32])
+
+
+def test_all_mistakes_of_a_sharded_folder_are_said_at_once(tmp_path: Path) -> None:
+    tiny.save(tmp_path, shards=3)
+    (tmp_path / FIRST).write_bytes((tmp_path / FIRST).read_bytes()[:-10])
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    _index(tmp_path, lambda names: names.update({"model.ghost.weight": "model-00003-of-00003.safetensors"}))
+    with pytest.raises(ManyErrors) as error:
+        HfCheckpoint(tmp_path)
+    first, second, third = error.value.messages
+    assert FIRST in first and "cut short" in first and "00002-of-00003.safetensors: the index names this file" in second
+    assert "lacks model.ghost.weight as against model.safetensors.index.json" in third
+
+
+def test_damaged_torch_files_are_named(tmp_path: Path) -> None:
+    as_torch_files(tmp_path, 2)
+    path = tmp_path / "pytorch_model-00002-of-00002.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(MsrlError, match=r"pytorch_model-00002-of-00002\.bin: cut short"):
+        HfCheckpoint(tmp_path)
+    torch.save([1, 2], path)
+    with pytest.raises(MsrlError, match=r"00002\.bin: holds a list, not tensors by name"):
+        HfCheckpoint(tmp_path)
+    path.write_bytes(whole)
+    as_torch_files(tmp_path / "old", _use_new_zipfile_serialization=False)
+    with pytest.raises(MsrlError, match=r"pytorch_model\.bin: cut short or not written by torch\.save"):
+        open_weights(tmp_path / "old")
