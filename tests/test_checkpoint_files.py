@@ -26,6 +26,7 @@ from msrl.checkpoint.hf import HfCheckpoint, HfWriter, copy_sidecars
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_file import ALIGNMENT, Foreign, TensorSpec, check_records, read_torch_file, spec_of, write_torch_file
 from msrl.errors import MsrlError
+from msrl.models.cut import Coords, Cut
 from test_models import LLAMA, QWEN2, shape
 
 # --- torch's file format ------------------------------------------------------------------------------------------------------------
@@ -131,14 +132,18 @@ def test_what_megatron_itself_saves_is_read(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_ranks_have_the_places_that_mindspeed_gives_them(tmp_path: Path) -> None:
-    at = {(pp, pp_size): str(mcore.rank_file(tmp_path, 1, 3, 4, pp, pp_size).relative_to(tmp_path)) for pp, pp_size in ((0, 1), (1, 2))}
-    assert at[0, 1] == "iter_0000001/mp_rank_03/model_optim_rng.pt"
-    assert at[1, 2] == "iter_0000001/mp_rank_03_001/model_optim_rng.pt"
+    def place(cut: Cut, at: Coords) -> str:
+        return str(mcore.rank_file(tmp_path, 1, cut, at).relative_to(tmp_path))
+
+    assert place(Cut(4), Coords(3)) == "iter_0000001/mp_rank_03/model_optim_rng.pt"
+    assert place(Cut(4, 2), Coords(3, 1)) == "iter_0000001/mp_rank_03_001/model_optim_rng.pt"
+    assert place(Cut(2, 2, ep=4), Coords(1, 1, 3)) == "iter_0000001/mp_rank_01_001_003/model_optim_rng.pt"
+    assert place(Cut(2, 1, ep=4), Coords(1, 0, 3)) == "iter_0000001/mp_rank_01_003/model_optim_rng.pt"
 
 
 def test_a_rank_file_holds_what_megatron_expects(tmp_path: Path) -> None:
     found = shape(QWEN2)
-    mcore.write_rank_file(tmp_path / "m" / "f.pt", {"a": torch.ones(2)}, mcore.namespace(found, 2, 1), 7)
+    mcore.write_rank_file(tmp_path / "m" / "f.pt", {"a": torch.ones(2)}, mcore.namespace(found, Cut(2)), 7)
     contents = torch.load(tmp_path / "m" / "f.pt", weights_only=False)
     assert sorted(contents) == ["args", "checkpoint_version", "iteration", "model"]
     assert (contents["checkpoint_version"], contents["iteration"]) == (3.0, 7)
@@ -152,8 +157,8 @@ def test_a_rank_file_holds_what_megatron_expects(tmp_path: Path) -> None:
 
 
 def test_an_iteration_is_visible_only_when_published(tmp_path: Path) -> None:
-    path = mcore.rank_file(tmp_path, 3, 0, 1, 0, 1, staged=True)
-    mcore.write_rank_file(path, {}, mcore.namespace(shape(QWEN2), 1, 1), 3)
+    path = mcore.rank_file(tmp_path, 3, Cut(), Coords(), staged=True)
+    mcore.write_rank_file(path, {}, mcore.namespace(shape(QWEN2), Cut()), 3)
     with pytest.raises(MsrlError, match="not an mcore checkpoint"):
         mcore.find_checkpoint(tmp_path)
     mcore.publish(tmp_path, 3)
@@ -162,7 +167,7 @@ def test_an_iteration_is_visible_only_when_published(tmp_path: Path) -> None:
 
 
 def test_the_word_release_is_an_iteration(tmp_path: Path) -> None:
-    mcore.write_rank_file(mcore.rank_file(tmp_path, "release", 0, 1, 0, 1), {}, mcore.namespace(shape(QWEN2), 1, 1), "release")
+    mcore.write_rank_file(mcore.rank_file(tmp_path, "release", Cut(), Coords()), {}, mcore.namespace(shape(QWEN2), Cut()), "release")
     (tmp_path / mcore.TRACKER).write_text("release\n")
     assert mcore.find_checkpoint(tmp_path).iteration == "release"
 
@@ -177,9 +182,9 @@ def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path, text: str, mess
 
 
 def test_a_missing_rank_and_expert_ranks_are_named(tmp_path: Path) -> None:
-    args = mcore.namespace(shape(QWEN2), 2, 2)
+    args = mcore.namespace(shape(QWEN2), Cut(2, 2))
     for tp_rank, pp_rank in ((0, 0), (1, 0), (1, 1)):
-        mcore.write_rank_file(mcore.rank_file(tmp_path, 1, tp_rank, 2, pp_rank, 2), {}, args, 1)
+        mcore.write_rank_file(mcore.rank_file(tmp_path, 1, Cut(2, 2), Coords(tp_rank, pp_rank)), {}, args, 1)
     mcore.publish(tmp_path, 1)
     with pytest.raises(MsrlError, match=r"mp_rank_00_001/model_optim_rng.pt: the file of this rank is missing"):
         mcore.find_checkpoint(tmp_path)

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from msrl.checkpoint.layouts import fuse, join, shard, shard_shape, split, unfuse
-from msrl.checkpoint.plan import make_plan, stage_tensors
+from msrl.checkpoint.plan import make_plan
 from msrl.errors import MsrlError
+from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, num_parameters
 from msrl.models.rules import GateUp, Layout, Qkv, Replicated, Sharded, Vocab
+from msrl.models.stages import stage_tensors
 from test_models import LLAMA, QWEN2, QWEN3, shape
 
 # Two groups of two query heads, each of two rows. A group is [its four q rows, its two k rows, its two v rows].
@@ -85,20 +87,20 @@ def test_every_layout_comes_back_from_any_number_of_ranks(layout: Layout, shapes
 
 
 def test_stages_are_equal_blocks_that_count_their_own_layers() -> None:
-    stages = [[placed.name for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), rank, 2)] for rank in (0, 1)]
+    stages = [[placed.name for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), Cut(pp=2), Coords(pp=rank))] for rank in (0, 1)]
     layers = [f"decoder.layers.{layer}" for layer in (0, 1)]
     assert stages[0][0] == "embedding.word_embeddings.weight" and stages[1][-2:] == [
         "decoder.final_layernorm.weight",
         "output_layer.weight",
     ]
     assert [sorted({name[:16] for name in stage if "layers." in name}) for stage in stages] == [layers, layers]
-    second = {placed.name: placed.rule.hf[0] for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), 1, 2)}
+    second = {placed.name: placed.rule.hf[0] for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), Cut(pp=2), Coords(pp=1))}
     assert second["decoder.layers.0.input_layernorm.weight"] == "model.layers.2.input_layernorm.weight"
 
 
 def test_a_tied_output_layer_is_stored_only_with_several_stages() -> None:
     tied = shape(QWEN2, tie_word_embeddings=True)
-    one, two = stage_tensors(tied, 0, 1), stage_tensors(tied, 1, 2)
+    one, two = stage_tensors(tied, Cut(), Coords()), stage_tensors(tied, Cut(pp=2), Coords(pp=1))
     assert "output_layer.weight" not in [placed.name for placed in one]
     assert two[-1].name == "output_layer.weight" and two[-1].rule.hf == ("model.embed_tokens.weight",)
 
@@ -106,7 +108,7 @@ def test_a_tied_output_layer_is_stored_only_with_several_stages() -> None:
 def test_a_plan_counts_what_all_ranks_hold() -> None:
     found = shape(QWEN3)
     replicated = sum(size[0] for rule in all_rules(found) if rule.layout == Replicated() for size in rule.shapes)
-    plan = make_plan(found, tp=2, pp=2, vocab_multiple=64)
+    plan = make_plan(found, Cut(2, 2), vocab_multiple=64)
     padding = 2 * (128 - 100) * 64  # embedding and output layer, rows added, hidden size
     assert plan.padded_vocab == 128
     assert plan.num_elements == num_parameters(found) + replicated + padding
@@ -114,14 +116,14 @@ def test_a_plan_counts_what_all_ranks_hold() -> None:
 
 @pytest.mark.parametrize(
     ("tp", "pp", "message"),
-    [(4, 1, "tp=4 does not divide the key/value groups (2)"), (1, 3, "pp=3 does not divide the 2 layers"), (5, 1, "feed-forward")],
+    [(4, 1, "tp=4: must divide the model's 2 query groups"), (1, 3, "pp=3: must divide the model's 2 layers"), (5, 1, "96 ffn columns")],
 )
 def test_a_layout_that_does_not_divide_is_refused(tp: int, pp: int, message: str) -> None:
     with pytest.raises(MsrlError) as error:
-        make_plan(shape(QWEN2), tp, pp)
+        make_plan(shape(QWEN2), Cut(tp, pp))
     assert message in str(error.value)
 
 
 def test_the_vocabulary_is_padded_to_something_that_the_ranks_divide() -> None:
-    assert make_plan(shape(QWEN2), 2, 1, vocab_multiple=None).padded_vocab == 100
-    assert make_plan(shape(QWEN2), 2, 1, vocab_multiple=51).padded_vocab == 102
+    assert make_plan(shape(QWEN2), Cut(2), vocab_multiple=None).padded_vocab == 100
+    assert make_plan(shape(QWEN2), Cut(2), vocab_multiple=51).padded_vocab == 102

@@ -14,6 +14,7 @@ from msrl.config.derived import bytes_per_device, derived, model_shape, paramete
 from msrl.config.loader import Flag, load
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.models.cut import Cut
 from msrl.models.families import load_shape, num_parameters
 
 
@@ -76,7 +77,7 @@ def test_missing_files_are_named_by_key(folder: Path):
         ),
         (
             ("cluster.devices_per_node=3", "train.parallel.tp=2", "train.global_batch=2"),
-            "--set: cluster.devices_per_node=3: must be a multiple of train.parallel.tp * pp = 2 * 1 = 2",
+            "--set: cluster.devices_per_node=3: must be a multiple of the 2 ranks that train.parallel (tp 2, pp 1) makes of one model",
         ),
         (("train.parallel.tp=8",), "--set: train.parallel.tp=8: must divide the model's 4 query groups"),
         (("train.parallel.pp=3",), "--set: train.parallel.pp=3: must divide the model's 4 layers"),
@@ -259,9 +260,11 @@ def test_parameters_of_a_rank_agree_with_a_count_by_hand(folder: Path):
     qkv_rows = (heads + 2 * groups) * head_dim
     matrices = qkv_rows * hidden + qkv_rows + heads * head_dim * hidden + 3 * ffn * hidden
     norms = 2 * hidden
-    assert parameters_per_rank(shape, 1, 1) == num_parameters(shape) == layers * (matrices + norms) + vocab * hidden + hidden
-    assert parameters_per_rank(shape, 2, 1) == layers * (matrices // 2 + norms) + 501 * hidden + hidden, "the vocabulary is padded to 1002"
-    assert parameters_per_rank(shape, 1, 2) == 2 * (matrices + norms) + vocab * hidden + hidden, (
+    assert parameters_per_rank(shape, Cut()) == num_parameters(shape) == layers * (matrices + norms) + vocab * hidden + hidden
+    assert parameters_per_rank(shape, Cut(tp=2)) == layers * (matrices // 2 + norms) + 501 * hidden + hidden, (
+        "the vocabulary is padded to 1002"
+    )
+    assert parameters_per_rank(shape, Cut(pp=2)) == 2 * (matrices + norms) + vocab * hidden + hidden, (
         "the last stage has a copy of the tied embedding"
     )
 
@@ -270,7 +273,7 @@ def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
     config = load(["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2"]).config
     shape = model_shape(config)
     assert shape is not None
-    count = parameters_per_rank(shape, 2, 1)
+    count = parameters_per_rank(shape, Cut(tp=2))
     assert bytes_per_device(config, shape) == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
     half = load(["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2", "model.dtype=bfloat16"]).config
     assert bytes_per_device(half, shape) == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count // 2}

@@ -20,28 +20,25 @@ from msrl.checkpoint.source import ShardedSource, open_weights
 from msrl.checkpoint.verify import compare, damaged_files, same_bits
 from msrl.config.schema import Config
 from msrl.errors import MsrlError, VerificationError
+from msrl.models.cut import Coords, Cut
 
 LAYER = "model.layers.{}."
 
 
-def to_mcore(folder: Path, save: Path, **target: Any) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """Convert and read the files back with plain torch: tensors by (tp, pp) rank."""
-    cut = McoreTarget(**target)
-    write_mcore(open_weights(folder), save, cut)
-    return {
-        (tp, pp): torch.load(mcore.rank_file(save, 1, tp, cut.tp, pp, cut.pp), weights_only=False)["model"]
-        for tp in range(cut.tp)
-        for pp in range(cut.pp)
-    }
+def to_mcore(folder: Path, save: Path, cut: Cut | None = None, **target: Any) -> dict[Coords, dict[str, Tensor]]:
+    """Convert and read the files back with plain torch: tensors by rank."""
+    cut = cut or Cut()
+    write_mcore(open_weights(folder), save, McoreTarget(cut, **target))
+    return {at: torch.load(mcore.rank_file(save, 1, cut, at), weights_only=False)["model"] for at in cut.ranks()}
 
 
 def test_every_number_goes_to_its_place(tmp_path: Path) -> None:
     """The sizes: hidden 64, 4 heads of 16 in 2 groups, feed-forward 96, vocabulary 100, 2 layers; cut by tp 2 and pp 2."""
     hf = tiny.save(tmp_path / "hf", "qwen2")
-    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", tp=2, pp=2)
+    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2, 2))
     q, k, v = (hf[LAYER.format(1) + f"self_attn.{kind}_proj.weight"] for kind in "qkv")
     gate, up, down = (hf[LAYER.format(1) + f"mlp.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
-    second = ranks[1, 1]  # the second half of everything in the second layer
+    second = ranks[Coords(1, 1)]  # the second half of everything in the second layer
     attention, mlp = "decoder.layers.0.self_attention.", "decoder.layers.0.mlp."
     assert torch.equal(second[attention + "linear_qkv.weight"], torch.cat([q[32:], k[16:], v[16:]]))
     assert torch.equal(second[mlp + "linear_fc1.weight"], torch.cat([gate[48:], up[48:]]))
@@ -50,10 +47,10 @@ def test_every_number_goes_to_its_place(tmp_path: Path) -> None:
     assert torch.equal(second["decoder.layers.0.pre_mlp_layernorm.weight"], hf[LAYER.format(1) + "post_attention_layernorm.weight"])
     biases = [hf[LAYER.format(0) + f"self_attn.{kind}_proj.bias"] for kind in "qkv"]
     expected = torch.cat([biases[0][:32], biases[1][:16], biases[2][:16]])
-    assert torch.equal(ranks[0, 0][attention + "linear_qkv.bias"], expected)
-    assert torch.equal(ranks[1, 0]["embedding.word_embeddings.weight"], hf["model.embed_tokens.weight"][50:])
+    assert torch.equal(ranks[Coords(0, 0)][attention + "linear_qkv.bias"], expected)
+    assert torch.equal(ranks[Coords(1, 0)]["embedding.word_embeddings.weight"], hf["model.embed_tokens.weight"][50:])
     assert torch.equal(second["output_layer.weight"], hf["lm_head.weight"][50:])
-    assert "output_layer.weight" not in ranks[1, 0] and "embedding.word_embeddings.weight" not in second
+    assert "output_layer.weight" not in ranks[Coords(1, 0)] and "embedding.word_embeddings.weight" not in second
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -61,7 +58,7 @@ def test_every_number_goes_to_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_a_model_comes_back_from_every_layout(tmp_path: Path, family: str, tied: bool, tp: int, pp: int) -> None:
     hf = tiny.save(tmp_path / "hf", family, tie_word_embeddings=tied, vocab_size=99)
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", tp=tp, pp=pp, vocab_multiple=8)
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(tp, pp), vocab_multiple=8)
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert set(back) == set(hf) and all(same_bits(back[name], hf[name]) for name in hf)
@@ -72,15 +69,15 @@ def test_a_model_comes_back_from_every_layout(tmp_path: Path, family: str, tied:
 def test_a_tied_embedding_is_copied_to_the_last_of_several_stages(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", tie_word_embeddings=True)
     one = to_mcore(tmp_path / "hf", tmp_path / "one")
-    two = to_mcore(tmp_path / "hf", tmp_path / "two", pp=2)
-    assert "output_layer.weight" not in one[0, 0] and "output_layer.weight" not in two[0, 0]
-    assert torch.equal(two[0, 1]["output_layer.weight"], two[0, 0]["embedding.word_embeddings.weight"])
+    two = to_mcore(tmp_path / "hf", tmp_path / "two", Cut(pp=2))
+    assert "output_layer.weight" not in one[Coords()] and "output_layer.weight" not in two[Coords()]
+    assert torch.equal(two[Coords(pp=1)]["output_layer.weight"], two[Coords()]["embedding.word_embeddings.weight"])
 
 
 def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", tie_word_embeddings=True)
-    last = to_mcore(tmp_path / "hf", tmp_path / "mcore", pp=2)[0, 1]
-    path = mcore.rank_file(tmp_path / "mcore", 1, 0, 1, 1, 2)
+    last = to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(pp=2))[Coords(pp=1)]
+    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(pp=2), Coords(pp=1))
     args = mcore.read_rank_file(path)["args"]
     mcore.write_rank_file(path.with_suffix(".new"), {**last, "output_layer.weight": last["output_layer.weight"] * 2}, args, 1)
     path.with_suffix(".new").replace(path)
@@ -90,19 +87,19 @@ def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
 
 def test_vocabulary_is_padded_and_names_are_chosen(tmp_path: Path) -> None:
     hf = tiny.save(tmp_path / "hf", vocab_size=99)
-    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", tp=2, vocab_multiple=64, names="te")
-    table = torch.cat([ranks[rank, 0]["embedding.word_embeddings.weight"] for rank in (0, 1)])
+    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2), vocab_multiple=64, names="te")
+    table = torch.cat([ranks[Coords(rank)]["embedding.word_embeddings.weight"] for rank in (0, 1)])
     assert table.shape == (128, 64) and torch.equal(table[:99], hf["model.embed_tokens.weight"]) and not table[99:].any()
-    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in ranks[0, 0]
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in ranks[Coords(0, 0)]
     assert compare(open_weights(tmp_path / "hf"), open_weights(tmp_path / "mcore"), None).different == ()
 
 
 @pytest.mark.parametrize(("source", "target"), [((2, 1), (1, 2)), ((1, 2), (2, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 1))])
 def test_one_layout_becomes_another_as_if_converted_directly(tmp_path: Path, source: tuple[int, int], target: tuple[int, int]) -> None:
     tiny.save(tmp_path / "hf", "qwen3", tie_word_embeddings=True, vocab_size=99)
-    to_mcore(tmp_path / "hf", tmp_path / "first", tp=source[0], pp=source[1])
-    resharded = to_mcore(tmp_path / "first", tmp_path / "second", tp=target[0], pp=target[1])
-    direct = to_mcore(tmp_path / "hf", tmp_path / "direct", tp=target[0], pp=target[1])
+    to_mcore(tmp_path / "hf", tmp_path / "first", Cut(*source))
+    resharded = to_mcore(tmp_path / "first", tmp_path / "second", Cut(*target))
+    direct = to_mcore(tmp_path / "hf", tmp_path / "direct", Cut(*target))
     assert resharded.keys() == direct.keys()
     for rank, expected in direct.items():
         assert list(resharded[rank]) == list(expected)
@@ -113,10 +110,10 @@ def test_other_tensors_of_the_same_names_are_cut_the_same_way(tmp_path: Path) ->
     """An optimizer's moments, say: float32, another scale, the names of the weights."""
     tiny.save(tmp_path / "hf")
     source = open_weights(tmp_path / "hf")
-    moments = {(t, 0): {name: tensor.float() ** 2 for name, tensor in source.local_tensors(t, 2, 0, 1)} for t in (0, 1)}
-    found = ShardedSource(source.shape, 2, 1, moments, tmp_path, "moments")
-    expected = dict(source.local_tensors(0, 1, 1, 2))
-    assert all(torch.equal(tensor, expected[name].float() ** 2) for name, tensor in found.local_tensors(0, 1, 1, 2))
+    moments = {at: {name: tensor.float() ** 2 for name, tensor in source.local_tensors(Cut(2), at)} for at in Cut(2).ranks()}
+    found = ShardedSource(source.shape, Cut(2), moments, tmp_path, "moments")
+    expected = dict(source.local_tensors(Cut(pp=2), Coords(pp=1)))
+    assert all(torch.equal(tensor, expected[name].float() ** 2) for name, tensor in found.local_tensors(Cut(pp=2), Coords(pp=1)))
 
 
 def test_a_chosen_type_is_cast_and_written_into_the_config(tmp_path: Path) -> None:
@@ -137,9 +134,9 @@ def test_comparison_is_by_bits() -> None:
 
 def test_the_manifest_finds_damage(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", tp=2)
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
     assert damaged_files(tmp_path / "mcore", 1) == []
-    path = mcore.rank_file(tmp_path / "mcore", 1, 1, 2, 0, 1)
+    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(2), Coords(1))
     contents = bytearray(path.read_bytes())
     contents[len(contents) // 2] ^= 1
     path.write_bytes(contents)
@@ -160,7 +157,7 @@ def test_a_taken_folder_and_a_full_disk_are_refused_before_the_first_byte(tmp_pa
 
 def test_files_of_another_model_or_layout_are_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", tp=2)
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
     tiny.save(tmp_path / "mcore" / "hf", num_hidden_layers=4)
     with pytest.raises(MsrlError, match="says num_layers=2, but folder names and config say 4"):
         open_weights(tmp_path / "mcore")
@@ -172,7 +169,7 @@ def test_files_of_another_model_or_layout_are_refused(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    path = mcore.rank_file(tmp_path / "mcore", 1, 0, 1, 0, 1)
+    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(), Coords())
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(MsrlError, match=r"model_optim_rng\.pt: cut short"):
         open_weights(tmp_path / "mcore")
@@ -183,13 +180,14 @@ import os, signal, sys
 from pathlib import Path
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_weights
+from msrl.models.cut import Cut
 written = [0]
 def advance(num_bytes):
     written[0] += 1
     if written[0] == 5:
         os.kill(os.getpid(), signal.SIGKILL)
 source, save = open_weights(Path(sys.argv[1])), Path(sys.argv[2])
-write_mcore(source, save, McoreTarget(tp=2), advance) if sys.argv[3] == "mcore" else write_hf(source, save, None, advance)
+write_mcore(source, save, McoreTarget(Cut(2)), advance) if sys.argv[3] == "mcore" else write_hf(source, save, None, advance)
 """
 
 
@@ -200,7 +198,7 @@ def test_a_kill_in_mid_write_leaves_nothing_visible_and_nothing_in_the_way(tmp_p
     assert done.returncode == -9
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.partial", "hf"]
     source = open_weights(tmp_path / "hf")
-    write_mcore(source, tmp_path / "out", McoreTarget(tp=2)) if kind == "mcore" else write_hf(source, tmp_path / "out", None)
+    write_mcore(source, tmp_path / "out", McoreTarget(Cut(2))) if kind == "mcore" else write_hf(source, tmp_path / "out", None)
     assert compare(source, open_weights(tmp_path / "out"), None).num_tensors == len(hf)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 

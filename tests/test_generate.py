@@ -11,6 +11,7 @@ from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config, GenerateConfig
 from msrl.errors import MsrlError
+from msrl.models.cut import Cut
 from msrl.workflows import generate, serving
 from tiny_qwen2 import make_tokenizer, save_model
 
@@ -27,7 +28,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def mcore(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("mcore") / "tp2"
-    write_mcore(open_weights(folder), path, McoreTarget(tp=2, pp=2, vocab_multiple=64))
+    write_mcore(open_weights(folder), path, McoreTarget(Cut(2, 2), vocab_multiple=64))
     return path
 
 

@@ -21,6 +21,7 @@ from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
+from msrl.models.cut import Cut
 from msrl.models.families import all_rules
 from tiny_qwen2 import save_model
 from training_runs import Command, children, metrics, rows, succeed, write_config, write_rows
@@ -60,7 +61,7 @@ def inputs(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("sft")
     save_model(folder / "hf", tied=False, positions=256)
-    write_mcore(open_weights(folder / "hf"), folder / "mcore", McoreTarget(tp=2))
+    write_mcore(open_weights(folder / "hf"), folder / "mcore", McoreTarget(Cut(2)))
     examples = [{"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)} for i in range(31)]
     for name, part, flags in (("data", examples[:24], ()), ("packed", examples[:24], ("--pack", "--seq-length", "200")),
                               ("eval", examples[24:], ())):  # fmt: skip
@@ -135,7 +136,7 @@ def test_the_checkpoint_converts_to_what_was_exported_and_transformers_computes_
     assert_same_weights(target, whole / "hf")
     model = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(whole / "hf")("<|im_start|>user\n3+3=<|im_end|>")["input_ids"]
-    (found,) = megatron_logits(whole / "checkpoints", [ids], tp=2, pp=1)
+    (found,) = megatron_logits(whole / "checkpoints", [ids], Cut(2))
     torch.testing.assert_close(found, model(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
 
 

@@ -34,6 +34,7 @@ from msrl.checkpoint.mcore import (
 from msrl.checkpoint.plan import Plan, RankPlan, make_plan
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.torch_file import TensorSpec, WrittenFile
+from msrl.models.cut import WHOLE, Cut
 from msrl.models.families import all_rules
 from msrl.models.rules import Rule
 
@@ -45,8 +46,7 @@ Advance = Callable[[int], None]
 class McoreTarget:
     """How an mcore checkpoint is to be cut and named. `dtype` None keeps the source's types."""
 
-    tp: int = 1
-    pp: int = 1
+    cut: Cut = WHOLE
     dtype: torch.dtype | None = None
     names: str = "local"
     vocab_multiple: int | None = None
@@ -54,7 +54,7 @@ class McoreTarget:
 
 def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
     """What would be written and its bytes. Raises ManyErrors when the layout does not divide the model."""
-    plan = make_plan(source.shape, target.tp, target.pp, target.vocab_multiple)
+    plan = make_plan(source.shape, target.cut, target.vocab_multiple)
     return plan, sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
 
 
@@ -98,7 +98,7 @@ def write_hf(source: WeightSource, save: Path, dtype: torch.dtype | None, advanc
 
 
 def _rank_specs(source: WeightSource, target: McoreTarget, rank: RankPlan) -> dict[str, TensorSpec]:
-    return source.local_specs(rank.tp_rank, target.tp, rank.pp_rank, target.pp, target.dtype, target.vocab_multiple)
+    return source.local_specs(target.cut, rank.at, target.dtype, target.vocab_multiple)
 
 
 def _write_rank(
@@ -107,10 +107,10 @@ def _write_rank(
     """Write one rank's file; its name relative to `folder`, size and checksum."""
     rename = te_name if target.names == "te" else str
     specs = {rename(name): spec for name, spec in _rank_specs(source, target, rank).items()}
-    tensors = source.local_tensors(rank.tp_rank, target.tp, rank.pp_rank, target.pp, target.dtype, target.vocab_multiple)
+    tensors = source.local_tensors(target.cut, rank.at, target.dtype, target.vocab_multiple)
     dtype = hf_name(target.dtype or source.main_dtype())
-    args = namespace(source.shape, target.tp, target.pp, padded_vocab=plan.padded_vocab, dtype=dtype, names=target.names)
-    path = rank_file(folder, ITERATION, rank.tp_rank, target.tp, rank.pp_rank, target.pp)
+    args = namespace(source.shape, target.cut, padded_vocab=plan.padded_vocab, dtype=dtype, names=target.names)
+    path = rank_file(folder, ITERATION, target.cut, rank.at)
     renamed = ((rename(name), tensor) for name, tensor in tensors)
     return str(path.relative_to(folder)), stream_rank_file(path, specs, _counted(renamed, advance), args, ITERATION)
 

@@ -25,6 +25,7 @@ from msrl.checkpoint.plan import Plan, padded_vocab_size
 from msrl.checkpoint.torch_file import TensorSpec, WrittenFile, read_torch_file, spec_of, write_torch_file
 from msrl.errors import MsrlError
 from msrl.files import write_text
+from msrl.models.cut import Coords, Cut
 from msrl.models.shape import Shape
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -40,12 +41,11 @@ _TE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint on disk: its iteration (a number, or the word `release`), sizes and the file of every (tp, pp) rank."""
+    """A checkpoint on disk: its iteration (a number, or the word `release`), its cut and the file of every rank."""
 
     iteration: int | str
-    tp: int
-    pp: int
-    files: Mapping[tuple[int, int], Path]
+    cut: Cut
+    files: Mapping[Coords, Path]
 
 
 def iteration_dir(save: Path, iteration: int | str) -> Path:
@@ -57,12 +57,17 @@ def staging_dir(save: Path, iteration: int | str) -> Path:
     return save / f".{iteration_dir(save, iteration).name}.partial"
 
 
-def rank_file(save: Path, iteration: int | str, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, *, staged: bool = False) -> Path:
+def rank_file(save: Path, iteration: int | str, cut: Cut, at: Coords, *, staged: bool = False) -> Path:
     """The file of one rank; with `staged`, the place where it is written before it is published."""
-    if not (0 <= tp_rank < tp_size and 0 <= pp_rank < pp_size):
-        raise ValueError(f"rank tp {tp_rank} pp {pp_rank} is not in a layout of tp {tp_size} pp {pp_size}")
+    if at not in cut.ranks():
+        raise ValueError(f"{at} is no rank of {cut}")
     folder = (staging_dir if staged else iteration_dir)(save, iteration)
-    return folder / (f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp_size > 1 else "")) / FILE
+    return folder / _rank_folder(cut, at) / FILE
+
+
+def _rank_folder(cut: Cut, at: Coords) -> str:
+    """`mp_rank_TT`, with `_PPP` where there are several stages and `_EEE` where experts are spread."""
+    return f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if cut.pp > 1 else "") + (f"_{at.ep:03d}" if cut.ep > 1 else "")
 
 
 def write_rank_file(path: Path, model: Mapping[str, Tensor], args: argparse.Namespace, iteration: int | str) -> WrittenFile:
@@ -124,22 +129,23 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def namespace(
-    shape: Shape, tp: int, pp: int, *, padded_vocab: int | None = None, dtype: str | None = None, names: str = "local"
+    shape: Shape, cut: Cut, *, padded_vocab: int | None = None, dtype: str | None = None, names: str = "local"
 ) -> argparse.Namespace:
     """Megatron's arguments that describe the model, as its and MindSpeed's tools read them from a checkpoint."""
     scaling = shape.rope_scaling
     dtype = dtype or shape.dtype
     return argparse.Namespace(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=tp,
+        tensor_model_parallel_size=cut.tp,
+        pipeline_model_parallel_size=cut.pp,
+        expert_model_parallel_size=cut.ep,
+        expert_tensor_parallel_size=cut.etp_size,
+        moe_tp_extend_ep=cut.moe_tp_extend_ep,
         context_parallel_size=1,
-        num_layers_per_virtual_pipeline_stage=None,
-        virtual_pipeline_model_parallel_size=None,
-        num_layer_list=None,
-        noop_layers=None,
-        num_layers=shape.num_layers,
+        num_layers_per_virtual_pipeline_stage=cut.vpp,
+        virtual_pipeline_model_parallel_size=None if cut.vpp is None else cut.num_chunks(shape.num_layers),
+        num_layer_list=cut.text("num_layer_list") if cut.num_layer_list else None,
+        noop_layers=cut.text("noop_layers") if cut.noop_layers else None,
+        num_layers=cut.num_positions(shape.num_layers),
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
         num_attention_heads=shape.num_attention_heads,
@@ -150,7 +156,7 @@ def namespace(
         max_position_embeddings=shape.max_position_embeddings,
         seq_length=shape.max_position_embeddings,
         vocab_size=shape.vocab_size,
-        padded_vocab_size=padded_vocab or padded_vocab_size(shape, tp),
+        padded_vocab_size=padded_vocab or padded_vocab_size(shape, cut.tp),
         make_vocab_size_divisible_by=1,
         untie_embeddings_and_output_weights=not shape.tie_word_embeddings,
         normalization="RMSNorm",
@@ -226,18 +232,18 @@ def find_checkpoint(save: Path, iteration: int | str | None = None) -> Found:
     ranks = {_rank(folder, child.name): child / FILE for child in sorted(folder.iterdir()) if child.is_dir()}
     if not ranks:
         raise MsrlError(f"{folder}: holds no mp_rank_* folders")
-    tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
-    for key in ((t, p) for t in range(tp) for p in range(pp)):
-        if key not in ranks or not ranks[key].is_file():
-            raise MsrlError(f"{rank_file(save, iteration, key[0], tp, key[1], pp)}: the file of this rank is missing (tp {tp}, pp {pp})")
-    return Found(iteration, tp, pp, ranks)
+    cut = Cut(tp=1 + max(at.tp for at in ranks), pp=1 + max(at.pp for at in ranks))
+    for at in cut.ranks():
+        if at not in ranks or not ranks[at].is_file():
+            raise MsrlError(f"{rank_file(save, iteration, cut, at)}: the file of this rank is missing (tp {cut.tp}, pp {cut.pp})")
+    return Found(iteration, cut, ranks)
 
 
-def _rank(folder: Path, name: str) -> tuple[int, int]:
+def _rank(folder: Path, name: str) -> Coords:
     match = _RANK.fullmatch(name)
     if match is None:
         raise MsrlError(f"{folder / name}: not the folder of a tensor- and pipeline-parallel rank; expert parallelism is not supported")
-    return int(match[1]), int(match[2] or 0)
+    return Coords(int(match[1]), int(match[2] or 0))
 
 
 def manifest_entry(
@@ -245,7 +251,7 @@ def manifest_entry(
 ) -> dict[str, Any]:
     """What the manifest says of one iteration; `files` are named relative to the checkpoint folder."""
     return {
-        "layout": {"kind": "mindspeed", "tp": plan.tp, "pp": plan.pp, "names": names, "padded_vocab_size": plan.padded_vocab},
+        "layout": {"kind": "mindspeed", **plan.cut.as_json(), "names": names, "padded_vocab_size": plan.padded_vocab},
         "dtype": dtype,
         "shape": asdict(shape),
         "num_elements": plan.num_elements,

@@ -15,12 +15,14 @@ from torch import Tensor
 from msrl.checkpoint import layouts
 from msrl.checkpoint.hf import HfCheckpoint
 from msrl.checkpoint.mcore import SIDECAR, Found, find_checkpoint, latest_iteration, read_rank_file
-from msrl.checkpoint.plan import TIED_OUTPUT, check, padded_vocab_size, rank_plan, stage_tensors
+from msrl.checkpoint.plan import padded_vocab_size, rank_plan
 from msrl.checkpoint.torch_file import TensorSpec, spec_of
 from msrl.errors import MsrlError
+from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, load_shape
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
+from msrl.models.stages import TIED_OUTPUT, chunk_name, stage_tensors
 
 
 class WeightSource(ABC):
@@ -42,35 +44,27 @@ class WeightSource(ABC):
         """The Hugging Face tensors of the rule, in its order."""
 
     @abstractmethod
-    def shard(self, rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> Tensor:
-        """One rank's shard in Megatron's shape."""
+    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
+        """Shard number `rank` of `size` in Megatron's shape."""
 
     def local_tensors(
-        self,
-        tp_rank: int,
-        tp_size: int,
-        pp_rank: int,
-        pp_size: int,
-        dtype: torch.dtype | None = None,
-        vocab_multiple: int | None = None,
+        self, cut: Cut, at: Coords, dtype: torch.dtype | None = None, vocab_multiple: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """What one rank of a tp_size x pp_size layout holds, under Megatron's local names, in the order of the network.
+        """What one rank of a cut holds, under Megatron's local names, in the order of the network.
 
-        Cast to `dtype` unless it is None. Raises ManyErrors when the layout does not divide the model.
+        Cast to `dtype` unless it is None. Raises ManyErrors when the cut does not divide the model.
         """
-        check(self.shape, tp_size, pp_size)
-        padded = padded_vocab_size(self.shape, tp_size, vocab_multiple)
-        for placed in stage_tensors(self.shape, pp_rank, pp_size):
-            tensor = self.shard(placed.rule, tp_rank, tp_size, padded)
+        cut.check(self.shape)
+        padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
+        for placed in stage_tensors(self.shape, cut, at):
+            tensor = self.shard(placed.rule, placed.shard, placed.num_shards, padded)
             yield placed.name, tensor if dtype is None else tensor.to(dtype)
 
-    def local_specs(
-        self, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, dtype: torch.dtype | None, vocab_multiple: int | None
-    ) -> dict[str, TensorSpec]:
+    def local_specs(self, cut: Cut, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> dict[str, TensorSpec]:
         """Types and shapes of what `local_tensors` gives, without reading it."""
-        padded = padded_vocab_size(self.shape, tp_size, vocab_multiple)
-        shapes = rank_plan(self.shape, tp_rank, tp_size, pp_rank, pp_size, padded).tensors
-        types = {placed.name: dtype or self.dtype(placed.rule) for placed in stage_tensors(self.shape, pp_rank, pp_size)}
+        padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
+        shapes = rank_plan(self.shape, cut, at, padded).tensors
+        types = {placed.name: dtype or self.dtype(placed.rule) for placed in stage_tensors(self.shape, cut, at)}
         return {name: TensorSpec(types[name], shape) for name, shape in shapes.items()}
 
     def main_dtype(self) -> torch.dtype:
@@ -97,38 +91,41 @@ class HfSource(WeightSource):
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return tuple(self._checkpoint.tensor(name) for name in rule.hf)
 
-    def shard(self, rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> Tensor:
-        return layouts.shard(rule.layout, self.hf_tensors(rule), tp_rank, tp_size, padded_vocab)
+    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
+        return layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
 
 
-Shards = Mapping[tuple[int, int], Mapping[str, Tensor]]
+Shards = Mapping[Coords, Mapping[str, Tensor]]
 
 
 class ShardedSource(WeightSource):
-    """Any tensors that are named and cut like a model's weights (the weights, or an optimizer's moments), by (tp, pp) rank."""
+    """Any tensors that are named and cut like a model's weights (the weights, or an optimizer's moments), by rank."""
 
-    def __init__(self, shape: Shape, tp: int, pp: int, shards: Shards, hf_dir: Path, where: str) -> None:
+    def __init__(self, shape: Shape, cut: Cut, shards: Shards, hf_dir: Path, where: str) -> None:
         """`shards` has the local names of every rank. Raises MsrlError when one is missing, misshapen or left over; `where` is for it."""
-        check(shape, tp, pp)
-        self.shape, self.hf_dir, self.tp, self.pp = shape, hf_dir, tp, pp
+        cut.check(shape)
+        self.shape, self.hf_dir, self.cut = shape, hf_dir, cut
         self._shards = shards
         self._where = where
-        self._places = {
-            placed.rule.mcore: (stage, placed.name)
-            for stage in reversed(range(pp))  # a tied output layer is read from the embedding on the first stage
-            for placed in stage_tensors(shape, stage, pp)
-        }
-        for (tp_rank, pp_rank), tensors in shards.items():
-            self._check_rank(tp_rank, pp_rank, tensors)
+        self._places: dict[str, dict[int, tuple[Coords, str]]] = {}
+        for at in cut.ranks():
+            self._check_rank(at, shards[at])
+            for placed in stage_tensors(shape, cut, at):
+                if not placed.is_tied_copy:
+                    self._places.setdefault(placed.rule.mcore, {}).setdefault(placed.shard, (at, placed.name))
 
-    def _check_rank(self, tp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]) -> None:
+    @property
+    def _embedding(self) -> str:
+        return chunk_name("embedding.word_embeddings.weight", 0, self.cut.num_chunks(self.shape.num_layers))
+
+    def _check_rank(self, at: Coords, tensors: Mapping[str, Tensor]) -> None:
         """The rank holds what the plan says; its vocabulary may be padded to any size."""
-        embedding = self._shards[tp_rank, 0].get("embedding.word_embeddings.weight")
-        rows = embedding.shape[0] * self.tp if embedding is not None else padded_vocab_size(self.shape, self.tp)
+        embedding = self._shards[at._replace(pp=0)].get(self._embedding)
+        rows = embedding.shape[0] * self.cut.tp if embedding is not None else padded_vocab_size(self.shape, self.cut.tp)
         if rows < self.shape.vocab_size:
             raise MsrlError(f"{self._where}: the embedding has {rows} rows, fewer than the {self.shape.vocab_size} tokens of the config")
-        planned = rank_plan(self.shape, tp_rank, self.tp, pp_rank, self.pp, rows).tensors
-        rank = f"{self._where}, rank tp {tp_rank} pp {pp_rank}"
+        planned = rank_plan(self.shape, self.cut, at, rows).tensors
+        rank = f"{self._where}, rank tp {at.tp} pp {at.pp}" + (f" ep {at.ep}" if self.cut.ep > 1 else "")
         for name, size in planned.items():
             if name not in tensors:
                 raise MsrlError(f"{rank}: {name} is missing")
@@ -139,8 +136,8 @@ class ShardedSource(WeightSource):
             raise MsrlError(f"{rank}: {len(extra)} tensors have no place in {self.shape.architecture}: {', '.join(extra[:3])}")
 
     def dtype(self, rule: Rule) -> torch.dtype:
-        stage, name = self._places[rule.mcore]
-        return spec_of(self._shards[0, stage][name]).dtype
+        at, name = self._places[rule.mcore][0]
+        return spec_of(self._shards[at][name]).dtype
 
     def canonical(self, rule: Rule) -> Tensor:
         return layouts.join(rule.layout, self._parts(rule))
@@ -148,23 +145,28 @@ class ShardedSource(WeightSource):
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return layouts.unfuse(rule.layout, self.canonical(rule))
 
-    def shard(self, rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> Tensor:
+    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
         parts = self._parts(rule)
-        same_rows = layouts.shard_shape(rule.layout, rule.shapes, tp_size, padded_vocab) == tuple(parts[0].shape)
-        if tp_size == self.tp and same_rows:
-            return parts[tp_rank]
-        return layouts.split(rule.layout, layouts.join(rule.layout, parts), tp_size, padded_vocab)[tp_rank]
+        same_rows = layouts.shard_shape(rule.layout, rule.shapes, size, padded_vocab) == tuple(parts[0].shape)
+        if size == len(parts) and same_rows:
+            return parts[rank]
+        return layouts.split(rule.layout, layouts.join(rule.layout, parts), size, padded_vocab)[rank]
 
     def tied_copy_differs(self) -> bool:
-        """Whether the last stage's copy of a tied embedding is another tensor than the embedding itself."""
-        if not self.shape.tie_word_embeddings or self.pp == 1:
+        """Whether a last stage's copy of a tied embedding is another tensor than the embedding itself."""
+        if not self.shape.tie_word_embeddings or self.cut.pp == 1:
             return False
-        first = "embedding.word_embeddings.weight"
-        return any(not torch.equal(self._shards[t, 0][first], self._shards[t, self.pp - 1][TIED_OUTPUT]) for t in range(self.tp))
+        return any(
+            not torch.equal(self._shards[at._replace(pp=0)][self._embedding], self._shards[at][placed.name])
+            for at in self.cut.ranks()
+            if at.pp == self.cut.pp - 1
+            for placed in stage_tensors(self.shape, self.cut, at)
+            if placed.is_tied_copy
+        )
 
     def _parts(self, rule: Rule) -> list[Tensor]:
-        stage, name = self._places[rule.mcore]
-        return [self._shards[tp_rank, stage][name] for tp_rank in range(self.tp)]
+        places = self._places[rule.mcore]
+        return [self._shards[at][name] for at, name in (places[shard] for shard in sorted(places))]
 
 
 def open_mcore(save: Path, hf_dir: Path | None = None, iteration: int | str | None = None) -> ShardedSource:
@@ -181,18 +183,18 @@ def open_mcore(save: Path, hf_dir: Path | None = None, iteration: int | str | No
     for rank, content in contents.items():
         _check_args(found, rank, vars(content["args"]), shape)
     models = {rank: content["model"] for rank, content in contents.items()}
-    source = ShardedSource(shape, found.tp, found.pp, models, config_dir, str(save))
+    source = ShardedSource(shape, found.cut, models, config_dir, str(save))
     if source.tied_copy_differs():
         raise MsrlError(f"{save}: the model ties its embeddings, but the last stage's {TIED_OUTPUT} differs from the embedding")
     return source
 
 
-def _check_args(found: Found, rank: tuple[int, int], args: Mapping[str, object], shape: Shape) -> None:
+def _check_args(found: Found, rank: Coords, args: Mapping[str, object], shape: Shape) -> None:
     """The arguments in a file agree with the files' names and the config."""
     wanted = {
-        "tensor_model_parallel_size": found.tp,
-        "pipeline_model_parallel_size": found.pp,
-        "num_layers": shape.num_layers,
+        "tensor_model_parallel_size": found.cut.tp,
+        "pipeline_model_parallel_size": found.cut.pp,
+        "num_layers": found.cut.num_positions(shape.num_layers),
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_attention_heads,
     }

@@ -17,6 +17,7 @@ from msrl.config.loader import Resolved
 from msrl.config.messages import description
 from msrl.config.templates import find_template
 from msrl.errors import ManyErrors, MsrlError, nearest
+from msrl.models.cut import Cut
 from msrl.models.families import load_shape
 from msrl.models.shape import Shape
 
@@ -168,8 +169,9 @@ def _length_of_training(resolved: Resolved) -> Iterator[str]:
 def _devices(resolved: Resolved) -> Iterator[str]:
     config, parallel = resolved.config, resolved.config.train.parallel
     world = derived.world_size(config)
-    if world % (parallel.tp * parallel.pp):
-        needs = f"must be a multiple of train.parallel.tp * pp = {parallel.tp} * {parallel.pp} = {parallel.tp * parallel.pp}"
+    cut = derived.cut_of(parallel)
+    if world % cut.ranks_per_model:
+        needs = f"must be a multiple of the {cut.ranks_per_model} ranks that train.parallel ({cut}) makes of one model"
         yield resolved.mistake("cluster.devices_per_node", needs)
     if config.cluster.nodes > 1 and config.cluster.address is None:
         yield resolved.mistake("cluster.nodes", "needs cluster.address, the cluster that `msrl cluster up` and `join` made")
@@ -194,22 +196,16 @@ def _model(resolved: Resolved) -> Iterator[str]:
         return
     if shape is None:
         return
-    yield from _cuts(resolved, shape, "train.parallel.tp", "train.parallel.pp")
+    yield from _cuts(resolved, shape, "train.parallel", derived.cut_of(resolved.config.train.parallel))
     seq_length = resolved.config.data.seq_length
     if seq_length is not None and seq_length > shape.max_position_embeddings:
         yield resolved.mistake("data.seq_length", f"the model takes at most {shape.max_position_embeddings} tokens")
 
 
-def _cuts(resolved: Resolved, shape: Shape, tp_key: str, pp_key: str) -> Iterator[str]:
-    """Lines for what tensor and pipeline parallelism do not divide."""
-    tp, pp = _value(resolved, tp_key), _value(resolved, pp_key)
-    assert isinstance(tp, int) and isinstance(pp, int)
-    sizes = {"query groups": shape.num_query_groups, "attention heads": shape.num_attention_heads, "ffn columns": shape.ffn_hidden_size}
-    for name, size in sizes.items():
-        if size % tp:
-            yield resolved.mistake(tp_key, f"must divide the model's {size} {name}")
-    if shape.num_layers % pp:
-        yield resolved.mistake(pp_key, f"must divide the model's {shape.num_layers} layers")
+def _cuts(resolved: Resolved, shape: Shape, section: str, cut: Cut) -> Iterator[str]:
+    """Lines for what does not fit the model in a section that asks for `cut`."""
+    for field, message in cut.problems(shape):
+        yield resolved.mistake(f"{section}.{field}", message)
 
 
 def _sft_batches(resolved: Resolved) -> Iterator[str]:
@@ -354,7 +350,7 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
     elif not folder and convert.command in ("hf2mcore", "reshard"):
         where = derived.config_dir(convert.load, None if from_hf else convert.hf_config)
         try:
-            yield from _cuts(resolved, load_shape(where), "convert.tp", "convert.pp")
+            yield from _cuts(resolved, load_shape(where), "convert", derived.cut_of(convert))
         except MsrlError as error:
             yield str(error)
 

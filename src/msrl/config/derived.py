@@ -6,23 +6,30 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from msrl.config.schema import Config
+from msrl.config.schema import Config, ConvertConfig, ParallelConfig
 from msrl.errors import MsrlError
-from msrl.models.families import load_shape, rules_for
-from msrl.models.rules import Replicated, Rule, Vocab
+from msrl.models.cut import Coords, Cut
+from msrl.models.families import load_shape
+from msrl.models.rules import Replicated, Vocab
 from msrl.models.shape import Shape
+from msrl.models.stages import Placed, stage_tensors
 
 _TRAINING = ("train-sft", "train-grpo")
 
 
+def cut_of(section: ParallelConfig | ConvertConfig) -> Cut:
+    """The cut that a section of the configuration asks for."""
+    return Cut(tp=section.tp, pp=section.pp)
+
+
 def world_size(config: Config) -> int:
     """Training ranks: one per device of every node; on a node as many as one copy of the model needs, where nothing is said."""
-    return config.cluster.nodes * (config.cluster.devices_per_node or config.train.parallel.tp * config.train.parallel.pp)
+    return config.cluster.nodes * (config.cluster.devices_per_node or cut_of(config.train.parallel).ranks_per_model)
 
 
 def dp_size(config: Config) -> int:
     """Data-parallel size: copies of the model that train together. 0 when the devices don't hold one copy."""
-    return world_size(config) // (config.train.parallel.tp * config.train.parallel.pp)
+    return world_size(config) // cut_of(config.train.parallel).ranks_per_model
 
 
 def samples_per_step(config: Config) -> int:
@@ -93,31 +100,26 @@ def model_shape(config: Config) -> Shape | None:
     return None if path is None else load_shape(config_dir(path))
 
 
-def _elements(rule: Rule, tp: int) -> int:
-    """Elements of a rule's Megatron tensor on one tensor-parallel rank."""
+def _elements(placed: Placed) -> int:
+    """Elements of a rank's tensor."""
+    rule, size = placed.rule, placed.num_shards
     if isinstance(rule.layout, Replicated):
         return sum(math.prod(shape) for shape in rule.shapes)
     if isinstance(rule.layout, Vocab):
         hidden = math.prod(rule.shapes[0][1:])
-        return -(-rule.layout.vocab_size // tp) * hidden
-    return sum(math.prod(shape) for shape in rule.shapes) // tp
+        return -(-rule.layout.vocab_size // size) * hidden
+    return sum(math.prod(shape) for shape in rule.shapes) // size
 
 
-def parameters_per_rank(shape: Shape, tp: int, pp: int) -> int:
+def parameters_per_rank(shape: Shape, cut: Cut) -> int:
     """Parameters on the fullest rank. A tied embedding stands on the first and on the last stage."""
-    rules = rules_for(shape)
-    first = sum(_elements(rule, tp) for rule in rules.first)
-    layers = sum(_elements(rule, tp) for rule in rules.layer) * shape.num_layers // pp
-    last = sum(_elements(rule, tp) for rule in rules.last)
-    if pp == 1:
-        return first + layers + last
-    return layers + max(first, last + (first if shape.tie_word_embeddings else 0))
+    return max(sum(_elements(placed) for placed in stage_tensors(shape, cut, Coords(pp=stage))) for stage in range(cut.pp))
 
 
 def bytes_per_device(config: Config, shape: Shape) -> dict[str, int]:
     """Bytes of weights, gradients (fp32) and optimizer (fp32 moments, and master weights for bfloat16; spread over DP) of one rank."""
     parallel = config.train.parallel
-    count = parameters_per_rank(shape, parallel.tp, parallel.pp)
+    count = parameters_per_rank(shape, cut_of(parallel))
     bfloat16 = config.model.dtype == "bfloat16"
     return {
         "weights": count * (2 if bfloat16 else 4),

@@ -97,7 +97,7 @@ def _refuse_sliding_window(config: HfConfig) -> None:
 
 def decoder_rules(shape: Shape) -> Rules:
     """The weight rules of a dense decoder with fused q/k/v and gate/up on Megatron's side."""
-    return Rules(first=(_embedding(shape),), layer=_layer_rules(shape), last=_last_rules(shape))
+    return Rules(first=(_embedding(shape),), layers=(_layer_rules(shape),) * shape.num_layers, last=_last_rules(shape))
 
 
 def _embedding(shape: Shape) -> Rule:

@@ -43,15 +43,23 @@ def shape_of(config: HfConfig) -> Shape:
     return family.shape(config)
 
 
+@functools.lru_cache(maxsize=16)
 def rules_for(shape: Shape) -> Rules:
     """The weight rules of a model."""
     return families()[shape.architecture].rules(shape)
 
 
+@functools.lru_cache(maxsize=16)
+def num_experts(shape: Shape) -> int:
+    """Experts of a layer that has some; 0 for a dense model."""
+    layers = {id(layer): layer for layer in rules_for(shape).layers}.values()
+    return max(len({rule.expert for rule in layer if rule.expert is not None}) for layer in layers)
+
+
 def all_rules(shape: Shape) -> list[Rule]:
     """Every rule of a model with its global layer number filled in, in the order of the network."""
     rules = rules_for(shape)
-    layers = [rule.at(layer) for layer in range(shape.num_layers) for rule in rules.layer]
+    layers = [rule.at(layer) for layer, layer_rules in enumerate(rules.layers) for rule in layer_rules]
     return [*rules.first, *layers, *rules.last]
 
 

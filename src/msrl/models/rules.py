@@ -47,25 +47,33 @@ Layout = Replicated | Sharded | Vocab | Qkv | GateUp
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron tensor and the Hugging Face tensors it is made of. `{layer}` in the names is the global layer number.
+    """One Megatron tensor and the Hugging Face tensors it is made of.
 
-    `shapes` are those of the Hugging Face tensors, in the order of `hf`.
+    `{layer}` in the names is the global layer number. `shapes` are those of the Hugging Face tensors, in the order of `hf`.
+    A tensor of one expert has its global number as `expert`, and `{expert}` in its names; Megatron's own, in sequential order, are
+    `decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight` and `linear_fc2`.
     """
 
     mcore: str
     hf: tuple[str, ...]
     layout: Layout
     shapes: tuple[tuple[int, ...], ...]
+    expert: int | None = None
 
-    def at(self, layer: int) -> Rule:
-        """This rule with its layer number filled in."""
-        return Rule(self.mcore.format(layer=layer), tuple(name.format(layer=layer) for name in self.hf), self.layout, self.shapes)
+    def at(self, layer: int, expert: int | None = None) -> Rule:
+        """This rule with its layer and expert numbers filled in; `expert` (default: its own) is what the names say."""
+        number = self.expert if expert is None else expert
+        names = tuple(name.format(layer=layer, expert=number) for name in self.hf)
+        return Rule(self.mcore.format(layer=layer, expert=number), names, self.layout, self.shapes, self.expert)
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of a model by where they live: with the first pipeline stage, in every layer, with the last stage."""
+    """The rules of a model by where they live: with the first pipeline stage, in each layer by its number, with the last stage.
+
+    Layers that are alike share one tuple. A layer either has all of the model's experts or none.
+    """
 
     first: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
+    layers: tuple[tuple[Rule, ...], ...]
     last: tuple[Rule, ...]

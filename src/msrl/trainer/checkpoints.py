@@ -24,6 +24,7 @@ from msrl.checkpoint.plan import make_plan
 from msrl.checkpoint.source import ShardedSource
 from msrl.checkpoint.torch_file import WrittenFile
 from msrl.files import write_text
+from msrl.models.cut import Coords, Cut
 from msrl.trainer import optimizer_state
 from msrl.trainer.resume import STATE, SavedTraining, saved_steps, training_dir
 
@@ -44,8 +45,7 @@ def save(worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *
     files: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files, file)
     if is_first:
-        layout, updates = worker.layout, optimizer_state.num_updates(worker)
-        state = {"step": step, "tp": layout.tp, "pp": layout.pp, "updates": updates, "extra": dict(extra)}
+        state = {"step": step, "cut": worker.layout.as_json(), "updates": optimizer_state.num_updates(worker), "extra": dict(extra)}
         write_text(staged_training / STATE, json.dumps(state, indent=1) + "\n")
         _publish(worker, root, step, staged_training, [entry for entry in files if entry is not None], hf_dir)
         _prune(root, keep)
@@ -59,17 +59,17 @@ def _write_rank(worker: TrainWorker, root: Path, step: int, staged_training: Pat
     save_file({"rng": torch.get_rng_state()}, _random_file(staged_training))
     if worker.dp_rank != 0:
         return None
-    path = mcore.rank_file(root, step, worker.tp_rank, worker.layout.tp, worker.pp_rank, worker.layout.pp, staged=True)
-    args = mcore.namespace(worker.shape, worker.layout.tp, worker.layout.pp, dtype=worker.settings.dtype)
+    path = mcore.rank_file(root, step, worker.layout, worker.coords, staged=True)
+    args = mcore.namespace(worker.shape, worker.layout, dtype=worker.settings.dtype)
     model = {name: parameter.detach() for name, parameter in worker.policy.named_parameters()}
     written = mcore.write_rank_file(path, model, args, step)
-    save_file(states, staged_training / _optimizer_file(worker.tp_rank, worker.pp_rank))
+    save_file(states, staged_training / _optimizer_file(worker.coords))
     name = path.relative_to(mcore.staging_dir(root, step))
     return str(mcore.iteration_dir(root, step).relative_to(root) / name), written
 
 
-def _optimizer_file(tp_rank: int, pp_rank: int) -> str:
-    return f"optimizer_{tp_rank:02d}_{pp_rank:03d}.safetensors"
+def _optimizer_file(at: Coords) -> str:
+    return f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors"
 
 
 def _publish(
@@ -83,7 +83,7 @@ def _publish(
     if hf_dir.resolve() != (root / mcore.SIDECAR).resolve():
         copy_sidecars(hf_dir, root / mcore.SIDECAR, worker.dtype)
     mcore.publish(root, step)
-    plan = make_plan(worker.shape, worker.layout.tp, worker.layout.pp)
+    plan = make_plan(worker.shape, worker.layout)
     mcore.write_manifest(root, step, mcore.manifest_entry(worker.shape, plan, worker.settings.dtype, dict(files), "local", versions()))
 
 
@@ -97,12 +97,13 @@ def _prune(root: Path, keep: int | None) -> None:
 def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, Any]:
     """Restore the optimizer from a checkpoint of any layout (the weights were loaded when the worker was made). Returns `extra`."""
     state = saved.state()
-    files = {(t, p): safe_open(saved.training_dir / _optimizer_file(t, p), "pt") for t in range(state["tp"]) for p in range(state["pp"])}
+    cut = Cut.from_json(state["cut"])
+    files = {at: safe_open(saved.training_dir / _optimizer_file(at), "pt") for at in cut.ranks()}
     mine: dict[str, dict[str, Tensor]] = {}
     for kind in optimizer_state.kinds(worker.dtype):
         shards = {rank: _of_kind(file, kind) for rank, file in files.items()}
-        source = ShardedSource(worker.shape, state["tp"], state["pp"], shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
-        mine[kind] = dict(source.local_tensors(worker.tp_rank, worker.layout.tp, worker.pp_rank, worker.layout.pp))
+        source = ShardedSource(worker.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
+        mine[kind] = dict(source.local_tensors(worker.layout, worker.coords))
     optimizer_state.restore(worker, mine, state["updates"])
     _restore_random(saved)
     return state["extra"]

@@ -26,10 +26,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from msrl.checkpoint.plan import stage_tensors
+from msrl.models.cut import Coords
 from msrl.models.megatron import transformer_settings
 from msrl.models.rules import Replicated, Sharded
 from msrl.models.shape import Shape
+from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
 from msrl.trainer.attention import CoreAttention
 from msrl.trainer.layers import GatedMlp, RmsNorm
@@ -158,7 +159,8 @@ def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.
 def _mark_shards(model: PolicyModel, shape: Shape, layout: Layout) -> None:
     """Tell Megatron which parameters are cut: it does so itself only where it initialises them, and its gradient norm rests on it."""
     parameters = dict(model.named_parameters())
-    for placed in stage_tensors(shape, parallel_state.get_pipeline_model_parallel_rank(), layout.pp):
+    at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
+    for placed in stage_tensors(shape, layout, at):
         if not isinstance(placed.layout, Replicated):
             axis = placed.layout.axis if isinstance(placed.layout, Sharded) else 0
             vars(parameters[placed.name]).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)

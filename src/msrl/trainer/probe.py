@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl.algorithms.packing import micro_batch
+from msrl.models.cut import Cut
 from msrl.platforms import resolve
 from msrl.trainer.launch import RankContext, run_ranks
 
@@ -25,17 +26,14 @@ class _Job:
     checkpoint: Path
     token_ids: tuple[tuple[int, ...], ...]
     platform: str
-    tp: int
-    pp: int
+    cut: Cut
 
 
-def megatron_logits(
-    checkpoint_dir: Path, token_ids: Sequence[Sequence[int]], *, tp: int, pp: int, platform: str = "cpu"
-) -> list[torch.Tensor]:
-    """Logits of each sequence, [T, vocabulary] float32, as tp * pp ranks compute them from the checkpoint."""
+def megatron_logits(checkpoint_dir: Path, token_ids: Sequence[Sequence[int]], cut: Cut, *, platform: str = "cpu") -> list[torch.Tensor]:
+    """Logits of each sequence, [T, vocabulary] float32, as the ranks of a cut compute them from the checkpoint."""
     device = resolve(platform)
-    job = _Job(checkpoint_dir, tuple(tuple(ids) for ids in token_ids), device.name, tp, pp)
-    (found,) = run_ranks("msrl.trainer.probe:rank", job, num_ranks=tp * pp, platform=device)
+    job = _Job(checkpoint_dir, tuple(tuple(ids) for ids in token_ids), device.name, cut)
+    (found,) = run_ranks("msrl.trainer.probe:rank", job, num_ranks=cut.ranks_per_model, platform=device)
     import torch
 
     return [torch.from_numpy(logits) for logits in found]
@@ -46,7 +44,7 @@ def rank(context: RankContext, job: _Job) -> None:
     from msrl.trainer.settings import Layout, WorkerSettings
     from msrl.trainer.worker import TrainWorker
 
-    settings = WorkerSettings(job.platform, job.checkpoint, Layout(job.tp, job.pp), "float32", seed=0, timeout_s=600)
+    settings = WorkerSettings(job.platform, job.checkpoint, Layout(**job.cut.as_json()), "float32", seed=0, timeout_s=600)
     worker = TrainWorker(settings, context.rank, context.world_size, context.init_method)
     batches = [_batch(ids) for ids in job.token_ids]
     logits = worker.logits(batches)

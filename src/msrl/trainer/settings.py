@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from msrl.models.cut import Cut
+
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a model is cut: tensor- and pipeline-parallel sizes, and whether norms are cut along the sequence (`sp`)."""
+class Layout(Cut):
+    """How a model is cut while it trains: a cut, and whether norms are cut along the sequence (`sp`)."""
 
-    tp: int = 1
-    pp: int = 1
     sp: bool = False
-
-    @property
-    def ranks_per_model(self) -> int:
-        return self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True)

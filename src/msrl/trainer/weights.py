@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from msrl.checkpoint.layouts import join, unfuse
-from msrl.checkpoint.plan import TIED_OUTPUT, stage_tensors
 from msrl.models.rules import Replicated
+from msrl.models.stages import stage_tensors
 from msrl.trainer import megatron
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def export(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
     without its padding. A tied output layer is not sent: it has no name of its own.
     """
     parameters = dict(worker.policy.named_parameters())
-    for placed in stage_tensors(worker.shape, worker.pp_rank, worker.layout.pp):
-        if placed.name == TIED_OUTPUT and worker.shape.tie_word_embeddings:
+    for placed in stage_tensors(worker.shape, worker.layout, worker.coords):
+        if placed.is_tied_copy:
             continue
         shard = parameters[placed.name].detach()
         shards = [shard] if isinstance(placed.layout, Replicated) else _gather(shard, worker)

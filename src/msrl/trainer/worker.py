@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from msrl.checkpoint.source import open_mcore, open_weights
+from msrl.models.cut import Coords
 from msrl.models.shape import Shape
 from msrl.platforms import resolve
 from msrl.trainer import megatron
@@ -56,6 +57,7 @@ class TrainWorker:
             timeout_s=settings.timeout_s,
         )  # fmt: skip
         self.tp_rank, self.pp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        self.coords = Coords(self.tp_rank, self.pp_rank, parallel_state.get_expert_model_parallel_rank())
         self.dp_rank, self.dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self.policy, self.shape = self._load_model(settings.model, settings.iteration)
@@ -75,7 +77,7 @@ class TrainWorker:
         source = open_weights(path) if iteration is None else open_mcore(path, iteration=iteration)
         padded = source.shape.padded_vocab_size(self.layout.tp)
         model = megatron.build_model(source.shape, self.layout, self.dtype, self.device, padded)
-        tensors = source.local_tensors(self.tp_rank, self.layout.tp, self.pp_rank, self.layout.pp, dtype=self.dtype)
+        tensors = source.local_tensors(self.layout, self.coords, dtype=self.dtype)
         missing = dict(model.named_parameters())
         with torch.no_grad():
             for name, tensor in tensors:

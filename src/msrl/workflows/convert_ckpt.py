@@ -14,8 +14,10 @@ from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.mcore import find_checkpoint, read_rank_file
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.checkpoint.verify import damaged_files
+from msrl.config.derived import cut_of
 from msrl.config.schema import Config, ConvertConfig
 from msrl.errors import ManyErrors, MsrlError, VerificationError
+from msrl.models.cut import Coords
 from msrl.models.families import num_parameters
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.workflows import convert_proof as proof
@@ -44,7 +46,7 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
         work(bar.advance)
     elapsed = time.perf_counter() - start
-    layout = "" if convert.command == "mcore2hf" else f"tp {convert.tp}, pp {convert.pp}, "
+    layout = "" if convert.command == "mcore2hf" else f"{cut_of(convert)}, "
     print(f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}")
     if convert.verify:
         _verify(config, source, load, save)
@@ -62,7 +64,7 @@ def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int
     if convert.command == "mcore2hf":
         num_bytes = sum(spec.num_bytes for spec in hf_specs(source, dtype).values())
         return num_bytes, lambda advance: write_hf(source, save, dtype, advance)
-    target = McoreTarget(convert.tp, convert.pp, dtype, convert.names, convert.pad_vocab_to_multiple)
+    target = McoreTarget(cut_of(convert), dtype, convert.names, convert.pad_vocab_to_multiple)
     return mcore_plan(source, target)[1], lambda advance: write_mcore(source, save, target, advance)
 
 
@@ -88,10 +90,10 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
 def inspect(save: Path, *, verify: bool) -> None:
     """Print what an mcore checkpoint holds; with `verify`, its files are compared with the manifest. Raises MsrlError for damage."""
     found = find_checkpoint(save)
-    print(f"{save}: iteration {found.iteration}, tp {found.tp}, pp {found.pp}")
+    print(f"{save}: iteration {found.iteration}, {found.cut}")
     rows = [("file", "tensors", "parameters", "types", "size"), *(_file_row(save, path) for _, path in sorted(found.files.items()))]
     _print_table(rows)
-    args = vars(read_rank_file(found.files[0, 0])["args"])
+    args = vars(read_rank_file(found.files[Coords()])["args"])
     print("arguments: " + ", ".join(f"{name}={args[name]}" for name in _TELLING if name in args))
     if not verify:
         return

@@ -108,10 +108,10 @@ def _megatron(config: Config, checkpoint: Path, tokens: list[list[int]], hf_dir:
 
     found = find_checkpoint(checkpoint)
     platform = platforms.resolve(config.cluster.platform)
-    enough = platform.name == "cpu" or platform.device_count() >= found.tp * found.pp
+    enough = platform.name == "cpu" or platform.device_count() >= found.cut.ranks_per_model
     name = platform.name if enough else "cpu"
     with _with_config(checkpoint, hf_dir) as folder:
-        return megatron_logits(folder, tokens, tp=found.tp, pp=found.pp, platform=name)
+        return megatron_logits(folder, tokens, found.cut, platform=name)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,164 @@
+"""Where a cut puts layers and experts: worked out by hand from Megatron's and MindSpeed's definitions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import msrl.models.families
+from msrl.errors import ManyErrors
+from msrl.models import cut as cut_module
+from msrl.models import stages
+from msrl.models.cut import Coords, Cut
+from msrl.models.rules import GateUp, Rule, Rules, Sharded
+from msrl.models.shape import Shape
+from msrl.models.stages import stage_tensors
+from test_models import LLAMA, QWEN2, shape
+
+EIGHT = shape({**LLAMA, "num_hidden_layers": 8})
+
+
+def layers(cut: Cut, num_layers: int = 8) -> list[tuple[tuple[int | None, ...], ...]]:
+    return [cut.chunks(num_layers, stage) for stage in range(cut.pp)]
+
+
+def test_stages_are_equal_blocks() -> None:
+    assert layers(Cut(pp=2)) == [((0, 1, 2, 3),), ((4, 5, 6, 7),)]
+
+
+def test_virtual_stages_take_turns() -> None:
+    """Megatron's own example: 8 layers, 2 stages, 2 layers per virtual stage."""
+    assert layers(Cut(pp=2, vpp=2)) == [((0, 1), (4, 5)), ((2, 3), (6, 7))]
+    assert layers(Cut(pp=2, vpp=1))[0] == ((0,), (2,), (4,), (6,))
+
+
+def test_stages_of_a_list_have_its_sizes() -> None:
+    assert layers(Cut(pp=3, num_layer_list=(1, 4, 3))) == [((0,),), ((1, 2, 3, 4),), ((5, 6, 7),)]
+
+
+def test_empty_layers_take_a_place_and_no_number() -> None:
+    assert layers(Cut(pp=2, noop_layers=(0, 7)), 6) == [((None, 0, 1, 2),), ((3, 4, 5, None),)]
+    assert layers(Cut(pp=2, vpp=2, noop_layers=(4, 5)), 6) == [((0, 1), (None, None)), ((2, 3), (4, 5))]
+
+
+def test_names_count_from_the_chunk_and_leave_holes_for_empty_layers() -> None:
+    placed = stage_tensors(shape({**LLAMA, "num_hidden_layers": 7}), Cut(pp=2, vpp=2, noop_layers=(2,)), Coords(pp=1))
+    norms = {p.name: p.rule.hf[0] for p in placed if p.name.endswith("input_layernorm.weight")}
+    assert norms == {
+        "model0.decoder.layers.1.input_layernorm.weight": "model.layers.2.input_layernorm.weight",
+        "model1.decoder.layers.0.input_layernorm.weight": "model.layers.5.input_layernorm.weight",
+        "model1.decoder.layers.1.input_layernorm.weight": "model.layers.6.input_layernorm.weight",
+    }
+    assert placed[-1].name == "model1.output_layer.weight"
+    assert stages.chunk_of(placed[-1].name) == (1, "output_layer.weight")
+
+
+@pytest.mark.parametrize(
+    ("cut", "messages"),
+    [
+        (Cut(pp=3), ["pp=3: must divide the model's 8 layers"]),
+        (Cut(pp=2, vpp=3), ["vpp=3: layers per virtual stage must divide the 4 layers of each of the 2 stages"]),
+        (Cut(vpp=2), ["vpp=2: needs several pipeline stages; set pp above 1, or leave it out"]),
+        (Cut(pp=2, vpp=4), ["vpp=4: is all of the 4 layers of a stage; fewer make virtual stages, or leave it out"]),
+        (Cut(pp=2, num_layer_list=(3, 4)), ["num_layer_list=3,4: has the sum 7, but the model has 8 layers"]),
+        (Cut(pp=2, num_layer_list=(0, 8)), ["num_layer_list=0,8: must give every stage at least one layer"]),
+        (Cut(pp=3, num_layer_list=(4, 4)), ["num_layer_list=4,4: has 2 stages, but pp=3"]),
+        (
+            Cut(pp=2, vpp=2, num_layer_list=(4, 4), noop_layers=(1,)),
+            [
+                "num_layer_list=4,4: stands beside vpp, which needs equal stages; set only one of them",
+                "num_layer_list=4,4: stands beside noop_layers; set only one of them",
+            ],
+        ),
+        (Cut(pp=2, noop_layers=(1,)), ["pp=2: must divide the model's 8 layers and 1 empty ones"]),
+        (Cut(noop_layers=(1, 10)), ["noop_layers=1,10: must be different positions from 0 to 9, the empty ones counted"]),
+        (Cut(noop_layers=(1, 1)), ["noop_layers=1,1: must be different positions from 0 to 9, the empty ones counted"]),
+        (Cut(ep=2, etp=1), ["ep=2: the model has no experts; leave it out", "etp=1: the model has no experts; leave it out"]),
+        (Cut(tp=4, pp=3), ["tp=4: must divide the model's 2 query groups", "pp=3: must divide the model's 8 layers"]),
+    ],
+)
+def test_every_size_that_does_not_fit_is_named(cut: Cut, messages: list[str]) -> None:
+    with pytest.raises(ManyErrors) as error:
+        cut.check(EIGHT)
+    assert list(error.value.messages) == messages
+
+
+def test_a_cut_goes_through_json_and_says_what_it_is() -> None:
+    cut = Cut(2, 4, vpp=2, noop_layers=(0, 47), ep=8, etp=1)
+    assert Cut.from_json({**cut.as_json(), "noop_layers": [0, 47], "names": "te"}) == cut
+    assert str(cut) == "tp 2, pp 4, vpp 2, noop_layers 0,47, ep 8, etp 1" and str(Cut()) == "tp 1, pp 1"
+
+
+# --- experts --------------------------------------------------------------------------------------------------------------------------
+
+EXPERTS = 8
+
+
+def expert_rules(found: Shape) -> Rules:
+    """A dense first layer, then layers of eight experts of 8 feed-forward columns, named as Megatron does."""
+    mlp = "decoder.layers.{layer}.mlp."
+    dense = Rule(f"{mlp}linear_fc2.weight", ("model.layers.{layer}.mlp.down_proj.weight",), Sharded(1), ((64, 96),))
+    experts = tuple(
+        rule
+        for number in range(EXPERTS)
+        for rule in (
+            Rule(
+                f"{mlp}experts.local_experts.{{expert}}.linear_fc1.weight",
+                ("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"),
+                GateUp(), ((8, 64), (8, 64)), number,
+            ),
+        )
+    )  # fmt: skip
+    return Rules((), ((dense,), *(experts,) * (found.num_layers - 1)), ())
+
+
+@pytest.fixture
+def mixture(monkeypatch: pytest.MonkeyPatch) -> Shape:
+    """A shape whose rules are those above."""
+    found = replace(shape({**QWEN2, "num_hidden_layers": 4}), family="test", architecture="MixtureForTest")
+    for module in (msrl.models.families, stages, cut_module):
+        monkeypatch.setattr(module, "rules_for", expert_rules)
+    return found
+
+
+def held(found: Shape, cut: Cut, at: Coords) -> list[tuple[str, int, int]]:
+    """Experts of the first layer that has some, on one rank: local number in the name, global number, shard."""
+    placed = [p for p in stage_tensors(found, cut, at) if ".layers.1." in p.name]
+    return [(p.name.split(".")[6], int(p.rule.hf[0].split(".")[5]), p.shard) for p in placed]
+
+
+def test_experts_are_dealt_out_in_blocks_and_cut_over_tp(mixture: Shape) -> None:
+    cut = Cut(tp=2, ep=4)
+    cut.check(mixture)
+    assert cut.ranks_per_model == 8
+    assert cut.ranks() == tuple(Coords(t, 0, e) for e in range(4) for t in range(2))
+    assert held(mixture, cut, Coords(1, 0, 2)) == [("0", 4, 1), ("1", 5, 1)]
+
+
+def test_whole_experts_spread_over_the_tensor_parallel_ranks_too(mixture: Shape) -> None:
+    """MindSpeed writes only the ranks that exist: ep = tp % EP or tp = ep % TP."""
+    assert Cut(tp=4, ep=2, etp=1).ranks() == (Coords(0, 0, 0), Coords(1, 0, 1), Coords(2, 0, 0), Coords(3, 0, 1))
+    assert Cut(tp=2, ep=4, etp=1).ranks() == (Coords(0, 0, 0), Coords(1, 0, 1), Coords(0, 0, 2), Coords(1, 0, 3))
+    assert held(mixture, Cut(tp=2, ep=4, etp=1), Coords(1, 0, 3)) == [("0", 6, 0), ("1", 7, 0)]
+
+
+def test_extended_expert_parallelism_numbers_ranks_by_ep_then_tp(mixture: Shape) -> None:
+    cut = Cut(tp=2, ep=2, moe_tp_extend_ep=True)
+    assert cut.ranks() == (Coords(0, 0, 0), Coords(1, 0, 0), Coords(0, 0, 1), Coords(1, 0, 1))
+    assert [held(mixture, cut, at)[0][1] for at in cut.ranks()] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (Cut(ep=3), "ep=3: must divide the model's 8 experts"),
+        (Cut(tp=2, ep=8, moe_tp_extend_ep=True), "ep=8: times tp=2 must divide the model's 8 experts"),
+        (Cut(tp=2, etp=4), "etp=4: must divide tp=2"),
+        (Cut(tp=2, etp=1, moe_tp_extend_ep=True), "etp=1: has no effect beside moe_tp_extend_ep"),
+    ],
+)
+def test_cuts_that_experts_do_not_fit_are_refused(mixture: Shape, cut: Cut, message: str) -> None:
+    with pytest.raises(ManyErrors) as error:
+        cut.check(mixture)
+    assert message in str(error.value)
