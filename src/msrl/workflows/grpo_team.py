@@ -101,9 +101,13 @@ class Engines:
         self._actors = [session.start(actor, placed, "rollout", i, settings, platform.name) for i, actor in enumerate(classes)]
         self._timeout_s = timeout_s
 
-    def start(self) -> None:
-        """Start all engines and wait until they are there."""
-        self._wait([actor.start.remote() for actor in self._actors])
+    def begin_start(self) -> list[Any]:
+        """Have all engines start, which takes them seconds."""
+        return [actor.start.remote() for actor in self._actors]
+
+    def finish_start(self, begun: Sequence[Any]) -> None:
+        """Wait until they are there."""
+        self._wait(begun)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
         """A group of completions per prompt, in order."""

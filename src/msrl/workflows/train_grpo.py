@@ -107,10 +107,16 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
         engine_env = engine_environments(placed, platform, config.rollout.engine, config.cluster.env)
         trainers = Trainers(session, placed, settings, num_ranks, platform.worker_environment(num_ranks), timeout_s)
         engines = Engines(session, placed, _engine_settings(config, job.hf_dir), platform, engine_env, timeout_s)
-        trainers.start(job.resume)
-        engines.start()
-        engines.load_weights(trainers.weights())
+        _start(trainers, engines, job)
         yield trainers, engines, scorer
+
+
+def _start(trainers: Trainers, engines: Engines, job: Job) -> None:
+    """Load ranks and engines, at the same time where neither measures how much of a device's memory the other has left."""
+    begun = engines.begin_start() if job.platform.shares_main_memory else None
+    trainers.start(job.resume)
+    engines.finish_start(engines.begin_start() if begun is None else begun)
+    engines.load_weights(trainers.weights())
 
 
 def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
