@@ -138,7 +138,7 @@ def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...
         ),
         (("algo.options={eps: 1}",), "--set: algo.options.eps=1: not an option here; it takes none"),
         (("reward.sources.0.weight=0",), "reward.sources: all weights are 0, so that every completion scores the same; set one"),
-        (("reward.sources=[{verifier: acc}, {verifier: acc}]",), "--set: reward.sources.1.verifier=acc: is named twice; add the two weights"),
+        (("reward.sources=[{verifier: acc}, {verifier: acc}]",), "--set: reward.sources.1.verifier=acc: is named twice; add the two weights, or tell them apart by name"),
         (("reward.sources.0.options={colour: red}",), "--set: reward.sources.0.options.colour=red: not an option here; known: percent, tolerance"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ import yaml
 
 from msrl.config.loader import Flag, load
 from msrl.config.not_yet import NOT_YET, NOT_YET_VALUES
-from msrl.config.schema import Config
+from msrl.config.schema import Config, RewardSource
 from msrl.config.show import to_yaml
 from msrl.config.sources import packaged_names, parse, plain, scalar
 from msrl.errors import ManyErrors, MsrlError
@@ -134,7 +134,7 @@ def test_all_mistakes_of_a_configuration_are_said_at_once(folder: Path):
         "model: {dtype: bfloat}\n"
         "reward:\n"
         "  sources:\n"
-        "    - {weight: 1}\n"
+        "    - {verifer: acc}\n"
         "    - acc\n"
         "log: 3\n",
     )
@@ -153,8 +153,8 @@ def test_all_mistakes_of_a_configuration_are_said_at_once(folder: Path):
         "grpo.yaml:11: train.optimizer.warmup=1.5: must be a whole number or below 1",
         "grpo.yaml:12: train.optimizer.betas.1: is missing",
         "grpo.yaml:13: model.dtype=bfloat: must be float32 or bfloat16; did you mean 'bfloat16'?",
-        "grpo.yaml:16: reward.sources.0.verifier: is missing; Name of a verifier",
-        "grpo.yaml:17: reward.sources.1=acc: must be a section of keys (verifier, weight, timeout_s, options)",
+        "grpo.yaml:16: reward.sources.0.verifer=acc: there is no such key; did you mean 'verifier'?",
+        "grpo.yaml:17: reward.sources.1=acc: must be a section of keys (" + ", ".join(RewardSource.model_fields) + ")",
         "grpo.yaml:18: log=3: must be a section of keys (every_steps, trackers, save_rollouts)",
     ]
 

@@ -205,8 +205,8 @@ def test_a_timeout_scores_as_wrong_is_counted_and_is_said():
         ([Source("acc"), Source("base_ac")], r"reward.sources\[1\].verifier=base_ac: .*did you mean 'base_acc'"),
         ([Source("acc", options={"tolerence": 1})], r"reward.sources\[0\].options.tolerence: .*did you mean 'tolerance'"),
         ([Source("acc", timeout_s=0)], r"reward.sources\[0\].timeout_s=0"),
-        ([Source("acc"), Source("acc")], "listed twice"),
-        ([], "reward.sources is empty"),
+        ([Source("acc"), Source("acc")], "named twice"),
+        ([], "reward.sources: is missing; name at least one"),
     ],
 )
 def test_wrong_sources_are_refused_before_any_process_starts(sources, message):

@@ -79,7 +79,102 @@ CASES = {
         ("<think>a</think><answer>2</answer>", "", -0.5),
         ("", "", -0.5),
     ],
+    "acc_for_ppo": [
+        (r"\boxed{132}", "132", 1.0),
+        (r"<think> x </think> \boxed{ 132 }", "132", 1.0),
+        (r"\boxed{131}", "132", 0.0),
+        ("132", "132", 0.0),
+    ],
+    "acc_for_dapo": [
+        ("so\nAnswer: 34", "34", 1.0),
+        ("ANSWER :34\n", "34", 1.0),
+        ("Answer: 33\nno, answer: 34", "34", 1.0),
+        ("Answer: $34$ or so", "34", 1.0),
+        (r"Answer: \boxed{34}", "34", 1.0),
+        ("Answer: 1,234", "1234", 1.0),
+        ("Answer: x = 5 dollars", "5", 1.0),
+        (r"Answer: \frac12", r"\frac{1}{2}", 1.0),
+        ("Answer: 0.5", r"\frac{1}{2}", -1.0),
+        ("Answer: 34" + " " * 300, "34", -1.0),
+        ("Answer:\n34", "34", 1.0),
+        ("34", "34", -1.0),
+        ("Answer: 35", "34", -1.0),
+        ("", "34", -1.0),
+    ],
+    "math_verify_reward": [
+        (GOOD, "132", 1.0),
+        (GOOD + "\n", "132", 1.0),
+        (r"<think>a</think><answer>\boxed{\frac{2}{4}}</answer>", "0.5", 1.0),
+        (r"<think>a</think><answer>\boxed{x=5}</answer>", "5", 1.0),
+        (GOOD, "131", 0.0),
+        (r"\boxed{132}", "132", 0.0),
+        (r"<think>a</think><answer>132</answer>", "132", 0.0),
+        (r"<think>a</think><answer>\boxed{1}" + "1" * 5000 + "</answer>", "132", 0.0),
+        ("", "132", 0.0),
+    ],
+    "retool_reward": [
+        (r"so \boxed{34}", "34", 1.0),
+        (r"so \boxed{34.0}", "34", -1.0),
+        (r"\boxed{34}" + " " * 100, "34", -1.0),
+        (r"<tool_call>{}</tool_call> <tool_call>{}</tool_call> \boxed{3}", "34", -0.8),
+        ("</tool_call>" * 50, "34", 0.0),
+        ("", "34", -1.0),
+    ],
+    "step": [
+        ("Step 1: a\nStep 2: b\nStep 3: c", "", 1.0),
+        ("1. a\n2. b", "", 2 / 3),
+        ("a\n- b\n* c\nFinally, d\nNext, e", "", 1.0),
+        ("First, a", "", 1 / 3),
+        ("a 1. b", "", 0.0),
+        ("", "", 0.0),
+    ],
+    "exact_match": [
+        (" Paris\n", "Paris", 1.0),
+        ("paris", "Paris", 0.0),
+        ("It is Paris", "Paris", 0.0),
+        ("", "Paris", 0.0),
+    ],
+    "multiple_choice": [
+        (r"so \boxed{B}", "B", 1.0),
+        (r"so \boxed{\text{(B)}}", "B", 1.0),
+        ("<think>A</think><answer> (B) </answer>", "B", 1.0),
+        ("The answer is A. No, the answer is (b).", "B", 1.0),
+        ("The answer is B because it is round", "B", 1.0),
+        ("**Answer:** B", "B", 1.0),
+        ("Answer: B) Paris", "(B) Paris", 1.0),
+        ("thinking of A\nB.", "B", 1.0),
+        ("The answer is A or B", "B", 0.0),
+        ("The answer is A, B", "A", 0.0),
+        ("The answer is a dog", "A", 0.0),
+        ("The answer is Bob", "B", 0.0),
+        (r"The answer is B, so \boxed{A}", "B", 0.0),
+        ("B is one that I think of", "B", 0.0),
+        ("the answer to it is open", "B", 0.0),
+        (r"\boxed{C}", "2", 1.0),
+        ("", "B", 0.0),
+    ],
+    "repetition": [
+        ("one two three four five six", "", 0.0),
+        ("a b c d " * 5, "", -(1 - 4 / 17)),
+        ("no " * 203, "", -(1 - 1 / 200)),
+        ("好" * 13, "", -0.9),
+        ("short", "", 0.0),
+        ("", "", 0.0),
+    ],
+    "regex_match": [
+        ("<think>\na\n</think> yes", "", 1.0),
+        ("yes <think>a</think>", "", 0.0),
+        ("", "", 0.0),
+    ],
+    "regex_answer": [
+        ("#### 5\n#### 1,234", "1234", 1.0),
+        ("#### 3/4", "0.75", 1.0),
+        ("#### 5", "1234", 0.0),
+        ("5", "5", 0.0),
+        ("", "5", 0.0),
+    ],
 }
+OPTIONS = {"regex_match": {"pattern": r"^<think>.*</think>"}, "regex_answer": {"pattern": r"#### *(\S+)"}}  # where a verifier needs some
 
 
 def verifier(name):
@@ -90,10 +185,51 @@ def verifier(name):
 def test_every_verifier_has_cases_and_scores_them(name):
     assert name in CASES, f"rewards/verifiers/{name}.py has no cases in this test"
     module = verifier(name)
-    got = [(response, answer, module.score(response, answer)) for response, answer, _ in CASES[name]]
-    assert got == CASES[name]
-    assert module.WRONG in {score for *_, score in CASES[name]}
+    options = OPTIONS.get(name, {})
+    assert registry.check_options(module.score, options, key="options") == options
+    assert not hasattr(module, "refusal") or module.refusal(**options) is None
+    got = [(response, answer, module.score(response, answer, **options)) for response, answer, _ in CASES[name]]
+    assert got == [(response, answer, pytest.approx(score, abs=1e-12)) for response, answer, score in CASES[name]]
+    assert module.WRONG in {score for *_, score in CASES[name]} or min(score for *_, score in CASES[name]) > module.WRONG
     assert isinstance(module.NEEDS_ANSWER, bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "response", "answer", "score"),
+    [
+        ("exact_match", {"part": "last_line"}, "It is\n Paris ", "Paris", 1.0),
+        ("exact_match", {"part": "answer", "ignore_case": True}, "<think>a</think><answer> PARIS </answer>.", "Paris", 1.0),
+        ("exact_match", {"part": "boxed"}, "<answer>Paris</answer>", "Paris", 0.0),
+        ("multiple_choice", {"first": 1}, "(C)", "3", 1.0),
+        ("multiple_choice", {"letters": 4}, "(E)", "E", 0.0),
+        ("regex_answer", {"pattern": "is (.+)", "compare": "text"}, "it is 0.50", "0.5", 0.0),
+        ("regex_answer", {"pattern": "IS (.+)", "compare": "text", "ignore_case": True}, "it is bob", "Bob", 1.0),
+        ("acc_for_dapo", {"tail": 5}, "Answer: 34", "34", -1.0),
+        ("retool_reward", {"tool_bonus": 0.25, "tool_end": "</code>"}, "</code></code>", "34", -0.5),
+        ("repetition", {"ngram": 1, "max_penalty": 2.0}, "a a a a", "", -1.5),
+        ("repetition", {"ngram": 2}, "a", "", 0.0),
+    ],
+)
+def test_an_option_changes_the_score(name, options, response, answer, score):
+    module = verifier(name)
+    assert registry.check_options(module.score, options, key="options") == options
+    assert module.score(response, answer, **options) == score
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("regex_match", {}, "needs options.pattern"),
+        ("regex_match", {"pattern": "("}, "no regular expression"),
+        ("regex_answer", {"pattern": "a"}, "has 0 groups"),
+        ("regex_answer", {"pattern": "(a)(b)"}, "has 2 groups"),
+        ("multiple_choice", {"letters": 1}, "from 2 to 26"),
+        ("repetition", {"ngram": 0}, "1 or more"),
+        ("repetition", {"max_penalty": -1.0}, "above 0"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(name, options, message):
+    assert message in verifier(name).refusal(**options)
 
 
 def test_the_form_of_format_is_that_of_its_regular_expression():
@@ -183,8 +319,8 @@ def test_plain_integers_are_compared_in_microseconds():
 def test_hostile_repetition_takes_linear_time(response):
     start = time.process_time()
     for name in registry.names(PACKAGE):
-        verifier(name).score(response, "1")
-        verifier(name).score("<think>" + response, "1")
+        verifier(name).score(response, "1", **OPTIONS.get(name, {}))
+        verifier(name).score("<think>" + response, "1", **OPTIONS.get(name, {}))
     assert time.process_time() - start < 2.0
 
 

@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from msrl.errors import MsrlError, nearest
 
@@ -37,9 +37,27 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def check_options(function: Callable[..., Any], options: Mapping[str, object], *, key: str) -> dict[str, Any]:
-    """`options` as keyword arguments of `function`. Raises MsrlError for a name that the plugin does not take."""
+    """`options` as keyword arguments of `function`. Raises MsrlError for a name that it does not take, or a value of another type."""
     known = options_of(function)
     unknown = [name for name in options if name not in known]
     if unknown:
         raise MsrlError(f"{key}.{unknown[0]}: not an option here; {nearest(unknown[0], known) if known else 'it takes none'}")
+    mistakes = wrong_values(function, options)
+    if mistakes:
+        raise MsrlError("; ".join(f"{key}.{name}={options[name]}: {what}" for name, what in mistakes.items()))
     return dict(options)
+
+
+def wrong_values(function: Callable[..., Any], options: Mapping[str, object]) -> dict[str, str]:
+    """What is wrong with the values of options, by name, as the annotations of the plugin's main function have it."""
+    if not options:
+        return {}
+    from pydantic import TypeAdapter, ValidationError
+
+    types, mistakes = get_type_hints(function), dict[str, str]()
+    for name, value in options.items():
+        try:
+            TypeAdapter(types.get(name, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            mistakes[name] = error.errors(include_url=False)[0]["msg"]
+    return mistakes

@@ -231,19 +231,13 @@ def _batch(resolved: Resolved, key: str, batch: int) -> Iterator[str]:
 
 
 def _rewards(resolved: Resolved) -> Iterator[str]:
-    sources = resolved.config.reward.sources
-    if not sources:
-        yield "reward.sources: is missing; name at least one, as in reward: {sources: [{verifier: acc}]}"
-    elif not any(source.weight for source in sources):
-        yield "reward.sources: all weights are 0, so that every completion scores the same; set one"
-    for i, source in enumerate(sources):
-        key = f"reward.sources.{i}.verifier"
-        unknown = list(_plugin(resolved, key, "msrl.rewards.verifiers", source.verifier))
-        yield from unknown
-        if source.verifier in [other.verifier for other in sources[:i]]:
-            yield resolved.mistake(key, "is named twice; add the two weights")
-        if not unknown:
-            yield from _options(resolved, f"reward.sources.{i}.options", ("msrl.rewards.verifiers", source.verifier, "score"))
+    """What the rewards say of their own sources; asked by name, as plugins are."""
+    rewards = importlib.import_module("msrl.rewards.sources")
+    for number, key, message in rewards.mistakes([rewards.Source.of(section) for section in resolved.config.reward.sources]):
+        if number is None:
+            yield f"reward.sources: {message}"
+        else:
+            yield resolved.mistake(f"reward.sources.{number}.{key}", message)
 
 
 def _options(resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()) -> Iterator[str]:

@@ -17,8 +17,6 @@ NOT_YET: dict[str, str] = {
     "rollout.filter": "",
     "reward.sources.model": "",
     "reward.sources.url": "",
-    "reward.sources.function": "",
-    "reward.sources.tags": "",
     "reward.norm": "",
     "reward.clip": "",
     "reward.overlong": "",

@@ -114,18 +114,25 @@ class RolloutConfig(Section):
 
 
 class RewardSource(Section):
-    """One verifier and its weight in the reward."""
+    """What scores, and its weight in the reward: exactly one of verifier and function."""
 
-    verifier: Text = Field(description="Name of a verifier")
+    verifier: Text | None = Field(default=None, description="Name of a verifier")
+    function: Text | None = Field(default=None, description="path/file.py:function of your own, called as (response, answer, **options)")
+    name: Text | None = Field(default=None, description="Its name in metrics and rollouts; unset: the verifier's or function's")
     weight: Float = Field(default=1.0, description="Factor of its score in the sum")
-    timeout_s: Seconds = Field(default=10.0, description="Seconds after which a call is killed and scored as wrong")
-    options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of this verifier, by name")
+    tags: tuple[Text, ...] = Field(default=(), description="Score only rows whose column extra.tag is one of these; empty: all rows")
+    timeout_s: Seconds = Field(default=10.0, description="Seconds after which a call is killed")
+    wrong: Float | None = Field(default=None, description="Score of what counts as wrong for a failure; unset: the verifier's own, else 0")
+    on_failure: Literal["wrong", "undecided", "fail"] | None = Field(
+        default=None, description="A call that times out or crashes is wrong, or is the mean of its group's others, or ends the run"
+    )
+    options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of this source, by name")
 
 
 class RewardConfig(Section):
     """How a completion is scored: the weighted sum of all sources."""
 
-    sources: tuple[RewardSource, ...] = Field(default=(), description="Verifiers with their weights; each at most once")
+    sources: tuple[RewardSource, ...] = Field(default=(), description="What scores, with weights; no name twice")
 
 
 class AdvantageConfig(Section):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+Part = Literal["response", "last_line", "boxed", "answer"]
 BOX = "\\boxed{"
 
 
@@ -22,6 +24,20 @@ def ground_truth(answer: str) -> str:
     if "####" in answer:
         return answer.rpartition("####")[2].strip()
     return last_boxed(answer) or answer.strip()
+
+
+def part_of(response: str, part: Part) -> str | None:
+    """The part of a response, without white space around it; None where there is no such part. `answer`: inside the last answer tags."""
+    text = response.strip()
+    if part == "boxed":
+        return last_boxed(text)
+    if part == "last_line":
+        return text.rpartition("\n")[2].strip() or None
+    if part == "answer":
+        before, closing, _ = text.rpartition("</answer>")
+        _, opening, inside = before.rpartition("<answer>")
+        return inside.strip() if closing and opening else None
+    return text
 
 
 def in_order(text: str, parts: Sequence[str]) -> bool:

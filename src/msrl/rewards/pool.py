@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+from msrl.errors import MsrlError
 from msrl.rewards import worker as protocol
 from msrl.rewards.worker import HEADER, READY, SCORED, Function, Setup
 
@@ -35,6 +37,7 @@ class Call:
     function: int
     response: str
     answer: str
+    extra: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ class Pool:
         self._finalizer()
 
     def map(self, calls: Iterable[Call]) -> tuple[Outcome, ...]:
-        """The outcomes in the order of the calls. An interruption closes the pool, as does a worker that cannot start (RuntimeError)."""
+        """The outcomes in the order of the calls. An interruption closes the pool, as does a worker that cannot start
+        (RuntimeError; MsrlError where a user's file is to blame)."""
         with self._lock:
             if not self._finalizer.alive:
                 raise RuntimeError("this pool of verifiers is closed")
@@ -87,7 +91,7 @@ class _Worker:
     def __init__(self, setup: Setup) -> None:
         command = [sys.executable, "-m", "msrl.rewards.worker"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in setup.path if p), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True)
         self.pending: deque[int] = deque()
         self.ready = False
         self.since = time.monotonic()  # when it started, or last answered or was given calls
@@ -97,7 +101,7 @@ class _Worker:
     def give(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
         self.pending.extend(numbers)
         self.since = time.monotonic()
-        self._send([(c.function, c.response, c.answer) for c in calls])
+        self._send([(c.function, c.response, c.answer, c.extra) for c in calls])
 
     def receive(self) -> list[tuple[int, float, str]] | None:
         """The messages (kind, score, detail) that have arrived since; None at the end of the output, which is the end of the process."""
@@ -126,8 +130,9 @@ class _Worker:
         return self.process.stdout.fileno()
 
     def kill(self) -> None:
-        """End it by force, close its pipes and reap it."""
-        self.process.kill()
+        """End it and what it started by force, close its pipes and reap it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
@@ -200,6 +205,8 @@ class _Run:
         for kind, score, detail in messages:
             if kind == READY:
                 worker.ready = True
+            elif not worker.ready:
+                raise MsrlError(detail)
             else:
                 outcome = Outcome(score) if kind == SCORED else Outcome(None, "error", detail)
                 self.outcomes[worker.pending.popleft()] = outcome

@@ -1,38 +1,27 @@
-"""From rollouts to rewards: every source scores every completion, a completion's total is the weighted sum.
+"""From rollouts to rewards: every source scores every completion that it is for, a completion's total is the weighted sum.
 
-Verification never stops a run: what times out, crashes or raises scores as the verifier's wrong value, is counted, and is said.
+What times out, crashes or raises is counted and said. By the source's `on_failure` it scores as wrong; or stays undecided, which is the
+mean of the source's other scores in the group (0.0 where there is none), so that it teaches nothing; or ends the run (MsrlError).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass
 
-from msrl import registry
 from msrl.errors import MsrlError
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, Outcome, Pool
-from msrl.rewards.worker import Function
-from msrl.types import Reward, RolloutGroup, ScoredGroup
+from msrl.rewards.sources import TAG, Source, checked
+from msrl.types import Prompt, Reward, RolloutGroup, ScoredGroup
 
-VERIFIERS = "msrl.rewards.verifiers"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One entry of `reward.sources`: a verifier by name, its weight in the total, its limit per completion, its options."""
-
-    verifier: str
-    weight: float = 1.0
-    timeout_s: float = 30.0
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+__all__ = ["Scorer", "Scores", "Source"]
+_Outcomes = Mapping[tuple[int, int, int], Outcome]  # by group, completion, source
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored groups in the order of the rollouts; `failures` counts `verifier/timeout`, `verifier/crash` and `verifier/error`.
+    """Scored groups in the order of the rollouts; `failures` counts `source/timeout`, `source/crash` and `source/error`.
 
     `notes` has one message for each kind of failure that occurred, with the first one's row and reason.
     """
@@ -41,22 +30,25 @@ class Scores:
     failures: Mapping[str, int]
     notes: tuple[str, ...]
 
+    def means(self) -> dict[str, float]:
+        """Each source's mean score over the completions that it was for."""
+        scores: dict[str, list[float]] = defaultdict(list)
+        for group in self.groups:
+            for reward in group.rewards:
+                for name, score in reward.scores.items():
+                    scores[name].append(score)
+        return {name: sum(values) / len(values) for name, values in scores.items()}
+
 
 class Scorer:
     """Scores completions with `sources` in `num_workers` processes; a context manager.
 
-    Raises MsrlError, before any process starts, for an unknown verifier, an option that it does not take, a limit that is not
-    positive, a verifier that is listed twice, or no source at all.
+    Raises ManyErrors, before any process starts, for everything that `sources.mistakes` finds.
     """
 
     def __init__(self, sources: Sequence[Source], num_workers: int, *, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
-        self._sources = tuple(sources)
-        self._modules = _checked(self._sources)
-        functions = [
-            Function(module.__name__, "score", dict(source.options), source.timeout_s)
-            for source, module in zip(self._sources, self._modules, strict=True)
-        ]
-        self._pool = Pool(functions, num_workers, memory_bytes=memory_bytes)
+        self._sources = checked(sources)
+        self._pool = Pool([s.worker_function(n) for n, s in enumerate(self._sources)], num_workers, memory_bytes=memory_bytes)
 
     def __enter__(self) -> Scorer:
         return self
@@ -71,57 +63,63 @@ class Scorer:
     def score(self, groups: Sequence[RolloutGroup]) -> Scores:
         """The rewards of all completions, by their decoded text and their prompt's answer.
 
-        Raises MsrlError when a verifier compares with the ground truth and a prompt has none.
+        Raises MsrlError when a source compares with the ground truth and a prompt has none, when no source is for a prompt's tag, and when
+        a source with `on_failure: fail` fails.
         """
-        self._check_answers(groups)
-        flat = [(completion.text, group.prompt) for group in groups for completion in group.completions]
-        calls = [Call(s, text, prompt.answer) for text, prompt in flat for s in range(len(self._sources))]
-        outcomes = self._pool.map(calls)
-        rows = [outcomes[i : i + len(self._sources)] for i in range(0, len(outcomes), len(self._sources))]
-        rewards = iter([self._reward(row) for row in rows])
-        scored = tuple(ScoredGroup(group, tuple(next(rewards) for _ in group.completions)) for group in groups)
-        return Scores(scored, *self._failures(rows, [prompt.index for _, prompt in flat]))
+        of_group = [self._of_prompt(group.prompt) for group in groups]
+        places = [(g, c, s) for g, group in enumerate(groups) for c in range(len(group.completions)) for s in of_group[g]]
+        calls = [Call(s, groups[g].completions[c].text, groups[g].prompt.answer, groups[g].prompt.extra) for g, c, s in places]
+        outcomes = dict(zip(places, self._pool.map(calls), strict=True))
+        failures, notes = self._failures(outcomes, groups)
+        scored = tuple(self._scored(g, group, of_group[g], outcomes) for g, group in enumerate(groups))
+        return Scores(scored, failures, notes)
 
-    def _reward(self, row: Sequence[Outcome]) -> Reward:
-        scores = {
-            source.verifier: module.WRONG if outcome.score is None else outcome.score
-            for source, module, outcome in zip(self._sources, self._modules, row, strict=True)
-        }
-        return Reward(sum(source.weight * scores[source.verifier] for source in self._sources), scores)
-
-    def _failures(self, rows: Sequence[Sequence[Outcome]], prompts: Sequence[int]) -> tuple[dict[str, int], tuple[str, ...]]:
-        counts: Counter[str] = Counter()
-        first: dict[str, str] = {}
-        for row, prompt in zip(rows, prompts, strict=True):
-            for source, outcome in zip(self._sources, row, strict=True):
-                if outcome.failure:
-                    name = f"{source.verifier}/{outcome.failure}"
-                    counts[name] += 1
-                    first.setdefault(name, f"prompt {prompt}: {outcome.detail.strip()}")
-        return dict(counts), tuple(f"{name}: {counts[name]} scored as wrong; first at {text}" for name, text in first.items())
-
-    def _check_answers(self, groups: Sequence[RolloutGroup]) -> None:
-        readers = [s.verifier for s, module in zip(self._sources, self._modules, strict=True) if module.NEEDS_ANSWER]
-        without = [group.prompt.index for group in groups if not group.prompt.answer.strip()]
-        if readers and without:
+    def _of_prompt(self, prompt: Prompt) -> list[int]:
+        """The sources that are for this row."""
+        mine = [number for number, source in enumerate(self._sources) if source.applies_to(prompt.extra)]
+        if not mine:
+            tags = sorted({tag for source in self._sources for tag in source.tags})
+            tag = prompt.extra.get(TAG)
             raise MsrlError(
-                f"reward.sources: {readers[0]} compares with the ground truth, but row {without[0]} of the data has none "
-                f"({len(without)} of {len(groups)} prompts of this step); map the column of answers in data.map_keys and preprocess again"
+                f"reward.sources: none is for row {prompt.index} of the data, whose tag is {tag}; they are for {', '.join(tags)}; "
+                f"map the column of tags with preprocess.map_keys: {{extra.{TAG}: COLUMN}}, or add a source without tags"
             )
+        readers = [self._sources[number].label for number in mine if self._sources[number].needs_answer]
+        if readers and not prompt.answer.strip():
+            raise MsrlError(
+                f"reward.sources: {readers[0]} compares with the ground truth, but row {prompt.index} of the data has none; "
+                "map the column of answers in preprocess.map_keys and preprocess again"
+            )
+        return mine
 
+    def _scored(self, g: int, group: RolloutGroup, numbers: Sequence[int], outcomes: _Outcomes) -> ScoredGroup:
+        count = len(group.completions)
+        columns = {s: self._column(self._sources[s], [outcomes[g, c, s] for c in range(count)]) for s in numbers}
+        return ScoredGroup(group, tuple(self._reward({s: column[c] for s, column in columns.items()}) for c in range(count)))
 
-def _checked(sources: Sequence[Source]) -> tuple[ModuleType, ...]:
-    """The verifiers' modules, if everything about the sources is in order."""
-    if not sources:
-        raise MsrlError("reward.sources is empty: name at least one verifier, for instance [{verifier: acc}]")
-    modules: list[ModuleType] = []
-    for number, source in enumerate(sources):
-        key = f"reward.sources[{number}]"
-        module = registry.load(VERIFIERS, source.verifier, key=f"{key}.verifier")
-        registry.check_options(module.score, source.options, key=f"{key}.options")
-        if source.timeout_s <= 0:
-            raise MsrlError(f"{key}.timeout_s={source.timeout_s}: the limit of {source.verifier} has to be positive")
-        if module in modules:
-            raise MsrlError(f"{key}.verifier={source.verifier}: listed twice; give it one entry with the sum of the weights")
-        modules.append(module)
-    return tuple(modules)
+    @staticmethod
+    def _column(source: Source, outcomes: Sequence[Outcome]) -> list[float]:
+        """One source's scores of a group, those that it could not decide filled in."""
+        decided = [outcome.score for outcome in outcomes if outcome.score is not None]
+        neutral = sum(decided) / len(decided) if decided else 0.0
+        missing = neutral if source.policy == "undecided" else source.wrong_score
+        return [missing if outcome.score is None else outcome.score for outcome in outcomes]
+
+    def _reward(self, scores: Mapping[int, float]) -> Reward:
+        total = sum(self._sources[s].weight * score for s, score in scores.items())
+        return Reward(total, {self._sources[s].label: score for s, score in scores.items()})
+
+    def _failures(self, outcomes: _Outcomes, groups: Sequence[RolloutGroup]) -> tuple[dict[str, int], tuple[str, ...]]:
+        counts: Counter[tuple[int, str]] = Counter()
+        first: dict[tuple[int, str], str] = {}
+        for (g, _, s), outcome in outcomes.items():
+            if outcome.failure:
+                what = f"prompt {groups[g].prompt.index}: {outcome.detail.strip()}"
+                if self._sources[s].policy == "fail":
+                    raise MsrlError(f"reward.sources: {self._sources[s].label} failed ({outcome.failure}) at {what}")
+                counts[s, outcome.failure] += 1
+                first.setdefault((s, outcome.failure), what)
+        names = {key: f"{self._sources[key[0]].label}/{key[1]}" for key in counts}
+        said = {"wrong": "scored as wrong", "undecided": "left undecided"}
+        notes = tuple(f"{names[k]}: {counts[k]} {said[self._sources[k[0]].policy]}; first at {first[k]}" for k in counts)
+        return {names[key]: count for key, count in counts.items()}, notes

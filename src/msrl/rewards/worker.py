@@ -1,7 +1,8 @@
 """One process that runs verifiers for `pool.py`: `python -m msrl.rewards.worker`, calls on standard input, results on standard output.
 
-Messages in are pickled and prefixed by their length (8 bytes): first a Setup, then lists of calls (function, response, answer).
-Messages out: HEADER (kind, score, length of the detail) and the detail in UTF-8; one READY, then one for each call in order.
+Messages in are pickled and prefixed by their length (8 bytes): first a Setup, then lists of calls (function, response, answer, extra).
+Messages out: HEADER (kind, score, length of the detail) and the detail in UTF-8; one READY (or one RAISED, where a user's file cannot be
+loaded), then one for each call in order.
 What a verifier prints goes to standard error. The process ends with its input.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
+import inspect
 import math
 import os
 import pickle
@@ -20,6 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 LENGTH = struct.Struct("<Q")
@@ -28,15 +32,25 @@ READY, SCORED, RAISED = 0, 1, 2
 MAX_DETAIL_BYTES = 4000
 GRACE_S = 5.0
 
+_Verifier = Callable[[str, str, Mapping[str, str]], float]
+
+
+class _NotLoadedError(Exception):
+    """A user's function that this process cannot find; the message says why."""
+
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A verifier as a worker finds it: `attribute` of `module`, called as `(response, answer, **options)`."""
+    """A verifier as a worker finds it: `attribute` of `module`, called as `(response, answer, **options)`.
+
+    With a `file`, the module is that file, under this name. A function with a parameter `extra` gets the further columns of the row.
+    """
 
     module: str
     attribute: str
     options: Mapping[str, Any]
     timeout_s: float
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +68,18 @@ def main() -> None:
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     setup: Setup = _read(source)
-    functions = _load(setup)
+    sys.path[:] = setup.path
+    try:
+        functions = [_loaded(function) for function in setup.functions]
+    except _NotLoadedError as error:
+        sink.write(_raised(str(error)))
+        return
+    _limit_memory(setup.memory_bytes)
     sink.write(HEADER.pack(READY, 0.0, 0))
     while (calls := _read(source)) is not None:
-        for index, response, answer in calls:
+        for index, response, answer, extra in calls:
             _limit(setup.functions[index].timeout_s)
-            sink.write(_run(functions[index], response, answer))
+            sink.write(_run(functions[index], response, answer, extra))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
@@ -76,14 +96,36 @@ def _read(source: IO[bytes]) -> Any:
     return pickle.loads(source.read(LENGTH.unpack(prefix)[0])) if len(prefix) == LENGTH.size else None
 
 
-def _load(setup: Setup) -> list[Callable[[str, str], float]]:
-    sys.path[:] = setup.path
-    functions = [partial(getattr(importlib.import_module(f.module), f.attribute), **f.options) for f in setup.functions]
-    if setup.memory_bytes:
+def _loaded(function: Function) -> _Verifier:
+    """The function with its options. Raises _NotLoadedError for a user's file that cannot be run, or that has no such function."""
+    if function.file is None:
+        target = getattr(importlib.import_module(function.module), function.attribute)
+    else:
+        target = _from_file(function.file, function.module, function.attribute)
+    verifier = partial(target, **function.options)
+    if "extra" in inspect.signature(target).parameters:
+        return lambda response, answer, extra: verifier(response, answer, extra=extra)
+    return lambda response, answer, _: verifier(response, answer)
+
+
+def _from_file(file: str, module_name: str, attribute: str) -> Callable[..., float]:
+    try:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        sys.path.insert(0, str(Path(file).resolve().parent))
+        spec.loader.exec_module(module)
+        return getattr(module, attribute)
+    except BaseException as error:
+        raise _NotLoadedError(f"{file}:{attribute}: cannot be loaded: {traceback.format_exc(limit=-2)[-MAX_DETAIL_BYTES:]}") from error
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    if memory_bytes:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = setup.memory_bytes if hard == resource.RLIM_INFINITY else min(setup.memory_bytes, hard)
+        limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    return functions
 
 
 def _limit(timeout_s: float) -> None:
@@ -92,14 +134,18 @@ def _limit(timeout_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + GRACE_S)
 
 
-def _run(function: Callable[[str, str], float], response: str, answer: str) -> bytes:
+def _run(function: _Verifier, response: str, answer: str, extra: Mapping[str, str]) -> bytes:
     try:
-        score = float(function(response, answer))
+        score = float(function(response, answer, extra))
         if math.isfinite(score):
             return HEADER.pack(SCORED, score, 0)
         detail = f"the score is {score}, not a finite number"
     except BaseException:  # whatever a verifier raises is reported, and the next call still runs
         detail = traceback.format_exc(limit=-4)
+    return _raised(detail)
+
+
+def _raised(detail: str) -> bytes:
     data = detail.encode("utf-8", "replace")[-MAX_DETAIL_BYTES:]
     return HEADER.pack(RAISED, 0.0, len(data)) + data
 

@@ -128,8 +128,7 @@ def report_of(scores: Scores, trained: Mapping[str, float], seconds: Mapping[str
     totals = reward_matrix(groups)
     lengths = np.array([len(c.token_ids) for c in completions])
     num_tokens = int(lengths.sum()) + sum(len(g.rollout.prompt.token_ids) * len(g.rewards) for g in groups)
-    names = groups[0].rewards[0].scores
-    by_source = {f"reward/{n}": float(np.mean([r.scores[n] for g in groups for r in g.rewards])) for n in names}
+    by_source = {f"reward/{name}": mean for name, mean in scores.means().items()}
     return {
         "reward/mean": float(totals.mean()),
         "reward/std": float(totals.std()),

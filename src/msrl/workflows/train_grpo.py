@@ -96,7 +96,7 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
     reference = weights_path(config) if config.algo.kl.loss.coef > 0 else None
     settings = worker_settings(config, platform.name, resume=job.resume, reference=reference)
     with ExitStack() as stack:
-        sources = [Source(s.verifier, s.weight, s.timeout_s, s.options) for s in config.reward.sources]
+        sources = [Source.of(section) for section in config.reward.sources]
         scorer = stack.enter_context(Scorer(sources, num_workers=max(1, min(8, platform.device_count()))))
         session = stack.enter_context(
             ray_session(

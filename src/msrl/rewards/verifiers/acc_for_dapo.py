@@ -1,0 +1,23 @@
+"""What stands behind the last `Answer:` of the response is the ground truth: 1.0; anything else: -1.0.
+
+Read are the last `tail` characters; `Answer:` in any case, to the end of its line; equal are the same Minerva normal forms (`minerva.py`).
+After MindSpeed-RL's verifier of this name, which is DAPO's (arXiv:2503.14476); there only the response is normalised, here the ground
+truth is too.
+"""
+
+from __future__ import annotations
+
+import re
+
+from msrl.rewards.extract import ground_truth
+from msrl.rewards.minerva import normal_form
+
+WRONG = -1.0
+NEEDS_ANSWER = True
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+
+def score(response: str, answer: str, *, tail: int = 300) -> float:
+    """1.0 or -1.0."""
+    found = _ANSWER.findall(response[-tail:] if tail > 0 else response)
+    return 1.0 if found and normal_form(found[-1]) == normal_form(ground_truth(answer)) else WRONG

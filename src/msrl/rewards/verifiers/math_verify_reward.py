@@ -1,0 +1,29 @@
+"""The response has the form of a reasoning answer and math-verify finds the ground truth in its answer: 1.0; anything else: 0.0.
+
+The form is `base_acc`'s. math-verify reads the text between the answer tags with its own rules (the box first, other formulas behind it)
+and compares symbolically. After MindSpeed-RL's verifier of this name, whose timeout works in main threads only; here the process is killed.
+"""
+
+from __future__ import annotations
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from msrl.rewards.equality import MAX_CHARACTERS
+from msrl.rewards.extract import ground_truth
+from msrl.rewards.verifiers.base_acc import has_form
+
+WRONG = 0.0
+NEEDS_ANSWER = True
+
+
+def score(response: str, answer: str) -> float:
+    """1.0 or 0.0. An answer of more than 4096 characters is wrong."""
+    if not has_form(response):
+        return WRONG
+    given = response.rpartition("<answer>")[2].rpartition("</answer>")[0]
+    if len(given) > MAX_CHARACTERS:
+        return WRONG
+    rules = [LatexExtractionConfig(), ExprExtractionConfig()]
+    true = parse(f"\\boxed{{{ground_truth(answer)}}}", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
+    claimed = parse(given, extraction_config=rules, parsing_timeout=None)  # type: ignore[arg-type]
+    return 1.0 if verify(true, claimed, timeout_seconds=None) else WRONG

@@ -1,0 +1,18 @@
+"""The response goes in steps: a third for every mark of one, at most 1.0.
+
+Marks: `Step 3:`, `2.` at the beginning of a line, a bullet (`-`, `*`) on a new line, `First,`, `Second,`, `Next,`, `Finally,`.
+After MindSpeed-RL's verifier of this name.
+"""
+
+from __future__ import annotations
+
+import re
+
+WRONG = 0.0
+NEEDS_ANSWER = False
+_MARK = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
+
+
+def score(response: str, answer: str) -> float:
+    """0.0, 1/3, 2/3 or 1.0; the ground truth is not read."""
+    return min(1.0, len(_MARK.findall(response)) / 3)

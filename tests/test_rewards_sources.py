@@ -1,0 +1,144 @@
+"""What scores and for which rows: users' own functions, names, tags, and what a failure counts as. Real worker processes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from msrl.errors import ManyErrors, MsrlError
+from msrl.rewards.score import Scorer, Source
+from msrl.rewards.sources import mistakes
+from msrl.types import Completion, Prompt, RolloutGroup
+
+OWN = """
+from other_file import FACTOR
+from math import floor as rounded
+
+def longer(response, answer, *, than=3):
+    return FACTOR * float(len(response) > than)
+
+def of_row(response, answer, extra):
+    return float(extra.get("grade", -1))
+
+def stuck_at_b(response, answer):
+    while response == "b":
+        pass
+    return float(len(response))
+
+async def later(response, answer):
+    return 1.0
+
+def alone(response):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "other_file.py").write_text("FACTOR = 2.0\n")
+    return str(tmp_path / "own.py")
+
+
+def group(*texts, answer="4", index=0, **extra):
+    empty = np.zeros(0, np.int64)
+    completions = tuple(Completion(empty, np.zeros(0, np.float32), finish_reason="stop", policy_version=0, text=text) for text in texts)
+    return RolloutGroup(Prompt(index, empty, answer, extra), completions)
+
+
+def totals(scores):
+    return [[reward.total for reward in group.rewards] for group in scores.groups]
+
+
+def test_a_function_of_the_user_scores_with_its_options_and_the_columns_of_the_row(own):
+    sources = [Source(function=f"{own}:longer", options={"than": 1}, weight=0.5), Source(function=f"{own}:of_row", name="grade")]
+    with Scorer(sources, 1) as scorer:
+        scores = scorer.score([group("a", "bb", grade="7"), group("ccc")])
+    assert totals(scores) == [[7.0, 8.0], [0.0]]
+    assert scores.groups[0].rewards[1].scores == {"longer": 2.0, "grade": 7.0}
+    assert scores.means() == {"longer": pytest.approx(4 / 3), "grade": pytest.approx(13 / 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("own.py", {}, "must be path/file.py:function"),
+        ("nowhere.py:f", {}, "there is no file"),
+        ("own.py:longr", {}, "defines no longr; did you mean 'longer'?"),
+        ("own.py:longer", {"then": 3}, "takes no option then; did you mean 'than'?"),
+        ("own.py:later", {}, "is asynchronous"),
+        ("own.py:alone", {}, r"must take \(response, answer\)"),
+        ("broken.py:f", {}, "is no Python"),
+    ],
+)
+def test_a_function_that_cannot_be_is_refused_without_running_its_file(own, monkeypatch, name, options, message):
+    monkeypatch.chdir(Path(own).parent)
+    Path("broken.py").write_text("def f(:\n")
+    with pytest.raises(ManyErrors, match=message):
+        Scorer([Source(function=name, options=options)], 1)
+
+
+def test_a_file_that_fails_when_it_is_run_is_the_users_to_mend(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("import nowhere_at_all\ndef f(response, answer):\n    return 1.0\n")
+    with (
+        Scorer([Source(function=f"{file}:f")], 1) as scorer,
+        pytest.raises(MsrlError, match=r"own.py:f: cannot be loaded(.|\n)*nowhere_at_all"),
+    ):
+        scorer.score([group("a")])
+
+
+def test_a_row_is_scored_by_the_sources_of_its_tag():
+    sources = [
+        Source("acc", tags=("math",)),
+        Source("exact_match", tags=("words", "names"), weight=2.0),
+        Source("step", weight=0.5),
+        Source("acc", name="strict", tags=("math",), options={"percent": False}),
+    ]
+    with Scorer(sources, 1) as scorer:
+        scores = scorer.score([group(r"\boxed{0.04}", tag="math"), group("Bo", answer="Bo", tag="names"), group("x", answer="")])
+    assert [dict(g.rewards[0].scores) for g in scores.groups] == [
+        {"acc": 1.0, "step": 0.0, "strict": -0.5}, {"exact_match": 1.0, "step": 0.0}, {"step": 0.0},
+    ]  # fmt: skip
+    assert totals(scores) == [[0.5], [2.0], [0.0]]
+
+
+def test_a_row_that_no_source_is_for_is_refused():
+    with Scorer([Source("acc", tags=("math",))], 1) as scorer:
+        with pytest.raises(MsrlError, match=r"none is for row 3 of the data, whose tag is code; they are for math.*extra.tag"):
+            scorer.score([group("a", index=3, tag="code")])
+        with pytest.raises(MsrlError, match=r"none is for row 3 of the data, whose tag is None"):
+            scorer.score([group("a", index=3)])
+
+
+def test_a_failure_is_wrong_or_undecided_or_the_end_as_configured(own):
+    def source(**options):
+        return Source(function=f"{own}:stuck_at_b", timeout_s=0.4, **options)
+
+    sources = [source(wrong=-3.0), source(name="undecided", on_failure="undecided")]
+    with Scorer(sources, 2) as scorer:
+        scores = scorer.score([group("a", "b", "ccc"), group("b")])
+    assert [[r.scores["stuck_at_b"] for r in g.rewards] for g in scores.groups] == [[1.0, -3.0, 3.0], [-3.0]]
+    assert [[r.scores["undecided"] for r in g.rewards] for g in scores.groups] == [[1.0, 2.0, 3.0], [0.0]]
+    assert scores.failures == {"stuck_at_b/timeout": 2, "undecided/timeout": 2}
+    assert scores.notes[1] == "undecided/timeout: 2 left undecided; first at prompt 0: no answer within 0.4 s"
+    with Scorer([source(on_failure="fail")], 1) as scorer, pytest.raises(MsrlError, match=r"stuck_at_b failed \(timeout\) at prompt 5"):
+        scorer.score([group("b", index=5)])
+
+
+def test_all_mistakes_of_the_sources_are_found_at_once():
+    found = list(
+        mistakes([
+            Source("acc", options={"tolerance": "x", "tolerence": 1}), Source(), Source("acc", function="a.py:f"),
+            Source("exact_match", options={"part": "end"}), Source("regex_match"),
+        ])
+    )  # fmt: skip
+    assert [(number, key) for number, key, _ in found] == [
+        (0, "options.tolerence"), (0, "options.tolerance"), (1, "verifier"), (2, "function"), (3, "options.part"), (4, "verifier"),
+    ]  # fmt: skip
+    assert "valid number" in found[1][2]
+    assert found[2][2] == "exactly one of verifier, function says what scores; there are 0"
+    assert "'response', 'last_line', 'boxed' or 'answer'" in found[4][2]
+    assert [message for *_, message in mistakes([Source("acc", weight=0.0)])] == [
+        "all weights are 0, so that every completion scores the same; set one"
+    ]
