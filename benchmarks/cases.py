@@ -144,7 +144,7 @@ def step_of(script: str, *args: str) -> Way:
 
 
 CASES = (
-    Case("convert", "Qwen3 0.6B to Megatron, TP 2", "s", convert_ours, {"copy_floor": copy_floor}, {"copy_floor": 1.5}, warm_checkpoint),
+    Case("convert", "Qwen3 0.6B to Megatron, TP 2", "s", convert_ours, {"copy_floor": copy_floor}, {"copy_floor": 1.25}, warm_checkpoint),
     Case(
         "preprocess",
         "JSONL to tokens on disk, 2 workers",

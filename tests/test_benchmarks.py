@@ -19,8 +19,8 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def test_a_ratio_of_seconds_is_reached_below_its_goal_and_one_of_rates_above() -> None:
-    assert table_row(BY_NAME["convert"], "copy_floor", 6.0, 4.0).endswith("| 6 s | copy_floor 4 s | 1.50 | at most 1.5 | yes |")
-    assert table_row(BY_NAME["convert"], "copy_floor", 6.1, 4.0).endswith("| 1.52 | at most 1.5 | **no** |")
+    assert table_row(BY_NAME["convert"], "copy_floor", 5.0, 4.0).endswith("| 5 s | copy_floor 4 s | 1.25 | at most 1.25 | yes |")
+    assert table_row(BY_NAME["convert"], "copy_floor", 5.1, 4.0).endswith("| 1.27 | at most 1.25 | **no** |")
     assert table_row(BY_NAME["preprocess"], "tokenize_ceiling", 300.0, 500.0).endswith("| 0.60 | at least 0.8 | **no** |")
     assert table_row(BY_NAME["sft-fp32"], "trl_sft", 0.5, 1.0).endswith("| 0.50 |  |  |")
 

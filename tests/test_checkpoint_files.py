@@ -65,6 +65,14 @@ def test_streamed_files_are_sound_zip_archives_with_aligned_data(tmp_path: Path)
     assert written.sha256 == check_records(tmp_path / "file.pt")
 
 
+def test_tensors_larger_than_a_block_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msrl.checkpoint.torch_file.BLOCK_BYTES", 10)
+    written = write_samples(tmp_path / "file.pt")
+    found = torch.load(tmp_path / "file.pt", weights_only=False)["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in SAMPLES.items())
+    assert written.sha256 == check_records(tmp_path / "file.pt")
+
+
 def test_tensors_that_were_not_announced_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was announced"):
         write_torch_file(tmp_path / "f.pt", {"a": TensorSpec(torch.float32, (2,))}, [("a", torch.zeros(3))], lambda model: model)

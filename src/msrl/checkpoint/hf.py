@@ -21,7 +21,7 @@ from torch import Tensor
 
 from msrl.checkpoint.dtypes import SAFETENSORS_NAMES, hf_name
 from msrl.checkpoint.hf_files import INDEX, SINGLE, open_weight_files, some
-from msrl.checkpoint.torch_file import TensorSpec, spec_of, tensor_bytes
+from msrl.checkpoint.torch_file import TensorSpec, spec_of, tensor_blocks
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules, load_shape
 from msrl.models.rules import Rule
@@ -134,10 +134,9 @@ class HfWriter:
         place = self._places[name]
         if spec_of(tensor) != place.spec:
             raise ValueError(f"{name} was announced as {place.spec}, not {spec_of(tensor)}")
-        data, offset = tensor_bytes(tensor), place.offset
-        while data:
-            count = os.pwrite(self._descriptors[place.file], data, offset)
-            data, offset = data[count:], offset + count
+        offset = place.offset
+        for block in tensor_blocks(tensor):
+            offset = _write_at(self._descriptors[place.file], block, offset)
         self._written.add(name)
 
     def close(self) -> None:
@@ -160,6 +159,14 @@ class HfWriter:
         os.truncate(descriptor, 8 + len(header) + end)
         for name, spec in specs.items():
             self._places[name] = _Place(path, 8 + len(header) + entries[name]["data_offsets"][0], spec)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """Write all of `data` at `offset`; the offset behind it."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+    return offset
 
 
 def _shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:

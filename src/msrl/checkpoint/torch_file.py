@@ -15,7 +15,7 @@ import pathlib
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 from msrl.errors import MsrlError
 
 ALIGNMENT = 64
+BLOCK_BYTES = 4 << 20  # what is checksummed and written in one go: the checksum leaves it in the cache for the write
 _ROOT = "archive"
 _STORAGES = {torch.bfloat16: "BFloat16Storage", torch.float16: "HalfStorage", torch.float32: "FloatStorage", torch.float64: "DoubleStorage"}
 _STORAGES |= {torch.int64: "LongStorage", torch.int32: "IntStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage"}
@@ -70,13 +71,13 @@ def write_torch_file(
     """
     stand_ins = {name: _StandIn(str(index), spec) for index, (name, spec) in enumerate(specs.items())}
     with path.open("wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        _add(archive, "data.pkl", _pickled(wrap(dict(stand_ins))))
-        _add(archive, "byteorder", sys.byteorder.encode())
+        _add_bytes(archive, "data.pkl", _pickled(wrap(dict(stand_ins))))
+        _add_bytes(archive, "byteorder", sys.byteorder.encode())
         for (name, stand_in), (given, tensor) in zip(stand_ins.items(), tensors, strict=True):
             if name != given or spec_of(tensor) != stand_in.spec:
                 raise ValueError(f"{given} {spec_of(tensor)} was given where {name} {stand_in.spec} was announced")
-            _add(archive, f"data/{stand_in.key}", tensor_bytes(tensor))
-        _add(archive, "version", b"3\n")
+            _add(archive, f"data/{stand_in.key}", tensor_blocks(tensor), tensor.nbytes)
+        _add_bytes(archive, "version", b"3\n")
         digest = _digest(archive)
     return WrittenFile(path.stat().st_size, digest)
 
@@ -100,10 +101,21 @@ def _digest(archive: zipfile.ZipFile) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor in C order, without a copy where it is contiguous."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+def tensor_blocks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a CPU tensor in C order, in blocks of at most `BLOCK_BYTES` (or one row).
+
+    Nothing is copied where the tensor is contiguous; else block by block, in memory that stays small and is used again.
+    """
+    tensor = tensor.detach().cpu()
+    if not tensor.numel():
+        return
+    if tensor.is_contiguous():
+        data = tensor.view(-1).view(torch.uint8).numpy().data
+        yield from (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))
+        return
+    rows = max(1, BLOCK_BYTES * tensor.shape[0] // tensor.nbytes)
+    for block in tensor.split(rows):
+        yield block.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +134,21 @@ class _Storage:
     spec: TensorSpec
 
 
-def _add(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
-    """One stored record whose data begin on a 64-byte boundary, by a padding field in its header."""
+def _add_bytes(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    _add(archive, name, [memoryview(data)], len(data))
+
+
+def _add(archive: zipfile.ZipFile, name: str, blocks: Iterable[memoryview], num_bytes: int) -> None:
+    """One stored record of `num_bytes` whose data begin on a 64-byte boundary, by a padding field in its header."""
     info = zipfile.ZipInfo(f"{_ROOT}/{name}")
-    info.file_size = len(data)
-    zip64 = len(data) > 0x7000_0000  # where zipfile itself goes over to 64-bit sizes is just above
+    info.file_size = num_bytes
+    zip64 = num_bytes > 0x7000_0000  # where zipfile itself goes over to 64-bit sizes is just above
     header = 30 + len(info.filename.encode()) + (20 if zip64 else 0) + 4
     padding = -(archive.start_dir + header) % ALIGNMENT
     info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
     with archive.open(info, "w", force_zip64=zip64) as record:
-        record.write(data)
+        for block in blocks:
+            record.write(block)
 
 
 def _pickled(value: object) -> bytes:
