@@ -1,4 +1,4 @@
-"""What several tests share: where the real inputs are."""
+"""What several tests share: where the real inputs are, and where processes that they start find modules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+
+
+def python_path() -> str:
+    """PYTHONPATH for processes that import test modules: this folder, then what this process itself was given."""
+    return os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def shared_data(*parts: str) -> Path:

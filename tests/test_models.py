@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from msrl.checkpoint.plan import make_plan
 from msrl.errors import MsrlError
-from msrl.models.families import all_rules, load_shape, num_parameters, shape_of
+from msrl.models.cut import Cut
+from msrl.models.families import all_rules, families, load_shape, num_parameters, shape_of
 from msrl.models.hf_config import HfConfig
 from msrl.models.megatron import transformer_settings
 from msrl.models.rules import Qkv
-from msrl.models.shape import Llama3RopeScaling
+from msrl.models.shape import Llama3RopeScaling, YarnRopeScaling
 from support import shared_data
 
 QWEN2: dict[str, Any] = {
@@ -24,6 +28,7 @@ QWEN2: dict[str, Any] = {
 }  # fmt: skip
 QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 LLAMA = {**QWEN2, "architectures": ["LlamaForCausalLM"]}
+MISTRAL = {**QWEN2, "architectures": ["MistralForCausalLM"]}
 LLAMA3_SCALING = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
@@ -37,6 +42,9 @@ def shape(config: dict[str, Any], **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("file", "parameters", "tied", "theta", "dtype"),
     [
+        ("Mistral-7B-Instruct-v0.2.config.json", 7_241_732_096, False, 1e6, "bfloat16"),
+        ("Yi-6B-Chat.config.json", 6_061_035_520, False, 5e6, "bfloat16"),
+        ("Qwen1.5-0.5B-Chat.config.json", 463_987_712, True, 1e6, "bfloat16"),
         ("Llama-2-7b-chat.config.json", 6_738_415_616, False, 1e4, "float16"),
         ("Llama-3.2-3B-Instruct.config.json", 3_212_749_824, True, 5e5, "bfloat16"),
         ("aic/meta-llama--Meta-Llama-3.1-8B_config.json", 8_030_261_248, False, 5e5, "bfloat16"),
@@ -66,6 +74,25 @@ def test_rules_name_exactly_the_tensors_of_a_published_index(config: str, index:
     assert num_parameters(found) * bytes_per_parameter == published["metadata"]["total_size"]
 
 
+def test_every_real_config_of_a_supported_architecture_has_a_plan_in_under_a_second() -> None:
+    """Or is refused for a feature of it, by key; no weights are needed for either."""
+    planned, refused = 0, list[str]()
+    for file in sorted(shared_data("configs").rglob("*.json")):
+        if (json.loads(file.read_text()).get("architectures") or ["none"])[0] not in families():
+            continue
+        start = time.process_time()
+        try:
+            found = load_shape(file)
+        except MsrlError as error:
+            refused.append(str(error))
+            continue
+        tp, pp = math.gcd(8, found.num_query_groups), math.gcd(8, found.num_layers)
+        plan = make_plan(found, Cut(tp, pp))
+        assert plan.num_elements >= num_parameters(found) and time.process_time() - start < 1, file
+        planned += 1
+    assert planned >= 25 and all("quantization_config" in message for message in refused)
+
+
 def test_llama3_scaling_is_read_whole() -> None:
     found = load_shape(shared_data("configs", "Llama-3.2-3B-Instruct.config.json"))
     assert found.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
@@ -89,12 +116,12 @@ def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
     for file in sorted(folder.rglob("*.json")):
         config = json.loads(file.read_text())
         names = config.get("architectures")
-        if not names or names[0] in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"):
+        if not names or names[0] in families():
             continue
-        with pytest.raises(MsrlError, match=rf"{names[0]} is not supported; supported: LlamaForCausalLM, Qwen2ForCausalLM"):
+        with pytest.raises(MsrlError, match=rf"{names[0]} is not supported; supported: .*LlamaForCausalLM.* Qwen2ForCausalLM"):
             load_shape(file)
         refused += 1
-    assert refused > 40
+    assert refused > 20
 
 
 @pytest.mark.parametrize(
@@ -111,10 +138,16 @@ def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
         (QWEN3, {"head_dim": 33}, "needs an even number"),
         (QWEN2, {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         (QWEN2, {"hidden_act": "gelu"}, "hidden_act"),
-        (QWEN2, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window attention is not supported"),
-        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "only full_attention"),
-        (QWEN2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0: must be a positive whole number"),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, "max_window_layers=-1"),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "names sliding_attention, but no window is switched on"),
+        (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, "for each of the 2 layers"),
+        (QWEN2, {"layer_types": ["full_attention"]}, "for each of the 2 layers"),
+        (MISTRAL, {"sliding_window": "8"}, "sliding_window"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope' is not supported; supported: default, llama3, linear"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: is missing"),
+        (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}}, "rope_scaling.truncate"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "this family rotates whole heads"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         (LLAMA, {"attention_bias": True}, "attention_bias=true: is not supported"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias"),
@@ -130,6 +163,27 @@ def test_what_makes_no_sense_or_is_not_supported_is_refused_by_key(base: dict[st
 
 def test_a_window_that_no_layer_uses_is_no_window() -> None:
     assert shape(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=2) == shape(QWEN2)
+    assert shape(MISTRAL, sliding_window=None).attention == shape(QWEN2).attention
+
+
+def test_windows_are_in_the_layers_that_each_family_gives_them() -> None:
+    def layers(config: dict[str, Any], **changes: Any) -> list[int | None]:
+        found = shape(config, num_hidden_layers=4, **changes).attention
+        return [found.window_of(layer) for layer in range(4)]
+
+    assert layers(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=3) == [None, None, None, 8]
+    assert layers(QWEN2, use_sliding_window=True, max_window_layers=0) == [4096] * 4
+    kinds = ["full_attention", "sliding_attention"] * 2
+    assert layers(QWEN2, use_sliding_window=True, sliding_window=8, layer_types=kinds) == [None, 8, None, 8]
+    assert layers(MISTRAL, sliding_window=16) == [16] * 4 and layers(MISTRAL) == [4096] * 4
+
+
+def test_what_yarn_leaves_out_is_as_in_transformers() -> None:
+    """0.1 ln(4) + 1 = 1.13863; with both mscales, DeepSeek-V2-Lite's ratio of two equal numbers is 1."""
+    found = shape(QWEN2, rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=64).rope_scaling
+    assert found == YarnRopeScaling(4.0, 32.0, 1.0, 64, pytest.approx(1.1386294), True)
+    both = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
+    assert shape(QWEN2, rope_scaling=both).rope_scaling == YarnRopeScaling(40.0, 32.0, 1.0, 4096, 1.0, True, 0.707)
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
@@ -161,7 +215,7 @@ def test_a_rule_of_a_layer_names_its_tensors() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA])
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA, MISTRAL])
 @pytest.mark.parametrize("tied", [True, False])
 def test_rules_name_the_parameters_of_transformers_models(config: dict[str, Any], tied: bool) -> None:
     import torch

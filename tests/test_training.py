@@ -10,10 +10,10 @@ import torch
 
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
+from support import python_path
 from training_ranks import NUM_SEQUENCES, VOCAB, Case, Result, sequences
 
 pytestmark = pytest.mark.slow
-TESTS = str(Path(__file__).parent)
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -97,7 +97,7 @@ def results(folders, tmp_path_factory) -> dict[str, Result]:
     from msrl.platforms import get
 
     cases = _cases(folders, tmp_path_factory.mktemp("saves"))
-    found = run_ranks("training_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": TESTS})
+    found = run_ranks("training_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()})
     return {result.name: result for result in found}
 
 

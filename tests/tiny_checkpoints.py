@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from msrl.models.families import all_rules
-from test_models import LLAMA, QWEN2, QWEN3, shape
+from test_models import LLAMA, MISTRAL, QWEN2, QWEN3, shape
 
-FAMILIES = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA}
+FAMILIES = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "mistral": MISTRAL}
 
 
 def tensors(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

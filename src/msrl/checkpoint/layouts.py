@@ -1,9 +1,10 @@
 """The arithmetic of weight layouts: Hugging Face tensors <-> one canonical tensor <-> the shards of tensor-parallel ranks.
 
 Letters: G query groups, H hidden, F feed-forward, V vocabulary, d head dimension, m heads per group, t tensor-parallel size.
-Canonical tensors, each with one tensor-parallel axis: Qkv [G, (m + 2) * d, ...] axis 0; GateUp [2, F, H] axis 1; Vocab [V, H]
-axis 0 (not padded); Sharded as it is, on its own axis; Replicated as it is, no axis. Shards have Megatron's shapes: 2-D weights, 1-D
-biases. Nothing here communicates or casts, and it holds for any tensor shaped like its parameter (optimizer moments, say).
+Canonical tensors, each with one tensor-parallel axis: Qkv [G, (m + 2) * d, ...] axis 0; GateUp [2, F, H] axis 1; Packed that of the
+layout it packs; Vocab [V, H] axis 0 (not padded); Sharded as it is, on its own axis; Replicated as it is, no axis. Shards have
+Megatron's shapes: 2-D weights, 1-D biases. Nothing here communicates or casts, and it holds for any tensor shaped like its parameter
+(optimizer moments, say).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from msrl.models.rules import GateUp, Layout, Qkv, Replicated, Sharded, Vocab
+from msrl.models.rules import GateUp, Layout, Packed, Qkv, Replicated, Sharded, Vocab
 
 
 def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
     """The canonical tensor of the Hugging Face `tensors` (q, k, v; gate, up; or a single one)."""
+    layout, tensors = _unpacked(layout, tensors)
     if isinstance(layout, Qkv):
         return torch.cat([t.unflatten(0, (layout.num_groups, -1)) for t in tensors], dim=1)
     if isinstance(layout, GateUp):
@@ -29,6 +31,8 @@ def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
 
 def unfuse(layout: Layout, canonical: Tensor) -> tuple[Tensor, ...]:
     """The Hugging Face tensors of a canonical one; the way back of `fuse`."""
+    if isinstance(layout, Packed):
+        return (torch.cat(unfuse(layout.layout, canonical)),)
     if isinstance(layout, Qkv):
         sizes = [layout.heads_per_group * layout.head_dim, layout.head_dim, layout.head_dim]
         return tuple(part.flatten(0, 1) for part in canonical.split(sizes, dim=1))
@@ -37,8 +41,19 @@ def unfuse(layout: Layout, canonical: Tensor) -> tuple[Tensor, ...]:
     return (canonical,)
 
 
+def _unpacked(layout: Layout, tensors: Sequence[Tensor]) -> tuple[Layout, Sequence[Tensor]]:
+    """The parts of a packed tensor and their layout; anything else as it is."""
+    return (layout.layout, tensors[0].split(list(layout.rows))) if isinstance(layout, Packed) else (layout, tensors)
+
+
+def _inner(layout: Layout) -> Layout:
+    """The layout of the canonical tensor, however its parts lie in Hugging Face's."""
+    return layout.layout if isinstance(layout, Packed) else layout
+
+
 def split(layout: Layout, canonical: Tensor, tp_size: int, padded_vocab: int | None = None) -> tuple[Tensor, ...]:
     """The shards of all ranks. `padded_vocab` rows (default: the next multiple of `tp_size`) are reached with zeros."""
+    layout = _inner(layout)
     if isinstance(layout, Replicated):
         return (canonical,) * tp_size
     if isinstance(layout, Vocab):
@@ -50,6 +65,7 @@ def split(layout: Layout, canonical: Tensor, tp_size: int, padded_vocab: int | N
 
 def join(layout: Layout, shards: Sequence[Tensor]) -> Tensor:
     """The canonical tensor of all ranks' shards; the way back of `split`, vocabulary padding cut off."""
+    layout = _inner(layout)
     if isinstance(layout, Replicated):
         return shards[0]
     if isinstance(layout, Vocab):
@@ -64,6 +80,7 @@ def shard(layout: Layout, tensors: Sequence[Tensor], tp_rank: int, tp_size: int,
     Equal to `split(layout, fuse(layout, tensors), tp_size, padded_vocab)[tp_rank]`: each source is cut along its own axis first, and a
     rank's rows of q, k, v (gate, up) are contiguous because a rank holds whole groups (a range of feed-forward rows).
     """
+    layout, tensors = _unpacked(layout, tensors)
     if isinstance(layout, Replicated):
         return fuse(layout, tensors)
     if isinstance(layout, Vocab):

@@ -26,6 +26,7 @@ from msrl.checkpoint.torch_file import TensorSpec, WrittenFile, read_torch_file,
 from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.models.cut import Coords, Cut
+from msrl.models.megatron import rope_arguments
 from msrl.models.shape import Shape
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -132,7 +133,6 @@ def namespace(
     shape: Shape, cut: Cut, *, padded_vocab: int | None = None, dtype: str | None = None, names: str = "local"
 ) -> argparse.Namespace:
     """Megatron's arguments that describe the model, as its and MindSpeed's tools read them from a checkpoint."""
-    scaling = shape.rope_scaling
     dtype = dtype or shape.dtype
     return argparse.Namespace(
         tensor_model_parallel_size=cut.tp,
@@ -167,14 +167,7 @@ def namespace(
         qk_layernorm=shape.qk_norm,
         position_embedding_type="rope",
         use_rotary_position_embeddings=True,
-        rotary_base=shape.rope_theta,
-        rotary_percent=1.0,
-        use_rope_scaling=scaling is not None,
-        rope_scaling_type="llama3" if scaling else None,
-        rope_scaling_factor=scaling.factor if scaling else 1.0,
-        low_freq_factor=scaling.low_freq_factor if scaling else None,
-        high_freq_factor=scaling.high_freq_factor if scaling else None,
-        original_max_position_embeddings=scaling.original_max_position_embeddings if scaling else None,
+        **rope_arguments(shape),
         transformer_impl="transformer_engine" if names == "te" else "local",
         use_mcore_models=True,
         bf16=dtype == "bfloat16",

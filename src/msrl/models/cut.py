@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from msrl.errors import ManyErrors
 from msrl.models.families import num_experts, rules_for
-from msrl.models.rules import GateUp, Qkv, Rule
+from msrl.models.rules import GateUp, Qkv, Rule, Sharded
 from msrl.models.shape import Shape
 
 
@@ -124,10 +124,11 @@ class Cut:
         yield from self._expert_problems(shape)
 
     def _tensor_problems(self, shape: Shape) -> Iterator[tuple[str, str]]:
-        rules = [rule for rule in _distinct(shape) if rule.expert is None]
-        sizes = [("query groups", layout.num_groups) for layout in (rule.layout for rule in rules) if isinstance(layout, Qkv)]
+        rules = [rule.unpacked for rule in _distinct(shape) if rule.expert is None]
+        sizes = [("query groups", layout.num_groups) for layout, _ in rules if isinstance(layout, Qkv)]
+        sizes += [("query groups", layout.units) for layout, _ in rules if isinstance(layout, Sharded) and layout.units is not None]
         sizes += [("attention heads", shape.num_attention_heads)]
-        sizes += [("ffn columns", rule.shapes[0][0]) for rule in rules if isinstance(rule.layout, GateUp)]
+        sizes += [("ffn columns", shapes[0][0]) for layout, shapes in rules if isinstance(layout, GateUp)]
         for what, size in dict.fromkeys(sizes):
             if size % self.tp:
                 yield "tp", f"must divide the model's {size} {what}"

@@ -1,7 +1,6 @@
-"""What the dense decoder-only families share: the shape that a config describes, and the weight rules that follow from a shape.
+"""What the dense decoder-only families share when they read a config: the shape that transformers' usual keys describe.
 
-A family file says what differs (biases, q/k norm, defaults of its Hugging Face config class); the names are those of
-transformers' modeling files on one side and of Megatron's local layer spec on the other.
+A family file says what differs: biases, q/k norm, which layers have a window, defaults of its Hugging Face config class.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 from typing import cast
 
 from msrl.models.hf_config import HfConfig
-from msrl.models.rules import GateUp, Qkv, Replicated, Rule, Rules, Sharded, Vocab
-from msrl.models.shape import Shape
+from msrl.models.rope import read_rope
+from msrl.models.shape import PLAIN, Attention, Shape
 
-_HF = "model.layers.{layer}."
-_MCORE = "decoder.layers.{layer}."
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder_shape(
@@ -24,15 +22,27 @@ def decoder_shape(
     qk_norm: bool,
     head_dim: int | None = None,
     num_key_value_heads: int | None = None,
-    max_position_embeddings: int,
+    max_position_embeddings: int | None,
+    norm_eps: float = 1e-6,
+    rope_theta: float = 10000.0,
+    partial_rotary_factor: float | None = None,
+    allow_mrope: bool = False,
+    tie_word_embeddings: bool = False,
+    attention: Attention = PLAIN,
 ) -> Shape:
-    """The shape of a dense decoder. The last three are the defaults of the family's config class; `head_dim` None is hidden / heads.
+    """The shape of a dense decoder. From `head_dim` on, arguments are the defaults of the family's config class.
 
-    Raises MsrlError for numbers that are missing or do not fit together and for features that are not supported.
+    `head_dim` None is hidden / heads; `partial_rotary_factor` None says that the family always rotates whole heads. Raises MsrlError for
+    numbers that are missing or do not fit together and for features that are not supported.
     """
     _refuse_unsupported(config)
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    theta, scaling = config.rope()
+    positions = config.count("max_position_embeddings", max_position_embeddings)
+    head = config.count("head_dim", _default_head_dim(config, hidden, heads) if head_dim is None else head_dim)
+    partial = 1.0 if partial_rotary_factor is None else partial_rotary_factor
+    rope = read_rope(config, max_position_embeddings=positions, theta=rope_theta, partial=partial, allow_mrope=allow_mrope)
+    if partial_rotary_factor is None and rope.partial_rotary_factor != 1:
+        config.fail("partial_rotary_factor", f"is {rope.partial_rotary_factor}; this family rotates whole heads")
     shape = Shape(
         family=family,
         architecture=config.architecture(),
@@ -41,18 +51,20 @@ def decoder_shape(
         ffn_hidden_size=config.count("intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=config.count("num_key_value_heads", num_key_value_heads),
-        head_dim=config.count("head_dim", _default_head_dim(config, hidden, heads) if head_dim is None else head_dim),
+        head_dim=head,
         vocab_size=config.count("vocab_size"),
-        max_position_embeddings=config.count("max_position_embeddings", max_position_embeddings),
-        norm_eps=config.positive("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        max_position_embeddings=positions,
+        norm_eps=config.positive("rms_norm_eps", norm_eps),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        tie_word_embeddings=config.flag("tie_word_embeddings", tie_word_embeddings),
         dtype=config.dtype(),
+        rotary_dim=int(head * rope.partial_rotary_factor),
+        attention=attention,
     )
-    _check(config, shape)
+    check_heads(config, shape)
     return shape
 
 
@@ -63,93 +75,65 @@ def _default_head_dim(config: HfConfig, hidden: int, heads: int) -> int | None:
     return hidden // heads or None
 
 
-def _check(config: HfConfig, shape: Shape) -> None:
+def check_heads(config: HfConfig, shape: Shape) -> None:
+    """Heads come in whole groups and rotate in pairs. Raises MsrlError."""
     if shape.num_attention_heads % shape.num_query_groups:
         config.fail("num_key_value_heads", f"does not divide num_attention_heads={shape.num_attention_heads}")
-    if shape.head_dim % 2:
-        config.fail("head_dim", f"is {shape.head_dim}; rotary embedding needs an even number")
+    if shape.rotated_channels < 2 or shape.rotated_channels % 2:
+        config.fail("head_dim", f"rotates {shape.rotated_channels} channels of {shape.head_dim}; rotary embedding needs an even number")
 
 
 def _refuse_unsupported(config: HfConfig) -> None:
     """What a config of these families may ask for and this version does not do."""
     config.refuse("hidden_act", "silu")
-    config.refuse("attention_bias", False)
-    config.refuse("mlp_bias", False)
     config.refuse("attention_dropout", 0, 0.0)
-    config.refuse("partial_rotary_factor", 1, 1.0)
+    for key in ("mlp_bias", "use_mrope", "use_bidirectional_attention"):
+        config.refuse(key, False)
     config.refuse("quantization_config")
     config.refuse("num_experts", 0)
-    _refuse_sliding_window(config)
 
 
-def _refuse_sliding_window(config: HfConfig) -> None:
-    """A window is in use when `layer_types` says so, or when it is switched on and reaches some layer."""
+def switched_window(config: HfConfig) -> Attention:
+    """Qwen's windows: layers from `max_window_layers` on, where `use_sliding_window` is set, unless `layer_types` names the layers."""
+    window = _window(config, 4096) if config.flag("use_sliding_window", False) else None
+    first = config.values.get("max_window_layers", 28)
+    if window is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
+        config.fail("max_window_layers", "must be a whole number")
+    return windowed(config, window, tuple(range(cast("int", first) if window else 0, config.count("num_hidden_layers"))))
+
+
+def windowed(config: HfConfig, window: int | None, layers: tuple[int, ...]) -> Attention:
+    """A window in `layers`, or in those that `layer_types` names where the config has it. A window that no layer uses is none."""
     kinds = config.values.get("layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or set(cast("list[str]", kinds)) != {"full_attention"}:
-            config.fail("layer_types", "only full_attention is supported in every layer")
-        return
-    if config.flag("use_sliding_window", False) and config.values.get("sliding_window") is not None:
-        first = config.values.get("max_window_layers")
-        if not isinstance(first, int) or first < config.count("num_hidden_layers"):
-            config.fail("use_sliding_window", "sliding-window attention is not supported")
+        layers = _sliding_layers(config, kinds)
+        if layers and window is None:
+            config.fail("layer_types", f"names {SLIDING}, but no window is switched on")
+    return Attention(window=window, window_layers=layers) if window and layers else PLAIN
 
 
-def decoder_rules(shape: Shape) -> Rules:
-    """The weight rules of a dense decoder with fused q/k/v and gate/up on Megatron's side."""
-    return Rules(first=(_embedding(shape),), layers=(_layer_rules(shape),) * shape.num_layers, last=_last_rules(shape))
+def _sliding_layers(config: HfConfig, kinds: object) -> tuple[int, ...]:
+    """The layers that `layer_types` gives a window. Raises MsrlError for anything but one of the two known kinds per layer."""
+    num_layers = config.count("num_hidden_layers")
+    found = cast("list[object]", kinds) if isinstance(kinds, list) else []
+    if len(found) != num_layers or not all(kind in (FULL, SLIDING) for kind in found):
+        config.fail("layer_types", f"must name {FULL} or {SLIDING} for each of the {num_layers} layers")
+    return tuple(layer for layer, kind in enumerate(found) if kind == SLIDING)
 
 
-def _embedding(shape: Shape) -> Rule:
-    names = ("model.embed_tokens.weight",)
-    return Rule("embedding.word_embeddings.weight", names, Vocab(shape.vocab_size), ((shape.vocab_size, shape.hidden_size),))
+def _window(config: HfConfig, default: int) -> int | None:
+    """`sliding_window`: null is no window, an absent key the default of the config class."""
+    if "sliding_window" in config.values and config.values["sliding_window"] is None:
+        return None
+    return config.count("sliding_window", default)
 
 
-def _last_rules(shape: Shape) -> tuple[Rule, ...]:
-    norm = _norm("decoder.final_layernorm.weight", "model.norm.weight", shape.hidden_size)
-    if shape.tie_word_embeddings:
-        return (norm,)
-    head = Rule("output_layer.weight", ("lm_head.weight",), Vocab(shape.vocab_size), ((shape.vocab_size, shape.hidden_size),))
-    return (norm, head)
+def window_everywhere(config: HfConfig, default: int) -> Attention:
+    """Mistral's windows: every layer has `sliding_window`, unless it is null."""
+    window = _window(config, default)
+    return windowed(config, window, tuple(range(config.count("num_hidden_layers"))))
 
 
-def _layer_rules(shape: Shape) -> tuple[Rule, ...]:
-    hidden, ffn, heads_size = shape.hidden_size, shape.ffn_hidden_size, shape.num_attention_heads * shape.head_dim
-    rules = [_norm(f"{_MCORE}input_layernorm.weight", f"{_HF}input_layernorm.weight", hidden), _qkv(shape, "weight", hidden)]
-    if shape.qkv_bias:
-        rules.append(_qkv(shape, "bias"))
-    if shape.qk_norm:
-        rules += [
-            _norm(f"{_MCORE}self_attention.{which}_layernorm.weight", f"{_HF}self_attn.{which}_norm.weight", shape.head_dim)
-            for which in ("q", "k")
-        ]
-    return (
-        *rules,
-        _row_parallel("self_attention.linear_proj", "self_attn.o_proj", (hidden, heads_size)),
-        _norm(f"{_MCORE}pre_mlp_layernorm.weight", f"{_HF}post_attention_layernorm.weight", hidden),
-        Rule(
-            f"{_MCORE}mlp.linear_fc1.weight",
-            (f"{_HF}mlp.gate_proj.weight", f"{_HF}mlp.up_proj.weight"),
-            GateUp(),
-            ((ffn, hidden), (ffn, hidden)),
-        ),
-        _row_parallel("mlp.linear_fc2", "mlp.down_proj", (hidden, ffn)),
-    )
-
-
-def _norm(mcore: str, hf: str, size: int) -> Rule:
-    return Rule(mcore, (hf,), Replicated(), ((size,),))
-
-
-def _row_parallel(mcore: str, hf: str, shape: tuple[int, int]) -> Rule:
-    return Rule(f"{_MCORE}{mcore}.weight", (f"{_HF}{hf}.weight",), Sharded(1), (shape,))
-
-
-def _qkv(shape: Shape, kind: str, *columns: int) -> Rule:
-    rows = (shape.num_attention_heads * shape.head_dim, *[shape.num_query_groups * shape.head_dim] * 2)
-    return Rule(
-        f"{_MCORE}self_attention.linear_qkv.{kind}",
-        tuple(f"{_HF}self_attn.{which}_proj.{kind}" for which in "qkv"),
-        Qkv(shape.num_query_groups, shape.heads_per_group, shape.head_dim),
-        tuple((row, *columns) for row in rows),
-    )
+def alternating_window(config: HfConfig, default: int) -> Attention:
+    """Gemma 2's windows: the first layer of every two."""
+    return windowed(config, _window(config, default), tuple(range(0, config.count("num_hidden_layers"), 2)))

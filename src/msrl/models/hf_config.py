@@ -1,7 +1,7 @@
 """A Hugging Face `config.json` read with care: a missing or nonsensical value is refused by key, an unsupported feature by name.
 
-Both spellings that transformers has used are read: `dtype` and `torch_dtype`; `rope_theta` with `rope_scaling`, and
-`rope_parameters` of transformers 5.
+Both spellings of the type of the weights that transformers has used are read, `dtype` and `torch_dtype`; the rotary embedding is
+read by `rope.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from msrl.errors import MsrlError
-from msrl.models.shape import Llama3RopeScaling
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -43,8 +42,18 @@ class HfConfig:
         return value
 
     def positive(self, key: str, default: float) -> float:
-        """A finite number above zero."""
-        return _positive(self, self.values.get(key), key, default)
+        """A finite number above zero; `default` stands in where the key is absent or null."""
+        return self.checked_positive(key, self.values.get(key), default)
+
+    def checked_positive(self, key: str, value: object, default: float | None) -> float:
+        """`value`, which stands under `key` (however deep), as a finite number above zero; without a default it must be there."""
+        if value is None:
+            value = default
+        if value is None:
+            self.fail(key, "is missing; it must be a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            self.fail(key, "must be a number above 0")
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.values.get(key)
@@ -75,50 +84,6 @@ class HfConfig:
         if not isinstance(value, str) or value not in DTYPES:
             self.fail(key, f"is not supported; supported: {', '.join(DTYPES)}")
         return value
-
-    def rope(self, default_theta: float = 10000.0) -> tuple[float, Llama3RopeScaling | None]:
-        """The base of the rotary embedding and its scaling. Refuses rope types other than `default` and `llama3`."""
-        key = "rope_parameters" if self.values.get("rope_parameters") is not None else "rope_scaling"
-        found: object = self.values.get(key) or {}
-        if not isinstance(found, dict):
-            self.fail(key, "must be a mapping")
-        table = cast("dict[str, Any]", found)
-        theta = _positive(self, table.get("rope_theta", self.values.get("rope_theta")), "rope_theta", default_theta)
-        if _positive(self, table.get("partial_rotary_factor"), f"{key}.partial_rotary_factor", 1.0) != 1.0:
-            self.fail(key, "partial_rotary_factor other than 1 is not supported")
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind == "default":
-            return theta, None
-        if kind != "llama3":
-            self.fail(key, f"rope type {kind!r} is not supported; supported: default, llama3")
-        return theta, _llama3(self, key, table)
-
-
-def _positive(config: HfConfig, value: object, key: str, default: float | None) -> float:
-    if value is None:
-        value = default
-    if value is None:
-        config.fail(key, "is missing; it must be a number above 0")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        config.fail(key, "must be a number above 0")
-    return float(value)
-
-
-def _llama3(config: HfConfig, key: str, table: dict[str, Any]) -> Llama3RopeScaling:
-    """The four numbers of Llama 3's scaling; none of them has a default."""
-
-    def number(name: str) -> float:
-        return _positive(config, table.get(name), f"{key}.{name}", None)
-
-    scaling = Llama3RopeScaling(
-        factor=number("factor"),
-        low_freq_factor=number("low_freq_factor"),
-        high_freq_factor=number("high_freq_factor"),
-        original_max_position_embeddings=int(number("original_max_position_embeddings")),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        config.fail(key, "high_freq_factor must be above low_freq_factor")
-    return scaling
 
 
 def read_hf_config(path: Path) -> HfConfig:

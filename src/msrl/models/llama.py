@@ -1,8 +1,9 @@
-"""Llama 2 and 3.x, and what shares its class (transformers' `LlamaForCausalLM`): no biases, optional llama3 rope scaling."""
+"""Llama 2 and 3.x, Yi, and what else shares the class (transformers' `LlamaForCausalLM`): no biases, optional rope scaling."""
 
 from __future__ import annotations
 
-from msrl.models.decoder import decoder_rules, decoder_shape
+from msrl.models.decoder import decoder_shape
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
@@ -11,6 +12,7 @@ ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 def shape(config: HfConfig) -> Shape:
+    config.refuse("attention_bias", False)
     heads = config.count("num_attention_heads")
     return decoder_shape(config, family="llama", qkv_bias=False, qk_norm=False, num_key_value_heads=heads, max_position_embeddings=2048)
 

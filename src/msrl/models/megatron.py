@@ -1,18 +1,18 @@
 """A shape as the settings of megatron-core: plain values under the names that its `TransformerConfig` takes (checked against 0.16.1).
 
-Parallel layout, types and fusions are the trainer's to add, and so is the rotary embedding: megatron-core's own has all but the
-factor of llama3 scaling built in, ours (`trainer/attention.py`) takes what the model's config says.
+Parallel layout, types and fusions are the trainer's to add, and so are the rotary embedding and the attention: megatron-core's own have
+parts of what configs ask for, ours (`trainer/rope.py`, `trainer/attention.py`) take what the model's config says.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from msrl.models.shape import Shape
+from msrl.models.shape import LinearRopeScaling, Llama3RopeScaling, Shape, YarnRopeScaling
 
 
 def transformer_settings(shape: Shape) -> dict[str, Any]:
-    """Arguments of `TransformerConfig`. `activation_func` is the name of a function of torch.nn.functional, to be looked up there."""
+    """Arguments of `TransformerConfig`. `activation_func` is a name for the trainer to look up (see `Shape.activation`)."""
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -23,10 +23,49 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         "layernorm_epsilon": shape.norm_eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": "silu",
+        "activation_func": shape.activation,
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
+        "layernorm_zero_centered_gamma": shape.zero_centered_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+
+
+def rope_arguments(shape: Shape) -> dict[str, Any]:
+    """Megatron's and MindSpeed's command-line arguments of the rotary embedding, for the record of a checkpoint.
+
+    Linear scaling has an argument of its own; dynamic scaling changes nothing up to the model's length and has none.
+    """
+    scaling = shape.rope_scaling
+    arguments: dict[str, Any] = {
+        "rotary_base": shape.rope_theta,
+        "rotary_percent": shape.rotated_channels / shape.head_dim,
+        "rotary_interleaved": shape.rotary_interleaved,
+        "use_rope_scaling": isinstance(scaling, Llama3RopeScaling),
+        "rope_scaling_type": None,
+        "rope_scaling_factor": 1.0,
+        "low_freq_factor": None,
+        "high_freq_factor": None,
+        "original_max_position_embeddings": None,
+        "rotary_seq_len_interpolation_factor": scaling.factor if isinstance(scaling, LinearRopeScaling) else None,
+    }
+    if isinstance(scaling, Llama3RopeScaling):
+        arguments |= {
+            "rope_scaling_type": "llama3",
+            "rope_scaling_factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    if isinstance(scaling, YarnRopeScaling):
+        arguments |= {
+            "rope_scaling_type": "yarn",
+            "rope_scaling_factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "rope_scaling_mscale_all_dim": scaling.mscale_all_dim,
+            "rope_scaling_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    return arguments

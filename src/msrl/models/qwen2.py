@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from msrl.models.decoder import decoder_rules, decoder_shape
+from msrl.models.decoder import decoder_shape, switched_window
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
@@ -11,7 +12,9 @@ ARCHITECTURES = ("Qwen2ForCausalLM",)
 
 
 def shape(config: HfConfig) -> Shape:
-    return decoder_shape(config, family="qwen2", qkv_bias=True, qk_norm=False, max_position_embeddings=32768)
+    return decoder_shape(
+        config, family="qwen2", qkv_bias=True, qk_norm=False, max_position_embeddings=32768, attention=switched_window(config)
+    )
 
 
 def rules(shape: Shape) -> Rules:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from msrl.models.decoder import decoder_rules, decoder_shape
+from msrl.models.decoder import decoder_shape, switched_window
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
@@ -11,7 +12,11 @@ ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 
 def shape(config: HfConfig) -> Shape:
-    return decoder_shape(config, family="qwen3", qkv_bias=False, qk_norm=True, head_dim=128, max_position_embeddings=32768)
+    config.refuse("attention_bias", False)
+    return decoder_shape(
+        config, family="qwen3", qkv_bias=False, qk_norm=True, head_dim=128, max_position_embeddings=32768,
+        attention=switched_window(config),
+    )  # fmt: skip
 
 
 def rules(shape: Shape) -> Rules:

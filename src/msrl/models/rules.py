@@ -16,9 +16,13 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """One Hugging Face tensor, cut along `axis`: 0 for column-parallel weights, 1 for row-parallel ones."""
+    """One Hugging Face tensor, cut along `axis`: 0 for column-parallel weights, 1 for row-parallel ones.
+
+    Where `units` is given, so many equal parts (query groups, say) lie along the axis and each is left whole.
+    """
 
     axis: int
+    units: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,15 @@ class GateUp:
     """gate and up stacked: [2, ffn, hidden] cut along ffn, so that a rank holds [its gate rows; its up rows]."""
 
 
-Layout = Replicated | Sharded | Vocab | Qkv | GateUp
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One Hugging Face tensor that holds the parts of `layout` one above the other, `rows` of each."""
+
+    layout: Qkv | GateUp
+    rows: tuple[int, ...]
+
+
+Layout = Replicated | Sharded | Vocab | Qkv | GateUp | Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,13 @@ class Rule:
     layout: Layout
     shapes: tuple[tuple[int, ...], ...]
     expert: int | None = None
+
+    @property
+    def unpacked(self) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
+        """Layout and shapes of what is put together, whether it lies in tensors of its own or packed in one."""
+        if isinstance(self.layout, Packed):
+            return self.layout.layout, tuple((rows, *self.shapes[0][1:]) for rows in self.layout.rows)
+        return self.layout, self.shapes
 
     def at(self, layer: int, expert: int | None = None) -> Rule:
         """This rule with its layer and expert numbers filled in; `expert` (default: its own) is what the names say."""

@@ -16,8 +16,68 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearRopeScaling:
+    """All frequencies divided by `factor` (`rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicRopeScaling:
+    """A larger base for sequences longer than `max_position_embeddings`, by their length (`rope_type: dynamic`)."""
+
+    factor: float
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRopeScaling:
+    """Interpolation of the low frequencies (`rope_type: yarn`, arXiv:2309.00071). Cosines and sines are multiplied by `attention_factor`.
+
+    `mscale_all_dim` is 0 where the config has none; it is kept for the attention that scales its scores by it.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    truncate: bool
+    mscale_all_dim: float = 0.0
+
+
+RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnRopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How scores are made: `scale` q k (None: 1/sqrt(head_dim)), capped by `softcap` tanh(score / softcap), within a window.
+
+    In the layers that `window_layers` lists (counted from 0), a position sees itself and the `window` - 1 positions before it.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer; None where it sees everything before it."""
+        return self.window if layer in self.window_layers else None
+
+
+PLAIN = Attention()
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes count elements; `dtype` is the name that the config gives its weights (bfloat16, float16, float32)."""
+    """Sizes count elements; `dtype` is the name that the config gives its weights (bfloat16, float16, float32).
+
+    `rotary_dim` channels of a head are rotated (None: all of them), in pairs of halves or, `rotary_interleaved`, of neighbours.
+    `zero_centered_norm` multiplies by 1 + weight. `post_norms` adds a norm behind the attention and behind the feed-forward part.
+    `embedding_scale` multiplies embeddings. `normalized_head` scales each row of the output layer to length 1. `logit_softcap` caps
+    logits as `Attention.softcap` caps scores.
+    """
 
     family: str
     architecture: str
@@ -31,15 +91,29 @@ class Shape:
     max_position_embeddings: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
+    rope_scaling: RopeScaling | None
     qkv_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool
     dtype: str
+    rotary_dim: int | None = None
+    rotary_interleaved: bool = False
+    activation: str = "silu"  # or gelu_tanh
+    attention: Attention = PLAIN
+    zero_centered_norm: bool = False
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    normalized_head: bool = False
+    logit_softcap: float | None = None
 
     @property
     def heads_per_group(self) -> int:
         return self.num_attention_heads // self.num_query_groups
+
+    @property
+    def rotated_channels(self) -> int:
+        """Channels of a head that the rotary embedding turns."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def padded_vocab_size(self, multiple: int) -> int:
         """The vocabulary rounded up to a multiple (the tensor-parallel size, unless the user asks for more)."""

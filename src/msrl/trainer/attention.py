@@ -1,108 +1,82 @@
-"""The one core attention, and the rotary embedding in front of it: causal within each sequence of a packed micro-batch.
+"""The one core attention: causal within each sequence of a packed micro-batch, with a window or capped scores where the model has them.
 
 It is handed to Megatron through the layer spec in place of its own, which knows neither packing nor fast kernels on CPU.
-Letters: N tokens of a packed micro-batch, h query heads and g key/value groups of this rank, d head size, S sequences.
+Letters: N tokens of a packed micro-batch, h query heads and g key/value groups of this rank, d head size, S sequences of L tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from msrl.models.shape import Llama3RopeScaling, Shape
+from msrl.models.shape import PLAIN, Attention
+from msrl.trainer.rope import PackedSequences, rotate
+
+_BLOCK = 512  # queries at once where scores must be seen: what bounds the memory of a long sequence
 
 
-@dataclass(frozen=True)
-class PackedSequences:
-    """What every layer needs to know of a packed micro-batch; travels in Megatron's `packed_seq_params`.
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None) -> Tensor:
+    """[S, h, L, d] queries against [S, g, L, d] keys and values of the same positions."""
+    is_grouped = query.shape[1] != key.shape[1]
+    if window is None and softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    if softcap is None:
+        return _in_blocks(partial(_masked, scale=scale, enable_gqa=is_grouped), query, key, value, window)
+    capped = partial(_capped, scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
+    return _in_blocks(capped, query, key, value, window)
 
-    `qkv_format` tells Megatron to leave queries as [N, 1, h, d]: the rotation and the block-diagonal mask are applied here.
+
+class _Kernel(Protocol):
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor: ...
+
+
+def _in_blocks(kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """`kernel` on a block of queries at a time, with the keys that any of them sees."""
+    length, outputs = query.shape[2], list[Tensor]()
+    for start in range(0, length, _BLOCK):
+        stop = min(start + _BLOCK, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        visible = _visible(start, stop, first, window, query.device)
+        parts = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        outputs.append(kernel(*parts, visible))
+    return torch.cat(outputs, dim=2)
+
+
+def _visible(start: int, stop: int, first: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of the keys [first, stop) each of the queries [start, stop) sees: [stop - start, stop - first] bool."""
+    distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(first, stop, device=device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scale: float | None, enable_gqa: bool) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=enable_gqa)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scale: float, softcap: float) -> Tensor:
+    """Attention with capped scores (Gemma 2, arXiv:2408.00118, section 2), which no fused kernel of torch has.
+
+    Scores are not kept for the backward pass but made again.
     """
-
-    lengths: tuple[int, ...]  # of the S sequences, their sum is N
-    cos: Tensor  # [N, 1, 1, d], of each token's position in its own sequence
-    sin: Tensor  # [N, 1, 1, d], first half negated: see `rotate`
-    qkv_format: str = "sbhd"
-    cp_group: None = None
+    mixed = checkpoint(_capped_scores, query, key, value, visible, scale, softcap, use_reentrant=False, preserve_rng_state=False)
+    return cast("Tensor", mixed)
 
 
-def rope_frequencies(shape: Shape) -> Tensor:
-    """Angle per position of each pair of channels, [d / 2] float32 (RoFormer, arXiv:2104.09864, section 3.2.2)."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device="cpu").float() / shape.head_dim
-    frequencies = 1.0 / (shape.rope_theta**exponents)
-    return frequencies if shape.rope_scaling is None else _llama3(frequencies, shape.rope_scaling)
-
-
-def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Slow down the low frequencies and blend the middle ones (Llama 3.1's `rope_type: llama3`)."""
-    context = scaling.original_max_position_embeddings
-    wavelengths = 2 * math.pi / frequencies
-    slowed = frequencies / scaling.factor
-    share = (context / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blended = (1 - share) * slowed + share * frequencies
-    is_low = wavelengths > context / scaling.low_freq_factor
-    is_high = wavelengths < context / scaling.high_freq_factor
-    return torch.where(is_low, slowed, torch.where(is_high, frequencies, blended))
-
-
-class RotaryTable:
-    """Cosines and sines of all positions up to the longest sequence seen so far, ready to be gathered per token."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        self._frequencies = rope_frequencies(shape)
-        self._dtype = dtype
-        self._device = device
-        self._grow(1024)
-
-    def _grow(self, num_positions: int) -> None:
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device="cpu"), self._frequencies)
-        cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat((cos, cos), -1).to(self._device, self._dtype)
-        self._sin = torch.cat((-sin, sin), -1).to(self._device, self._dtype)
-
-    def __call__(self, lengths: Sequence[int]) -> PackedSequences:
-        """The packing of sequences of these lengths, positions starting again in each."""
-        longest = max(lengths)
-        if longest > len(self._cos):
-            self._grow(1 << (longest - 1).bit_length())
-        rows = torch.cat([torch.arange(length, device="cpu") for length in lengths]).to(self._device)
-        return PackedSequences(tuple(lengths), self._cos[rows][:, None, None], self._sin[rows][:, None, None])
-
-
-class _Rotate(torch.autograd.Function):
-    """x * cos + swap(x) * sin, with sin's first half negated; its own inverse up to the sign of sin, so nothing of x is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return torch.addcmul(grads[0] * cos, grads[0].roll(grads[0].shape[-1] // 2, -1), sin, value=-1), None, None
-
-
-def rotate(
-    x: Tensor,  # [N, 1, h, d]
-    cos: Tensor,  # [N, 1, 1, d]
-    sin: Tensor,  # [N, 1, 1, d]
-) -> Tensor:  # [N, 1, h, d]
-    """Rotary position embedding in the half-split form that Hugging Face and Megatron share."""
-    return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """[S, h, L, d] queries against [S, g, L, d] keys and values, each position seeing itself and what is before it."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+def _capped_scores(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
+    """The same in the open, softmax in float32."""
+    groups = key.shape[1]
+    queries = query.unflatten(1, (groups, -1))  # [S, g, h / g, queries, d]
+    scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)).float() * scale
+    scores = (scores / softcap).tanh() * softcap
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(value.dtype)
+    return torch.matmul(weights, value.unsqueeze(2)).flatten(1, 2)
 
 
 def block_diagonal_attention(
@@ -111,14 +85,20 @@ def block_diagonal_attention(
     value: Tensor,  # [N, g, d]
     lengths: Sequence[int],
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:  # [N, h, d]
-    """Causal attention inside each sequence; no token sees another sequence. One kernel call per run of equal lengths."""
+    """Causal attention inside each sequence; no token sees another sequence. One kernel call per run of equal lengths.
+
+    With `window`, a token sees itself and the `window` - 1 tokens before it. With `softcap`, a score s becomes softcap * tanh(s / softcap).
+    """
     outputs: list[Tensor] = []
     start = 0
     for length, count in _runs(lengths):
         stop = start + length * count
         q, k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
-        outputs.append(_causal(q, k, v, scale).transpose(1, 2).flatten(0, 1))
+        mixed = _attend(q, k, v, scale, window if window and window < length else None, softcap)
+        outputs.append(mixed.transpose(1, 2).flatten(0, 1))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -135,15 +115,20 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class CoreAttention(MegatronModule):
-    """Megatron's slot for the attention between the projections; built by the layer spec with its arguments."""
+    """Megatron's slot for the attention between the projections; built by the layer spec with its arguments.
+
+    `traits` are the model's, `layer` is the number of the layer that it stands in, counted from 0 over the whole model.
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: object, attention_type: str,
         attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
-        pg_collection: object = None, **_: object,
+        pg_collection: object = None, traits: Attention = PLAIN, layer: int = 0, **_: object,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
-        self.scale = softmax_scale
+        self.scale = softmax_scale if traits.scale is None else traits.scale
+        self.softcap = traits.softcap
+        self.window = traits.window_of(layer)
 
     def forward(
         self,
@@ -157,6 +142,8 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:  # [N, 1, h * d]
         assert packed_seq_params is not None, "every micro-batch is packed"
         packed = packed_seq_params
-        query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
-        mixed = block_diagonal_attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed.lengths, self.scale)
+        query, key = (rotate(x, packed.cos, packed.sin, interleaved=packed.interleaved) for x in (query, key))
+        mixed = block_diagonal_attention(
+            query.squeeze(1), key.squeeze(1), value.squeeze(1), packed.lengths, self.scale, self.window, self.softcap
+        )
         return mixed.flatten(1).unsqueeze(1)

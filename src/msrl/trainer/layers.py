@@ -6,6 +6,8 @@ often a tensor goes through memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,21 +18,28 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
 
 class RmsNorm(torch.nn.Module):
-    """Root-mean-square norm that also works under sequence parallelism (arXiv:1910.07467)."""
+    """Root-mean-square norm that also works under sequence parallelism (arXiv:1910.07467).
+
+    Multiplies by the weight, or by 1 + weight where Megatron's `layernorm_zero_centered_gamma` is set.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float() + 1 if self.is_zero_centered else self.weight
         if x.is_cpu:
-            return _RmsNorm.apply(x, self.weight, self.eps)  # pyright: ignore[reportReturnType]
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+            return _RmsNorm.apply(x, weight, self.eps)  # pyright: ignore[reportReturnType]
+        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.eps).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -83,7 +92,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 class GatedMlp(MLP):
-    """Megatron's feed-forward part with a SwiGLU in the middle, and nothing else of what it can do."""
+    """Megatron's feed-forward part with activation(gate) * up in the middle, and nothing else of what it can do."""
 
     def __init__(self, config: TransformerConfig, **_: object) -> None:
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -91,9 +100,9 @@ class GatedMlp(MLP):
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:  # [N, 1, c]
         gate_up, _bias = self.linear_fc1(hidden_states)
-        if gate_up.is_cpu:
+        if gate_up.is_cpu and self.config.activation_func is F.silu:
             mixed = _SwiGlu.apply(gate_up)
         else:
             gate, up = gate_up.chunk(2, -1)
-            mixed = F.silu(gate) * up
+            mixed = self.config.activation_func(gate) * up
         return self.linear_fc2(mixed)

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -21,7 +20,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
@@ -33,7 +32,7 @@ from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
 from msrl.trainer.attention import CoreAttention
-from msrl.trainer.layers import GatedMlp, RmsNorm
+from msrl.trainer.layers import ACTIVATIONS, GatedMlp, RmsNorm
 from msrl.trainer.settings import Layout, OptimizerSettings
 
 
@@ -90,7 +89,7 @@ def transformer_config(shape: Shape, layout: Layout, dtype: torch.dtype, device:
     """The Megatron settings of a shape."""
     settings = transformer_settings(shape)
     return TransformerConfig(
-        **{**settings, "activation_func": getattr(F, settings["activation_func"])},
+        **{**settings, "activation_func": ACTIVATIONS[settings["activation_func"]]},
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=layout.sp and layout.tp > 1,
@@ -111,8 +110,10 @@ def transformer_config(shape: Shape, layout: Layout, dtype: torch.dtype, device:
     )
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    norm = RmsNorm if config.qk_layernorm else IdentityOp
+def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
+    """What a layer is made of; `layer` counts from 0 over the whole model."""
+    norm = RmsNorm if shape.qk_norm else IdentityOp
+    core_attention = ModuleSpec(module=CoreAttention, params={"traits": shape.attention, "layer": layer})
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -122,7 +123,7 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, q_layernorm=norm, k_layernorm=norm,
-                    core_attention=CoreAttention,  # pyright: ignore[reportArgumentType] - Megatron's protocol narrows the mask's type
+                    core_attention=core_attention,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
@@ -137,7 +138,9 @@ def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.
     """This rank's part of the model, weights not yet set."""
     config = transformer_config(shape, layout, dtype, device)
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    block = TransformerBlockSubmodules(layer_specs=[_layer_spec(config)] * get_num_layers_to_build(config), layer_norm=RmsNorm)  # pyright: ignore[reportArgumentType] - a class is taken too
+    (layers,) = layout.chunks(shape.num_layers, parallel_state.get_pipeline_model_parallel_rank())
+    specs = [_layer_spec(shape, layer) for layer in layers if layer is not None]
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # pyright: ignore[reportArgumentType] - a class is taken too
     model = PolicyModel(
         config=config,
         transformer_layer_spec=block,  # pyright: ignore[reportArgumentType]

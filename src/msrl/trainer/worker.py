@@ -25,10 +25,10 @@ from msrl.models.cut import Coords
 from msrl.models.shape import Shape
 from msrl.platforms import resolve
 from msrl.trainer import megatron
-from msrl.trainer.attention import RotaryTable
 from msrl.trainer.logprobs import vocab_parallel_logprobs
 from msrl.trainer.losses import Loss
 from msrl.trainer.megatron import PolicyModel
+from msrl.trainer.rope import RotaryTable
 from msrl.trainer.settings import WorkerSettings
 from msrl.types import Floats, MicroBatch
 

@@ -1,0 +1,116 @@
+"""What the dense decoder-only families share when they name weights: rules that follow from a shape and a family's own names.
+
+Megatron's side has the names of its local layer spec. `{layer}` in a name is the layer number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msrl.models.rules import GateUp, Packed, Qkv, Replicated, Rule, Rules, Sharded, Vocab
+from msrl.models.shape import Shape
+
+_MCORE = "decoder.layers.{layer}."
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A family's Hugging Face names, by default those of Llama. `qkv` and `gate_up` are stems: `.weight` and `.bias` are added.
+
+    One name in `gate_up` is one tensor with gate above up. One name in `qkv` is one tensor: all of q above all of k above all of v, or,
+    `qkv_by_group`, the heads of each query group followed by its k and its v.
+    """
+
+    layer: str = "model.layers.{layer}."
+    embedding: str = "model.embed_tokens.weight"
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_by_group: bool = False
+    attention_output: str = "self_attn.o_proj"
+    post_attention_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    post_mlp_norm: str = ""
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+
+
+LLAMA = Names()
+
+
+def decoder_rules(shape: Shape, names: Names = LLAMA) -> Rules:
+    """The weight rules of a dense decoder with fused q/k/v and gate/up on Megatron's side."""
+    table = Vocab(shape.vocab_size), ((shape.vocab_size, shape.hidden_size),)
+    head = () if shape.tie_word_embeddings else (Rule("output_layer.weight", (names.head,), *table),)
+    final_norm = Rule("decoder.final_layernorm.weight", (names.final_norm,), Replicated(), ((shape.hidden_size,),))
+    return Rules(
+        first=(Rule("embedding.word_embeddings.weight", (names.embedding,), *table),),
+        layers=(_layer_rules(shape, names),) * shape.num_layers,
+        last=(final_norm, *head),
+    )
+
+
+def _layer_rules(shape: Shape, names: Names) -> tuple[Rule, ...]:
+    """In the order of the network."""
+    return (*attention_rules(shape, names), *mlp_rules(shape, names))
+
+
+def attention_rules(shape: Shape, names: Names = LLAMA) -> tuple[Rule, ...]:
+    """The attention of one layer with the norms around it."""
+    hidden = shape.hidden_size
+    rules = [_norm(names, "input_layernorm", names.input_norm, hidden), _qkv(shape, names, "weight", hidden)]
+    if shape.qkv_bias:
+        rules.append(_qkv(shape, names, "bias"))
+    if shape.qk_norm:
+        rules += [_norm(names, f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", shape.head_dim) for x in ("q", "k")]
+    rules.append(_row_parallel(names, "self_attention.linear_proj", names.attention_output, (hidden, _rows(shape)[0])))
+    if shape.post_norms:
+        rules.append(_norm(names, "self_attention.linear_proj.post_layernorm", names.post_attention_norm, hidden))
+    return tuple(rules)
+
+
+def mlp_rules(shape: Shape, names: Names = LLAMA) -> tuple[Rule, ...]:
+    """The feed-forward part of one layer with the norms around it."""
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    halves = GateUp(), ((ffn, hidden), (ffn, hidden))
+    gate_up = _rule(names, "mlp.linear_fc1.weight", tuple(f"{stem}.weight" for stem in names.gate_up), *halves)
+    post = (_norm(names, "mlp.linear_fc2.post_layernorm", names.post_mlp_norm, hidden),) if shape.post_norms else ()
+    return (
+        _norm(names, "pre_mlp_layernorm", names.mlp_norm, hidden),
+        gate_up,
+        _row_parallel(names, "mlp.linear_fc2", names.down, (hidden, ffn)),
+        *post,
+    )
+
+
+def _rule(names: Names, mcore: str, hf: tuple[str, ...], layout: Qkv | GateUp, shapes: tuple[tuple[int, ...], ...]) -> Rule:
+    """A rule of a layer; several parts under one name lie in one tensor, one above the other."""
+    full = tuple(f"{names.layer}{name}" for name in hf)
+    if len(hf) == len(shapes):
+        return Rule(f"{_MCORE}{mcore}", full, layout, shapes)
+    rows = tuple(shape[0] for shape in shapes)
+    return Rule(f"{_MCORE}{mcore}", full, Packed(layout, rows), ((sum(rows), *shapes[0][1:]),))
+
+
+def _norm(names: Names, mcore: str, hf: str, size: int) -> Rule:
+    return Rule(f"{_MCORE}{mcore}.weight", (f"{names.layer}{hf}.weight",), Replicated(), ((size,),))
+
+
+def _row_parallel(names: Names, mcore: str, hf: str, shape: tuple[int, int]) -> Rule:
+    return Rule(f"{_MCORE}{mcore}.weight", (f"{names.layer}{hf}.weight",), Sharded(1), (shape,))
+
+
+def _rows(shape: Shape) -> tuple[int, int, int]:
+    """Rows of q, k and v."""
+    return (shape.num_attention_heads * shape.head_dim, *[shape.num_query_groups * shape.head_dim] * 2)  # pyright: ignore[reportReturnType]
+
+
+def _qkv(shape: Shape, names: Names, kind: str, *columns: int) -> Rule:
+    """Rows of q, k and v by query group; that order is already a group's own where the family packs by group."""
+    mcore, hf = f"self_attention.linear_qkv.{kind}", tuple(f"{stem}.{kind}" for stem in names.qkv)
+    rows = _rows(shape)
+    if names.qkv_by_group:
+        return Rule(f"{_MCORE}{mcore}", (f"{names.layer}{hf[0]}",), Sharded(0, units=shape.num_query_groups), ((sum(rows), *columns),))
+    layout = Qkv(shape.num_query_groups, shape.heads_per_group, shape.head_dim)
+    return _rule(names, mcore, hf, layout, tuple((row, *columns) for row in rows))

@@ -1,0 +1,22 @@
+"""Mistral 7B and Nemo (transformers' `MistralForCausalLM`): no biases; every layer has a window unless `sliding_window` is null."""
+
+from __future__ import annotations
+
+from msrl.models.decoder import decoder_shape, window_everywhere
+from msrl.models.decoder_rules import decoder_rules
+from msrl.models.hf_config import HfConfig
+from msrl.models.rules import Rules
+from msrl.models.shape import Shape
+
+ARCHITECTURES = ("MistralForCausalLM",)
+
+
+def shape(config: HfConfig) -> Shape:
+    return decoder_shape(
+        config, family="mistral", qkv_bias=False, qk_norm=False, num_key_value_heads=8, max_position_embeddings=131072,
+        attention=window_everywhere(config, 4096),
+    )  # fmt: skip
+
+
+def rules(shape: Shape) -> Rules:
+    return decoder_rules(shape)

@@ -1,0 +1,88 @@
+"""One row per model architecture: a small config of it with every feature of the real one, and who else computes its logits.
+
+A row is a real config with its sizes made smaller (`source` is the file in the real inputs, or where its values were taken from).
+Contract tests hold that every registered architecture has a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msrl.models.families import all_rules, shape_of
+from msrl.models.hf_config import HfConfig
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 199, "max_position_embeddings": 512,
+}  # fmt: skip
+COMMON = {**SIZES, "hidden_act": "silu", "attention_dropout": 0.0, "torch_dtype": "float32", "tie_word_embeddings": False}
+LLAMA = {**COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "rms_norm_eps": 1e-5}
+QWEN2 = {
+    **COMMON, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 2,
+}  # fmt: skip
+MISTRAL = {**COMMON, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None}
+LLAMA3_SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@dataclass(frozen=True)
+class Family:
+    """`reference` is `transformers`, or the name of a forward pass in `reference_models.py`, written by hand for remote code."""
+
+    config: dict[str, Any]
+    source: str
+    reference: str = "transformers"
+
+    @property
+    def architecture(self) -> str:
+        return self.config["architectures"][0]
+
+
+FAMILIES = {
+    "qwen1.5": Family({**QWEN2, "num_key_value_heads": 4, "tie_word_embeddings": True}, "Qwen1.5-0.5B-Chat.config.json"),
+    "qwen2.5": Family(QWEN2, "Qwen2.5-7B-Instruct.config.json"),
+    "qwen2 windows": Family({**QWEN2, "use_sliding_window": True}, "Qwen2.5-7B-Instruct.config.json, its window switched on"),
+    "qwen2 yarn": Family({**QWEN2, "rope_scaling": YARN}, "Qwen2.5-7B-Instruct.config.json, with the rope scaling of its model card"),
+    "qwen3": Family(
+        {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "attention_bias": False},
+        "Qwen3-4B.config.json",
+    ),
+    "llama 2": Family({**LLAMA, "num_key_value_heads": 4, "rope_scaling": None}, "Llama-2-7b-chat.config.json"),
+    "llama 3.2": Family(
+        {**LLAMA, "head_dim": 16, "mlp_bias": False, "rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING, "tie_word_embeddings": True},
+        "Llama-3.2-3B-Instruct.config.json",
+    ),
+    "llama linear": Family({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "Llama-2-7b-chat.config.json, positions scaled"),
+    "llama dynamic": Family(
+        {**LLAMA, "max_position_embeddings": 24, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "Llama-2-7b-chat.config.json, scaled beyond its length",
+    ),
+    "yi": Family({**LLAMA, "rope_theta": 5e6, "rope_scaling": None}, "Yi-6B-Chat.config.json"),
+    "mistral v0.1": Family({**MISTRAL, "sliding_window": 8, "rope_theta": 1e4}, "Mistral-7B-Instruct-v0.2.config.json, v0.1's window"),
+    "mistral v0.2": Family({**MISTRAL, "rope_theta": 1e6}, "Mistral-7B-Instruct-v0.2.config.json"),
+}  # fmt: skip
+
+
+def shape(config: dict[str, Any], **changes: Any) -> Any:
+    """The shape of a config, with `changes` made."""
+    return shape_of(HfConfig({**config, **changes}, "config.json"))
+
+
+def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Random float32 weights under their Hugging Face names, of a size at which every part of the model shows in the logits."""
+    torch.manual_seed(seed)
+    found = shape(config)
+    one = 0.0 if found.zero_centered_norm else 1.0
+    result: dict[str, Tensor] = {}
+    for rule in all_rules(found):
+        for name, size in zip(rule.hf, rule.shapes, strict=True):
+            is_norm = "norm" in rule.mcore
+            result[name] = torch.randn(size) * (0.15 if len(size) > 1 else 0.2) + (one if is_norm else 0.0)
+    return result

@@ -1,0 +1,121 @@
+"""The core attention and the rotary embedding in front of it, against plain formulas and transformers' own frequencies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from families import LLAMA, LLAMA3_SCALING, shape
+from msrl.trainer import attention
+from msrl.trainer.attention import block_diagonal_attention
+from msrl.trainer.rope import RotaryTable, rope_frequencies, rotate
+
+LENGTHS = (7, 3, 12, 12)
+N, H, G, D = sum(LENGTHS), 4, 2, 8
+
+
+def _inputs() -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    return [torch.randn(N, heads, D, dtype=torch.float64, requires_grad=True) for heads in (H, G, G)]
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+    """One masked softmax over the whole micro-batch."""
+    sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    position = torch.cat([torch.arange(length) for length in LENGTHS])
+    distance = position[:, None] - position[None]
+    visible = (sample[:, None] == sample[None]) & (distance >= 0) & (distance < (window or N))
+    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("block", [5, 512])
+def test_attention_and_its_gradient_are_those_of_one_masked_softmax(
+    window: int | None, softcap: float | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_BLOCK", block)
+    inputs = _inputs()
+    found = block_diagonal_attention(*inputs, LENGTHS, 0.3, window, softcap)
+    expected = _plain(*inputs, 0.3, window, softcap)
+    tolerance = 1e-10 if softcap is None else 1e-6  # capped scores are float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    weight = torch.randn(N, H, D, dtype=torch.float64)
+    mine, theirs = (torch.autograd.grad((mixed * weight).sum(), inputs) for mixed in (found, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 1.5), (4, 1.5)])
+def test_a_poisoned_neighbour_does_not_matter(window: int | None, softcap: float | None) -> None:
+    """Windows are counted inside a sample: the token before a sample's first one is out of sight, whatever it holds."""
+    inputs = _inputs()
+    clean = block_diagonal_attention(*inputs, LENGTHS, None, window, softcap)
+    with torch.no_grad():
+        poisoned = [x.clone() for x in inputs]
+        for x in poisoned:
+            x[7:10] = float("nan")
+    found = block_diagonal_attention(*poisoned, LENGTHS, None, window, softcap)
+    assert torch.equal(found[:7], clean[:7]) and torch.equal(found[10:], clean[10:]) and found[7:10].isnan().all()
+
+
+def test_a_window_sees_itself_and_what_is_just_before_it() -> None:
+    q = torch.zeros(12, 1, 2)
+    values = torch.arange(12.0)[:, None, None].expand(12, 1, 2)
+    found = block_diagonal_attention(q, q, values, (12,), window=3)[:, 0, 0]
+    expected = [0.0, 0.5, *[float(i - 1) for i in range(2, 12)]]  # means of the positions seen
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+SCALINGS = {
+    "default": None,
+    "llama3": LLAMA3_SCALING,
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn, every number": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2, "truncate": False,
+        "mscale": 1.0, "mscale_all_dim": 0.5,
+    },
+    "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.9},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_to_the_bit_those_of_transformers(name: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config: dict[str, Any] = {**LLAMA, "head_dim": 64, "rope_theta": 5e5, "rope_scaling": SCALINGS[name], "max_position_embeddings": 128}
+    embedding = LlamaRotaryEmbedding(LlamaConfig(**{**config, "rope_scaling": SCALINGS[name] and dict(SCALINGS[name])}))
+    for length in (128, 300):
+        cos, sin = embedding(torch.zeros(1), torch.arange(length)[None])
+        assert torch.equal(rope_frequencies(shape(config), length), embedding.inv_freq)
+        packed = RotaryTable(shape(config), torch.float32, torch.device("cpu"))((length,))
+        torch.testing.assert_close(packed.cos[:, 0, 0], cos[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(packed.sin[:, 0, 0, 32:], sin[0, :, 32:], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("channels", [4, 8])
+def test_pairs_turn_by_their_angle_and_other_channels_pass(interleaved: bool, channels: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 1, 2, 8, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(5, channels // 2, dtype=torch.float64)
+    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + channels // 2) for i in range(channels // 2)]
+    cos, sin = (torch.zeros(5, 1, 1, channels, dtype=torch.float64) for _ in range(2))
+    expected = x.detach().clone()
+    for i, (a, b) in enumerate(pairs):
+        turn = torch.polar(torch.ones(5, dtype=torch.float64), angles[:, i])[:, None]
+        turned = torch.complex(x.detach()[:, 0, :, a], x.detach()[:, 0, :, b]) * turn
+        expected[:, 0, :, a], expected[:, 0, :, b] = turned.real, turned.imag
+        cos[:, 0, 0, a] = cos[:, 0, 0, b] = angles[:, i].cos()
+        sin[:, 0, 0, a], sin[:, 0, 0, b] = -angles[:, i].sin(), angles[:, i].sin()
+    torch.testing.assert_close(rotate(x, cos, sin, interleaved=interleaved), expected)
+    assert torch.autograd.gradcheck(lambda y: rotate(y, cos, sin, interleaved=interleaved), (x,))
