@@ -237,7 +237,7 @@ def assert_same_path(found: list[dict[str, float]], expected: list[dict[str, flo
 
 def test_rows_packed_while_training_on_two_data_parallel_ranks_give_the_losses_of_single_examples(inputs, config, unpacked):
     from msrl.data.dataset import SftDataset
-    from msrl.workflows.sft_job import open_rows
+    from msrl.workflows.sft_rows import open_rows
 
     data = {"pack": True, "seq_length": 160}
     count = len(open_rows(Config.model_validate(named(config, "x", data=data)), SftDataset(inputs / "data")))
@@ -255,10 +255,28 @@ def test_rows_packed_by_preprocess_give_the_losses_of_single_examples(inputs, co
     assert_same_path(packed_like(inputs, config, "packed before", len(packed), data={"train": str(inputs / "packed")}), unpacked)
 
 
+def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoint(inputs, config, capfd):
+    sections = {
+        "data": {"train": str(inputs / "data"), "eval": None, "eval_fraction": 0.2, "seq_length": 70, "too_long": "truncate"},
+        "model": {"path": str(inputs / "hf")},
+        "eval": {"every_steps": 2, "patience": 2},
+        "checkpoint": {"every_steps": None, "keep": 1, "keep_best": True, "export_hf": False},
+    }
+    settings = named(config, "early", **sections)
+    nothing_learnt = {**ONE_BATCH, "steps": 20, "global_batch": 8, "optimizer": {"lr": 1e-30}}
+    found = run_in_process({**settings, "train": nothing_learnt})
+    assert [step for step, row in enumerate(found, 1) if "eval/loss" in row] == [2, 4, 6] and len(found) == 6
+    assert found[1]["eval/perplexity"] == pytest.approx(np.exp(found[1]["eval/loss"]))
+    saves = inputs / "runs" / "early" / "checkpoints"
+    assert sorted(path.name for path in saves.glob("iter_*")) == ["iter_0000002", "iter_0000006"]
+    said = capfd.readouterr().err
+    assert re.search(r"data.train: \d+ rows cut to 70 tokens", said) and "ended early: 2 evaluations without a lower loss" in said
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"seq_length": 60}}, r"data\.seq_length=60: the longest row of .*data has \d+ tokens; raise it, or preprocess"),
+        ({"data": {"seq_length": 60}}, r"data\.seq_length=60: the longest row of .*data has \d+ tokens; raise it, preprocess"),
         ({"train": {"max_tokens_per_micro_batch": 60}}, r"train\.max_tokens_per_micro_batch=60: the longest row of .*data has \d+ tokens"),
         ({"model": {"template": "llama3"}}, r"model\.template=llama3: .*data was preprocessed with template qwen"),
         ({"data": {"train": "nowhere"}}, r"data prefix nowhere: there is no nowhere_packed_input_ids_document.idx"),

@@ -31,6 +31,9 @@ LAYOUTS = {
 }
 
 
+FROZEN = ("model.embed_tokens.*", "decoder.layers.[01].*", "*.mlp.*")
+
+
 def _randomised(model):
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -85,6 +88,11 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         Case("resumed tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), first_step=4, resume_from=saves / "whole"),
         Case("saved tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), steps=4, save_at=4, save_to=saves / "cut"),
         Case("resumed dp2 from tp2 pp2", folders["qwen2 tied"], dp=2, first_step=4, resume_from=saves / "cut"),
+        Case("frozen", folders["qwen2 tied"], freeze=FROZEN, steps=4, save_at=2, save_to=saves / "frozen"),
+        Case("frozen tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), freeze=FROZEN, steps=4),
+        Case("frozen resumed dp2", folders["qwen2 tied"], dp=2, freeze=FROZEN, first_step=2, steps=4, resume_from=saves / "frozen"),
+        Case("poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", steps=3, poison_at=0),
+        Case("not poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", first_step=1, steps=3),
         Case("bf16", folders["qwen2"], dtype="bfloat16", steps=6, save_at=3, save_to=saves / "bf16"),
         Case("bf16 resumed", folders["qwen2"], dtype="bfloat16", steps=6, first_step=3, resume_from=saves / "bf16"),
         Case("bf16 tp2 dp2", folders["qwen2"], Layout(tp=2), dp=2, dtype="bfloat16", steps=6),
@@ -166,6 +174,26 @@ def test_a_resumed_run_goes_on_to_the_bit(results):
 @pytest.mark.parametrize("name", ["resumed tp2 pp2", "resumed dp2 from tp2 pp2"])
 def test_another_layout_resumes_the_same_run(results, name):
     np.testing.assert_allclose(_losses(results[name]), _losses(results["whole qwen2 tied"])[4:], rtol=1e-5)
+
+
+def test_frozen_parameters_stay_and_the_others_learn_alike_in_every_layout_and_after_a_resume(results, folders):
+    from safetensors.torch import load_file
+
+    before = load_file(folders["qwen2 tied"] / "model.safetensors")
+    losses = _losses(results["frozen"])
+    np.testing.assert_allclose(_losses(results["frozen tp2 pp2"]), losses, rtol=1e-5)
+    np.testing.assert_allclose(_losses(results["frozen resumed dp2"]), losses[2:], rtol=1e-5)
+    for name, value in results["frozen tp2 pp2"].weights.items():
+        is_frozen = "embed" in name or "mlp" in name or ".layers.0." in name or ".layers.1." in name
+        assert np.array_equal(value, before[name].numpy()) == is_frozen, name
+
+
+def test_an_update_whose_gradient_is_not_finite_leaves_no_trace(results):
+    first, *others = results["poisoned"].reports
+    assert first["skipped"] == 1 and not np.isfinite(first["grad_norm"])
+    assert others == results["not poisoned"].reports
+    for name, value in results["not poisoned"].weights.items():
+        np.testing.assert_array_equal(results["poisoned"].weights[name], value)
 
 
 def test_bf16_keeps_fp32_masters_through_a_resume_and_close_to_fp32(results):

@@ -41,6 +41,8 @@ class Case:
     resume_from: Path | None = None
     first_step: int = 0
     lr: float = 1e-3
+    freeze: tuple[str, ...] = ()
+    poison_at: int | None = None  # the step whose batch has a NaN among its advantages
 
     @property
     def world(self) -> int:
@@ -56,7 +58,7 @@ class Result:
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def sequences(step: int, *, with_fields: bool = False) -> Sequences:
+def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False) -> Sequences:
     """The batch of a step: random tokens, a random part of each sequence to be learnt, and what a policy loss needs."""
     random = np.random.default_rng([7, step])
     ids = tuple(random.integers(0, VOCAB, random.integers(3, LONGEST)).astype(np.int64) for _ in range(NUM_SEQUENCES))
@@ -67,6 +69,8 @@ def sequences(step: int, *, with_fields: bool = False) -> Sequences:
     fields = {name: tuple(random.normal(0, 0.3, len(row)).astype(np.float32) for row in ids) for name in names}
     for name in names[1:]:
         fields[name] = tuple(values - 5.3 for values in fields[name])
+    if is_poisoned:
+        fields["advantages"][0][-1] = np.nan
     return Sequences(ids, masks, fields)
 
 
@@ -92,6 +96,7 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     settings = WorkerSettings(
         "cpu", saved.root if saved else case.model, case.layout, case.dtype, seed=0, timeout_s=120,
         iteration=saved.step if saved else None, optimizer=OptimizerSettings(lr=case.lr), reference=case.reference,
+        freeze=case.freeze,
     )  # fmt: skip
     worker = TrainWorker(settings, context.rank, case.world, init_method)
     if saved:
@@ -100,7 +105,7 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     loss = SftLoss() if case.loss == "sft" else policy
     reports: list[dict[str, float]] = []
     for step in range(case.first_step, case.steps):
-        batch = sequences(step, with_fields=case.loss != "sft")
+        batch = sequences(step, with_fields=case.loss != "sft", is_poisoned=step == case.poison_at)
         lengths = [len(ids) for ids in batch.token_ids]
         part = balanced(lengths, worker.dp_size)[worker.dp_rank]
         limits = BatchLimits(case.micro_batch, case.max_tokens, worker.sequence_multiple)

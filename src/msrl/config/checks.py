@@ -18,7 +18,8 @@ from msrl.config.messages import description
 from msrl.config.templates import find_template
 from msrl.errors import ManyErrors, MsrlError, nearest
 from msrl.models.cut import Cut
-from msrl.models.families import load_shape
+from msrl.models.families import all_rules, load_shape
+from msrl.models.select import chosen
 from msrl.models.shape import Shape
 
 Check = Callable[[Resolved], Iterator[str]]
@@ -160,10 +161,40 @@ def _length_of_training(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("train.epochs", f"stands beside train.steps={train.steps}; set only one of them, the other to null")
     if train.optimizer.min_lr > train.optimizer.lr:
         yield resolved.mistake("train.optimizer.min_lr", f"must be at most train.optimizer.lr={train.optimizer.lr}")
-    if resolved.config.eval.every_steps is not None and resolved.config.data.eval is None:
-        yield resolved.mistake("eval.every_steps", "needs data.eval, the prefix of the held-out data")
+    yield from _evaluation(resolved)
     if train.max_tokens_per_micro_batch is not None and resolved.is_set("train.micro_batch"):
         yield resolved.mistake("train.micro_batch", "has no effect beside train.max_tokens_per_micro_batch; set only one of them")
+
+
+def _evaluation(resolved: Resolved) -> Iterator[str]:
+    config = resolved.config
+    is_held_out = config.data.eval is not None or config.data.eval_fraction > 0
+    if config.eval.every_steps is not None and not is_held_out:
+        yield resolved.mistake("eval.every_steps", "needs data.eval, the prefix of the held-out data")
+    if config.data.eval is not None and config.data.eval_fraction > 0:
+        yield resolved.mistake("data.eval_fraction", "stands beside data.eval; set only one of them")
+    for key, is_set in (("eval.patience", config.eval.patience is not None), ("checkpoint.keep_best", config.checkpoint.keep_best)):
+        if is_set and config.eval.every_steps is None:
+            yield resolved.mistake(key, "looks at evaluations; set eval.every_steps")
+
+
+def _sft_only(resolved: Resolved) -> Iterator[str]:
+    """Lines for what train-grpo does not read."""
+    for key in ("data.eval_fraction", "data.too_long", "data.pack", "eval.patience", "checkpoint.keep_best"):
+        if resolved.is_set(key) and _value(resolved, key) not in (None, False, 0.0, "refuse"):
+            yield resolved.mistake(key, "is for train-sft; train-grpo does not read it")
+
+
+def _frozen(resolved: Resolved) -> Iterator[str]:
+    shape = _shape_or_none(resolved)
+    if shape is not None and resolved.config.train.freeze:
+        try:
+            names = chosen(shape, resolved.config.train.freeze, key="train.freeze")
+        except MsrlError as error:
+            yield str(error)
+            return
+        if len(names) == len(all_rules(shape)):
+            yield resolved.mistake("train.freeze", "leaves nothing to train")
 
 
 def _devices(resolved: Resolved) -> Iterator[str]:
@@ -388,11 +419,11 @@ def _chat(resolved: Resolved) -> Iterator[str]:
     yield from _template(resolved, "chat.template")
 
 
-_TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model)
+_TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model, _frozen)
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     "train-sft": (*_TRAINING, _examples, _one_node, _sft_batches),
-    "train-grpo": (*_TRAINING, _prompts, _rewards, _algorithm, _grpo_batches, _grpo_lengths, _engines),
+    "train-grpo": (*_TRAINING, _prompts, _sft_only, _rewards, _algorithm, _grpo_batches, _grpo_lengths, _engines),
     "convert-ckpt": (_convert,),
     "preprocess": (_preprocess,),
     "generate": (_generate,),

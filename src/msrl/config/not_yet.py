@@ -47,7 +47,6 @@ NOT_YET: dict[str, str] = {
     "train.recompute": "",
     "train.offload": "",
     "train.lora": "",
-    "checkpoint.max_gb": "set checkpoint.keep",
     "checkpoint.async": "",
     "checkpoint.save_optimizer": "it is always saved",
     "checkpoint.save_rng": "it is always saved",

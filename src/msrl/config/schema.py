@@ -58,7 +58,12 @@ class DataConfig(Section):
 
     train: Text | None = Field(default=None, description="Prefix of the training data: examples for train-sft, prompts for train-grpo")
     eval: Text | None = Field(default=None, description="Prefix of the held-out data")
+    eval_fraction: BelowOne = Field(default=0.0, description="Share of data.train that is held out instead of data.eval, drawn by run.seed")
     seq_length: Count | None = Field(default=None, description="Longest row in tokens; unset: as the data was preprocessed")
+    too_long: Literal["refuse", "drop", "truncate"] = Field(
+        default="refuse",
+        description="What train-sft does with rows longer than data.seq_length; what is dropped or cut is counted and said",
+    )
     pack: Bool = Field(default=False, description="Lay several examples end to end into rows of data.seq_length tokens")
     shuffle: Bool = Field(default=True, description="New order of the rows in every epoch, from run.seed")
 
@@ -196,9 +201,12 @@ class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
     lr: Positive = Field(default=1e-5, description="Highest learning rate")
-    min_lr: NonNegative = Field(default=0.0, description="Learning rate at the end of a linear or cosine schedule")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Learning rate after the warm-up")
+    min_lr: NonNegative = Field(default=0.0, description="Learning rate at the end of a schedule that goes down")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="constant", description="Learning rate after the warm-up; wsd: constant, then linearly down to min_lr at the end"
+    )
     warmup: Size | BelowOne = Field(default=0, description="Linear warm-up: optimizer updates (integer) or fraction of them all (below 1)")
+    decay: Size | BelowOne = Field(default=0.1, description="Last part of a wsd schedule: updates (integer) or fraction of them all")
     betas: tuple[BelowOne, BelowOne] = Field(default=(0.9, 0.95), description="Decay of the first and second moments")
     eps: Positive = Field(default=1e-8, description="Added to the square root of the second moment")
     weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay of matrices; biases and norms have none")
@@ -225,6 +233,13 @@ class TrainConfig(Section):
     max_tokens_per_micro_batch: Count | None = Field(
         default=None, description="Sequences are packed into passes of at most so many tokens; unset: train.micro_batch of them"
     )
+    freeze: tuple[Text, ...] = Field(
+        default=(), description="Parameters that are not trained: patterns (* and ?) of their Hugging Face or Megatron names"
+    )
+    max_skipped: Count = Field(
+        default=3,
+        description="Updates in a row with a gradient that is not finite; they are left out, and the last of so many ends the run",
+    )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its learning rate")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the model is spread over the ranks")
 
@@ -236,6 +251,8 @@ class CheckpointConfig(Section):
     save: Text | None = Field(default=None, description="Folder of the run's checkpoints; unset: checkpoints in the folder of the run")
     every_steps: Count | None = Field(default=None, description="Steps between two checkpoints; unset: only after the last step")
     keep: Count | None = Field(default=None, description="Newest checkpoints that stay; unset: all")
+    max_gb: Positive | None = Field(default=None, description="Gigabytes (1e9) that checkpoints may take; older ones go, the newest stays")
+    keep_best: Bool = Field(default=False, description="Save after every evaluation with a new lowest loss, and keep that checkpoint too")
     resume: Text = Field(default="none", description="none: start anew; auto: go on from the newest checkpoint, if any; or the path of one")
     export_hf: Bool = Field(default=False, description="Write the final model as a Hugging Face folder, hf in the folder of the run")
 
@@ -253,6 +270,9 @@ class EvalConfig(Section):
 
     every_steps: Count | None = Field(default=None, description="Steps between two evaluations; unset: none")
     prompts: Count | None = Field(default=None, description="Rows of data.eval that are used, from its start; unset: all")
+    patience: Count | None = Field(
+        default=None, description="Evaluations without a new lowest loss after which train-sft ends early; unset: it does not"
+    )
 
 
 class ConvertConfig(Section):

@@ -51,6 +51,10 @@ class SftDataset:
         """The longest row in tokens, padding included."""
         return int(self._ids.lengths.max())
 
+    def lengths(self) -> list[int]:
+        """The tokens of every row, padding not counted."""
+        return [int(np.count_nonzero(self._masks[number])) for number in range(len(self))]
+
 
 class PromptDataset:
     """Prompts with their answers: `[i] -> Prompt`. `decode` turns answer tokens into text; only data without an answers file needs it."""

@@ -20,19 +20,22 @@ from torch import Tensor
 from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import versions
 from msrl.checkpoint.hf import copy_sidecars
-from msrl.checkpoint.plan import make_plan
+from msrl.checkpoint.plan import make_plan, rank_plan
 from msrl.checkpoint.source import ShardedSource
 from msrl.checkpoint.torch_file import WrittenFile
+from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.models.cut import Coords, Cut
 from msrl.trainer import optimizer_state
-from msrl.trainer.resume import STATE, SavedTraining, saved_steps, training_dir
+from msrl.trainer.resume import KEEP_ALL, STATE, Retention, SavedTraining, training_dir
 
 if TYPE_CHECKING:
     from msrl.trainer.worker import TrainWorker
 
 
-def save(worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, keep: int | None = None) -> SavedTraining:
+def save(
+    worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, retention: Retention = KEEP_ALL
+) -> SavedTraining:
     """Write a whole checkpoint after `step` steps. `extra` is the workflow's own state (JSON); `hf_dir` has config and tokenizer."""
     is_first = dist.get_rank() == 0
     staged_training = training_dir(root, step).with_name(f".iter_{step:07d}.partial")
@@ -45,10 +48,11 @@ def save(worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *
     files: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files, file)
     if is_first:
-        state = {"step": step, "cut": worker.layout.as_json(), "updates": optimizer_state.num_updates(worker), "extra": dict(extra)}
+        updates, frozen = optimizer_state.num_updates(worker), list(worker.settings.freeze)
+        state = {"step": step, "cut": worker.layout.as_json(), "updates": updates, "freeze": frozen, "extra": dict(extra)}
         write_text(staged_training / STATE, json.dumps(state, indent=1) + "\n")
         _publish(worker, root, step, staged_training, [entry for entry in files if entry is not None], hf_dir)
-        _prune(root, keep)
+        _prune(root, retention)
     dist.barrier()
     return SavedTraining(root, step)
 
@@ -87,9 +91,9 @@ def _publish(
     mcore.write_manifest(root, step, mcore.manifest_entry(worker.shape, plan, worker.settings.dtype, dict(files), "local", versions()))
 
 
-def _prune(root: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints; the model's folder first, so that what is left is never taken for whole."""
-    for step in saved_steps(root)[: -keep if keep else 0]:
+def _prune(root: Path, retention: Retention) -> None:
+    """Remove what need not stay; the model's folder first, so that what is left is never taken for whole."""
+    for step in retention.surplus(root):
         shutil.rmtree(mcore.iteration_dir(root, step))
         shutil.rmtree(training_dir(root, step))
 
@@ -97,11 +101,14 @@ def _prune(root: Path, keep: int | None) -> None:
 def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, Any]:
     """Restore the optimizer from a checkpoint of any layout (the weights were loaded when the worker was made). Returns `extra`."""
     state = saved.state()
+    if tuple(state.get("freeze", ())) != worker.settings.freeze:
+        before = state.get("freeze", [])
+        raise MsrlError(f"train.freeze: {saved.training_dir} was trained with {before}; set it so, or start anew with checkpoint.load")
     cut = Cut.from_json(state["cut"])
     files = {at: safe_open(saved.training_dir / _optimizer_file(at), "pt") for at in cut.ranks()}
     mine: dict[str, dict[str, Tensor]] = {}
     for kind in optimizer_state.kinds(worker.dtype):
-        shards = {rank: _of_kind(file, kind) for rank, file in files.items()}
+        shards = {at: _of_kind(worker, cut, at, file, kind) for at, file in files.items()}
         source = ShardedSource(worker.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
         mine[kind] = dict(source.local_tensors(worker.layout, worker.coords))
     optimizer_state.restore(worker, mine, state["updates"])
@@ -121,5 +128,10 @@ def _random_file(folder: Path) -> Path:
     return folder / f"rng_{dist.get_rank():05d}.safetensors"
 
 
-def _of_kind(file: Any, kind: str) -> dict[str, Tensor]:
-    return {name.removeprefix(f"{kind}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{kind}.")}  # noqa: SIM118
+def _of_kind(worker: TrainWorker, cut: Cut, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
+    """What one rank's file has of a kind; frozen parameters, which have no state, as zeros that take no memory."""
+    found = {name.removeprefix(f"{kind}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{kind}.")}  # noqa: SIM118
+    if not worker.settings.freeze:
+        return found
+    planned = rank_plan(worker.shape, cut, at, worker.shape.padded_vocab_size(cut.tp)).tensors
+    return {name: found.get(name, torch.zeros(()).expand(size)) for name, size in planned.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from msrl.models.cut import Coords
 from msrl.models.megatron import transformer_settings
 from msrl.models.rules import Replicated, Sharded
+from msrl.models.select import chosen
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
@@ -169,6 +171,16 @@ def _mark_shards(model: PolicyModel, shape: Shape, layout: Layout) -> None:
             vars(parameters[placed.name]).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
 
 
+def freeze(model: PolicyModel, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
+    """Leave out of the training what the patterns choose. Raises MsrlError as `models.select.chosen` does, and where nothing is left."""
+    names = chosen(shape, patterns, key="train.freeze")
+    parameters = dict(model.named_parameters())
+    at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
+    for placed in stage_tensors(shape, layout, at):
+        if placed.rule.mcore in names:
+            parameters[placed.name].requires_grad_(False)
+
+
 def wrap(model: PolicyModel, platform: Platform) -> DistributedDataParallel:
     """Megatron's data-parallel wrapper; gradients are summed, not averaged, since losses come with global denominators."""
     config = DistributedDataParallelConfig(
@@ -196,7 +208,7 @@ def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSetting
         adam_beta1=settings.betas[0],
         adam_beta2=settings.betas[1],
         adam_eps=settings.eps,
-        clip_grad=settings.grad_clip or 1e30,  # Megatron measures the norm only where it clips
+        clip_grad=settings.grad_clip or 0.0,
         bf16=is_bf16,
         params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
         use_distributed_optimizer=True,

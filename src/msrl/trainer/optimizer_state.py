@@ -26,9 +26,14 @@ def kinds(dtype: torch.dtype) -> tuple[str, ...]:
     return MOMENTS if dtype == torch.float32 else (*MOMENTS, MASTER)
 
 
+def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters that have a state."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
 def collect(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
     """("exp_avg.NAME", tensor of the parameter's shape), one at a time, the same on every data-parallel rank; all must take part."""
-    for name, parameter in worker.policy.named_parameters():
+    for name, parameter in trained(worker.policy):
         owned = _owned(worker.optimizer, parameter)
         for kind in kinds(worker.dtype):
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
@@ -49,7 +54,7 @@ def num_updates(worker: TrainWorker) -> int:
 def restore(worker: TrainWorker, states: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
     """Put back what `collect` gave: this rank's tensors by kind and parameter name."""
     worker.optimizer.reload_model_params()
-    for name, parameter in worker.policy.named_parameters():
+    for name, parameter in trained(worker.policy):
         owned = _owned(worker.optimizer, parameter)
         if owned is None:
             continue

@@ -39,6 +39,37 @@ class SavedTraining:
             raise MsrlError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints stay: the `newest` ones (None: all), as far as all take at most `max_bytes`; the newest and `best` in any case."""
+
+    newest: int | None = None
+    max_bytes: float | None = None
+    best: int | None = None
+
+    def surplus(self, root: Path) -> list[int]:
+        """The steps of the checkpoints under `root` that go."""
+        steps = saved_steps(root)
+        going, taken = list[int](), self._bytes(root, self.best) if self.best in steps else 0
+        for age, step in enumerate(reversed(steps)):
+            if step == self.best:
+                continue
+            taken += self._bytes(root, step)
+            is_over = self.max_bytes is not None and taken > self.max_bytes
+            if age > 0 and (is_over or (self.newest is not None and age >= self.newest)):
+                going.append(step)
+        return going
+
+    def _bytes(self, root: Path, step: int | None) -> int:
+        if self.max_bytes is None or step is None:
+            return 0
+        folders = (root / f"iter_{step:07d}", training_dir(root, step))
+        return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+
+
+KEEP_ALL = Retention()
+
+
 def training_dir(root: Path, step: int) -> Path:
     return root / "training" / f"iter_{step:07d}"
 

@@ -9,17 +9,23 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up over `warmup` updates (a fraction below 1 is of all updates), then constant, linear or cosine down to `min_lr`."""
+    """Linear warm-up over `warmup` updates, then constant, or linear or cosine down to `min_lr`; `wsd` (warm-up, stable, decay;
+    arXiv:2404.06395, section 4) is constant until the last `decay` updates, which go down linearly. A fraction is of all updates.
+    """
 
-    kind: Literal["constant", "linear", "cosine"]
+    kind: Literal["constant", "linear", "cosine", "wsd"]
     lr: float
     min_lr: float
     warmup: float
     num_updates: int
+    decay: float = 0.1
 
     @property
     def warmup_updates(self) -> int:
-        return math.ceil(self.warmup * self.num_updates) if isinstance(self.warmup, float) and self.warmup < 1 else int(self.warmup)
+        return self._updates(self.warmup)
+
+    def _updates(self, length: float) -> int:
+        return math.ceil(length * self.num_updates) if isinstance(length, float) and length < 1 else int(length)
 
     def at(self, update: int) -> float:
         """Learning rate of update number `update`, counted from 0."""
@@ -27,7 +33,10 @@ class Schedule:
             return self.lr * (update + 1) / self.warmup_updates
         if self.kind == "constant":
             return self.lr
-        span = max(1, self.num_updates - self.warmup_updates)
-        progress = min(1.0, (update - self.warmup_updates) / span)
-        share = 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        start = self.warmup_updates
+        if self.kind == "wsd":
+            start = max(start, self.num_updates - self._updates(self.decay))
+        span = max(1, self.num_updates - start)
+        progress = min(1.0, max(0.0, (update - start) / span))
+        share = (1 + math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else 1 - progress
         return self.min_lr + (self.lr - self.min_lr) * share

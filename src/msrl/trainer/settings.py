@@ -39,3 +39,6 @@ class WorkerSettings:
     iteration: int | None = None  # of an mcore checkpoint; None: its latest
     optimizer: OptimizerSettings | None = None
     reference: Path | None = None
+    freeze: tuple[str, ...] = ()  # patterns of names, as `models/select.py` reads them
+    max_skipped: int = 3  # updates in a row with a gradient that is not finite; the last ends the run
+    bad_batch_dir: Path | None = None  # where the batch of that last one is written

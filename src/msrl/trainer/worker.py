@@ -6,7 +6,6 @@ Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batc
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from msrl.models.cut import Coords
 from msrl.models.shape import Shape
 from msrl.platforms import resolve
 from msrl.trainer import megatron
+from msrl.trainer.guard import GradientGuard
 from msrl.trainer.logprobs import vocab_parallel_logprobs
 from msrl.trainer.losses import Loss
 from msrl.trainer.megatron import PolicyModel
@@ -64,7 +64,9 @@ class TrainWorker:
         self.rotary = RotaryTable(self.shape, self.dtype, self.device)
         self.reference = self._load_model(settings.reference)[0].eval() if settings.reference else None
         self.wrapped: DistributedDataParallel | None = None
+        self.guard = GradientGuard(settings.max_skipped, settings.bad_batch_dir, rank)
         if settings.optimizer:
+            megatron.freeze(self.policy, self.shape, self.layout, settings.freeze)
             self.wrapped = megatron.wrap(self.policy, self.platform)
             self.optimizer = megatron.build_optimizer(self.wrapped, settings.optimizer, is_bf16=self.dtype == torch.bfloat16)
 
@@ -90,20 +92,22 @@ class TrainWorker:
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int, lr: float) -> dict[str, float]:
         """One optimizer step over this data-parallel rank's micro-batches.
 
-        `num_tokens` counts the loss tokens of all of them on all ranks. Returns the report's means, the same on every rank.
+        `num_tokens` counts the loss tokens of all of them on all ranks. Returns the report's means, the same on every rank; `skipped` is 1
+        for an update that was left out, because its gradient was not finite. Raises MsrlError when too many of these follow one another.
         """
-        assert self.wrapped is not None, "made without an optimizer"
+        assert self.wrapped is not None and self.settings.optimizer is not None, "made without an optimizer"
         self.policy.train()
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self._run(self.wrapped, micro_batches, functools.partial(_minimise, loss, num_tokens), loss, forward_only=False)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        _, norm, _ = self.optimizer.step()
-        grad_norm = float(norm or 0.0)
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient's norm is {grad_norm}; the run ends here, so that its last checkpoint stays the newest")
-        return {**self._reduce(sums, num_tokens), "grad_norm": grad_norm, "lr": lr}
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.clip_grad_norm(self.settings.optimizer.grad_clip or float("inf")))
+        is_skipped = self.guard.must_skip(grad_norm, micro_batches)
+        if not is_skipped:
+            self.optimizer.step_with_ready_grads()
+        return {**self._reduce(sums, num_tokens), "grad_norm": grad_norm, "lr": lr, "skipped": float(is_skipped)}
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int) -> dict[str, float]:
         """The report of a training step, without the step."""

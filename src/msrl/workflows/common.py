@@ -10,7 +10,7 @@ from msrl.config.schema import Config
 from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
-from msrl.trainer.resume import SavedTraining
+from msrl.trainer.resume import Retention, SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
 from msrl.types import DatasetManifest
@@ -89,9 +89,23 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
             lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, grad_clip=optimizer.grad_clip
         ),
         reference=reference,
+        freeze=config.train.freeze,
+        max_skipped=config.train.max_skipped,
+        bad_batch_dir=run_path(config).absolute() / "bad_batch",
     )
+
+
+def retention(config: Config, best: int | None = None) -> Retention:
+    """Which checkpoints stay; `best` is the step of the best one."""
+    max_gb = config.checkpoint.max_gb
+    return Retention(config.checkpoint.keep, max_gb * 1e9 if max_gb is not None else None, best)
+
+
+def run_path(config: Config) -> Path:
+    """The folder of the run."""
+    return Path(config.run.dir) / config.run.name
 
 
 def schedule(config: Config, num_updates: int) -> Schedule:
     optimizer = config.train.optimizer
-    return Schedule(optimizer.schedule, optimizer.lr, optimizer.min_lr, optimizer.warmup, num_updates)
+    return Schedule(optimizer.schedule, optimizer.lr, optimizer.min_lr, optimizer.warmup, num_updates, optimizer.decay)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msrl.platforms import get
 from msrl.trainer.launch import quiet_megatron
-from msrl.trainer.resume import SavedTraining
+from msrl.trainer.resume import Retention, SavedTraining
 from msrl.trainer.settings import WorkerSettings
 from msrl.types import Floats, MicroBatch, Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.weight_transfer import Parcel, pack, unpack
@@ -67,10 +67,10 @@ class TrainActor:
 
         return pack(export(self._worker)) if self._worker.dp_rank == 0 else ()
 
-    def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, keep: int | None) -> SavedTraining:
+    def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, retention: Retention) -> SavedTraining:
         from msrl.trainer import checkpoints
 
-        return checkpoints.save(self._worker, root, step, extra, hf_dir=hf_dir, keep=keep)
+        return checkpoints.save(self._worker, root, step, extra, hf_dir=hf_dir, retention=retention)
 
 
 class RolloutActor:

@@ -15,7 +15,7 @@ from msrl.cluster.session import Placed, Session, wait_all
 from msrl.config.schema import EngineConfig
 from msrl.platforms.base import Platform
 from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
-from msrl.trainer.resume import SavedTraining
+from msrl.trainer.resume import Retention, SavedTraining
 from msrl.trainer.settings import WorkerSettings
 from msrl.types import Floats, Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.grpo_actors import RolloutActor, TrainActor
@@ -82,8 +82,8 @@ class Trainers:
         """References to the new weights, a tuple of parcels per rank; most are empty."""
         return [actor.weights.remote() for actor in self._actors]
 
-    def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, keep: int | None) -> SavedTraining:
-        return self._wait([actor.save.remote(root, step, extra, hf_dir, keep) for actor in self._actors])[0]
+    def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, retention: Retention) -> SavedTraining:
+        return self._wait([actor.save.remote(root, step, extra, hf_dir, retention) for actor in self._actors])[0]
 
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
         return wait_all(refs, timeout_s=self._timeout_s, labels=[f"training rank {rank}" for rank in range(len(refs))])

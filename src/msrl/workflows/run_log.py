@@ -15,11 +15,7 @@ from msrl.tracking.report import summarise, write_report
 from msrl.tracking.run import RunFolder
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
-
-
-def run_path(config: Config) -> Path:
-    """The folder of the run."""
-    return Path(config.run.dir) / config.run.name
+from msrl.workflows.common import run_path
 
 
 def checkpoint_root(config: Config) -> Path:

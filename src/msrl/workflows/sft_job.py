@@ -1,12 +1,12 @@
-"""What supervised fine-tuning is made of before any rank starts: the job that ranks are told, and the rows they read. Light to import."""
+"""What supervised fine-tuning is made of before any rank starts: the job that ranks are told. Light to import."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from msrl.algorithms.packing import Sequences, bins, sft_sequences
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
 from msrl.data.order import RowOrder
@@ -14,6 +14,7 @@ from msrl.errors import MsrlError
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import WorkerSettings
+from msrl.workflows.sft_rows import Rows, open_rows, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +33,38 @@ class SftJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """A dataset as rows of sequences: as it was preprocessed, or packed anew into rows of `capacity` tokens."""
+class Best:
+    """The evaluation with the lowest loss so far: its step, and how many evaluations there have been `since`."""
 
-    dataset: SftDataset
-    packed: tuple[tuple[int, ...], ...] | None
+    step: int
+    loss: float
+    since: int = 0
 
-    def __len__(self) -> int:
-        return len(self.packed) if self.packed is not None else len(self.dataset)
+    @staticmethod
+    def after(before: Best | None, step: int, loss: float) -> Best:
+        """The best one once step `step` was evaluated; a loss that is not a number is never the best."""
+        if before is None or loss < before.loss or before.loss != before.loss:
+            return Best(step, loss)
+        return Best(before.step, before.loss, before.since + 1)
 
-    def sequences(self, rows: Sequence[int]) -> list[Sequences]:
-        """The sequences of each row."""
-        members = [self.packed[row] if self.packed is not None else (row,) for row in rows]
-        return [sft_sequences([example for index in row for example in self.dataset[index]]) for row in members]
-
-
-def open_rows(config: Config, dataset: SftDataset) -> Rows:
-    """The rows of a preprocessed dataset."""
-    if not config.data.pack or (dataset.manifest is not None and dataset.manifest.pack):
-        return Rows(dataset, None)
-    lengths = [sum(len(example.token_ids) for example in dataset[index]) for index in range(len(dataset))]
-    return Rows(dataset, bins(lengths, config.data.seq_length or max(lengths)))
+    @staticmethod
+    def of(extra: Mapping[str, Any]) -> Best | None:
+        """What a checkpoint's own state says."""
+        return Best(**extra["best"]) if extra.get("best") else None
 
 
-def check_lengths(config: Config, dataset: SftDataset) -> None:
-    """Every row fits into data.seq_length and into a micro-batch. Raises MsrlError."""
-    longest, length = dataset.max_tokens, config.data.seq_length
-    if length is not None and longest > length:
-        raise MsrlError(
-            f"data.seq_length={length}: the longest row of {dataset.prefix} has {longest} tokens; raise it,"
-            " or preprocess with that seq_length"
-        )
-    limit = config.train.max_tokens_per_micro_batch
+def training_rows(config: Config) -> tuple[Rows, Rows | None]:
+    """The rows to train on and those held out. Raises MsrlError."""
+    dataset = SftDataset(str(config.data.train))
+    learnt, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
+    train = open_rows(config, dataset, learnt)
+    if config.data.eval is not None:
+        return train, open_rows(config, SftDataset(config.data.eval))
+    return train, open_rows(config, dataset, held_out) if held_out else None
+
+
+def check_lengths(config: Config, prefix: str, rows: Rows) -> None:
+    """Every row fits into a micro-batch. Raises MsrlError."""
+    longest, limit = rows.longest, config.train.max_tokens_per_micro_batch
     if limit is not None and limit < longest:
-        raise MsrlError(f"train.max_tokens_per_micro_batch={limit}: the longest row of {dataset.prefix} has {longest} tokens; raise it")
+        raise MsrlError(f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has {longest} tokens; raise it")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from msrl.algorithms.packing import Sequences, balanced
 from msrl.config.schema import Config
-from msrl.data.dataset import SftDataset
 from msrl.trainer import checkpoints
 from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.launch import RankContext
@@ -16,8 +17,9 @@ from msrl.trainer.losses import SftLoss
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.worker import TrainWorker
 from msrl.types import MicroBatch, StepReport
-from msrl.workflows.common import order_state
-from msrl.workflows.sft_job import Rows, SftJob, open_rows
+from msrl.workflows.common import order_state, retention
+from msrl.workflows.sft_job import Best, SftJob, training_rows
+from msrl.workflows.sft_rows import Rows
 
 LOSS = SftLoss()
 
@@ -25,42 +27,59 @@ LOSS = SftLoss()
 def main(context: RankContext, job: SftJob) -> None:
     """The life of a rank."""
     worker = TrainWorker(job.settings, context.rank, context.world_size, context.init_method)
-    if job.resume is not None:
-        checkpoints.load_training_state(worker, job.resume)
-    train = open_rows(job.config, SftDataset(str(job.config.data.train)))
-    held_out = open_rows(job.config, SftDataset(job.config.data.eval)) if job.config.data.eval else None
+    extra = checkpoints.load_training_state(worker, job.resume) if job.resume is not None else {}
+    train, held_out = training_rows(job.config)
+    best, config = Best.of(extra), job.config
     for step in range(job.start_step, job.num_steps):
-        report = _step(worker, job, train, held_out, step)
+        report = _step(worker, job, train, step)
+        has_improved = is_over = False
+        if held_out is not None and _is_due(config.eval.every_steps, step + 1, job.num_steps, at_end=True):
+            report, best = _evaluated(worker, config, held_out, report, best)
+            has_improved = best.step == step + 1
+            is_over = config.eval.patience is not None and best.since >= config.eval.patience
         if context.rank == 0:
             context.report(report)
         is_stopped = worker.any_rank(context.rank == 0 and context.asked_to_stop())
-        if is_stopped or _is_due(job.config.checkpoint.every_steps, step + 1, job.num_steps, at_end=True):
-            saved = _save(worker, job, step + 1)
+        must_save = is_stopped or is_over or (config.checkpoint.keep_best and has_improved)
+        if must_save or _is_due(config.checkpoint.every_steps, step + 1, job.num_steps, at_end=True):
+            saved = _save(worker, job, step + 1, best)
             if context.rank == 0:
                 context.report(saved)
-        if is_stopped:
+        if is_over and context.rank == 0 and best is not None:
+            context.report(f"ended early: {best.since} evaluations without a lower loss than {best.loss:.4f} of step {best.step}")
+        if is_stopped or is_over:
             break
     worker.close()
 
 
-def _save(worker: TrainWorker, job: SftJob, step: int) -> SavedTraining:
-    return checkpoints.save(worker, job.checkpoint_dir, step, order_state(job.order), hf_dir=job.hf_dir, keep=job.config.checkpoint.keep)
+def _save(worker: TrainWorker, job: SftJob, step: int, best: Best | None) -> SavedTraining:
+    extra = {**order_state(job.order), "best": None if best is None else asdict(best)}
+    kept = retention(job.config, best.step if best is not None and job.config.checkpoint.keep_best else None)
+    return checkpoints.save(worker, job.checkpoint_dir, step, extra, hf_dir=job.hf_dir, retention=kept)
 
 
 def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bool:
     return (every is not None and step % every == 0) or (at_end and step == num_steps)
 
 
-def _step(worker: TrainWorker, job: SftJob, train: Rows, held_out: Rows | None, step: int) -> StepReport:
+def _step(worker: TrainWorker, job: SftJob, train: Rows, step: int) -> StepReport:
     config, started = job.config, time.perf_counter()
     mine, num_tokens, num_all = _share(worker, config, train.sequences(job.order.of_step(step).tolist()))
     metrics = worker.train_step(mine, LOSS, num_tokens=num_tokens, lr=job.schedule.at(step))
     seconds = time.perf_counter() - started
     report = {f"train/{name}": value for name, value in metrics.items()}
     report |= {"perf/tokens_per_s": num_all / seconds, "train/loss_tokens": float(num_tokens)}
-    if held_out is not None and _is_due(config.eval.every_steps, step + 1, job.num_steps, at_end=True):
-        report["eval/loss"] = _evaluate(worker, config, held_out)
-    return StepReport(step + 1, report, {"step": seconds})
+    notes = ("the gradient was not finite, so this update was left out",) if metrics["skipped"] else ()
+    return StepReport(step + 1, report, {"step": seconds}, notes)
+
+
+def _evaluated(worker: TrainWorker, config: Config, held_out: Rows, report: StepReport, best: Best | None) -> tuple[StepReport, Best]:
+    """The report with what the held-out rows say, and the best evaluation so far; the same on every rank."""
+    started = time.perf_counter()
+    loss = _evaluate(worker, config, held_out)
+    metrics = {**report.metrics, "eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+    seconds = {**report.seconds, "eval": time.perf_counter() - started}
+    return replace(report, metrics=metrics, seconds=seconds), Best.after(best, report.step, loss)
 
 
 def _share(worker: TrainWorker, config: Config, rows: Sequence[Sequences]) -> tuple[list[MicroBatch], int, int]:

@@ -20,7 +20,7 @@ from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
 from msrl.trainer.resume import SavedTraining
 from msrl.types import SamplingParams, StepReport
-from msrl.workflows.common import order_state, schedule, tokenizer_path, weights_path, worker_settings
+from msrl.workflows.common import order_state, retention, schedule, tokenizer_path, weights_path, worker_settings
 from msrl.workflows.export import export_hf
 from msrl.workflows.grpo_job import Job, prepare
 from msrl.workflows.grpo_step import Clock, Updater, report_of, samples_of, updates_per_step
@@ -70,7 +70,7 @@ def _loop(
             metrics["eval/reward"] = _evaluate(job, engines, scorer, step + 1)
         log.log(StepReport(step + 1, metrics, {**clock.seconds, "step": sum(clock.seconds.values())}, scores.notes))
         if interrupts.asked or step + 1 == job.num_steps or _is_due(config.checkpoint.every_steps, step + 1, job.num_steps):
-            saved = trainers.save(checkpoint_root(config), step + 1, order_state(job.prompts.order), job.hf_dir, config.checkpoint.keep)
+            saved = trainers.save(checkpoint_root(config), step + 1, order_state(job.prompts.order), job.hf_dir, retention(config))
             print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
         if interrupts.asked:
             break

@@ -21,9 +21,10 @@ from msrl.types import StepReport
 from msrl.workflows.common import check_data, check_order, hf_files, schedule, weights_path, worker_settings
 from msrl.workflows.interrupts import Interrupts
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
-from msrl.workflows.sft_job import Rows, SftJob, check_lengths, open_rows
+from msrl.workflows.sft_job import SftJob, check_lengths, training_rows
+from msrl.workflows.sft_rows import Rows
 
-CURVES = ("train/loss", "eval/loss", "train/grad_norm", "train/lr")
+CURVES = ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "train/lr")
 
 
 def run(config: Config) -> None:
@@ -38,6 +39,8 @@ def run(config: Config) -> None:
             for message in ranks.messages():
                 if isinstance(message, StepReport):
                     log.log(message)
+                elif isinstance(message, str):
+                    log.say(message)
                 else:
                     saved = message
                     print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
@@ -51,9 +54,7 @@ def prepare(config: Config, platform: str) -> SftJob:
     if config.data.train is None:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
     weights = weights_path(config)
-    rows = _checked_rows(config, config.data.train, hf_files(weights))
-    if config.data.eval is not None:
-        _checked_rows(config, config.data.eval, hf_files(weights))
+    rows = _checked_rows(config, hf_files(weights))
     num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * len(rows) / config.train.global_batch)
     resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
     start_step = resume.step if resume else 0
@@ -76,12 +77,18 @@ def prepare(config: Config, platform: str) -> SftJob:
     )
 
 
-def _checked_rows(config: Config, prefix: str, hf_dir: Path) -> Rows:
-    """The rows of a dataset that the model can learn from as configured. Raises MsrlError."""
-    dataset = SftDataset(prefix)
-    check_data(dataset.manifest, config, hf_dir, prefix)
-    check_lengths(config, dataset)
-    return open_rows(config, dataset)
+def _checked_rows(config: Config, hf_dir: Path) -> Rows:
+    """The rows to train on; they and those held out fit the model and the configuration. Says how they came about. Raises MsrlError."""
+    for prefix in (config.data.train, config.data.eval):
+        if prefix is not None:
+            check_data(SftDataset(prefix).manifest, config, hf_dir, prefix)
+    train, held_out = training_rows(config)
+    check_lengths(config, str(config.data.train), train)
+    named = {"data.train": train, "held out": held_out}
+    for name, rows in named.items():
+        for note in rows.notes(config.data.seq_length) if rows is not None else ():
+            print(f"{name}: {note}", file=sys.stderr)
+    return train
 
 
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:

@@ -1,0 +1,112 @@
+"""What a training decides without a device: learning rates, which checkpoints stay, when it ends, which rows it reads, what is frozen."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from msrl.errors import MsrlError
+from msrl.models.families import shape_of
+from msrl.models.hf_config import HfConfig
+from msrl.models.select import chosen
+from msrl.trainer.guard import GradientGuard
+from msrl.trainer.resume import STATE, Retention, training_dir
+from msrl.trainer.schedule import Schedule
+from msrl.types import MicroBatch
+from msrl.workflows.sft_job import Best
+from msrl.workflows.sft_rows import split
+
+
+def rates(kind: str, **options: float) -> list[float]:
+    schedule = Schedule(**{"kind": kind, "lr": 1.0, "min_lr": 0.1, "warmup": 2, "num_updates": 12, **options})
+    return [schedule.at(update) for update in range(13)]
+
+
+def test_wsd_warms_up_stays_and_goes_down_at_the_end():
+    # Worked out by hand: two updates up, six flat, four down to 0.1 in steps of (1 - 0.1) / 4.
+    expected = [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1]
+    assert rates("wsd", decay=4) == pytest.approx(expected)
+    assert rates("wsd", decay=1 / 3) == pytest.approx(expected)
+
+
+def test_linear_and_cosine_reach_the_lowest_rate_after_the_last_update():
+    assert rates("linear")[2:5] == pytest.approx([1, 0.91, 0.82])
+    assert rates("cosine")[7] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
+    assert [rates(kind)[12] for kind in ("linear", "cosine", "constant")] == pytest.approx([0.1, 0.1, 1])
+
+
+@pytest.fixture
+def saves(tmp_path):
+    """Checkpoints of steps 1 to 5, of about 1000 bytes each."""
+    for step in range(1, 6):
+        for folder in (tmp_path / f"iter_{step:07d}", training_dir(tmp_path, step)):
+            folder.mkdir(parents=True)
+        (tmp_path / f"iter_{step:07d}" / "model").write_bytes(bytes(1000))
+        (training_dir(tmp_path, step) / STATE).write_bytes(b"")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("retention", "going"),
+    [
+        (Retention(), []),
+        (Retention(newest=2), [3, 2, 1]),
+        (Retention(newest=2, best=1), [3, 2]),
+        (Retention(newest=1, best=5), [4, 3, 2, 1]),
+        (Retention(max_bytes=3000), [2, 1]),
+        (Retention(max_bytes=3000, best=1), [3, 2]),
+        (Retention(newest=4, max_bytes=10), [4, 3, 2, 1]),
+    ],
+)
+def test_checkpoints_stay_by_count_and_bytes_and_the_newest_and_the_best_in_any_case(saves, retention, going):
+    assert retention.surplus(saves) == going
+
+
+def test_the_best_evaluation_is_the_lowest_and_nan_is_never_it():
+    best = None
+    for step, loss in enumerate([math.nan, 3.0, 2.0, math.nan, 2.0]):
+        best = Best.after(best, step, loss)
+    assert best == Best(2, 2.0, since=2)
+
+
+def test_gradients_that_are_not_finite_are_skipped_until_they_are_too_many_in_a_row_and_the_batch_is_kept(tmp_path):
+    batch = MicroBatch(np.arange(3), np.arange(1, 4), np.ones(3, bool), np.array([0, 3], np.int32), {"advantages": np.ones(3, np.float32)})
+    guard = GradientGuard(3, tmp_path / "bad", rank=1)
+    assert [guard.must_skip(norm, [batch]) for norm in (math.nan, math.inf, 1.0, math.nan, math.nan)] == [True, True, False, True, True]
+    with pytest.raises(MsrlError, match=r"gradient of 3 updates in a row was not finite \(inf\).*rank_00001.npz"):
+        guard.must_skip(math.inf, [batch, batch])
+    with np.load(tmp_path / "bad" / "rank_00001.npz") as kept:
+        np.testing.assert_array_equal(kept["1.token_ids"], batch.token_ids)
+        assert "0.advantages" in kept
+
+
+def test_rows_are_held_out_by_the_seed_and_none_is_in_both_parts():
+    learnt, held_out = split(100, 0.1, seed=3)
+    assert len(held_out) == 10 and sorted((*learnt, *held_out)) == list(range(100))
+    assert split(100, 0.1, seed=3)[1] == held_out != split(100, 0.1, seed=4)[1]
+    assert split(5, 0.0, seed=0) == ((0, 1, 2, 3, 4), ())
+
+
+@pytest.fixture
+def shape():
+    values = {
+        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "torch_dtype": "float32",
+    }  # fmt: skip
+    return shape_of(HfConfig(values, "config.json"))
+
+
+def test_parameters_are_chosen_by_either_name(shape):
+    embedding = {"embedding.word_embeddings.weight"}
+    assert chosen(shape, ["model.embed_tokens.weight"], key="k") == chosen(shape, ["embedding.*"], key="k") == embedding
+    fused = chosen(shape, ["*.1.self_attn.[qkv]_proj.weight"], key="k")
+    assert fused == {"decoder.layers.1.self_attention.linear_qkv.weight"}
+
+
+def test_a_part_of_a_fused_parameter_and_a_pattern_without_a_match_are_refused(shape):
+    with pytest.raises(MsrlError, match=r"train.freeze: .*q_proj.weight lies in one tensor with .*k_proj.weight, .*v_proj.weight; choose"):
+        chosen(shape, ["*.q_proj.weight"], key="train.freeze")
+    with pytest.raises(MsrlError, match=r"train.freeze: 'lm_heat' matches no parameter of Qwen2ForCausalLM; names are such as"):
+        chosen(shape, ["lm_heat"], key="train.freeze")
