@@ -1,0 +1,131 @@
+"""Remote sandboxes and reward servers, against real HTTP servers on this machine that answer, fail, stall and lie."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from msrl.rewards.http import RemoteError, Server, post_json
+from msrl.rewards.verifiers import code
+
+
+@contextlib.contextmanager
+def served(answer):
+    """A server on a free port; `answer(number, payload)` gives (status, headers, body bytes). Yields its URL and the payloads it got."""
+    payloads, lock = [], threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                payloads.append(payload)
+                number = len(payloads)
+            status, headers, body = answer(number, {**payload, "path": self.path, "token": self.headers.get("Authorization")})
+            with contextlib.suppress(OSError):
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", payloads
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def told(value, status=200, **headers):
+    return status, headers, json.dumps(value).encode()
+
+
+def quick(url, timeout_s=10.0, **options):
+    return Server(url, timeout_s, **{"backoff_s": 0.01, **options})
+
+
+def test_an_attempt_that_may_pass_is_made_again():
+    with served(lambda n, _: told({"n": n}, 200 if n > 3 else [500, 503, 429][n - 1])) as (url, payloads):
+        assert post_json(quick(url), {"a": 1}) == ({"n": 4}, 3)
+        assert payloads == [{"a": 1}] * 4
+
+
+def test_a_server_may_say_how_long_to_wait():
+    with served(lambda n, _: told(n, 429 if n == 1 else 200, **{"Retry-After": "1"})) as (url, _):
+        start = time.monotonic()
+        assert post_json(quick(url), {}) == (2, 1)
+        assert time.monotonic() - start >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda n, _: told("no such user", 401), 'status 401 Unauthorized: "no such user"'),
+        (lambda n, _: told({}, 302, Location="http://127.0.0.1:1/"), "status 302"),
+        (lambda n, _: (200, {}, b"<html>"), "the answer is no JSON: b'<html>'"),
+    ],
+)
+def test_what_will_not_pass_is_final(answer, message):
+    with served(answer) as (url, payloads):
+        with pytest.raises(RemoteError, match=url) as caught:
+            post_json(quick(url), {})
+        assert message in str(caught.value)
+        assert (caught.value.kind, len(payloads)) == ("error", 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "attempts"), [(lambda n, _: told(n, 500), 3), (lambda n, _: (200, {"Content-Length": "100"}, b"short"), 3)]
+)
+def test_attempts_are_counted_out(answer, attempts):
+    with served(answer) as (url, payloads):
+        with pytest.raises(RemoteError, match=f"{attempts} attempts failed; the last: ") as caught:
+            post_json(quick(url, retries=attempts - 1), {})
+        assert (caught.value.kind, len(payloads)) == ("error", attempts)
+
+
+def test_a_server_that_is_down_or_stalls_ends_with_the_deadline():
+    def stall(n, _):
+        time.sleep(1.5)
+        return told(n)
+
+    with served(stall) as (url, _):
+        start = time.monotonic()
+        with pytest.raises(RemoteError, match=r"no answer within 0.4 s, \d attempts"):
+            post_json(quick(url, timeout_s=0.4), {})
+        assert time.monotonic() - start < 1.2
+    with pytest.raises(RemoteError, match="Connection refused") as caught:
+        post_json(quick(url, timeout_s=0.3, retries=100), {})
+    assert caught.value.kind == "timeout"
+
+
+def fusion(number, payload):
+    """What SandboxFusion's /run_code answers, by running the program."""
+    assert payload["path"] == "/run_code"
+    assert payload["language"] == "python"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", payload["code"]], input=payload["stdin"], capture_output=True, text=True, check=False
+    )
+    result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr, "execution_time": 0.1}
+    return told({"status": "Success" if done.returncode == 0 else "Failed", "message": "", "compile_result": None, "run_result": result})
+
+
+def test_code_is_scored_by_a_remote_sandbox():
+    answer = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
+    with served(fusion) as (url, payloads):
+        assert code.score("```python\nprint(sum(map(int, input().split())))\n```", answer, url=url) == 1.0
+        assert code.score("```python\nprint(3)\n```", answer, url=url, partial=True) == 0.5
+        assert code.score("```python\nraise SystemExit(1)\n```", answer, url=url) == 0.0
+        assert (payloads[0]["run_timeout"], payloads[0]["memory_limit_MB"], len(payloads)) == (4.0, 512, 5)
+    with served(lambda n, _: told({"status": "SandboxError", "message": "full"})) as (url, _), pytest.raises(RemoteError, match="full"):
+        code.score("```python\nprint(3)\n```", answer, url=url)

@@ -1,0 +1,242 @@
+"""Programs that mean harm, in a real sandbox: they score 0 within their limits and nothing outside of it changes. All bombs are small."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from msrl.errors import ManyErrors
+from msrl.rewards import sandbox
+from msrl.rewards.sandbox import Limits, run
+from msrl.rewards.score import Scorer, Source
+from msrl.rewards.verifiers import code
+
+SMALL = Limits(case_s=1.0, total_s=4.0, memory_bytes=96 << 20, processes=8)
+needs_namespaces = pytest.mark.skipif(sandbox.refusal() is not None, reason=str(sandbox.refusal()))
+
+
+def one(program, stdin="", limits=SMALL):
+    (case,) = run(program, [stdin], limits)
+    return case
+
+
+def inside():
+    """Processes whose command is a sandbox's program or its launcher."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if b"/sandbox/program.py" in command or b"sandbox_init.py" in command:
+            found.append(path.parent.name)
+    return found
+
+
+@needs_namespaces
+def test_a_program_reads_its_input_and_each_case_is_a_run_of_its_own():
+    cases = run("import sys\nn = int(input())\nprint(n * n)\nsys.exit(n == 3)", ["2", "3", "4"], SMALL)
+    assert [(c.status, c.stdout) for c in cases] == [("ok", "4\n"), ("error", "9\n"), ("ok", "16\n")]
+    assert [c.status for c in run("1 / int(input())", ["1", "0", "1"], SMALL, stop=True)] == ["ok", "error"]
+    assert "ZeroDivisionError" in one("1/0").stderr
+    assert one("import math, json, decimal, collections, heapq; print('é')").stdout == "é\n"
+
+
+BOMBS = {
+    "fork": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    "spin": "while True: pass",
+    "sleep": "import time; time.sleep(60)",
+    "memory": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "memory of many": "import os\nfor _ in range(3): os.fork()\nx = bytearray(b'x' * (30 << 20))\nwhile True: pass",
+    "output": "while True: print('x' * 10000)",
+    "errors": "import sys\nwhile True: sys.stderr.write('x' * 10000)",
+    "closed output": "import os\nos.close(1); os.close(2)\nwhile True: pass",
+    "files": "for n in range(10**6):\n    open(f'/tmp/{n}', 'wb').write(b'x' * 100000)",
+    "one file": "f = open('/tmp/a', 'wb')\nwhile True: f.write(b'x' * 100000)",
+    "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()",
+    "signals": "import signal\nfor n in set(range(1, 32)) - {9, 19}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
+    "kill all": "import os\ntry:\n    os.kill(-1, 9)\nexcept OSError: pass\nos.kill(1, 15); os.kill(1, 9)\nraise SystemExit(3)",
+    "shared memory": "import ctypes\nraise SystemExit(ctypes.CDLL(None).memfd_create(b'a', 0) == -1)",
+    "deep recursion": "def f(): return f()\nimport sys; sys.setrecursionlimit(10**9); f()",
+}
+
+
+@needs_namespaces
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("fork", "output") else pytest.mark.slow) for name in BOMBS])
+def test_a_bomb_ends_at_its_limits_with_all_that_it_started(name):
+    start = time.monotonic()
+    case = one(BOMBS[name])
+    assert time.monotonic() - start < 12
+    assert case.status != "ok"
+    assert len(case.stdout) <= SMALL.output_bytes
+    assert inside() == []
+
+
+@needs_namespaces
+def test_a_daemon_ends_with_the_case_that_started_it():
+    daemon = "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n    os._exit(0)\n"
+    start = time.monotonic()
+    first, second = run(daemon + "print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 5)", ["", ""], SMALL)
+    assert (first.stdout, second.stdout) == ("True\n", "True\n")
+    assert time.monotonic() - start < 2.0
+    assert inside() == []
+
+
+@needs_namespaces
+def test_nothing_of_the_machine_can_be_changed_or_seen(tmp_path):
+    treasure = tmp_path / "treasure"
+    treasure.write_text("gold")
+    treasure.chmod(0o666)
+    tmp_path.chmod(0o777)
+    attack = f"""
+import os, pathlib
+done = []
+def attempt(name, action):
+    try:
+        action(); done.append(name)
+    except (OSError, ImportError): pass
+attempt("delete", lambda: os.remove({str(treasure)!r}))
+attempt("read", lambda: open({str(treasure)!r}).read())
+attempt("write in /usr", lambda: open("/usr/x", "w"))
+attempt("write in /", lambda: open("/x", "w"))
+attempt("write in /sandbox", lambda: open("/sandbox/program.py", "w"))
+attempt("write in Python", lambda: open(os.path.dirname(os.__file__) + "/x", "w"))
+attempt("see passwords", lambda: open("/etc/shadow").read())
+attempt("see the folder", lambda: os.listdir({str(tmp_path)!r}))
+attempt("trace the first process", lambda: open("/proc/1/mem", "rb"))
+attempt("its files", lambda: os.listdir("/proc/1/fd"))
+attempt("change the kernel", lambda: open("/proc/sys/kernel/core_pattern", "w"))
+attempt("sysrq", lambda: open("/proc/sysrq-trigger", "w"))
+attempt("become root", lambda: os.setuid(0))
+attempt("a device", lambda: os.mknod("/tmp/sda", 0o60600, os.makedev(8, 0)))
+attempt("root's folder", lambda: os.chroot("/tmp"))
+import ctypes
+libc = ctypes.CDLL(None)
+if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None) == 0: done.append("mount")
+if libc.unshare(0x10000000) == 0: done.append("unshare")
+print(done, os.environ.get("SECRET"), os.getuid() != 0)
+"""
+    os.environ["SECRET"] = "hidden"
+    try:
+        assert one(attack).stdout == "[] None True\n"
+    finally:
+        del os.environ["SECRET"]
+    assert treasure.read_text() == "gold"
+
+
+@needs_namespaces
+def test_there_is_no_network_not_even_to_this_machine(tmp_path):
+    with socket.socket() as server, socket.socket(socket.AF_UNIX) as local:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        local.bind(str(tmp_path / "socket"))
+        local.listen()
+        (tmp_path / "socket").chmod(0o777)
+        program = f"""
+import socket
+for family, address in ((socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})), (socket.AF_INET, ("1.1.1.1", 53)),
+                        (socket.AF_UNIX, {str(tmp_path / "socket")!r})):
+    try:
+        socket.socket(family).connect(address); print("connected", address)
+    except OSError: pass
+"""
+        assert one(program) == sandbox.Case("ok", "")
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_a_sandbox_ends_with_the_process_that_started_it():
+    code = (
+        "from msrl.rewards.sandbox import Limits, run; import os, threading, time, signal\n"
+        "threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
+        "run('import os, time\\nos.fork()\\ntime.sleep(60)', [''], Limits(case_s=50.0, total_s=50.0))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    deadline = time.monotonic() + 5
+    while inside() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert inside() == []
+
+
+STDIN = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})
+CALLS = json.dumps({"fn_name": "add", "inputs": [[1, 2], [[3], [4]]], "outputs": [3, [3, 4]]})
+ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add([3], [4]) == [3, 4]"])
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+def fenced(program):
+    return f"<think>```python\nwrong\n```</think>\n```python\n{program}\n```"
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("program", "answer", "score", "share"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + b)", STDIN, 1.0, 1.0),
+        ("print(3)", STDIN, 0.0, 0.5),
+        ("print(input())", STDIN, 0.0, 0.0),
+        (ADD, CALLS, 1.0, 1.0),
+        ("class Solution:\n    def add(self, a, b):\n        print('noise')\n        return a + b", CALLS, 1.0, 1.0),
+        ("def add(a, b): return 3", CALLS, 0.0, 0.5),
+        (ADD, ASSERTS, 1.0, 1.0),
+        ("def add(a, b): return 3", ASSERTS, 0.0, 0.5),
+        (ADD, "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'", 1.0, 1.0),
+        (ADD, json.dumps({"tests": "assert add(1, 2) == 4"}), 0.0, 0.0),
+        ("import sys; sys.exit(0)", ASSERTS, 0.0, 0.0),
+        ("import os; os._exit(0)", ASSERTS, 0.0, 0.0),
+        ("import os; os._exit(0)", CALLS, 0.0, 0.0),
+        (ADD + "print('noise')", ASSERTS, 1.0, 1.0),
+        ("def add(a, b): return a +", ASSERTS, 0.0, 0.0),
+    ],
+)
+def test_a_program_is_scored_by_its_tests(program, answer, score, share):
+    assert code.score(fenced(program), answer) == score
+    assert code.score(fenced(program), answer, partial=True) == share
+
+
+@needs_namespaces
+def test_options_of_code_and_responses_without_a_program():
+    assert code.score("print(3)", STDIN) == 0.0
+    assert code.score(fenced("print(3)"), STDIN, max_cases=1) == 1.0
+    answer = json.dumps({"inputs": [""], "outputs": ["0.333333 a"]})
+    assert code.score(fenced("print(1/3, 'a')"), answer) == 0.0
+    assert code.score(fenced("print(1/3, 'a')"), answer, tolerance=1e-3) == 1.0
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_hostile_completions_are_scored_in_the_pool_and_the_next_ones_too():
+    from test_rewards_sources import group, totals
+
+    hostile = [fenced(BOMBS[name]) for name in ("fork", "memory", "output", "signals")]
+    options = {"case_s": 1.0, "total_s": 2.0, "memory_mb": 96, "processes": 8}
+    with Scorer([Source("code", options=options, timeout_s=20.0)], 2) as scorer:
+        scores = scorer.score([group(*hostile, fenced(ADD), answer=ASSERTS), group(fenced(ADD), answer=ASSERTS)])
+    assert totals(scores) == [[0.0] * 4 + [1.0], [1.0]]
+    assert scores.failures == {}
+
+
+def test_without_namespaces_code_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(sandbox, "refusal", lambda python: "this machine gives no namespaces for a sandbox: unshare: refused")
+    with pytest.raises(ManyErrors, match=r"reward.sources\[0\].verifier=code: this machine gives no namespaces.*set options.url"):
+        Scorer([Source("code")], 1)
+    assert code.refusal(url="https://sandbox:8080") is None
+    assert "must begin with http" in str(code.refusal(url="sandbox"))
+    assert "positive" in str(code.refusal(case_s=0.0))
+
+
+@needs_namespaces
+def test_sandboxes_run_side_by_side():
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(one("print(1)").stdout)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == ["1\n"] * 4
