@@ -1,75 +1,186 @@
-"""Group-relative advantages against hand-made numbers and numpy, and one golden row for every estimator there is."""
+"""Every estimator against numbers worked out by hand and against plain loops, at the edges, and what goes before and after it."""
+
+from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
-import torch
 
 from msrl import registry
-from msrl.algorithms.samples import reward_matrix, training_samples
+from msrl.algorithms import kl_controller
+from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
+from msrl.algorithms.selection import kept, sample_weights
+from msrl.algorithms.token_rewards import TokenRewards, discounted, whiten
 from msrl.errors import MsrlError
+from msrl.trainer.losses import taken
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
 
 PACKAGE = "msrl.algorithms.advantages"
-# rewards -> advantages, by hand: mean 0.5, unbiased deviation sqrt(4 * 0.25 / 3) = 0.5773503
-GOLDEN = {"group_norm": ([[1.0, 0.0, 0.0, 1.0]], [[0.8660239, -0.8660239, -0.8660239, 0.8660239]])}
+ESTIMATORS = registry.names(PACKAGE)
+COMPARING = [name for name in ESTIMATORS if getattr(registry.load(PACKAGE, name, key=""), "COMPARES_GROUPS", False)]
+# Rewards 1, 0, 0, 1 for responses of 1, 2, 1, 1 tokens, with gamma 0.5. By hand: mean 0.5, unbiased deviation sqrt(4 * 0.25 / 3) = 0.57735.
+LENGTHS = [[1, 2, 1, 1]]
+TOKENS = np.array([1.0, -1.0, -1.0, -1.0, 1.0])
+OVER_TOKENS = TOKENS * 0.5 + 0.1  # distance from the mean 0.4 of the returns 1 0 0 0 1
+GOLDEN = {
+    "group_norm": TOKENS * 0.5 / math.sqrt(1 / 3),
+    "dr_grpo": TOKENS * 0.5,
+    "cpgd": TOKENS * 0.5,
+    "rloo": TOKENS * (2 / 3),  # 1 - (0 + 0 + 1) / 3 and 0 - (1 + 0 + 1) / 3
+    "reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
+    # group mean off: 0.5 -0.5 -0.5 -0.5 0.5, over five tokens mean -0.1, variance (2 * 0.36 + 3 * 0.16) / 4 = 0.3
+    "reinforce_baseline": (TOKENS * 0.5 + 0.1) / math.sqrt(0.3),
+    "reinforce_pp": OVER_TOKENS / math.sqrt(0.3),
+}
 
 
-@pytest.mark.parametrize("name", registry.names(PACKAGE))
+def estimate(name: str, rewards: TokenRewards, **options: float) -> np.ndarray:
+    function = registry.load(PACKAGE, name, key="algo.advantage.estimator").advantages
+    return function(rewards, **taken(function, {"eps": 1e-9, "gamma": 0.5, **options}))
+
+
+def rewards(scores, lengths=None, extra=None) -> TokenRewards:
+    scores = np.asarray(scores, dtype=np.float64)
+    return TokenRewards(scores, np.ones(scores.shape, np.int64) if lengths is None else np.asarray(lengths, np.int64), extra)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_has_a_golden_row_and_reproduces_it(name):
     assert name in GOLDEN, f"algorithms/advantages/{name}.py has no golden row in this test"
-    rewards, expected = GOLDEN[name]
-    module = registry.load(PACKAGE, name, key="algo.advantage.estimator")
-    got = module.advantages(torch.tensor(rewards, dtype=torch.float64))
-    np.testing.assert_allclose(got.numpy(), expected, rtol=0, atol=1e-7)
+    np.testing.assert_allclose(estimate(name, rewards([[1, 0, 0, 1]], LENGTHS)), GOLDEN[name], rtol=0, atol=1e-8)
 
 
-def group_norm(rewards, **options):
-    return registry.load(PACKAGE, "group_norm", key="").advantages(rewards, **options)
+def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
+    """The formulas once more, in plain Python over nested lists."""
+    rows, place = [], 0
+    for group, sizes in zip(scores, lengths, strict=True):
+        tokens = []
+        for score, size in zip(group, sizes, strict=True):
+            given = [float(x) for x in extra[place : place + size]]
+            given[-1] += float(score)
+            tokens.append(given)
+            place += size
+        totals = [sum(given) for given in tokens]
+        mean = sum(totals) / len(totals)
+        deviation = math.sqrt(sum((t - mean) ** 2 for t in totals) / (len(totals) - 1))
+        for i, given in enumerate(tokens):
+            if name == "group_norm":
+                rows += [(totals[i] - mean) / (deviation + 1e-9)] * len(given)
+            elif name == "rloo":
+                rows += [totals[i] - (sum(totals) - totals[i]) / (len(totals) - 1)] * len(given)
+            elif name in ("reinforce", "reinforce_pp"):
+                rows += [sum(gamma ** (k - t) * given[k] for k in range(t, len(given))) for t in range(len(given))]
+            else:
+                rows += [totals[i] - mean] * len(given)
+    if name in ("reinforce_pp", "reinforce_baseline"):
+        mean = sum(rows) / len(rows)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in rows) / (len(rows) - 1))
+        rows = [(x - mean) / (deviation + 1e-9) for x in rows]
+    return rows
 
 
-def test_group_norm_equals_the_formula_in_numpy():
-    rewards = np.random.default_rng(0).normal(size=(5, 8))
-    expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
-    np.testing.assert_allclose(group_norm(torch.from_numpy(rewards)).numpy(), expected, rtol=1e-12)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_equals_plain_loops_with_penalties_on_tokens(name):
+    random = np.random.default_rng(0)
+    scores, lengths = random.normal(size=(5, 4)), random.integers(1, 9, (5, 4))
+    extra = random.normal(size=int(lengths.sum()))
+    got = estimate(name, rewards(scores, lengths, extra), gamma=0.9)
+    np.testing.assert_allclose(got, by_loops(name, scores, lengths, extra, 0.9), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1.1, -1e9, 1e-30])
-def test_equal_rewards_give_exactly_zero(value):
-    assert torch.equal(group_norm(torch.full((2, 3), value, dtype=torch.float64)), torch.zeros(2, 3, dtype=torch.float64))
+@pytest.mark.parametrize("name", COMPARING)
+def test_equal_rewards_give_exactly_zero_where_completions_are_compared(name, value):
+    assert not estimate(name, rewards(np.full((2, 3), value))).any()
 
 
-def test_one_group_does_not_touch_another_and_precision_is_kept():
-    rewards = torch.tensor([[1e6, 1e6 + 1, 1e6, 1e6], [0.0, 1.0, 0.0, 0.0]])
-    got = group_norm(rewards)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got[0], got[1])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_no_estimator_makes_a_nan_of_equal_rewards_or_single_completions(name):
+    assert np.isfinite(estimate(name, rewards(np.full((2, 3), 0.1)))).all()
+    if name in COMPARING:
+        with pytest.raises(MsrlError, match=r"samples_per_prompt=1.*set 2 or more"):
+            estimate(name, rewards(np.zeros((4, 1))))
+    else:
+        assert np.isfinite(estimate(name, rewards([[1.0], [0.0]]))).all()
 
 
-def test_a_group_of_one_is_refused_with_what_to_do():
-    with pytest.raises(MsrlError, match=r"samples_per_prompt=1.*set 2 or more"):
-        group_norm(torch.zeros(4, 1))
+@pytest.mark.parametrize("name", COMPARING)
+def test_one_group_does_not_touch_another_and_precision_is_kept(name):
+    got = estimate(name, rewards([[1e6, 1e6 + 1, 1e6, 1e6], [0.0, 1.0, 0.0, 0.0]])).reshape(2, 4)
+    np.testing.assert_allclose(got[0], got[1], rtol=1e-9)
 
 
-def scored_group(totals, lengths):
+def test_discounting_stays_within_a_sequence():
+    got = discounted(np.array([1.0, 2.0, 4.0, 8.0, 16.0]), np.array([2, 0, 3]), 0.5)
+    assert got.tolist() == [2.0, 2.0, 12.0, 16.0, 16.0]
+
+
+def test_rewards_of_tokens_and_of_responses_add_up():
+    both = rewards([[1.0, 2.0]], [[2, 1]], np.array([0.5, 0.25, -1.0]))
+    assert both.per_token().tolist() == [0.5, 1.25, 1.0]
+    assert both.totals().tolist() == [[1.75, 1.0]]
+    with pytest.raises(ValueError, match="3 tokens"):
+        rewards([[1.0, 2.0]], [[2, 1]], np.zeros(2))
+
+
+def test_whitening_has_mean_zero_and_deviation_one_and_nothing_to_say_of_equal_numbers():
+    got = whiten(np.array([1.0, 2.0, 6.0]), 0.0)
+    assert got.mean() == pytest.approx(0) and got.std(ddof=1) == pytest.approx(1)
+    assert not whiten(np.full(4, 0.3), 0.0).any() and not whiten(np.array([7.0]), 0.0).any()
+    assert rewards([[1.0, 0.0]], [[2, 2]]).whitened(0.0).per_token().mean() == pytest.approx(0)
+
+
+def test_masks_leave_out_truncated_equal_and_too_easy_or_hard():
+    scores = np.array([[1.0, 0.0], [1.0, 1.0], [0.9, 0.8]])
+    truncated = np.array([[False, True], [False, False], [False, False]])
+    everything = {"drop_truncated": False, "drop_equal_groups": False}
+    assert kept(scores, truncated, **everything).all()
+    assert kept(scores, truncated, **{**everything, "drop_truncated": True}).tolist() == [[True, False], [True, True], [True, True]]
+    assert kept(scores, truncated, **{**everything, "drop_equal_groups": True}).tolist() == [[True, True], [False, False], [True, True]]
+    assert kept(scores, truncated, **everything, difficulty=(0.1, 0.85)).tolist() == [[True, True], [False, False], [False, False]]
+
+
+def test_sample_weights_by_hand_have_mean_one_over_what_is_kept():
+    lengths, keep = np.array([[2, 4], [6, 100]]), np.array([[True, True], [True, False]])
+    by_length = sample_weights(lengths, keep, by_length=True)
+    np.testing.assert_allclose(by_length[keep], [1.5, 1.0, 0.5])
+    both = sample_weights(lengths, keep, by_length=True, difficulties=np.array([0.0, 2.0]))
+    np.testing.assert_allclose(both[keep], np.array([0.75, 0.5, 1.0]) / 0.75)
+    assert sample_weights(lengths, np.zeros_like(keep), by_length=True).shape == (2, 2)
+    assert np.isfinite(sample_weights(np.full((1, 2), 3), np.ones((1, 2), bool), by_length=True)).all()
+
+
+def test_the_adaptive_controller_moves_towards_the_target_by_a_fifth_at_most():
+    rule = {"target": 0.1, "horizon": 100}
+    assert kl_controller.adapted(1.0, 0.1, 50, **rule) == 1.0
+    assert kl_controller.adapted(1.0, 0.11, 50, **rule) == pytest.approx(1.05)
+    assert kl_controller.adapted(2.0, 9.0, 50, **rule) == pytest.approx(2.0 * 1.1)
+    assert kl_controller.adapted(1.0, -1.0, 100, **rule) == pytest.approx(0.8)
+
+
+def scored_group(totals, lengths, finish="stop"):
     completions = tuple(
-        Completion(np.arange(n, dtype=np.int64), np.full(n, -0.5, np.float32), finish_reason="stop", policy_version=0, text="")
+        Completion(np.arange(n, dtype=np.int64), np.full(n, -0.5, np.float32), finish_reason=finish, policy_version=0, text="")
         for n in lengths
     )
     prompt = Prompt(index=0, token_ids=np.array([7, 8], dtype=np.int64))
     return ScoredGroup(RolloutGroup(prompt, completions), tuple(Reward(total, {}) for total in totals))
 
 
-def test_every_completion_becomes_a_sample_with_its_own_advantage_on_every_token():
-    groups = [scored_group([1.0, 0.0], [2, 3]), scored_group([0.5, 0.25], [1, 4])]
+def test_every_completion_becomes_a_sample_with_its_own_advantages():
+    groups = [scored_group([1.0, 0.0], [2, 3]), scored_group([0.5, 0.25], [1, 4], finish="length")]
     assert reward_matrix(groups).tolist() == [[1.0, 0.0], [0.5, 0.25]]
-    samples = training_samples(groups, np.array([[1.0, -1.0], [2.0, -2.0]]))
-    assert [s.advantages.tolist() for s in samples] == [[1, 1], [-1, -1, -1], [2], [-2, -2, -2, -2]]
-    assert [len(s.response_ids) for s in samples] == [2, 3, 1, 4]
+    assert length_matrix(groups).tolist() == [[2, 3], [1, 4]]
+    assert truncated_matrix(groups).tolist() == [[False, False], [True, True]]
+    samples = training_samples(groups, np.arange(10.0), np.array([[True, True], [False, True]]))
+    assert [s.advantages.tolist() for s in samples] == [[0, 1], [2, 3, 4], [5], [6, 7, 8, 9]]
+    assert [s.is_learnt for s in samples] == [True, True, False, True]
     assert samples[3].sampler_logprobs.tolist() == [-0.5] * 4
 
 
 def test_groups_of_different_size_and_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="cannot stand in one batch"):
         reward_matrix([scored_group([1.0], [1]), scored_group([1.0, 2.0], [1, 1])])
-    with pytest.raises(ValueError, match="shape"):
-        training_samples([scored_group([1.0, 0.0], [1, 1])], np.zeros((2, 1)))
+    with pytest.raises(ValueError, match="2 tokens"):
+        training_samples([scored_group([1.0, 0.0], [1, 1])], np.zeros(3), np.ones((1, 2), bool))

@@ -1,177 +1,315 @@
-"""The policy loss, the KL estimators and the token mean against numpy in float64, poison in masked places, and every split of a batch."""
+"""Every policy loss against plain loops in float64, finite differences of its gradient, poison in masked places, every split and order."""
+
+from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from msrl import registry
-from msrl.algorithms import kl
-from msrl.algorithms.aggregate import token_mean
-from msrl.algorithms.losses.ppo import policy_loss
-from msrl.errors import MsrlError
+from msrl.algorithms.aggregate import MODES, sequence_weights, weighted_sum
+from msrl.algorithms.losses.cpgd import policy_drift
+from msrl.algorithms.tokens import PolicyTokens, sequence_means, sequence_sums
+from msrl.trainer.losses import taken
 
 PACKAGE = "msrl.algorithms.losses"
-CLIP = {"clip_low": 0.2, "clip_high": 0.28}
-# Four tokens: r = 1.5 and A = 1 is clipped to 1.28; r = 0.5 and A = 1 stays; r = 0.5 and A = -1 is clipped to 0.8; r = 1.5, A = -1 stays.
-RATIOS = [1.5, 0.5, 0.5, 1.5]
-ADVANTAGES = [1.0, 1.0, -1.0, -1.0]
-GOLDEN = {"ppo": (-1.28 - 0.5 + 0.8 + 1.5) / 4}
+LOSSES = registry.names(PACKAGE)
+CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual": None}
+RATIOS = {
+    name: ["token"] if getattr(registry.load(PACKAGE, name, key=""), "OWN_RATIO", False) else ["token", "sequence"] for name in LOSSES
+}
+BOTH = [(name, ratio) for name in LOSSES for ratio in RATIOS[name]]
+SIZES = [5, 1, 9, 3, 12]
 
 
-@pytest.mark.parametrize("name", registry.names(PACKAGE))
-def test_every_loss_has_a_golden_row_and_reproduces_it(name):
-    assert name in GOLDEN, f"algorithms/losses/{name}.py has no golden row in this test"
-    module = registry.load(PACKAGE, name, key="algo.policy_loss")
-    logprobs = torch.tensor(RATIOS, dtype=torch.float64).log()
-    got = module.policy_loss(logprobs, torch.zeros(4), torch.tensor(ADVANTAGES), torch.ones(4, dtype=torch.bool), **CLIP, num_tokens=4)
-    assert got.loss.item() == pytest.approx(GOLDEN[name], abs=1e-7)
+class Batch:
+    """Five sequences with gaps in their masks: float64 arrays, and the number of the sequence of each position."""
+
+    def __init__(self, seed: int = 0, spread: float = 0.4) -> None:
+        random = np.random.default_rng(seed)
+        total = sum(SIZES)
+        self.sequences = np.repeat(np.arange(len(SIZES)), SIZES)
+        self.old = random.normal(-2, 0.5, total)
+        self.new = self.old + random.normal(0, spread, total)
+        self.advantages = np.array([1.0, -0.7, -2.0, 0.0, 0.4])[self.sequences]
+        self.mask = random.random(total) < 0.7
+        self.mask[:6] = True
+        self.mask[self.sequences == 3] = False
+
+    def weights(self, mode: str) -> np.ndarray:
+        counts = [int(self.mask[self.sequences == s].sum()) for s in range(len(SIZES))]
+        return sequence_weights(counts, mode, constant=17.0)[self.sequences]  # type: ignore[arg-type]
+
+    def pick(self, positions: np.ndarray) -> Batch:
+        """Some positions, whole sequences, in this order; sequences are numbered anew."""
+        part = Batch.__new__(Batch)
+        for name in ("old", "new", "advantages", "mask"):
+            setattr(part, name, getattr(self, name)[positions])
+        changes = np.diff(self.sequences[positions]) != 0
+        part.sequences = np.concatenate(([0], changes.cumsum()))
+        return part
 
 
-def batch(num_tokens=64, seed=0):
-    random = np.random.default_rng(seed)
-    old = random.normal(-2, 1, num_tokens)
-    new = old + random.normal(0, 0.5, num_tokens)
-    return new, old, random.normal(0, 1, num_tokens), random.random(num_tokens) < 0.7
+def loss_of(name: str, batch: Batch, weights: np.ndarray, ratio: str = "token", **options: Any) -> tuple[float, np.ndarray, dict[str, Any]]:
+    """Aggregated loss, its gradient by the log-probabilities, and the sums of what is reported."""
+    leaf = torch.tensor(batch.new, requires_grad=True)
+    old, advantages, mask, sequences = (torch.tensor(x) for x in (batch.old, batch.advantages, batch.mask, batch.sequences))
+    tokens = PolicyTokens.of(leaf, old, advantages, mask, sequences, ratio=ratio)  # type: ignore[arg-type]
+    function = registry.load(PACKAGE, name, key="").policy_loss
+    own = {key: value for key, value in options.items() if key not in CLIP}
+    result = function(tokens, **taken(function, {**CLIP, **options}), **own)
+    loss = weighted_sum(result.loss, torch.tensor(weights), mask)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.item(), leaf.grad.numpy(), {key: value.sum().item() for key, value in result.stats.items()}
 
 
-def loss_of(new, old, advantages, mask, num_tokens, **options):
-    leaf = torch.tensor(new, dtype=torch.float64, requires_grad=True)
-    old, advantages = (torch.tensor(x, dtype=torch.float64) for x in (old, advantages))
-    result = policy_loss(leaf, old, advantages, torch.tensor(mask), **{**CLIP, **options}, num_tokens=num_tokens)
-    result.loss.backward()
-    return result, leaf.grad.numpy()
+def token_loss_by_hand(name: str, d: float, a: float, lp: float, whole: list[float], low: float, high: float) -> float:
+    """The loss of a token; d is its log ratio by the axis, `whole` are the log ratios of all tokens of its sequence."""
+    r = math.exp(d)
+    if name == "ppo":
+        return -min(r * a, min(max(r, 1 - low), 1 + high) * a)
+    if name == "vanilla":
+        return -a * lp
+    if name == "tis":
+        return -min(r, 1.0) * a * lp
+    if name == "cispo":
+        return -min(max(r, 1 - low), 1 + high) * a * lp
+    if name == "topr":
+        return -(min(math.exp(sum(whole)), 1.0) if a < 0 else 1.0) * a * lp
+    if name == "cpgd":
+        cut = min(max(d, math.log(1 - low)), math.log(1 + high))
+        drift = r - 1 - d if r - 1 <= 0.2 else 0.2 - math.log(1.2) + 0.2 * (d - math.log(1.2))
+        return -min(d * a, cut * a) + 0.01 * drift
+    assert name == "gmpo", f"algorithms/losses/{name}.py has no formula in this test"
+    s = (a > 0) - (a < 0)
+    terms = [s * min(s * x, s * min(max(x, -low), high)) for x in whole]
+    return -a * math.exp(sum(terms) / len(terms))
 
 
-def numpy_loss_and_gradient(new, old, advantages, mask, dual=None):
-    ratio = np.exp(new - old)
-    terms, slopes = [], []
-    for r, a, m in zip(ratio, advantages, mask, strict=True):
-        r_cut = min(max(r, 0.8), 1.28)
-        value, slope = (r * a, r * a) if r * a <= r_cut * a else (r_cut * a, 0.0)
-        if dual is not None and a < 0 and value < dual * a:
-            value, slope = dual * a, 0.0
-        terms.append(-value * m)
-        slopes.append(-slope * m)
-    return np.sum(terms) / mask.sum(), np.array(slopes) / mask.sum()
+def by_loops(name: str, batch: Batch, weights: np.ndarray, ratio: str, low: float = 0.2, high: float = 0.28) -> float:
+    total = 0.0
+    for s in range(int(batch.sequences.max()) + 1):
+        places = [i for i in range(len(batch.new)) if batch.sequences[i] == s and batch.mask[i]]
+        logs = [float(batch.new[i] - batch.old[i]) for i in places]
+        for i, own in zip(places, logs, strict=True):
+            d = own if ratio == "token" else sum(logs) / len(logs)
+            total += weights[i] * token_loss_by_hand(name, d, float(batch.advantages[i]), float(batch.new[i]), logs, low, high)
+    return total
 
 
-@pytest.mark.parametrize("dual", [None, 1.5, 3.0])
-def test_policy_loss_and_its_gradient_equal_numpy(dual):
-    new, old, advantages, mask = batch()
-    expected, slopes = numpy_loss_and_gradient(new, old, advantages, mask, dual)
-    result, gradient = loss_of(new, old, advantages, mask, int(mask.sum()), dual=dual)
-    assert result.loss.item() == pytest.approx(expected, rel=1e-12)
-    np.testing.assert_allclose(gradient, slopes, rtol=1e-12, atol=1e-15)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "ratio"), BOTH)
+def test_every_loss_ratio_and_aggregation_equals_plain_loops(name, ratio, mode):
+    batch = Batch()
+    value, _, _ = loss_of(name, batch, batch.weights(mode), ratio)
+    assert value == pytest.approx(by_loops(name, batch, batch.weights(mode), ratio), rel=1e-10)
 
 
-def test_statistics_are_sums_over_the_tokens_that_count():
-    new, old, advantages, mask = batch()
-    result, _ = loss_of(new, old, advantages, mask, 1)
-    ratio = np.exp(new - old)
-    cut = ((ratio > 1.28) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
-    assert result.clip_fraction_sum.item() == (cut & mask).sum()
-    assert result.approx_kl_sum.item() == pytest.approx((ratio - 1 - np.log(ratio))[mask].sum(), rel=1e-9)
-    assert result.ratio_sum.item() == pytest.approx(ratio[mask].sum(), rel=1e-12)
-    assert not result.approx_kl_sum.requires_grad
+def stopped(name: str, batch: Batch, weights: np.ndarray, ratio: str, at: np.ndarray) -> float:
+    """The loss at other log-probabilities; a weight that counts as a constant of the gradient stays that of `batch`."""
+    if name not in ("tis", "cispo", "topr"):
+        moved = batch.pick(np.arange(len(batch.new)))
+        moved.new = at
+        return loss_of(name, moved, weights, ratio)[0]
+    fixed = loss_per_logprob(name, batch, ratio)
+    return float((weights * fixed * at)[batch.mask].sum())
 
 
-def test_dual_clip_caps_the_loss_at_exactly_c_and_counts_it():
-    result, gradient = loss_of(np.log([5.0, 2.0]), np.zeros(2), np.array([-1.0, -1.0]), np.array([True, True]), 1, dual=3.0)
-    assert result.loss.item() == pytest.approx(3.0 + 2.0)
-    assert gradient.tolist() == pytest.approx([0.0, 2.0])
-    assert result.dual_clip_fraction_sum.item() == 1
+def loss_per_logprob(name: str, batch: Batch, ratio: str) -> np.ndarray:
+    """-weight * A of the losses that are linear in the log-probability."""
+    result = np.zeros(len(batch.new))
+    for s in range(len(SIZES)):
+        places = [i for i in range(len(batch.new)) if batch.sequences[i] == s and batch.mask[i]]
+        logs = [float(batch.new[i] - batch.old[i]) for i in places]
+        for i, own in zip(places, logs, strict=True):
+            d = own if ratio == "token" else sum(logs) / len(logs)
+            result[i] = token_loss_by_hand(name, d, float(batch.advantages[i]), 1.0, logs, 0.2, 0.28)
+    return result
 
 
-def test_a_dual_clip_inside_the_ordinary_range_is_refused():
-    with pytest.raises(ValueError, match="dual clip"):
-        loss_of(np.zeros(1), np.zeros(1), np.zeros(1), np.array([True]), 1, dual=1.1)
+@pytest.mark.parametrize(("name", "ratio"), BOTH)
+def test_the_gradient_of_every_loss_equals_finite_differences(name, ratio):
+    batch, step = Batch(seed=3), 1e-6
+    weights = batch.weights("seq-mean-token-mean")
+    _, gradient, _ = loss_of(name, batch, weights, ratio)
+    for i in range(len(batch.new)):
+        high, low = batch.new.copy(), batch.new.copy()
+        high[i] += step
+        low[i] -= step
+        numeric = (stopped(name, batch, weights, ratio, high) - stopped(name, batch, weights, ratio, low)) / (2 * step)
+        assert gradient[i] == pytest.approx(numeric, rel=1e-5, abs=1e-8)
+    assert np.abs(gradient).max() > 1e-3
 
 
-@pytest.mark.parametrize("cuts", [[], [1], [10, 30], list(range(1, 64))])
-def test_no_split_of_the_batch_changes_loss_or_gradient(cuts):
-    new, old, advantages, mask = batch()
-    whole, gradient = loss_of(new, old, advantages, mask, int(mask.sum()))
-    pieces = [
-        loss_of(*(x[start:end] for x in (new, old, advantages, mask)), int(mask.sum()))
-        for start, end in zip([0, *cuts], [*cuts, 64], strict=True)
-    ]
-    assert sum(p.loss.item() for p, _ in pieces) == pytest.approx(whole.loss.item(), rel=1e-12)
-    np.testing.assert_allclose(np.concatenate([g for _, g in pieces]), gradient, rtol=1e-12)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "ratio"), BOTH)
+def test_neither_split_nor_order_of_the_sequences_changes_loss_or_gradient(name, ratio, mode):
+    batch = Batch()
+    weights = batch.weights(mode)
+    value, gradient, _ = loss_of(name, batch, weights, ratio)
+    for order in ([[0], [1], [2], [3], [4]], [[4, 2], [0, 3, 1]], [[3, 1, 4, 0, 2]]):
+        found, gradients = 0.0, np.zeros_like(gradient)
+        for numbers in order:
+            places = np.concatenate([np.flatnonzero(batch.sequences == s) for s in numbers])
+            share, slope, _ = loss_of(name, batch.pick(places), weights[places], ratio)
+            found += share
+            gradients[places] = slope
+        assert found == pytest.approx(value, rel=1e-11)
+        np.testing.assert_allclose(gradients, gradient, rtol=1e-10, atol=1e-15)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
-def test_what_stands_in_masked_places_reaches_neither_loss_nor_gradient(poison):
-    new, old, advantages, mask = batch()
-    clean, clean_gradient = loss_of(new, old, advantages, mask, 10)
-    for poisoned in range(3):
-        arrays = [new.copy(), old.copy(), advantages.copy()]
-        arrays[poisoned][~mask] = poison
-        result, gradient = loss_of(*arrays, mask, 10, dual=None)
-        for name in ("loss", "clip_fraction_sum", "approx_kl_sum", "ratio_sum"):
-            assert getattr(result, name).item() == getattr(clean, name).item()
-        np.testing.assert_array_equal(gradient, clean_gradient)
+@pytest.mark.parametrize(("name", "ratio"), BOTH)
+def test_what_stands_in_masked_places_reaches_neither_loss_nor_gradient(name, ratio, poison):
+    batch = Batch()
+    weights = batch.weights("token-mean")
+    clean = loss_of(name, batch, weights, ratio)
+    for field in ("new", "old", "advantages"):
+        dirty = batch.pick(np.arange(len(batch.new)))
+        dirty.sequences = batch.sequences
+        values = getattr(batch, field).copy()
+        values[~batch.mask] = poison
+        setattr(dirty, field, values)
+        value, gradient, stats = loss_of(name, dirty, weights, ratio)
+        assert value == clean[0] and stats == clean[2]
+        np.testing.assert_array_equal(gradient, clean[1])
 
 
-def test_a_micro_batch_without_a_token_to_learn_has_loss_and_gradient_zero():
-    result, gradient = loss_of(np.full(3, np.nan), np.zeros(3), np.ones(3), np.zeros(3, dtype=bool), 5)
-    assert result.loss.item() == 0.0
-    assert gradient.tolist() == [0.0] * 3
+@pytest.mark.parametrize(("name", "ratio"), BOTH)
+def test_padding_of_any_width_changes_nothing(name, ratio):
+    batch = Batch()
+    weights = batch.weights("seq-mean-token-mean")
+    value, gradient, stats = loss_of(name, batch, weights, ratio)
+    wide = Batch()
+    last = int(batch.sequences[-1])
+    for field, filler in (("new", math.nan), ("old", 3.0), ("advantages", 1.0), ("mask", False), ("sequences", last)):
+        setattr(wide, field, np.concatenate((getattr(batch, field), np.full(7, filler, getattr(batch, field).dtype))))
+    padded = loss_of(name, wide, np.concatenate((weights, np.ones(7))), ratio)
+    assert padded[0] == pytest.approx(value, rel=1e-12) and padded[2] == pytest.approx(stats)
+    np.testing.assert_allclose(padded[1][:-7], gradient, rtol=1e-12)
+    assert not padded[1][-7:].any()
 
 
-def test_a_ratio_that_overflows_leaves_finite_numbers():
-    result, gradient = loss_of(np.array([200.0, 200.0, -200.0]), np.zeros(3), np.array([1.0, -1.0, 1.0]), np.ones(3, dtype=bool), 3)
-    assert math.isfinite(result.loss.item())
-    assert np.isfinite(gradient).all()
+@pytest.mark.parametrize(("name", "ratio"), BOTH)
+def test_factors_of_the_advantages_are_factors_of_the_policy_loss(name, ratio):
+    options = {"drift": 0.0} if name == "cpgd" else {}
+    batch, doubled = Batch(), Batch()
+    doubled.advantages = batch.advantages * 2.5
+    weights = batch.weights("token-mean")
+    assert loss_of(name, doubled, weights, ratio, **options)[0] == pytest.approx(2.5 * loss_of(name, batch, weights, ratio, **options)[0])
+
+
+@pytest.mark.parametrize(("name", "ratio"), BOTH)
+def test_the_first_update_of_every_loss_is_the_policy_gradient(name, ratio):
+    batch = Batch()
+    batch.old = batch.new
+    weights = batch.weights("token-mean")
+    _, gradient, _ = loss_of(name, batch, weights, ratio)
+    np.testing.assert_allclose(gradient, -weights * batch.advantages * batch.mask, rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.parametrize(("name", "ratio"), BOTH)
+def test_overflowing_ratios_leave_finite_numbers_and_no_tokens_leave_zero(name, ratio):
+    batch = Batch()
+    batch.new = batch.old + np.where(np.arange(len(batch.old)) % 2, 300.0, -300.0)
+    value, gradient, stats = loss_of(name, batch, batch.weights("token-mean"), ratio)
+    assert math.isfinite(value) and np.isfinite(gradient).all() and all(map(math.isfinite, stats.values()))
+    empty = batch.pick(np.arange(4))
+    empty.mask = np.zeros(4, bool)
+    value, gradient, _ = loss_of(name, empty, np.ones(4), ratio)
+    assert value == 0.0 and not gradient.any()
+    nothing = batch.pick(np.arange(1))
+    for field in ("new", "old", "advantages", "mask", "sequences"):
+        setattr(nothing, field, getattr(nothing, field)[:0])
+    assert loss_of(name, nothing, np.ones(0), ratio)[0] == 0.0
+
+
+def two_tokens(logs: list[float], advantage: float) -> Batch:
+    batch = Batch()
+    batch.old, batch.new = np.zeros(len(logs)), np.array(logs)
+    batch.sequences, batch.mask = np.zeros(len(logs), np.int64), np.ones(len(logs), bool)
+    batch.advantages = np.full(len(logs), advantage)
+    return batch
+
+
+def test_clip_higher_is_asymmetric_and_its_fraction_is_counted():
+    batch = two_tokens(list(np.log([1.5, 0.5, 1.25])), 1.0)
+    value, gradient, stats = loss_of("ppo", batch, np.ones(3))
+    assert value == pytest.approx(-1.28 - 0.5 - 1.25)
+    assert gradient.tolist() == pytest.approx([0.0, -0.5, -1.25]) and stats["clip_fraction"] == 1
+    batch = two_tokens(list(np.log([1.5, 0.5])), -1.0)
+    assert loss_of("ppo", batch, np.ones(2))[0] == pytest.approx(1.5 + 0.8)
+
+
+def test_dual_clip_caps_the_loss_at_exactly_c_and_counts_it():
+    value, gradient, stats = loss_of("ppo", two_tokens(list(np.log([5.0, 2.0])), -1.0), np.ones(2), dual=3.0)
+    assert value == pytest.approx(3.0 + 2.0)
+    assert gradient.tolist() == pytest.approx([0.0, 2.0])
+    assert stats["dual_clip_fraction"] == 1
+    with pytest.raises(ValueError, match="dual clip"):
+        loss_of("ppo", two_tokens([0.0], 1.0), np.ones(1), dual=1.1)
+
+
+def test_gspo_spreads_the_gradient_of_the_sequence_evenly_over_its_tokens():
+    batch = two_tokens([0.3, -0.1], 2.0)  # s = exp(0.1), inside of the clip
+    value, gradient, _ = loss_of("ppo", batch, np.full(2, 0.5), "sequence")
+    assert value == pytest.approx(-2.0 * math.exp(0.1))
+    assert gradient.tolist() == pytest.approx([-math.exp(0.1)] * 2)
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
+    batch = two_tokens([0.9, -0.3], 1.0)  # 0.9 is cut at 0.28, -0.3 counts although below -0.2: it hurts already
+    value, gradient, stats = loss_of("gmpo", batch, np.full(2, 0.5))
+    assert value == pytest.approx(-math.sqrt(math.exp(0.28) * math.exp(-0.3)))
+    assert gradient.tolist() == pytest.approx([0.0, value / 2]) and stats["clip_fraction"] == 1
+
+
+def test_topr_tapers_negative_sequences_by_the_product_of_their_ratios_only():
+    batch = two_tokens([-0.3, -0.4], -1.0)
+    _, gradient, stats = loss_of("topr", batch, np.ones(2))
+    assert gradient.tolist() == pytest.approx([math.exp(-0.7)] * 2) and stats["taper"] == pytest.approx(2 * math.exp(-0.7))
+    assert loss_of("topr", batch, np.ones(2), level="token")[1].tolist() == pytest.approx([math.exp(-0.3), math.exp(-0.4)])
+    batch.advantages = -batch.advantages
+    assert loss_of("topr", batch, np.ones(2))[1].tolist() == [-1.0, -1.0]
+    with pytest.raises(ValueError, match="sequence or token"):
+        loss_of("topr", batch, np.ones(2), level="word")
+
+
+def test_the_drift_of_cpgd_has_the_gradient_of_the_kl_until_its_cap():
+    d = torch.tensor([-1.0, 0.0, 0.1, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    policy_drift(d, 0.2).sum().backward()
+    assert d.grad is not None
+    assert d.grad.tolist() == pytest.approx([math.exp(-1) - 1, 0.0, math.exp(0.1) - 1, 0.2, 0.2])
+    knee = torch.tensor([math.log(1.2) - 1e-9, math.log(1.2) + 1e-9], dtype=torch.float64)
+    assert policy_drift(knee, 0.2).diff().abs().item() < 1e-8
 
 
 def test_half_precision_is_computed_in_single():
     new = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16)
-    result = policy_loss(new, new.clone(), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bool), **CLIP, num_tokens=2)
-    assert result.loss.dtype == torch.float32
-    assert result.loss.item() == -1.0
+    numbers = torch.zeros(2, dtype=torch.int64)
+    tokens = PolicyTokens.of(new, new.clone(), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bool), numbers)
+    assert tokens.log_ratio.dtype == tokens.advantages.dtype == torch.float32
 
 
-def test_an_update_without_tokens_is_refused():
+def test_sums_and_means_of_sequences_leave_masked_positions_out():
+    values, mask = torch.tensor([1.0, 2.0, math.nan, 5.0]), torch.tensor([True, True, False, True])
+    numbers = torch.tensor([0, 0, 0, 1])
+    assert sequence_sums(values, mask, numbers).tolist() == [3.0, 3.0, 0.0, 5.0]
+    assert sequence_means(values, mask, numbers).tolist() == [1.5, 1.5, 0.0, 5.0]
+    assert sequence_sums(values, mask, torch.tensor([0, 0, 2, 3])).tolist() == [3.0, 3.0, 0.0, 5.0], "a sequence without positions"
+
+
+def test_the_weights_of_the_four_aggregations_by_hand():
+    counts = [4, 0, 1]
+    assert sequence_weights(counts, "token-mean").tolist() == [0.2] * 3
+    assert sequence_weights(counts, "seq-mean-token-mean")[[0, 2]].tolist() == [1 / 8, 1 / 2]
+    assert sequence_weights(counts, "seq-mean-token-sum").tolist() == [0.5] * 3
+    assert sequence_weights(counts, "seq-sum-over-constant", constant=10).tolist() == [0.1] * 3
     with pytest.raises(ValueError, match="at least one token"):
-        token_mean(torch.zeros(2), torch.zeros(2, dtype=torch.bool), num_tokens=0)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [("k1", [0.5, -1.0]), ("abs", [0.5, 1.0]), ("k2", [0.125, 0.5]), ("k3", [math.exp(-0.5) - 0.5, math.e - 2.0])],
-)
-def test_kl_estimators_by_hand(estimator, expected):
-    policy, reference = torch.tensor([-1.0, -3.0], dtype=torch.float64), torch.tensor([-1.5, -2.0], dtype=torch.float64)
-    got = kl.per_token(estimator, policy, reference, torch.ones(2, dtype=torch.bool))
-    assert got.tolist() == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_estimators_average_to_the_exact_kl_of_two_categoricals(estimator):
-    policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.25, 0.35])
-    exact = float((policy * np.log(policy / reference)).sum())
-    logprobs = (torch.from_numpy(np.log(p)) for p in (policy, reference))
-    per_token = kl.per_token(estimator, *logprobs, torch.ones(3, dtype=torch.bool))  # every outcome once; weighted by its probability
-    assert float((torch.from_numpy(policy) * per_token).sum()) == pytest.approx(exact, rel=1e-12)
-
-
-@pytest.mark.parametrize("estimator", kl.ESTIMATORS)
-def test_kl_is_zero_and_without_gradient_where_masked(estimator):
-    policy = torch.tensor([-1.0, math.nan, -math.inf], requires_grad=True)
-    got = kl.per_token(estimator, policy, torch.tensor([-2.0, -1.0, math.nan]), torch.tensor([True, False, False]))
-    got.sum().backward()
-    assert got[1:].tolist() == [0.0, 0.0]
-    assert policy.grad[1:].tolist() == [0.0, 0.0]
-    assert policy.grad[0] != 0
-
-
-def test_k3_is_cut_at_ten_and_stays_finite():
-    got = kl.per_token("k3", torch.tensor([-500.0, -3.0]), torch.tensor([-1.0, -1.0]), torch.ones(2, dtype=torch.bool))
-    assert got.tolist() == pytest.approx([10.0, math.exp(2) - 3.0])
-
-
-def test_an_unknown_kl_estimator_is_refused_by_name():
-    with pytest.raises(MsrlError, match="did you mean 'k3'"):
-        kl.per_token("k33", torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool))
+        sequence_weights([0, 0], "token-mean")
+    with pytest.raises(ValueError, match="constant=None"):
+        sequence_weights(counts, "seq-sum-over-constant")

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from msrl.algorithms.aggregate import weighted_sum
 from msrl.algorithms.losses.ppo import policy_loss
 from msrl.algorithms.packing import balanced, bins, micro_batch, per_token, rl_sequences, sft_sequences
+from msrl.algorithms.tokens import PolicyTokens
 from msrl.errors import MsrlError
 from msrl.types import RenderedExample, TrainingSample
 
@@ -136,9 +138,10 @@ def packed_loss_and_gradient(samples, groups, pad_to_multiple):
         labels, mask = torch.from_numpy(batch.labels), torch.from_numpy(batch.loss_mask)
         logprobs = table[torch.from_numpy(batch.token_ids)].log_softmax(-1).gather(1, labels[:, None])[:, 0]
         fields = {name: torch.from_numpy(values) for name, values in batch.fields.items()}
-        loss = policy_loss(
-            logprobs, fields["sampler_logprobs"], fields["advantages"], mask, clip_low=0.2, clip_high=0.2, num_tokens=num_tokens
-        ).loss
+        numbers = torch.from_numpy(np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens)))
+        tokens = PolicyTokens.of(logprobs, fields["sampler_logprobs"], fields["advantages"], mask, numbers)
+        values = policy_loss(tokens, clip_low=0.2, clip_high=0.2, dual=None).loss
+        loss = weighted_sum(values, torch.full_like(values, 1 / num_tokens), mask)
         loss.backward()
         total += loss.item()
     return total, table.grad

@@ -104,7 +104,7 @@ def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...
 @pytest.mark.parametrize(
     ("sets", "line"),
     [
-        (("rollout.samples_per_prompt=1",), "--set: rollout.samples_per_prompt=1: group-relative advantages need at least 2; set 2 or more"),
+        (("rollout.samples_per_prompt=1",), "--set: rollout.samples_per_prompt=1: group_norm compares the completions of a prompt and needs at least 2; set 2 or more"),
         (
             ("train.updates.samples_per_update=12",),
             "--set: train.updates.samples_per_update=12: must divide the samples of a step: 4 prompts * 8 samples = 32",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from msrl.algorithms.mismatch import Correction
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
 from support import python_path
@@ -32,6 +33,17 @@ LAYOUTS = {
 
 
 FROZEN = ("model.embed_tokens.*", "decoder.layers.[01].*", "*.mlp.*")
+# Every policy loss with each ratio that it takes, the aggregations spread over them.
+POLICIES = [
+    ("gspo", "seq-mean-token-mean", {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
+    ("dr_grpo", "seq-sum-over-constant", {}),
+    ("gmpo", "seq-mean-token-mean", {"policy_loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4}),
+    ("cpgd", "token-mean", {"policy_loss": "cpgd"}),
+    ("topr", "seq-mean-token-sum", {"policy_loss": "topr"}),
+    ("tis", "token-mean", {"policy_loss": "tis", "ratio": "sequence", "sft_coef": 0.1, "rl_coef": 0.5}),
+    ("cispo", "seq-mean-token-sum", {"policy_loss": "cispo", "correction": Correction("sequence", 1.5, "token", 0.5, 2.0)}),
+    ("vanilla", "token-mean", {"policy_loss": "vanilla"}),
+]
 
 
 def _randomised(model):
@@ -82,6 +94,9 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         policy,
         *[_with(case, name=f"policy {layout}", model=folders["qwen2"], loss="policy", steps=3) for layout, case in LAYOUTS.items()],
     ]
+    for name, aggregate, options in POLICIES:
+        losses = Case(f"{name} whole", folders["qwen2"], loss="policy", policy=options, aggregate=aggregate, steps=2)
+        cases += [losses, _with(losses, name=f"{name} cut", layout=Layout(tp=2), dp=2, micro_batch=1)]
     cases += [
         Case("saved", folders["qwen2 tied"], steps=4, save_at=4, save_to=saves / "whole"),
         Case("resumed", folders["qwen2 tied"], first_step=4, resume_from=saves / "whole"),
@@ -163,6 +178,14 @@ def test_a_policy_update_does_not_depend_on_the_layout_or_the_micro_batch(result
         assert set(cut) == set(whole)
         for name in whole:
             assert cut[name] == pytest.approx(whole[name], rel=2e-5, abs=2e-7), name
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in POLICIES])
+def test_no_policy_loss_depends_on_tensor_and_data_parallelism_or_the_micro_batch(results, name):
+    for cut, whole in zip(results[f"{name} cut"].reports, results[f"{name} whole"].reports, strict=True):
+        assert set(cut) == set(whole) and whole["grad_norm"] > 1e-4
+        for metric in whole:
+            assert cut[metric] == pytest.approx(whole[metric], rel=5e-5, abs=5e-7), metric
 
 
 def test_a_resumed_run_goes_on_to_the_bit(results):

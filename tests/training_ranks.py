@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from msrl.algorithms.aggregate import Mode
 from msrl.algorithms.packing import Sequences, balanced
-from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
+from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens, with_weights
 from msrl.trainer.launch import RankContext
 from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
 
@@ -34,6 +35,8 @@ class Case:
     micro_batch: int = 2
     max_tokens: int | None = None
     loss: str = "sft"
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    aggregate: Mode = "token-mean"
     dtype: str = "float32"
     reference: Path | None = None
     save_at: int | None = None
@@ -101,11 +104,13 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     worker = TrainWorker(settings, context.rank, case.world, init_method)
     if saved:
         checkpoints.load_training_state(worker, saved)
-    policy = PolicyLoss(temperature=0.7, clip_low=0.1, clip_high=0.2, kl_coef=0.05, entropy_coef=0.01)
+    policy = PolicyLoss(temperature=0.7, **{"clip_low": 0.1, "clip_high": 0.2, "kl_coef": 0.05, "entropy_coef": 0.01, **case.policy})
     loss = SftLoss() if case.loss == "sft" else policy
     reports: list[dict[str, float]] = []
     for step in range(case.first_step, case.steps):
         batch = sequences(step, with_fields=case.loss != "sft", is_poisoned=step == case.poison_at)
+        if case.loss != "sft":
+            batch = with_weights(batch, case.aggregate, constant=1000.0)
         lengths = [len(ids) for ids in batch.token_ids]
         part = balanced(lengths, worker.dp_size)[worker.dp_rank]
         limits = BatchLimits(case.micro_batch, case.max_tokens, worker.sequence_multiple)

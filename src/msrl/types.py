@@ -126,12 +126,13 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One sequence to learn from. Response arrays are aligned with the response tokens."""
+    """One sequence to learn from, or, where `is_learnt` is False, to leave out. Response arrays are aligned with the response tokens."""
 
     prompt_ids: Ints  # [P]
     response_ids: Ints  # [R]
     advantages: Floats  # [R]
     sampler_logprobs: Floats  # [R]
+    is_learnt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class MicroBatch:
     """Sequences laid end to end. Everything is aligned with the token that is *predicted at* a position: labels[i] follows token_ids[i].
 
     A position without a successor in its own sequence has loss_mask False. `fields` holds further per-position numbers of the
-    loss (advantages, old_logprobs, reference_logprobs, sampler_logprobs), 0 where loss_mask is False.
+    loss (advantages, weights, old_logprobs, reference_logprobs, sampler_logprobs), 0 where loss_mask is False.
     """
 
     token_ids: Ints  # [N]

@@ -1,20 +1,52 @@
-"""From a loss per token to one number. The normaliser is global and is passed in, so that no split of the batch changes the result."""
+"""From a loss per token to one number: a weight for every token, known before the update is split, so that no split changes the result.
+
+S sequences of an update over all ranks and micro-batches, n_i loss tokens of sequence i, N tokens of a micro-batch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+Mode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-sum-over-constant"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
-def token_mean(
-    values: Tensor,  # [N]
-    mask: Tensor,  # [N] bool
+
+def sequence_weights(
+    num_tokens: Sequence[int],  # [S], 0 for sequences that are masked out
+    mode: Mode,
     *,
-    num_tokens: float,
-) -> Tensor:  # scalar
-    """The sum of `values` where `mask` is True, over the `num_tokens` tokens of all ranks and micro-batches of the update.
+    constant: float | None = None,
+) -> NDArray[np.float64]:  # [S]
+    """The weight of each token of every sequence; the aggregated loss is the sum of weight times loss over all tokens.
 
-    Raises ValueError when that number is not positive: an update without a token to learn from has no mean.
+    token-mean: 1 / sum of n (arXiv:2503.14476). seq-mean-token-mean: 1 / (S n_i) (arXiv:2402.03300). seq-mean-token-sum: 1 / S.
+    seq-sum-over-constant: 1 / constant (arXiv:2503.20783). S counts sequences that have a loss token.
+    Raises ValueError when no sequence has one, or the constant is missing.
     """
-    if num_tokens <= 0:
-        raise ValueError(f"num_tokens={num_tokens}: an update needs at least one token that is not masked out")
-    return values.masked_fill(~mask, 0.0).sum() / num_tokens
+    counts = np.asarray(num_tokens, dtype=np.float64)
+    num_sequences = np.count_nonzero(counts)
+    if not num_sequences:
+        raise ValueError("an update needs at least one token that is not masked out")
+    if mode == "token-mean":
+        return np.full(len(counts), 1.0 / counts.sum())
+    if mode == "seq-mean-token-mean":
+        return 1.0 / (num_sequences * np.maximum(counts, 1.0))
+    if mode == "seq-mean-token-sum":
+        return np.full(len(counts), 1.0 / num_sequences)
+    if constant is None or constant <= 0:
+        raise ValueError(f"constant={constant}: seq-sum-over-constant divides by it")
+    return np.full(len(counts), 1.0 / constant)
+
+
+def weighted_sum(
+    values: Tensor,  # [N]
+    weights: Tensor,  # [N]
+    mask: Tensor,  # [N] bool
+) -> Tensor:  # scalar
+    """This micro-batch's share of the aggregate; what stands at masked positions does not matter."""
+    return (values.masked_fill(~mask, 0.0) * weights.masked_fill(~mask, 0.0)).sum()

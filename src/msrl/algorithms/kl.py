@@ -21,7 +21,7 @@ K3_LIMIT = 10.0
 
 
 def per_token(
-    estimator: Estimator,
+    estimator: str,
     logprobs: Tensor,  # [N] of the policy, differentiable
     reference_logprobs: Tensor,  # [N]
     mask: Tensor,  # [N] bool
@@ -39,7 +39,7 @@ def per_token(
     return _estimate(estimator, difference)
 
 
-def _estimate(estimator: Estimator, difference: Tensor) -> Tensor:
+def _estimate(estimator: str, difference: Tensor) -> Tensor:
     if estimator == "k1":
         return difference
     if estimator == "abs":

@@ -76,10 +76,13 @@ def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
 
 
 def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
-    """Prompts with their responses; the response is what is learnt. Fields: `advantages` and `sampler_logprobs`, 0 on the prompt."""
+    """Prompts with their responses; the response is what is learnt, unless the sample is masked out.
+
+    Fields: `advantages` and `sampler_logprobs`, 0 on the prompt.
+    """
     return Sequences(
         tuple(np.concatenate((s.prompt_ids, s.response_ids)) for s in samples),
-        tuple(np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids) for s in samples),
+        tuple((np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids)) & s.is_learnt for s in samples),
         {
             "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
             "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),

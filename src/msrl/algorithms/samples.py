@@ -1,4 +1,4 @@
-"""From scored groups to what is learnt from. P prompts, G completions of each, R response tokens."""
+"""From scored groups to what is learnt from. P prompts, G completions of each, R response tokens, N tokens of all responses end to end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.types import Floats, ScoredGroup, TrainingSample
+from msrl.types import ScoredGroup, TrainingSample
 
 
 def reward_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.float64]:  # [P, G]
@@ -18,25 +18,29 @@ def reward_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.float64]:  # [P, 
     return np.array([[reward.total for reward in group.rewards] for group in groups], dtype=np.float64)
 
 
+def length_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.int64]:  # [P, G]
+    """The response tokens of every completion."""
+    return np.array([[len(completion.token_ids) for completion in group.rollout.completions] for group in groups], dtype=np.int64)
+
+
+def truncated_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.bool_]:  # [P, G]
+    """Whether a completion was cut at its longest length."""
+    return np.array([[completion.finish_reason == "length" for completion in group.rollout.completions] for group in groups])
+
+
 def training_samples(
     groups: Sequence[ScoredGroup],
-    advantages: NDArray[np.floating],  # [P, G]
+    advantages: NDArray[np.floating],  # [N]
+    keep: NDArray[np.bool_],  # [P, G]
 ) -> tuple[TrainingSample, ...]:  # P * G, group by group
-    """One sample for each completion, its advantage on every response token. Raises ValueError when the shapes disagree."""
-    expected = (len(groups), len(groups[0].rollout.completions) if groups else 0)
-    if advantages.shape != expected:
-        raise ValueError(f"advantages have shape {advantages.shape} for groups of shape {expected}")
+    """One sample for each completion. Raises ValueError when the shapes disagree."""
+    lengths = length_matrix(groups)
+    if advantages.shape != (int(lengths.sum()),) or keep.shape != lengths.shape:
+        sizes = f"{int(lengths.sum())} tokens of {lengths.shape} responses"
+        raise ValueError(f"advantages {advantages.shape} and keep {keep.shape} for {sizes}")
+    pieces = np.split(advantages.astype(np.float32), lengths.ravel().cumsum()[:-1])
+    completions = [(group.rollout.prompt, completion) for group in groups for completion in group.rollout.completions]
     return tuple(
-        TrainingSample(
-            prompt_ids=group.rollout.prompt.token_ids,
-            response_ids=completion.token_ids,
-            advantages=_everywhere(advantage, len(completion.token_ids)),
-            sampler_logprobs=completion.logprobs,
-        )
-        for group, row in zip(groups, advantages, strict=True)
-        for completion, advantage in zip(group.rollout.completions, row, strict=True)
+        TrainingSample(prompt.token_ids, completion.token_ids, piece, completion.logprobs, is_learnt=bool(flag))
+        for (prompt, completion), piece, flag in zip(completions, pieces, keep.ravel(), strict=True)
     )
-
-
-def _everywhere(advantage: float, num_tokens: int) -> Floats:
-    return np.full(num_tokens, advantage, dtype=np.float32)

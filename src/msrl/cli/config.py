@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from msrl.cli import options as o
-from msrl.cli.execute import resolve
+from msrl.cli.execute import advise, resolve
 
 if TYPE_CHECKING:
     from msrl.config.loader import Resolved
@@ -32,7 +32,9 @@ def show(
     from msrl.config.show import to_yaml
 
     resolved = _resolved(ctx)
-    rows = derived(resolved.config, command.value if command else guess(resolved) or "")
+    name = command.value if command else guess(resolved) or ""
+    advise(resolved, name)
+    rows = derived(resolved.config, name)
     if json:
         origins = {key: str(origin) for key, origin in resolved.origins.items()}
         typer.echo(jsonlib.dumps({"config": resolved.config.model_dump(mode="json"), "origins": origins, "derived": rows}, indent=2))
@@ -58,6 +60,7 @@ def validate(
     name = command.value if command else guess(resolved)
     if name is not None:
         check(resolved, name)
+        advise(resolved, name)
     typer.echo(f"the configuration is right{f' for {name}' if name else '; no command would read it'}")
 
 

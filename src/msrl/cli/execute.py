@@ -29,6 +29,7 @@ def execute(ctx: typer.Context, command: str, *, section: str = "", fixed: Mappi
     """
     verbosity(ctx.params.get("verbose", False))
     resolved = resolve(ctx, section, fixed or {}, command)
+    advise(resolved, command)
     if ctx.params.get("dry_run"):
         show_plan(resolved, command)
         return
@@ -45,6 +46,14 @@ def resolve(ctx: typer.Context, section: str, fixed: Mapping[str, object], comma
         files.insert(0, named(ctx.params["config_name"]))
     flags = [*_flags(ctx, section), *(Flag(key, value, ctx.info_name or "") for key, value in fixed.items())]
     return load(files, ctx.params.get("sets") or [], flags, command)
+
+
+def advise(resolved: Resolved, command: str) -> None:
+    """Says on standard error what is allowed and known to go badly."""
+    from msrl.config.algorithm_checks import advice
+
+    for line in advice(resolved, command):
+        typer.echo(f"warning: {line}", err=True)
 
 
 def _flags(ctx: typer.Context, section: str) -> Iterator[Flag]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import glob
 import importlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from msrl import registry
 from msrl.config import derived
+from msrl.config.algorithm_checks import algorithm as _algorithm
 from msrl.config.loader import Resolved
 from msrl.config.messages import description
+from msrl.config.plugins import plugin as _plugin
 from msrl.config.templates import find_template
-from msrl.errors import ManyErrors, MsrlError, nearest
+from msrl.errors import ManyErrors, MsrlError
 from msrl.models.cut import Cut
 from msrl.models.families import all_rules, load_shape
 from msrl.models.select import chosen
@@ -98,12 +99,6 @@ def _template(resolved: Resolved, key: str) -> Iterator[str]:
             find_template(name)
         except MsrlError as error:
             yield resolved.mistake(key, str(error))
-
-
-def _plugin(resolved: Resolved, key: str, package: str, name: str, aliases: Iterable[str] = ()) -> Iterator[str]:
-    known = [*registry.names(package), *aliases]
-    if name not in known:
-        yield resolved.mistake(key, f"there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}")
 
 
 # --- training -------------------------------------------------------------------------------------------------------------------
@@ -269,38 +264,6 @@ def _rewards(resolved: Resolved) -> Iterator[str]:
             yield f"reward.sources: {message}"
         else:
             yield resolved.mistake(f"reward.sources.{number}.{key}", message)
-
-
-def _options(resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()) -> Iterator[str]:
-    """Lines for options that none of the plugins (package, name, main function) takes, or that have a key of their `own` elsewhere.
-
-    Plugins are imported only if options are given.
-    """
-    options: dict[str, object] = resolved.value(key)
-    if not options:
-        return
-    functions = [getattr(registry.load(package, name, key=key), main) for package, name, main in plugins]
-    known = sorted({option for function in functions for option in registry.options_of(function)} - set(own))
-    for option in options:
-        if option not in known:
-            yield resolved.mistake(f"{key}.{option}", f"not an option here; {nearest(option, known) if known else 'it takes none'}")
-
-
-def _algorithm(resolved: Resolved) -> Iterator[str]:
-    config = resolved.config
-    estimator, loss = config.algo.advantage.estimator, config.algo.policy_loss
-    unknown = [
-        *_plugin(resolved, "algo.advantage.estimator", "msrl.algorithms.advantages", estimator),
-        *_plugin(resolved, "algo.policy_loss", "msrl.algorithms.losses", loss),
-    ]
-    yield from unknown
-    if not unknown:
-        plugins = (("msrl.algorithms.advantages", estimator, "advantages"), ("msrl.algorithms.losses", loss, "policy_loss"))
-        yield from _options(resolved, "algo.options", *plugins, own=("eps", "clip_low", "clip_high", "dual"))
-    if estimator == "group_norm" and config.rollout.samples_per_prompt < 2:
-        yield resolved.mistake("rollout.samples_per_prompt", "group-relative advantages need at least 2; set 2 or more")
-    if config.rollout.sampling.temperature == 0:
-        yield resolved.mistake("rollout.sampling.temperature", "must be above 0: with greedy sampling all samples of a prompt are the same")
 
 
 def _grpo_batches(resolved: Resolved) -> Iterator[str]:

@@ -47,6 +47,18 @@ def updates_per_step(config: Config) -> int:
     return samples_per_step(config) // samples_per_update(config) * config.train.updates.epochs
 
 
+def aggregate_constant(config: Config) -> float | None:
+    """Divisor of the losses of an update; None for the modes that count tokens or sequences."""
+    if config.algo.aggregate.mode != "seq-sum-over-constant":
+        return None
+    return config.algo.aggregate.constant or float(samples_per_update(config) * config.rollout.max_response_tokens)
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether a reference model is held beside the policy."""
+    return config.algo.kl.loss.coef > 0 or config.algo.kl.reward.coef > 0
+
+
 def accumulation(config: Config, command: str) -> int | None:
     """Micro-batches of one optimizer update on a rank; None when they are cut by tokens."""
     if config.train.max_tokens_per_micro_batch is not None:
@@ -159,6 +171,9 @@ def _grpo_rows(config: Config) -> dict[str, str | int]:
         "optimizer updates per step": updates_per_step(config),
         "longest prompt plus response": max_model_len(config),
     }
+    constant = aggregate_constant(config)
+    if constant is not None:
+        rows["divisor of an update's loss"] = f"{constant:,g}"
     if config.train.steps:
         rows["optimizer updates in all"] = updates_per_step(config) * config.train.steps
     return rows
@@ -171,5 +186,5 @@ def _memory_rows(config: Config) -> dict[str, str | int]:
         return {}
     if shape is None:
         return {}
-    copies = {"reference weights": bytes_per_device(config, shape)["weights"]} if config.algo.kl.loss.coef else {}
+    copies = {"reference weights": bytes_per_device(config, shape)["weights"]} if needs_reference(config) else {}
     return {f"bytes per device, {name}": count for name, count in (bytes_per_device(config, shape) | copies).items()}

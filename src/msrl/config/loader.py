@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from msrl.config.interpolate import Interpolation
 from msrl.config.messages import lines, node_at, written
+from msrl.config.presets import PRESETS
 from msrl.config.schema import Config
 from msrl.config.sources import Node, Origin, at, files_of, from_set, merge, plain, wrap
 from msrl.errors import ManyErrors, MsrlError
 
-DEFAULT = Origin("default")
+DEFAULT = Origin("default", is_given=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Resolved:
 
     def is_set(self, key: str) -> bool:
         """Whether a file, `--set` or a flag gave this key (or a key below it)."""
-        return any(origin != DEFAULT for name, origin in self.origins.items() if name == key or name.startswith(f"{key}."))
+        return any(origin.is_given for name, origin in self.origins.items() if name == key or name.startswith(f"{key}."))
 
     def value(self, key: str) -> Any:
         """The value in force of a dotted key, lists and free mappings (`cluster.env.NAME`) included."""
@@ -57,18 +58,17 @@ class Resolved:
 
 
 def load(files: Sequence[str] = (), sets: Sequence[str] = (), flags: Sequence[Flag] = (), command: str | None = None) -> Resolved:
-    """The configuration from left to right: schema defaults, each file (its `defaults:` under it), `--set`, flags.
+    """The configuration from left to right: schema defaults, the preset's values, each file (its `defaults:` under it), `--set`, flags.
 
     With a `command` (`train-grpo`, `convert-ckpt`, ...) what that command needs is checked too.
     Raises ManyErrors with one line per mistake.
     """
     layers, errors = _layers(files, sets, flags)
-    tree = wrap(Config().model_dump(), DEFAULT)
-    for layer in layers:
-        try:
-            tree = merge(tree, layer)
-        except MsrlError as error:
-            errors.append(str(error))
+    defaults = wrap(Config().model_dump(), DEFAULT)
+    tree = _merged(defaults, layers, errors)
+    preset = _preset(tree)
+    if preset is not None:
+        tree = _merged(merge(defaults, preset), layers, [])
     interpolation = Interpolation(tree)
     tree = interpolation.resolve()
     config, more = _validated(tree)
@@ -98,6 +98,25 @@ def _layers(files: Sequence[str], sets: Sequence[str], flags: Sequence[Flag]) ->
             errors.append(str(error))
     layers += [at(flag.key, wrap(_literal(flag.value), Origin(flag.option))) for flag in flags]
     return layers, errors
+
+
+def _merged(tree: Node, layers: Sequence[Node], errors: list[str]) -> Node:
+    """The layers over the tree, from left to right; mistakes go to `errors`."""
+    for layer in layers:
+        try:
+            tree = merge(tree, layer)
+        except MsrlError as error:
+            errors.append(str(error))
+    return tree
+
+
+def _preset(tree: Node) -> Node | None:
+    """What `algo.preset` fills in, where there is one of this name; the others are refused when the tree is validated."""
+    node = node_at(tree, ("algo", "preset"))
+    name = node.value if node is not None else None
+    if not isinstance(name, str) or name not in PRESETS:
+        return None
+    return at("algo", wrap(PRESETS[name], Origin(f"preset {name}", is_given=False)))
 
 
 def _literal(value: Any) -> Any:

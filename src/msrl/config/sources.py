@@ -20,10 +20,11 @@ PACKAGED = Path(__file__).parent / "packaged"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """`grpo.yaml:14`, `--set`, `--tp` or `default`."""
+    """`grpo.yaml:14`, `--set`, `--tp`, `preset dapo` or `default`; the last two were not given by the user."""
 
     name: str
     line: int | None = None
+    is_given: bool = True
 
     def __str__(self) -> str:
         return self.name if self.line is None else f"{self.name}:{self.line}"

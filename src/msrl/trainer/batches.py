@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from msrl.algorithms.aggregate import Mode, sequence_weights
 from msrl.algorithms.packing import Sequences, bins, micro_batch
 from msrl.types import MicroBatch
 
@@ -35,6 +38,21 @@ def micro_batches(sequences: Sequences, groups: Sequence[Sequence[int]], limits:
     return [micro_batch(*select(sequences, group), pad_to_multiple=limits.pad_to_multiple) for group in groups]
 
 
+def loss_token_counts(sequences: Sequences) -> list[int]:
+    """Positions of each sequence that predict a token to be learnt: its first token is predicted by nothing."""
+    return [int(mask[1:].sum()) for mask in sequences.loss_masks]
+
+
 def num_loss_tokens(sequences: Sequences) -> int:
-    """Positions that predict a token to be learnt: the first token of a sequence is predicted by nothing."""
-    return sum(int(mask[1:].sum()) for mask in sequences.loss_masks)
+    """Positions of all sequences that predict a token to be learnt."""
+    return sum(loss_token_counts(sequences))
+
+
+def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None) -> Sequences:
+    """The sequences of one update with the field `weights`: the factor of each token's loss, as the aggregation over all of them asks.
+
+    Raises ValueError when there is no token to learn from.
+    """
+    weights = sequence_weights(loss_token_counts(sequences), mode, constant=constant)
+    field = tuple(np.full(len(ids), weight, np.float32) for ids, weight in zip(sequences.token_ids, weights, strict=True))
+    return sequences._replace(fields={**sequences.fields, "weights": field})

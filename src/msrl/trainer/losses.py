@@ -6,7 +6,8 @@ Letters: M positions whose loss_mask is set. Each loss returns the scalar to min
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,8 +16,22 @@ from torch import Tensor
 
 from msrl import registry
 from msrl.algorithms import kl
+from msrl.algorithms.aggregate import weighted_sum
+from msrl.algorithms.mismatch import Correction, diagnosis
+from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, Ratio, TokenLosses
 
 Sums = dict[str, Tensor]
+_MEANS = ("kl", "entropy")  # reported as means over tokens, whatever the aggregation
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What the model says at the selected positions, differentiable."""
+
+    logprobs: Tensor  # [M] of the labels
+    sequences: Tensor  # [M], number of each position's sequence in the micro-batch, ascending
+    entropy: Tensor | None = None  # [M], if the loss needs it
+    divergence: Tensor | None = None  # [M], exact KL(policy || reference) over the vocabulary, if the loss needs it
 
 
 class Loss(Protocol):
@@ -28,9 +43,10 @@ class Loss(Protocol):
     @property
     def needs_entropy(self) -> bool: ...
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
-        """`entropy` is there if `needs_entropy`."""
-        ...
+    @property
+    def needs_divergence(self) -> bool: ...
+
+    def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,60 +55,101 @@ class SftLoss:
 
     temperature: float = 1.0
     needs_entropy: bool = False
+    needs_divergence: bool = False
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
-        loss = -logprobs.sum() / num_tokens
-        return loss, {"loss": -logprobs.detach().sum()}
+    def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
+        loss = -outputs.logprobs.sum() / num_tokens
+        return loss, {"loss": -outputs.logprobs.detach().sum()}
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Clipped policy loss, KL to the reference, entropy bonus: each a mean over the loss tokens of the update.
+    """rl_coef * (policy loss + kl_coef * KL to the reference) + sft_coef * likelihood of what was good - entropy_coef * entropy.
 
+    Each term is a sum over tokens with the field `weights`, which holds the aggregation and its global denominators.
     Without `old_logprobs` in the fields the current ones, detached, take their place (a single update per rollout).
+    The KL estimator `full` is the exact divergence over the vocabulary, which the outputs then have to carry.
     """
 
     temperature: float
     policy_loss: str = "ppo"
+    ratio: Ratio = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual: float | None = None
     kl_coef: float = 0.0
-    kl_estimator: kl.Estimator = "k3"
+    kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    rl_coef: float = 1.0
+    sft_coef: float = 0.0
+    correction: Correction = field(default_factory=Correction)
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     needs_entropy: bool = True
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
-        assert entropy is not None
-        old = fields.get("old_logprobs", logprobs.detach())
+    @property
+    def needs_divergence(self) -> bool:
+        return self.kl_coef > 0 and self.kl_estimator == "full"
+
+    def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
+        """Reports `policy_loss`, `sft_loss` and `loss` as they are aggregated, everything else as means over tokens."""
+        mask, weights = torch.ones_like(outputs.logprobs, dtype=torch.bool), fields["weights"]
+        before = fields.get("old_logprobs", outputs.logprobs.detach())
+        factors, sums = self._corrected(before, fields, mask, outputs.sequences)
+        advantages = fields["advantages"] * factors
+        tokens = PolicyTokens.of(outputs.logprobs, before, advantages, mask, outputs.sequences, ratio=self.ratio)
+        policy = self._policy(tokens)
+        terms = {"policy_loss": (self.rl_coef, policy.loss), **self._further(outputs, fields, mask)}
+        loss = outputs.logprobs.new_zeros(())
+        for name, (coef, values) in terms.items():
+            aggregated = weighted_sum(values, weights, mask)
+            loss = loss + coef * aggregated if coef else loss
+            sums[name] = values.detach().sum() if name in _MEANS else aggregated.detach() * num_tokens
+        sums |= {name: values.detach().sum() for name, values in {**policy.stats, **_movement(tokens)}.items()}
+        return loss, {**sums, "loss": loss.detach() * num_tokens}
+
+    def _policy(self, tokens: PolicyTokens) -> TokenLosses:
         plugin = registry.load("msrl.algorithms.losses", self.policy_loss, key="algo.policy_loss")
-        everywhere = torch.ones_like(logprobs, dtype=torch.bool)
-        policy = plugin.policy_loss(
-            logprobs, old, fields["advantages"], everywhere,
-            clip_low=self.clip_low, clip_high=self.clip_high, dual=self.dual, num_tokens=num_tokens, **self.options,
-        )  # fmt: skip
-        loss = policy.loss
-        if self.entropy_coef:  # a reported entropy is cheap, a differentiated one is not
-            loss = loss - self.entropy_coef * entropy.sum() / num_tokens
-        sums = {
-            "policy_loss": policy.loss.detach() * num_tokens,
-            "clip_fraction": policy.clip_fraction_sum,
-            "ppo_kl": policy.approx_kl_sum,
-            "entropy": entropy.detach().sum(),
-        }
-        if "reference_logprobs" in fields:
-            divergence = kl.per_token(self.kl_estimator, logprobs, fields["reference_logprobs"], everywhere).sum()
-            loss = loss + self.kl_coef * divergence / num_tokens
-            sums["kl"] = divergence.detach()
-        sums["loss"] = loss.detach() * num_tokens
-        sums |= _mismatch(logprobs.detach() if "old_logprobs" not in fields else old, fields)
-        return loss, sums
+        clip = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual": self.dual}
+        return plugin.policy_loss(tokens, **taken(plugin.policy_loss, clip), **self.options)
+
+    def _further(self, outputs: Outputs, fields: Mapping[str, Tensor], mask: Tensor) -> dict[str, tuple[float, Tensor]]:
+        """Coefficient and values per token of the terms beside the policy loss."""
+        terms: dict[str, tuple[float, Tensor]] = {}
+        if self.needs_divergence:
+            terms["kl"] = (self.rl_coef * self.kl_coef, _there(outputs.divergence))
+        elif "reference_logprobs" in fields:
+            values = kl.per_token(self.kl_estimator, outputs.logprobs, fields["reference_logprobs"], mask)
+            terms["kl"] = (self.rl_coef * self.kl_coef, values)
+        if self.sft_coef:
+            terms["sft_loss"] = (self.sft_coef, -outputs.logprobs * (fields["advantages"] > 0))
+        if outputs.entropy is not None:  # a reported entropy is cheap, a differentiated one is not
+            terms["entropy"] = (-self.entropy_coef, outputs.entropy)
+        return terms
+
+    def _corrected(self, before: Tensor, fields: Mapping[str, Tensor], mask: Tensor, sequences: Tensor) -> tuple[Tensor, Sums]:
+        """Factors of the policy loss that make up for the sampler being another engine, and how far it is away."""
+        if "sampler_logprobs" not in fields:
+            return torch.ones_like(before), {}
+        stats = diagnosis(before, fields["sampler_logprobs"], mask)
+        factors = torch.ones_like(before)
+        if self.correction.is_on:
+            factors, more = self.correction(before, fields["sampler_logprobs"], mask, sequences)
+            stats |= more
+        return factors, {name: values.sum() for name, values in stats.items()}
 
 
-def _mismatch(trainer: Tensor, fields: Mapping[str, Tensor]) -> Sums:
-    """How far the sampler's log-probabilities are from the trainer's for the policy that sampled."""
-    if "sampler_logprobs" not in fields:
-        return {}
-    difference = trainer - fields["sampler_logprobs"]
-    return {"sampler_logprob_difference": difference.abs().sum(), "sampler_kl": difference.exp().sub(1).sub(difference).sum()}
+def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given keyword arguments that the function names as required ones."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in given.items() if name in parameters and parameters[name].default is inspect.Parameter.empty}
+
+
+def _movement(tokens: PolicyTokens) -> dict[str, Tensor]:
+    """How far the updates of this rollout have moved the policy: r - 1 - log r, unbiased for KL(old || new)."""
+    log_ratio = tokens.token_log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return {"ppo_kl": log_ratio.exp() - 1.0 - log_ratio}
+
+
+def _there(values: Tensor | None) -> Tensor:
+    assert values is not None, "the loss says what it needs"
+    return values

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
 from torch import Tensor
 
 from msrl.checkpoint.source import open_mcore, open_weights
@@ -26,7 +27,7 @@ from msrl.platforms import resolve
 from msrl.trainer import megatron
 from msrl.trainer.guard import GradientGuard
 from msrl.trainer.logprobs import vocab_parallel_logprobs
-from msrl.trainer.losses import Loss
+from msrl.trainer.losses import Loss, Outputs
 from msrl.trainer.megatron import PolicyModel
 from msrl.trainer.rope import RotaryTable
 from msrl.trainer.settings import WorkerSettings
@@ -41,6 +42,7 @@ class _Batch:
     lengths: tuple[int, ...]
     mask: Tensor  # [N]
     labels: Tensor  # [M]
+    sequences: Tensor  # [M], number of the sequence in the micro-batch
     fields: dict[str, Tensor]  # each [M]
 
 
@@ -186,6 +188,7 @@ class TrainWorker:
             lengths=tuple(np.diff(batch.cu_seqlens).tolist()),
             mask=mask,
             labels=torch.from_numpy(batch.labels).to(self.device)[mask],
+            sequences=torch.from_numpy(_sequence_numbers(batch)).to(self.device),
             fields={name: torch.from_numpy(values).to(self.device)[mask] for name, values in batch.fields.items()},
         )
 
@@ -214,7 +217,7 @@ class TrainWorker:
 
 def _minimise(loss: Loss, num_tokens: int, logits: Tensor, batch: _Batch, worker: TrainWorker) -> tuple[Tensor, dict[str, Tensor]]:
     logprobs, entropy = worker.label_logprobs(logits, batch, loss.temperature, with_entropy=loss.needs_entropy)
-    return loss(logprobs, entropy, batch.fields, num_tokens)
+    return loss(Outputs(logprobs, batch.sequences, entropy), batch.fields, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +228,11 @@ class _Collect:
 
     def __call__(self, logits: Tensor, batch: _Batch, worker: TrainWorker) -> dict[str, Tensor]:
         return {"logprobs": worker.label_logprobs(logits, batch, self.temperature)[0]}
+
+
+def _sequence_numbers(batch: MicroBatch) -> NDArray[np.int64]:
+    """The number of the sequence that each selected position lies in, [M]."""
+    return np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))[batch.loss_mask]
 
 
 def _spread(batch: MicroBatch, values: Tensor) -> Floats:

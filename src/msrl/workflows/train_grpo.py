@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from msrl.cluster.session import ray_session
-from msrl.config.derived import world_size
+from msrl.config.derived import needs_reference, updates_per_step, world_size
 from msrl.config.schema import Config
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
@@ -23,8 +23,9 @@ from msrl.types import SamplingParams, StepReport
 from msrl.workflows.common import order_state, retention, schedule, tokenizer_path, weights_path, worker_settings
 from msrl.workflows.export import export_hf
 from msrl.workflows.grpo_job import Job, prepare
-from msrl.workflows.grpo_step import Clock, Updater, report_of, samples_of, updates_per_step
+from msrl.workflows.grpo_step import Clock, report_of
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
+from msrl.workflows.grpo_update import Updater
 from msrl.workflows.interrupts import EndAtOnce, Interrupts
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
@@ -52,7 +53,8 @@ def _loop(
     job: Job, trainers: Trainers, engines: Engines, scorer: Scorer, log: RunLog, interrupts: Interrupts
 ) -> SavedTraining | None:  # fmt: skip
     config, saved = job.config, job.resume
-    updater = Updater.create(config, trainers, schedule(config, job.num_steps * updates_per_step(config)))
+    state = saved.state()["extra"] if saved else {}
+    updater = Updater(config, trainers, schedule(config, job.num_steps * updates_per_step(config)), state)
     rollouts = RolloutLog(log.path, job.tokenizer, is_on=config.log.save_rollouts)
     for step in range(job.start_step, job.num_steps):
         clock = Clock()
@@ -60,17 +62,18 @@ def _loop(
             groups = engines.generate(job.prompts.of_step(step), job.sampling, policy_version=step)
         with clock("reward"):
             scores = scorer.score(groups)
-        samples = samples_of(config, scores.groups)
-        trained = updater.update(samples, step, clock)
+        prepared = updater.prepare(scores.groups, clock)
+        trained = updater.update(prepared, step, clock)
         with clock("weights"):
             engines.load_weights(trainers.weights())
         metrics = report_of(scores, trained, clock.seconds)
-        rollouts.write(step + 1, scores.groups, samples)
+        rollouts.write(step + 1, scores.groups, prepared.samples)
         if _is_due(config.eval.every_steps, step + 1, job.num_steps):
             metrics["eval/reward"] = _evaluate(job, engines, scorer, step + 1)
         log.log(StepReport(step + 1, metrics, {**clock.seconds, "step": sum(clock.seconds.values())}, scores.notes))
         if interrupts.asked or step + 1 == job.num_steps or _is_due(config.checkpoint.every_steps, step + 1, job.num_steps):
-            saved = trainers.save(checkpoint_root(config), step + 1, order_state(job.prompts.order), job.hf_dir, retention(config))
+            extra = {**order_state(job.prompts.order), **updater.state()}
+            saved = trainers.save(checkpoint_root(config), step + 1, extra, job.hf_dir, retention(config))
             print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
         if interrupts.asked:
             break
@@ -93,7 +96,7 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
     """Start Ray (or use the given cluster), the ranks, the engines and the verifiers; end them all."""
     config, platform = job.config, job.platform
     timeout_s, num_ranks = config.cluster.rpc_timeout_s, world_size(config)
-    reference = weights_path(config) if config.algo.kl.loss.coef > 0 else None
+    reference = weights_path(config) if needs_reference(config) else None
     settings = worker_settings(config, platform.name, resume=job.resume, reference=reference)
     with ExitStack() as stack:
         sources = [Source.of(section) for section in config.reward.sources]

@@ -1,0 +1,7 @@
+"""Policy losses: each file is an `algo.policy_loss` of its name.
+
+Its main function is `policy_loss(tokens: PolicyTokens, *, ...) -> TokenLosses`, the loss of every token; how tokens become one number is
+the aggregation's business. `clip_low`, `clip_high` and `dual`, where it names them without a default, are those of `algo.clip`; parameters
+with a default are its own, set by `algo.options`. A module with `OWN_RATIO = True` defines its ratio itself and takes no `algo.ratio`.
+Every loss is linear in positive factors of the advantages: sample weights and mismatch corrections multiply these.
+"""

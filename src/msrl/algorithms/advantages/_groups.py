@@ -1,0 +1,23 @@
+"""What the estimators that compare the completions of one prompt share. P prompts, G completions of each."""
+
+from __future__ import annotations
+
+from msrl.algorithms.token_rewards import Reals, TokenRewards
+from msrl.errors import MsrlError
+
+
+def group_totals(rewards: TokenRewards, estimator: str) -> Reals:  # [P, G]
+    """The reward of every response. Raises MsrlError for groups of one completion, which have nothing to be compared with."""
+    totals = rewards.totals()
+    if totals.shape[1] < 2:
+        raise MsrlError(
+            f"rollout.samples_per_prompt={totals.shape[1]}: algo.advantage.estimator: {estimator} compares the completions of a prompt "
+            "and needs at least 2; set 2 or more, or use reinforce_pp"
+        )
+    return totals
+
+
+def centred(totals: Reals) -> Reals:  # [P, G] -> [P, G]
+    """The distance from the group's mean, exactly 0 in a group of equal rewards (whose mean may be rounded)."""
+    equal = totals.max(axis=1, keepdims=True) == totals.min(axis=1, keepdims=True)
+    return (totals - totals.mean(axis=1, keepdims=True)) * ~equal

@@ -1,0 +1,22 @@
+"""GMPO (arXiv:2507.20673, equation 5): the geometric mean of a sequence's clipped token ratios. N tokens, S sequences.
+
+The loss of a sequence is -A exp(mean over tokens of s min(s log r, s clip(log r, -low, high))) with s the sign of A; `algo.clip` are widths
+in log space here (the paper takes 0.4). It stands at every token of the sequence; seq-mean-token-mean makes it the paper's objective.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, TokenLosses, sequence_means
+
+OWN_RATIO = True
+
+
+def policy_loss(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLosses:
+    """Reported: `clip_fraction`, tokens whose gradient the clip took away."""
+    log_ratio, sign = tokens.token_log_ratio, tokens.advantages.sign()
+    plain, clipped = sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high)
+    kept = sign * torch.minimum(plain, clipped)
+    mean = sequence_means(kept, tokens.mask, tokens.sequences).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return TokenLosses(-mean.exp() * tokens.advantages, {"clip_fraction": (clipped < plain).to(log_ratio.dtype)})

@@ -1,0 +1,84 @@
+"""What policy losses are computed from: the tokens of a micro-batch with their likelihood ratios. N tokens, S sequences.
+
+A ratio is that of a token, r = exp(logprob - old logprob), or that of its whole sequence, exp(mean over tokens of log r)
+(GSPO, arXiv:2507.18071, equation 7). Masked positions are replaced before any exp or product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Ratio = Literal["token", "sequence"]
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """Everything a policy loss may ask for; numbers are 0, and without gradient, at masked positions."""
+
+    logprobs: Tensor  # [N], differentiable
+    token_log_ratio: Tensor  # [N], differentiable; log r of each token
+    log_ratio: Tensor  # [N], differentiable; that of the token or of its sequence, clamped to +-20
+    advantages: Tensor  # [N]
+    mask: Tensor  # [N] bool
+    sequences: Tensor  # [N], number of the sequence that a token belongs to, ascending
+
+    @classmethod
+    def of(
+        cls,
+        logprobs: Tensor,  # [N] of the policy in training, differentiable
+        old_logprobs: Tensor,  # [N] of the policy before the first update of this rollout
+        advantages: Tensor,  # [N]
+        mask: Tensor,  # [N] bool
+        sequences: Tensor,  # [N], ascending from 0
+        *,
+        ratio: Ratio = "token",
+    ) -> PolicyTokens:
+        """The clamp of log r only matters where exp would overflow; a token (or sequence) beyond it has no gradient through its ratio."""
+        clean, old = precise(logprobs).masked_fill(~mask, 0.0), precise(old_logprobs).detach().masked_fill(~mask, 0.0)
+        token = clean - old
+        whole = token if ratio == "token" else sequence_means(token, mask, sequences)
+        return cls(
+            logprobs=clean,
+            token_log_ratio=token,
+            log_ratio=whole.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
+            advantages=precise(advantages).detach().masked_fill(~mask, 0.0),
+            mask=mask,
+            sequences=sequences,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """What a policy loss returns: the loss of every token, and detached numbers per token whose means are reported."""
+
+    loss: Tensor  # [N], differentiable, 0 at masked positions
+    stats: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N]
+
+
+def precise(values: Tensor) -> Tensor:
+    """At least float32: half precision has too few digits for a difference of log-probabilities."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]
+    """The sum over the unmasked tokens of a sequence, at each of its positions.
+
+    Added up along rows of a padded matrix: the same bits every time, on every device, which scattered additions don't promise.
+    """
+    clean = values.masked_fill(~mask, 0.0)
+    if not len(clean):
+        return clean
+    starts = torch.searchsorted(sequences, torch.arange(int(sequences[-1]) + 1, device=sequences.device))
+    column = torch.arange(len(clean), device=clean.device) - starts[sequences]
+    padded = clean.new_zeros(len(starts), int(column.max()) + 1).index_put((sequences, column), clean)
+    return padded.sum(1, keepdim=True).expand_as(padded)[sequences, column].masked_fill(~mask, 0.0)
+
+
+def sequence_means(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]
+    """The mean over the unmasked tokens of a sequence, at each of its positions."""
+    return sequence_sums(values, mask, sequences) / sequence_sums(mask.to(values.dtype), mask, sequences).clamp(min=1.0)

@@ -1,0 +1,34 @@
+"""Checks of the names and options of plugins, for every section that names some."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from msrl import registry
+from msrl.config.loader import Resolved
+from msrl.config.not_yet import not_yet
+from msrl.errors import nearest
+
+
+def plugin(resolved: Resolved, key: str, package: str, name: str, aliases: Iterable[str] = ()) -> Iterator[str]:
+    """A line when a package has no plugin of this name."""
+    known = [*registry.names(package), *aliases]
+    if name not in known:
+        later = not_yet(key, name)
+        message = f"there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}"
+        yield resolved.mistake(key, later or message)
+
+
+def options(resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()) -> Iterator[str]:
+    """Lines for options that none of the plugins (package, name, main function) takes, or that have a key of their `own` elsewhere.
+
+    Plugins are imported only if options are given.
+    """
+    options: dict[str, object] = resolved.value(key)
+    if not options:
+        return
+    functions = [getattr(registry.load(package, name, key=key), main) for package, name, main in plugins]
+    known = sorted({option for function in functions for option in registry.options_of(function)} - set(own))
+    for option in options:
+        if option not in known:
+            yield resolved.mistake(f"{key}.{option}", f"not an option here; {nearest(option, known) if known else 'it takes none'}")

@@ -1,0 +1,220 @@
+"""What a step's scored groups become: log-probabilities, advantages, and the optimizer updates on them.
+
+P prompts, G completions of each, N response tokens of all of them end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from msrl import registry
+from msrl.algorithms import kl_controller
+from msrl.algorithms.mismatch import Correction
+from msrl.algorithms.packing import Sequences, rl_sequences
+from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
+from msrl.algorithms.selection import Flags, kept, sample_weights
+from msrl.algorithms.token_rewards import Reals, TokenRewards, whiten
+from msrl.config.derived import aggregate_constant, updates_per_step
+from msrl.config.schema import AlgoConfig, Config
+from msrl.errors import MsrlError
+from msrl.trainer.batches import BatchLimits, num_loss_tokens, select, with_weights
+from msrl.trainer.losses import PolicyLoss, taken
+from msrl.trainer.schedule import Schedule
+from msrl.types import Floats, ScoredGroup, TrainingSample
+from msrl.workflows.grpo_step import Clock
+from msrl.workflows.grpo_team import Trainers
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step's samples with everything that is known of them before its first update."""
+
+    samples: tuple[TrainingSample, ...]
+    sequences: Sequences
+    metrics: Mapping[str, float]
+
+
+class Updater:
+    """Turns scored groups into optimizer updates. Its one state is the factor of the KL coefficients."""
+
+    def __init__(self, config: Config, trainers: Trainers, schedule: Schedule, state: Mapping[str, Any]) -> None:
+        """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
+        self._config, self._trainers, self._schedule = config, trainers, schedule
+        self._kl_factor = float(state.get("kl_factor", 1.0))
+        self._loss = policy_loss(config)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold."""
+        return {"kl_factor": self._kl_factor}
+
+    def prepare(self, groups: Sequence[ScoredGroup], clock: Clock) -> Prepared:
+        """Log-probabilities of the policy and of the reference where they are needed, then advantages."""
+        algo = self._config.algo
+        keep = kept_samples(self._config, groups)
+        plain = rl_sequences(training_samples(groups, np.zeros(int(length_matrix(groups).sum())), np.ones_like(keep)))
+        with clock("logprobs"):
+            found = self._logprobs(plain)
+        metrics: dict[str, float] = {"kl_factor": self._kl_factor} if algo.kl.controller.kind == "adaptive" else {}
+        penalty = None
+        if algo.kl.reward.coef:
+            divergence = token_divergence(plain, found["policy"], found["reference"], algo.kl.reward.estimator)
+            penalty = -algo.kl.reward.coef * self._kl_factor * divergence
+            metrics["reward_kl"] = float(divergence.mean())
+        samples = samples_of(self._config, groups, keep, penalty)
+        sequences = rl_sequences(samples)
+        fields = dict(sequences.fields)
+        if updates_per_step(self._config) > 1:
+            fields["old_logprobs"] = found["policy"]
+        if algo.kl.loss.coef and algo.kl.loss.estimator != "full":
+            fields["reference_logprobs"] = found["reference"]
+        return Prepared(samples, sequences._replace(fields=fields), {**metrics, "masked": 1.0 - float(keep.mean())})
+
+    def update(self, prepared: Prepared, step: int, clock: Clock) -> dict[str, float]:
+        """All updates of a step. Returns their mean report; the learning rate is the last update's.
+
+        An update whose samples are all masked out is left out, and counted.
+        """
+        parts = update_parts(self._config, len(prepared.samples), step)
+        loss = replace(self._loss, kl_coef=self._loss.kl_coef * self._kl_factor)
+        reports, lr = [], 0.0
+        with clock("update"):
+            for number, part in enumerate(parts):
+                lr = self._schedule.at(step * len(parts) + number)
+                sequences = select(prepared.sequences, part)
+                if num_loss_tokens(sequences):
+                    mode, constant = self._config.algo.aggregate.mode, aggregate_constant(self._config)
+                    reports.append(self._trainers.update(with_weights(sequences, mode, constant), self._limits(), loss, lr))
+        means = {name: float(np.mean([report[name] for report in reports])) for name in (reports[0] if reports else ())}
+        skipped = {"empty_updates": float(len(parts) - len(reports))} if len(reports) < len(parts) else {}
+        metrics = {**prepared.metrics, **means, **skipped, "lr": lr}
+        self._adapt(metrics, len(prepared.samples))
+        return metrics
+
+    def _adapt(self, metrics: Mapping[str, float], num_samples: int) -> None:
+        """The KL coefficients of the next step, from the divergence of this one."""
+        controller = self._config.algo.kl.controller
+        measured = metrics.get("reward_kl", metrics.get("kl"))
+        if controller.kind == "adaptive" and controller.target is not None and measured is not None:
+            self._kl_factor = kl_controller.adapted(
+                self._kl_factor, measured, num_samples, target=controller.target, horizon=controller.horizon
+            )
+
+    def _logprobs(self, sequences: Sequences) -> dict[str, tuple[Floats, ...]]:
+        """Those of the policy (before the first of several updates, or for a penalty in the rewards) and of the reference."""
+        kl, temperature, limits = self._config.algo.kl, self._loss.temperature, self._limits(forward=True)
+        found: dict[str, tuple[Floats, ...]] = {}
+        if updates_per_step(self._config) > 1 or kl.reward.coef:
+            found["policy"] = self._trainers.logprobs(sequences, limits, temperature)
+        if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
+            found["reference"] = self._trainers.logprobs(sequences, limits, temperature, of_reference=True)
+        return found
+
+    def _limits(self, *, forward: bool = False) -> BatchLimits:
+        train = self._config.train
+        count = (train.forward_micro_batch if forward else None) or train.micro_batch
+        return BatchLimits(count, train.max_tokens_per_micro_batch, train.parallel.tp if train.parallel.sp else 1)
+
+
+def policy_loss(config: Config) -> PolicyLoss:
+    """The loss that the configuration describes."""
+    algo, mismatch = config.algo, config.algo.mismatch
+    plugin = registry.load("msrl.algorithms.losses", algo.policy_loss, key="algo.policy_loss").policy_loss
+    return PolicyLoss(
+        temperature=config.rollout.sampling.temperature,
+        policy_loss=algo.policy_loss,
+        ratio=algo.ratio,
+        clip_low=algo.clip.low,
+        clip_high=algo.clip.high,
+        dual=algo.clip.dual,
+        kl_coef=algo.kl.loss.coef,
+        kl_estimator=algo.kl.loss.estimator,
+        entropy_coef=algo.entropy_coef,
+        rl_coef=algo.rl_coef,
+        sft_coef=algo.sft.coef,
+        correction=Correction(mismatch.weight, mismatch.upper, mismatch.filter, mismatch.low, mismatch.high),
+        options={name: value for name, value in algo.options.items() if name in registry.options_of(plugin)},
+    )
+
+
+def kept_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
+    """Which samples have a part in the updates."""
+    mask = config.algo.mask
+    return kept(
+        reward_matrix(groups), truncated_matrix(groups),
+        drop_truncated=mask.truncated, drop_equal_groups=mask.equal_groups, difficulty=mask.difficulty,
+    )  # fmt: skip
+
+
+def samples_of(
+    config: Config,
+    groups: Sequence[ScoredGroup],
+    keep: Flags,  # [P, G]
+    penalty: Reals | None = None,  # [N]
+) -> tuple[TrainingSample, ...]:
+    """Every completion with its advantages: penalised, estimated, whitened, cut, weighed, in this order."""
+    rewards = TokenRewards(reward_matrix(groups), length_matrix(groups), penalty)
+    values = token_advantages(config.algo, rewards) * rewards.everywhere(_weights(config.algo, groups, keep))
+    return training_samples(groups, values, keep)
+
+
+def token_advantages(algo: AlgoConfig, rewards: TokenRewards) -> Reals:  # [N]
+    """What the `advantage` section makes of the rewards."""
+    advantage = algo.advantage
+    estimate = registry.load("msrl.algorithms.advantages", advantage.estimator, key="algo.advantage.estimator").advantages
+    if advantage.whiten_rewards:
+        rewards = rewards.whitened(advantage.eps)
+    options = {name: value for name, value in algo.options.items() if name in registry.options_of(estimate)}
+    values = estimate(rewards, **taken(estimate, {"eps": advantage.eps, "gamma": advantage.gamma}), **options)
+    if advantage.whiten:
+        values = whiten(values, advantage.eps)
+    return values if advantage.clip is None else values.clip(-advantage.clip, advantage.clip)
+
+
+def _weights(algo: AlgoConfig, groups: Sequence[ScoredGroup], keep: Flags) -> Reals:  # [P, G]
+    difficulties = np.array([_difficulty(group) for group in groups]) if algo.sample_weight.difficulty else None
+    return sample_weights(length_matrix(groups), keep, by_length=algo.sample_weight.length, difficulties=difficulties)
+
+
+def _difficulty(group: ScoredGroup) -> float:
+    prompt = group.rollout.prompt
+    try:
+        return float(prompt.extra["difficulty"])
+    except (KeyError, ValueError):
+        found = f"is {prompt.extra['difficulty']!r}, not a number" if "difficulty" in prompt.extra else "is missing"
+        raise MsrlError(
+            f"algo.sample_weight.difficulty: the column extra.difficulty of prompt {prompt.index} {found}; "
+            "carry it along with preprocess.map_keys: {extra.difficulty: COLUMN}, or set it to false"
+        ) from None
+
+
+def token_divergence(
+    sequences: Sequences,
+    policy: Sequence[Floats],  # each [T]
+    reference: Sequence[Floats],  # each [T]
+    estimator: str,
+) -> Reals:  # [N]
+    """Estimated divergence of the policy from the reference at every response token."""
+    import torch
+
+    from msrl.algorithms import kl
+
+    learnt = [mask for mask in sequences.loss_masks]
+    flat = [torch.from_numpy(np.concatenate([row[mask] for row, mask in zip(rows, learnt, strict=True)])) for rows in (policy, reference)]
+    return kl.per_token(estimator, flat[0].double(), flat[1].double(), torch.ones(len(flat[0]), dtype=torch.bool)).numpy()
+
+
+def update_parts(config: Config, num_samples: int, step: int) -> list[list[int]]:
+    """Which samples each update of a step takes; a function of the seed and the step."""
+    updates = config.train.updates
+    size = updates.samples_per_update or num_samples
+    parts: list[list[int]] = []
+    for epoch in range(updates.epochs):
+        order = np.arange(num_samples)
+        if updates.shuffle and size < num_samples:
+            np.random.Generator(np.random.Philox(np.random.SeedSequence([config.run.seed, step, epoch]))).shuffle(order)
+        parts += [order[start : start + size].tolist() for start in range(0, num_samples, size)]
+    return parts

@@ -1,0 +1,159 @@
+"""The `algo` section: presets fill what is not set, what cannot be is refused, what goes badly is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from config_inputs import GRPO, make_data, make_model
+from msrl import registry
+from msrl.config.algorithm_checks import advice
+from msrl.config.derived import aggregate_constant, needs_reference
+from msrl.config.loader import load
+from msrl.config.presets import PRESETS
+from msrl.config.schema import AlgoConfig
+from msrl.config.show import to_yaml
+from msrl.errors import ManyErrors
+from msrl.workflows.grpo_update import policy_loss
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with everything that training needs."""
+    make_model(tmp_path / "model")
+    make_data(tmp_path / "data")
+    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def resolve(*sets: str):
+    return load(["grpo.yaml"], sets, command="train-grpo")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_a_configuration_that_trains(folder: Path, name: str):
+    resolved = resolve(f"algo.preset={name}")
+    algo = resolved.config.algo
+    assert algo.advantage.estimator in registry.names("msrl.algorithms.advantages")
+    assert policy_loss(resolved.config).policy_loss == algo.policy_loss
+    assert not [line for line in advice(resolved, "train-grpo") if name != "reinforce"]
+    assert f"# preset {name}" in to_yaml(resolved.config, resolved.origins)
+    assert algo != AlgoConfig(preset=algo.preset), "a preset that is the defaults"
+
+
+def test_a_preset_fills_only_what_is_not_set_in_file_flag_or_set(folder: Path):
+    (folder / "mine.yaml").write_text("algo: {preset: dapo, clip: {low: 0.1}}\n", encoding="utf-8")
+    resolved = load(["grpo.yaml", "mine.yaml"], ["algo.mask.equal_groups=false"], command="train-grpo")
+    algo = resolved.config.algo
+    assert (algo.clip.low, algo.clip.high, algo.mask.equal_groups, algo.kl.loss.coef) == (0.1, 0.28, False, 0.0)
+    origins = [str(resolved.origins[f"algo.{key}"]) for key in ("clip.low", "clip.high", "mask.equal_groups", "kl.loss.coef")]
+    assert origins == ["mine.yaml:1", "preset dapo", "--set", "default"]
+    assert resolved.is_set("algo.clip.low") and not resolved.is_set("algo.clip.high") and resolved.is_set("algo.preset")
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("grpo", ("group_norm", "token", "ppo", 0.2, 0.2, "seq-mean-token-mean", 0.001)),
+        ("dr_grpo", ("dr_grpo", "token", "ppo", 0.2, 0.2, "seq-sum-over-constant", 0.0)),
+        ("dapo", ("group_norm", "token", "ppo", 0.2, 0.28, "token-mean", 0.0)),
+        ("gspo", ("group_norm", "sequence", "ppo", 3e-4, 4e-4, "seq-mean-token-mean", 0.0)),
+        ("gmpo", ("group_norm", "token", "gmpo", 0.4, 0.4, "seq-mean-token-mean", 0.0)),
+        ("cpgd", ("cpgd", "token", "cpgd", 0.2, 0.2, "token-mean", 0.0)),
+        ("rloo", ("rloo", "token", "ppo", 0.2, 0.2, "seq-mean-token-sum", 0.0)),
+        ("reinforce", ("reinforce", "token", "vanilla", 0.2, 0.2, "seq-mean-token-sum", 0.0)),
+        ("reinforce_pp", ("reinforce_pp", "token", "ppo", 0.2, 0.2, "token-mean", 0.0)),
+        ("topr", ("dr_grpo", "token", "topr", 0.2, 0.2, "seq-mean-token-sum", 0.0)),
+        ("cispo", ("group_norm", "token", "cispo", 1.0, 4.0, "token-mean", 0.0)),
+    ],
+)
+def test_presets_have_the_numbers_of_their_papers(folder: Path, preset: str, expected: tuple[object, ...]):
+    algo = resolve(f"algo.preset={preset}").config.algo
+    clip = algo.clip
+    assert (algo.advantage.estimator, algo.ratio, algo.policy_loss, clip.low, clip.high, algo.aggregate.mode, algo.kl.loss.coef) == expected
+
+
+def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
+    with pytest.raises(ManyErrors, match=r"algo\.preset=ppo: not in this version yet"):
+        resolve("algo.preset=ppo")
+    with pytest.raises(ManyErrors, match=r"algo\.preset=gsp: must be .*gspo"):
+        resolve("algo.preset=gsp")
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (("algo.advantage.estimator=gae",), "algo.advantage.estimator=gae: not in this version yet"),
+        (("algo.advantage.gamma=0.9",), "algo.advantage.gamma=0.9: has no effect with algo.advantage.estimator=group_norm; set 1"),
+        (
+            ("algo.policy_loss=gmpo", "algo.ratio=sequence"),
+            "algo.ratio=sequence: algo.policy_loss=gmpo has a ratio of its own; leave algo.ratio at token",
+        ),
+        (("algo.policy_loss=tis", "algo.clip.low=0.1"), "algo.clip.low=0.1: has no effect with algo.policy_loss=tis; take it away"),
+        (("algo.policy_loss=gmpo", "algo.clip.dual=3"), "algo.clip.dual=3.0: has no effect with algo.policy_loss=gmpo; take it away"),
+        (("algo.clip.dual=1.1",), "algo.clip.dual=1.1: must be above 1 + algo.clip.high = 1.2"),
+        (
+            ("algo.kl.controller.kind=adaptive", "algo.kl.loss.coef=0.1"),
+            "algo.kl.controller.kind=adaptive: needs algo.kl.controller.target, the wanted mean divergence per token",
+        ),
+        (
+            ("algo.kl.controller={kind: adaptive, target: 0.1}",),
+            "algo.kl.controller.kind=adaptive: has nothing to adapt; set algo.kl.loss.coef or algo.kl.reward.coef",
+        ),
+        (
+            ("algo.kl.controller.target=0.1",),
+            "algo.kl.controller.target=0.1: has no effect with a fixed coefficient; set algo.kl.controller.kind: adaptive",
+        ),
+        (
+            ("algo.mismatch.weight=token", "rollout.sampling.top_p=0.9", "rollout.sampling.top_k=50"),
+            "algo.mismatch.weight=token: the two log-probabilities are not comparable with rollout.sampling.top_p and"
+            " rollout.sampling.top_k; switch it off",
+        ),
+        (("algo.mismatch.low=3",), "algo.mismatch.low=3.0: must be below algo.mismatch.high=2.0"),
+        (("algo.aggregate.constant=9",), "algo.aggregate.constant=9.0: has no effect with algo.aggregate.mode=token-mean"),
+        (("algo.mask.difficulty=[0.9, 0.1]",), "algo.mask.difficulty=(0.9, 0.1): the first number must be below the second"),
+        (("algo.policy_loss=cpgd", "algo.options={drif: 1}"), "algo.options.drif=1: not an option here; did you mean 'drift'?"),
+    ],
+)
+def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: str):
+    with pytest.raises(ManyErrors) as caught:
+        resolve(*sets)
+    assert caught.value.messages == (f"--set: {line}",)
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (("algo.ratio=sequence",), "GSPO's own widths are 3e-4 and 4e-4"),
+        (("algo.advantage.estimator=reinforce",), "has no baseline"),
+        (("algo.kl.loss={coef: 0.1, estimator: k1}",), "its gradient is zero on average"),
+        (("algo.policy_loss=vanilla", "train.updates.samples_per_update=8"), "4 updates of a rollout are off-policy"),
+        (("rollout.sampling.top_p=0.9",), "rollout.sampling.top_p: the sampler's log-probabilities are not comparable"),
+    ],
+)
+def test_what_goes_badly_is_said(folder: Path, sets: tuple[str, ...], words: str):
+    (line,) = advice(resolve(*sets), "train-grpo")
+    assert words in line
+    assert advice(resolve(*sets), "train-sft") == [] and advice(resolve(), "train-grpo") == []
+
+
+def test_the_constant_of_dr_grpo_is_the_token_budget_of_an_update(folder: Path):
+    config = resolve("algo.preset=dr_grpo", "train.updates.samples_per_update=16").config
+    assert aggregate_constant(config) == 16 * 64
+    assert aggregate_constant(resolve("algo.preset=dr_grpo", "algo.aggregate.constant=7").config) == 7.0
+    assert aggregate_constant(resolve().config) is None
+
+
+def test_a_reference_is_held_for_either_place_of_the_divergence(folder: Path):
+    assert not needs_reference(resolve().config)
+    assert needs_reference(resolve("algo.kl.reward.coef=0.1").config) and needs_reference(resolve("algo.preset=grpo").config)
+
+
+def test_warnings_are_printed_by_dry_run_show_and_validate(folder: Path, capfd: pytest.CaptureFixture[str]):
+    from msrl.cli.app import app
+
+    for arguments in (["train-grpo", "--dry-run"], ["config", "show"], ["config", "validate"]):
+        app([*arguments, "-c", "grpo.yaml", "--set", "algo.ratio=sequence"], standalone_mode=False)
+        assert "warning: algo.clip.low=0.2: is the width for tokens' ratios" in capfd.readouterr().err.replace("high", "low")
