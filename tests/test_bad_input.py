@@ -36,6 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 SFT, RL = ("train-sft", "-c", "sft.yaml"), ("train-grpo", "-c", "grpo.yaml")
+HF2MCORE = ("convert-ckpt", "hf2mcore", "--load", "model", "--save", "out")
 MANY = "--set=cluster.devices_per_node=2"
 
 
@@ -48,7 +49,11 @@ MANY = "--set=cluster.devices_per_node=2"
         (("convert-ckpt", "hf2mcore", "--load", "gone", "--save", "out"), "--load: convert.load=gone: there is no such folder"),
         (("generate", "--model", "gone", "--prompt", "x"), "--model: generate.model=gone: there is no such folder"),
         ((*SFT, "--set", "train.parallel.tp=8"), "--set: train.parallel.tp=8: must divide the model's 4 query groups"),
-        (("convert-ckpt", "hf2mcore", "--load", "model", "--save", "out", "--tp", "8"), "must divide the model's 4 query groups"),
+        ((*HF2MCORE, "--tp", "8"), "must divide the model's 4 query groups"),
+        ((*HF2MCORE, "--pp", "2", "--vpp", "3"), "--vpp: convert.vpp=3: layers per virtual stage must divide the 2 layers of each"),
+        ((*HF2MCORE, "--pp", "2", "--num-layer-list", "1,2"), "convert.num_layer_list=1,2: has the sum 3, but the model has 4 layers"),
+        ((*HF2MCORE, "--pp", "5", "--noop-layers", "7"), "--noop-layers: convert.noop_layers=7: must be different positions from 0 to 4"),
+        ((*HF2MCORE, "--ep", "2"), "--ep: convert.ep=2: the model has no experts; leave it out"),
         ((*SFT, "--set", "train.parallel.pp=3"), "--set: train.parallel.pp=3: must divide the model's 4 layers"),
         ((*SFT, "--set", "train.stepps=3"), "--set: train.stepps=3: there is no such key; did you mean 'steps'?"),
         ((*SFT, "--set", "train.steps=many"), "--set: train.steps=many: must be a whole number"),

@@ -22,7 +22,9 @@ from safetensors import safe_open
 import tiny_checkpoints as tiny
 from msrl.checkpoint import mcore
 from msrl.checkpoint.files import staged_folder
+from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.hf import HfCheckpoint, HfWriter, copy_sidecars
+from msrl.checkpoint.names import local_name, te_name
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_file import ALIGNMENT, Foreign, TensorSpec, check_records, read_torch_file, spec_of, write_torch_file
 from msrl.errors import MsrlError
@@ -168,16 +170,16 @@ def test_an_iteration_is_visible_only_when_published(tmp_path: Path) -> None:
     path = mcore.rank_file(tmp_path, 3, Cut(), Coords(), staged=True)
     mcore.write_rank_file(path, {}, mcore.namespace(shape(QWEN2), Cut()), 3)
     with pytest.raises(MsrlError, match="not an mcore checkpoint"):
-        mcore.find_checkpoint(tmp_path)
+        find_checkpoint(tmp_path)
     mcore.publish(tmp_path, 3)
-    assert mcore.find_checkpoint(tmp_path).iteration == 3
+    assert find_checkpoint(tmp_path).iteration == 3
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
 def test_the_word_release_is_an_iteration(tmp_path: Path) -> None:
     mcore.write_rank_file(mcore.rank_file(tmp_path, "release", Cut(), Coords()), {}, mcore.namespace(shape(QWEN2), Cut()), "release")
     (tmp_path / mcore.TRACKER).write_text("release\n")
-    assert mcore.find_checkpoint(tmp_path).iteration == "release"
+    assert find_checkpoint(tmp_path).iteration == "release"
 
 
 @pytest.mark.parametrize(
@@ -186,26 +188,27 @@ def test_the_word_release_is_an_iteration(tmp_path: Path) -> None:
 def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / mcore.TRACKER).write_text(text)
     with pytest.raises(MsrlError, match=message):
-        mcore.find_checkpoint(tmp_path)
+        find_checkpoint(tmp_path)
 
 
-def test_a_missing_rank_and_expert_ranks_are_named(tmp_path: Path) -> None:
+def test_missing_and_strange_ranks_are_named(tmp_path: Path) -> None:
     args = mcore.namespace(shape(QWEN2), Cut(2, 2))
     for tp_rank, pp_rank in ((0, 0), (1, 0), (1, 1)):
         mcore.write_rank_file(mcore.rank_file(tmp_path, 1, Cut(2, 2), Coords(tp_rank, pp_rank)), {}, args, 1)
     mcore.publish(tmp_path, 1)
     with pytest.raises(MsrlError, match=r"mp_rank_00_001/model_optim_rng.pt: the file of this rank is missing"):
-        mcore.find_checkpoint(tmp_path)
+        find_checkpoint(tmp_path)
+    mcore.write_rank_file(mcore.rank_file(tmp_path, 1, Cut(2, 2), Coords(0, 1)), {}, args, 1)
     (tmp_path / "iter_0000001" / "mp_rank_00_000_001").mkdir()
-    with pytest.raises(MsrlError, match="expert parallelism"):
-        mcore.find_checkpoint(tmp_path)
+    with pytest.raises(MsrlError, match="not the folder of a rank, as the arguments in"):
+        find_checkpoint(tmp_path)
 
 
 def test_names_of_transformer_engine_and_local_spec_are_each_others() -> None:
     local = "decoder.layers.11.pre_mlp_layernorm.weight"
-    assert mcore.te_name(local) == "decoder.layers.11.mlp.linear_fc1.layer_norm_weight"
-    assert mcore.local_name(mcore.te_name(local)) == local
-    assert mcore.te_name("decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
+    assert te_name(local) == "decoder.layers.11.mlp.linear_fc1.layer_norm_weight"
+    assert local_name(te_name(local)) == local
+    assert te_name("decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
 
 
 # --- Hugging Face folders -------------------------------------------------------------------------------------------------------------

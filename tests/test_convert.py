@@ -16,6 +16,7 @@ from torch import Tensor
 import tiny_checkpoints as tiny
 from msrl.checkpoint import layouts, mcore
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
+from msrl.checkpoint.names import Naming
 from msrl.checkpoint.source import ShardedSource, open_weights
 from msrl.checkpoint.verify import compare, damaged_files, same_bits
 from msrl.config.schema import Config
@@ -87,7 +88,7 @@ def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
 
 def test_vocabulary_is_padded_and_names_are_chosen(tmp_path: Path) -> None:
     hf = tiny.save(tmp_path / "hf", vocab_size=99)
-    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2), vocab_multiple=64, names="te")
+    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2), vocab_multiple=64, naming=Naming(te=True))
     table = torch.cat([ranks[Coords(rank)]["embedding.word_embeddings.weight"] for rank in (0, 1)])
     assert table.shape == (128, 64) and torch.equal(table[:99], hf["model.embed_tokens.weight"]) and not table[99:].any()
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in ranks[Coords(0, 0)]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-import msrl.models.families
+import mixtures
 from msrl.errors import ManyErrors
-from msrl.models import cut as cut_module
 from msrl.models import stages
 from msrl.models.cut import Coords, Cut
-from msrl.models.rules import GateUp, Rule, Rules, Sharded
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
-from test_models import LLAMA, QWEN2, shape
+from test_models import LLAMA, shape
 
 EIGHT = shape({**LLAMA, "num_hidden_layers": 8})
 
@@ -92,39 +88,15 @@ def test_a_cut_goes_through_json_and_says_what_it_is() -> None:
 
 # --- experts --------------------------------------------------------------------------------------------------------------------------
 
-EXPERTS = 8
-
-
-def expert_rules(found: Shape) -> Rules:
-    """A dense first layer, then layers of eight experts of 8 feed-forward columns, named as Megatron does."""
-    mlp = "decoder.layers.{layer}.mlp."
-    dense = Rule(f"{mlp}linear_fc2.weight", ("model.layers.{layer}.mlp.down_proj.weight",), Sharded(1), ((64, 96),))
-    experts = tuple(
-        rule
-        for number in range(EXPERTS)
-        for rule in (
-            Rule(
-                f"{mlp}experts.local_experts.{{expert}}.linear_fc1.weight",
-                ("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"),
-                GateUp(), ((8, 64), (8, 64)), number,
-            ),
-        )
-    )  # fmt: skip
-    return Rules((), ((dense,), *(experts,) * (found.num_layers - 1)), ())
-
 
 @pytest.fixture
 def mixture(monkeypatch: pytest.MonkeyPatch) -> Shape:
-    """A shape whose rules are those above."""
-    found = replace(shape({**QWEN2, "num_hidden_layers": 4}), family="test", architecture="MixtureForTest")
-    for module in (msrl.models.families, stages, cut_module):
-        monkeypatch.setattr(module, "rules_for", expert_rules)
-    return found
+    return mixtures.install(monkeypatch)
 
 
 def held(found: Shape, cut: Cut, at: Coords) -> list[tuple[str, int, int]]:
     """Experts of the first layer that has some, on one rank: local number in the name, global number, shard."""
-    placed = [p for p in stage_tensors(found, cut, at) if ".layers.1." in p.name]
+    placed = [p for p in stage_tensors(found, cut, at) if ".layers.1." in p.name and p.rule.expert is not None and "fc1" in p.name]
     return [(p.name.split(".")[6], int(p.rule.hf[0].split(".")[5]), p.shard) for p in placed]
 
 

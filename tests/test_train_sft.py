@@ -19,6 +19,7 @@ import yaml
 
 from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_mcore
+from msrl.checkpoint.found import latest_iteration
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
 from msrl.models.cut import Cut
@@ -121,7 +122,7 @@ def test_only_the_newest_checkpoints_stay(whole):
     names = [path.name for path in (whole / "checkpoints").iterdir() if path.name.startswith((".", "iter_"))]
     assert sorted(names) == ["iter_0000020", "iter_0000024"]
     assert sorted(path.name for path in (whole / "checkpoints" / "training").iterdir()) == ["iter_0000020", "iter_0000024"]
-    assert mcore.latest_iteration(whole / "checkpoints") == STEPS
+    assert latest_iteration(whole / "checkpoints") == STEPS
 
 
 @torch.no_grad()
@@ -186,7 +187,7 @@ def test_a_kill_in_mid_save_leaves_the_checkpoint_before_and_the_resumed_run_goe
         command.when(is_saving, every_s=0.0005)
         command.kill()
         half = list(saves.glob(".iter_*.partial"))
-    last = mcore.latest_iteration(saves)
+    last = latest_iteration(saves)
     assert isinstance(last, int) and half[0].name == f".iter_{last + 1:07d}.partial"
     assert weights(saves)  # of the checkpoint before, whole
     assert metrics(run)[:last] == metrics(whole)[:last]

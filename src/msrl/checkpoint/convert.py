@@ -28,9 +28,9 @@ from msrl.checkpoint.mcore import (
     publish,
     rank_file,
     stream_rank_file,
-    te_name,
     write_manifest,
 )
+from msrl.checkpoint.names import LOCAL, Naming, entries, repacked, specs_of
 from msrl.checkpoint.plan import Plan, RankPlan, make_plan
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.torch_file import TensorSpec, WrittenFile
@@ -48,7 +48,7 @@ class McoreTarget:
 
     cut: Cut = WHOLE
     dtype: torch.dtype | None = None
-    names: str = "local"
+    naming: Naming = LOCAL
     vocab_multiple: int | None = None
 
 
@@ -80,7 +80,7 @@ def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: 
         files = _in_parallel(jobs)
         copy_sidecars(source.hf_dir, folder / SIDECAR, source.main_dtype() if target.dtype is None else target.dtype)
         dtype = hf_name(target.dtype or source.main_dtype())
-        write_manifest(folder, ITERATION, manifest_entry(source.shape, plan, dtype, dict(files), target.names, versions()))
+        write_manifest(folder, ITERATION, manifest_entry(source.shape, plan, dtype, dict(files), target.naming, versions()))
         publish(folder, ITERATION, durable=False)
     return plan
 
@@ -105,14 +105,14 @@ def _write_rank(
     source: WeightSource, target: McoreTarget, plan: Plan, rank: RankPlan, folder: Path, advance: Advance
 ) -> tuple[str, WrittenFile]:
     """Write one rank's file; its name relative to `folder`, size and checksum."""
-    rename = te_name if target.names == "te" else str
-    specs = {rename(name): spec for name, spec in _rank_specs(source, target, rank).items()}
+    ours = _rank_specs(source, target, rank)
+    found = entries(ours, target.naming)
     tensors = source.local_tensors(target.cut, rank.at, target.dtype, target.vocab_multiple)
     dtype = hf_name(target.dtype or source.main_dtype())
-    args = namespace(source.shape, target.cut, padded_vocab=plan.padded_vocab, dtype=dtype, names=target.names)
+    args = namespace(source.shape, target.cut, padded_vocab=plan.padded_vocab, dtype=dtype, naming=target.naming)
     path = rank_file(folder, ITERATION, target.cut, rank.at)
-    renamed = ((rename(name), tensor) for name, tensor in tensors)
-    return str(path.relative_to(folder)), stream_rank_file(path, specs, _counted(renamed, advance), args, ITERATION)
+    written = stream_rank_file(path, specs_of(found, ours), _counted(repacked(tensors, found), advance), args, ITERATION)
+    return str(path.relative_to(folder)), written
 
 
 def _write_rule(source: WeightSource, rule: Rule, dtype: torch.dtype | None, writer: HfWriter, advance: Advance) -> None:

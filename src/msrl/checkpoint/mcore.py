@@ -1,11 +1,12 @@
 """Megatron checkpoints in the folders and files that MindSpeed reads and writes.
 
     <save>/latest_checkpointed_iteration.txt                              the iteration, written last
-    <save>/iter_0000001/mp_rank_{tp:02d}[_{pp:03d}]/model_optim_rng.pt    one file per rank
+    <save>/iter_0000001/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt    one file per rank that holds a part of its own
     <save>/msrl_manifest.json                                             ours: layout, sizes and checksums per iteration
     <save>/hf/                                                            ours: config.json and tokenizer of the model
 
-MindSpeed takes any entry of an iteration's folder for a rank, so nothing else may lie there.
+A file is a dict of args, checkpoint_version, iteration and model (or model0, model1, ... for virtual stages). MindSpeed takes any entry of
+an iteration's folder for a rank, so nothing else may lie there.
 """
 
 from __future__ import annotations
@@ -14,39 +15,29 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from msrl.checkpoint.arguments import num_local_experts
+from msrl.checkpoint.names import Naming, is_fused, local_name, unfused
 from msrl.checkpoint.plan import Plan, padded_vocab_size
 from msrl.checkpoint.torch_file import TensorSpec, WrittenFile, read_torch_file, spec_of, write_torch_file
 from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.models.cut import Coords, Cut
+from msrl.models.families import num_experts
 from msrl.models.megatron import rope_arguments
 from msrl.models.shape import Shape
+from msrl.models.stages import chunk_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "msrl_manifest.json"
 SIDECAR = "hf"
 FILE = "model_optim_rng.pt"
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-_TE_NAMES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A checkpoint on disk: its iteration (a number, or the word `release`), its cut and the file of every rank."""
-
-    iteration: int | str
-    cut: Cut
-    files: Mapping[Coords, Path]
 
 
 def iteration_dir(save: Path, iteration: int | str) -> Path:
@@ -63,10 +54,10 @@ def rank_file(save: Path, iteration: int | str, cut: Cut, at: Coords, *, staged:
     if at not in cut.ranks():
         raise ValueError(f"{at} is no rank of {cut}")
     folder = (staging_dir if staged else iteration_dir)(save, iteration)
-    return folder / _rank_folder(cut, at) / FILE
+    return folder / rank_folder(cut, at) / FILE
 
 
-def _rank_folder(cut: Cut, at: Coords) -> str:
+def rank_folder(cut: Cut, at: Coords) -> str:
     """`mp_rank_TT`, with `_PPP` where there are several stages and `_EEE` where experts are spread."""
     return f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if cut.pp > 1 else "") + (f"_{at.ep:03d}" if cut.ep > 1 else "")
 
@@ -85,24 +76,35 @@ def stream_rank_file(
     number = iteration if isinstance(iteration, int) else 0
 
     def whole_file(model: dict[str, Any]) -> dict[str, Any]:
-        return {"args": args, "checkpoint_version": 3.0, "iteration": number, "model": model}
+        chunks: dict[str, dict[str, Any]] = {}
+        for name, value in model.items():
+            chunk, inside = chunk_of(name)
+            chunks.setdefault("model" if chunk is None else f"model{chunk}", {})[inside] = value
+        return {"args": args, "checkpoint_version": 3.0, "iteration": number, **(chunks or {"model": {}})}
 
     return write_torch_file(path, specs, tensors, whole_file)
 
 
 def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
-    """The contents of a rank's file: args, checkpoint_version, iteration, model (tensors only, local names), and what else stands there.
+    """The contents of a rank's file: args, checkpoint_version, iteration, model (tensors only, our names), and what else stands there.
 
-    Raises MsrlError for a file that is absent, cut short, harmful, or cut into virtual pipeline stages.
+    Virtual stages are one model, whose names begin with `model0.`, `model1.`, ... Raises MsrlError for a file that is absent, cut short or
+    harmful.
     """
     contents = read_torch_file(path, mmap=mmap)
     if not isinstance(contents, dict) or not isinstance(contents.get("args"), argparse.Namespace):
         raise MsrlError(f"{path}: not a Megatron checkpoint file (it holds no args)")
-    if "model0" in contents:
-        raise MsrlError(f"{path}: holds virtual pipeline stages, which are not supported")
-    if not isinstance(contents.get("model"), dict):
+    chunks = {key: value for key, value in contents.items() if isinstance(key, str) and re.fullmatch(r"model\d*", key)}
+    if not chunks or not all(isinstance(chunk, dict) for chunk in chunks.values()):
         raise MsrlError(f"{path}: not a Megatron checkpoint file (it holds no model)")
-    return {**contents, "model": {local_name(name): t for name, t in contents["model"].items() if _is_weight(path, name, t)}}
+    tensors = [
+        (name if key == "model" else f"{key}.{name}", value)
+        for key, chunk in chunks.items()
+        for name, value in chunk.items()
+        if _is_weight(path, name, value)
+    ]
+    others = {key: value for key, value in contents.items() if key not in chunks}
+    return {**others, "model": dict(_ours(path, tensors, contents["args"]))}
 
 
 def _is_weight(path: Path, name: str, value: object) -> bool:
@@ -114,25 +116,20 @@ def _is_weight(path: Path, name: str, value: object) -> bool:
     return True
 
 
-def te_name(name: str) -> str:
-    """Transformer Engine's name of a tensor: it keeps a layer's norms inside the linear layers that follow them."""
-    return _renamed(name, _TE_NAMES)
-
-
-def local_name(name: str) -> str:
-    """The local layer spec's name of a tensor, whichever of the two spellings is given."""
-    return _renamed(name, {te: local for local, te in _TE_NAMES.items()})
-
-
-def _renamed(name: str, table: Mapping[str, str]) -> str:
-    match = re.fullmatch(r"(decoder\.layers\.\d+\.)(.+)", name)
-    return match[1] + table.get(match[2], match[2]) if match else name
+def _ours(path: Path, tensors: Iterable[tuple[str, Tensor]], args: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors under our names, experts one by one."""
+    for name, tensor in tensors:
+        if is_fused(name):
+            yield from unfused(name, tensor, num_local_experts(path, args))
+        else:
+            yield local_name(name), tensor
 
 
 def namespace(
-    shape: Shape, cut: Cut, *, padded_vocab: int | None = None, dtype: str | None = None, names: str = "local"
+    shape: Shape, cut: Cut, *, padded_vocab: int | None = None, dtype: str | None = None, naming: Naming | None = None
 ) -> argparse.Namespace:
     """Megatron's arguments that describe the model, as its and MindSpeed's tools read them from a checkpoint."""
+    naming = naming or Naming()
     dtype = dtype or shape.dtype
     return argparse.Namespace(
         tensor_model_parallel_size=cut.tp,
@@ -152,7 +149,8 @@ def namespace(
         group_query_attention=shape.num_query_groups != shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
         kv_channels=shape.head_dim,
-        num_experts=None,
+        num_experts=num_experts(shape) or None,
+        moe_grouped_gemm=naming.grouped,
         max_position_embeddings=shape.max_position_embeddings,
         seq_length=shape.max_position_embeddings,
         vocab_size=shape.vocab_size,
@@ -168,7 +166,7 @@ def namespace(
         position_embedding_type="rope",
         use_rotary_position_embeddings=True,
         **rope_arguments(shape),
-        transformer_impl="transformer_engine" if names == "te" else "local",
+        transformer_impl="transformer_engine" if naming.te else "local",
         use_mcore_models=True,
         bf16=dtype == "bfloat16",
         fp16=dtype == "float16",
@@ -202,49 +200,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def latest_iteration(save: Path) -> int | str:
-    """The iteration that the tracker names; `release` is one. Raises MsrlError when there is no tracker or it makes no sense."""
-    tracker = save / TRACKER
-    if not tracker.is_file():
-        hint = "; give the folder above" if save.name.startswith("iter_") else ""
-        raise MsrlError(f"{save}: not an mcore checkpoint (there is no {TRACKER}){hint}")
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text == "release":
-        return text
-    if not text.isdecimal():
-        raise MsrlError(f"{tracker}: says {text[:40]!r}; it must hold a number or the word release")
-    return int(text)
-
-
-def find_checkpoint(save: Path, iteration: int | str | None = None) -> Found:
-    """The files of an iteration (default: the latest). Raises MsrlError when the folder or the file of a rank is missing."""
-    iteration = latest_iteration(save) if iteration is None else iteration
-    folder = iteration_dir(save, iteration)
-    if not folder.is_dir():
-        raise MsrlError(f"{save}: {TRACKER} names iteration {iteration}, but there is no folder {folder.name}")
-    ranks = {_rank(folder, child.name): child / FILE for child in sorted(folder.iterdir()) if child.is_dir()}
-    if not ranks:
-        raise MsrlError(f"{folder}: holds no mp_rank_* folders")
-    cut = Cut(tp=1 + max(at.tp for at in ranks), pp=1 + max(at.pp for at in ranks))
-    for at in cut.ranks():
-        if at not in ranks or not ranks[at].is_file():
-            raise MsrlError(f"{rank_file(save, iteration, cut, at)}: the file of this rank is missing (tp {cut.tp}, pp {cut.pp})")
-    return Found(iteration, cut, ranks)
-
-
-def _rank(folder: Path, name: str) -> Coords:
-    match = _RANK.fullmatch(name)
-    if match is None:
-        raise MsrlError(f"{folder / name}: not the folder of a tensor- and pipeline-parallel rank; expert parallelism is not supported")
-    return Coords(int(match[1]), int(match[2] or 0))
-
-
 def manifest_entry(
-    shape: Shape, plan: Plan, dtype: str, files: Mapping[str, WrittenFile], names: str, versions: Mapping[str, str]
+    shape: Shape, plan: Plan, dtype: str, files: Mapping[str, WrittenFile], naming: Naming, versions: Mapping[str, str]
 ) -> dict[str, Any]:
     """What the manifest says of one iteration; `files` are named relative to the checkpoint folder."""
     return {
-        "layout": {"kind": "mindspeed", **plan.cut.as_json(), "names": names, "padded_vocab_size": plan.padded_vocab},
+        "layout": {"kind": "mindspeed", **plan.cut.as_json(), **asdict(naming), "padded_vocab_size": plan.padded_vocab},
         "dtype": dtype,
         "shape": asdict(shape),
         "num_elements": plan.num_elements,

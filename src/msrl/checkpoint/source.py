@@ -5,6 +5,8 @@ One tensor at a time is in memory; what needs no change of type or layout is a v
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import layouts
+from msrl.checkpoint.found import Found, empty_positions, find_checkpoint, latest_iteration
 from msrl.checkpoint.hf import HfCheckpoint
-from msrl.checkpoint.mcore import SIDECAR, Found, find_checkpoint, latest_iteration, read_rank_file
+from msrl.checkpoint.mcore import SIDECAR, read_rank_file
 from msrl.checkpoint.plan import padded_vocab_size, rank_plan
 from msrl.checkpoint.torch_file import TensorSpec, spec_of
 from msrl.errors import MsrlError
@@ -180,13 +183,23 @@ def open_mcore(save: Path, hf_dir: Path | None = None, iteration: int | str | No
         raise MsrlError(f"{config_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config")
     contents = {rank: read_rank_file(path) for rank, path in found.files.items()}
     shape = load_shape(config_dir)
+    models = {rank: content["model"] for rank, content in contents.items()}
+    found = dataclasses.replace(found, cut=_with_empty_layers(found.cut, contents[Coords()]["args"], shape, models))
     for rank, content in contents.items():
         _check_args(found, rank, vars(content["args"]), shape)
-    models = {rank: content["model"] for rank, content in contents.items()}
     source = ShardedSource(shape, found.cut, models, config_dir, str(save))
     if source.tied_copy_differs():
         raise MsrlError(f"{save}: the model ties its embeddings, but the last stage's {TIED_OUTPUT} differs from the embedding")
     return source
+
+
+def _with_empty_layers(cut: Cut, args: argparse.Namespace, shape: Shape, models: Shards) -> Cut:
+    """The cut with its empty layers; where the arguments only count them (as MindSpeed's converter does), the tensors' names tell."""
+    num_positions = getattr(args, "num_layers", shape.num_layers)
+    if cut.noop_layers or num_positions <= shape.num_layers:
+        return cut
+    found = dataclasses.replace(cut, noop_layers=empty_positions(cut, num_positions, models))
+    return found if found.num_positions(shape.num_layers) == num_positions else cut
 
 
 def _check_args(found: Found, rank: Coords, args: Mapping[str, object], shape: Shape) -> None:

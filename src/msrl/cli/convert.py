@@ -17,6 +17,13 @@ def hf2mcore(
     save: o.Save = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    vpp: o.Vpp = None,
+    num_layer_list: o.LayerList = None,
+    noop_layers: o.NoopLayers = None,
+    ep: o.Ep = None,
+    etp: o.Etp = None,
+    moe_grouped_gemm: o.GroupedGemm = None,
+    moe_tp_extend_ep: o.TpExtendEp = None,
     dtype: o.Dtype = None,
     layout: o.Layout = None,
     names: o.Names = None,
@@ -28,7 +35,7 @@ def hf2mcore(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Hugging Face folder to mcore checkpoint, cut for tensor and pipeline parallelism."""
+    """Hugging Face folder to mcore checkpoint, cut for tensor, pipeline (virtual, uneven, with empty layers) and expert parallelism."""
     execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2mcore"})
 
 
@@ -57,6 +64,13 @@ def reshard(
     save: o.Save = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
+    vpp: o.Vpp = None,
+    num_layer_list: o.LayerList = None,
+    noop_layers: o.NoopLayers = None,
+    ep: o.Ep = None,
+    etp: o.Etp = None,
+    moe_grouped_gemm: o.GroupedGemm = None,
+    moe_tp_extend_ep: o.TpExtendEp = None,
     hf_config: o.HfConfig = None,
     dtype: o.Dtype = None,
     names: o.Names = None,

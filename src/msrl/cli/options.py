@@ -96,6 +96,23 @@ Pp = Annotated[
     int | None,
     typer.Option("--pp", "--pipeline-model-parallel-size", "--target-pipeline-parallel-size", metavar="N", help="Pipeline-parallel size."),
 ]
+Vpp = Annotated[
+    int | None, typer.Option("--vpp", "--num-layers-per-virtual-pipeline-stage", metavar="N", help="Layers per virtual pipeline stage.")
+]
+LayerList = Annotated[str | None, typer.Option("--num-layer-list", metavar="N,N,...", help="Layers of each pipeline stage; unset: equal.")]
+NoopLayers = Annotated[str | None, typer.Option("--noop-layers", metavar="N,N,...", help="Positions in the pipeline that hold no layer.")]
+Ep = Annotated[
+    int | None,
+    typer.Option("--ep", "--expert-model-parallel-size", "--target-expert-parallel-size", metavar="N", help="Expert-parallel size."),
+]
+Etp = Annotated[
+    int | None, typer.Option("--etp", "--expert-tensor-parallel-size", metavar="N", help="Ranks that one expert is cut over; unset: TP.")
+]
+GroupedGemm = Annotated[bool | None, typer.Option("--moe-grouped-gemm/--no-moe-grouped-gemm", help="Write a rank's experts fused.")]
+TpExtendEp = Annotated[
+    bool | None,
+    typer.Option("--moe-tp-extend-ep/--no-moe-tp-extend-ep", help="Spread whole experts over EP * TP ranks."),
+]
 Dtype = Annotated[ConvertDtype | None, typer.Option("--dtype", "--params-dtype", help="Type of the written tensors.")]
 Layout = Annotated[CheckpointLayout | None, typer.Option("--layout", help="On-disk layout of the mcore checkpoint.")]
 Names = Annotated[WeightNames | None, typer.Option("--names", help="Tensor names: local or Transformer Engine.")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from msrl.config.schema import Config, ConvertConfig, ParallelConfig
@@ -19,7 +19,7 @@ _TRAINING = ("train-sft", "train-grpo")
 
 def cut_of(section: ParallelConfig | ConvertConfig) -> Cut:
     """The cut that a section of the configuration asks for."""
-    return Cut(tp=section.tp, pp=section.pp)
+    return Cut(**{field.name: getattr(section, field.name) for field in fields(Cut) if field.name in type(section).model_fields})
 
 
 def world_size(config: Config) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -49,8 +49,12 @@ def show(node: Node) -> str:
 
 
 def written(value: object) -> str:
-    """A value as YAML would have it, shortened to 60 characters."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """A value as YAML would have it (numbers of a list as they are typed, with commas), shortened to 60 characters."""
+    items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
+    if items and all(isinstance(item, int) for item in items):
+        text = ",".join(str(item) for item in items)
+    else:
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(cast("object", value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
@@ -24,6 +24,17 @@ Fraction = Annotated[float, Strict(), Field(gt=0, le=1)]
 UpToOne = Annotated[float, Strict(), Field(ge=0, le=1)]
 BelowOne = Annotated[float, Strict(), Field(ge=0, lt=1)]
 TopK = Annotated[int, Strict(), Field(ge=-1)]
+
+
+def _split(value: object) -> object:
+    """`11,13,19,21`, as Megatron's users type it, as a list; anything else is left to be judged."""
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",")]
+        return [int(part) if part.isdecimal() else part for part in parts]
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+LayerNumbers = Annotated[tuple[Size, ...], BeforeValidator(_split)]
 
 Platform = Literal["auto", "cpu", "cuda", "npu"]
 Dtype = Literal["float32", "bfloat16"]
@@ -367,6 +378,13 @@ class ConvertConfig(Section):
     )
     tp: Count = Field(default=1, description="Tensor-parallel size to write")
     pp: Count = Field(default=1, description="Pipeline-parallel size to write")
+    vpp: Count | None = Field(default=None, description="Layers per virtual pipeline stage; unset: a stage is one block")
+    num_layer_list: LayerNumbers | None = Field(default=None, description="Layers of each pipeline stage, as in 11,13,19,21; unset: equal")
+    noop_layers: LayerNumbers = Field(default=(), description="Positions in the pipeline that hold no layer, as in 0,47")
+    ep: Count = Field(default=1, description="Expert-parallel size to write")
+    etp: Count | None = Field(default=None, description="Ranks that one expert is cut over; unset: tp")
+    moe_grouped_gemm: Bool = Field(default=False, description="Write a rank's experts fused, for grouped matrix products")
+    moe_tp_extend_ep: Bool = Field(default=False, description="Spread whole experts over ep * tp ranks, in MindSpeed's order")
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(default="keep", description="Type of the written tensors")
     layout: Literal["mindspeed"] = Field(default="mindspeed", description="On-disk layout of the mcore checkpoint")
     names: Literal["local", "te"] = Field(default="local", description="Tensor names: Megatron's local or Transformer Engine layer spec")

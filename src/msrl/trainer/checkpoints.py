@@ -20,6 +20,7 @@ from torch import Tensor
 from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import versions
 from msrl.checkpoint.hf import copy_sidecars
+from msrl.checkpoint.names import LOCAL
 from msrl.checkpoint.plan import make_plan, rank_plan
 from msrl.checkpoint.source import ShardedSource
 from msrl.checkpoint.torch_file import WrittenFile
@@ -88,7 +89,7 @@ def _publish(
         copy_sidecars(hf_dir, root / mcore.SIDECAR, worker.dtype)
     mcore.publish(root, step)
     plan = make_plan(worker.shape, worker.layout)
-    mcore.write_manifest(root, step, mcore.manifest_entry(worker.shape, plan, worker.settings.dtype, dict(files), "local", versions()))
+    mcore.write_manifest(root, step, mcore.manifest_entry(worker.shape, plan, worker.settings.dtype, dict(files), LOCAL, versions()))
 
 
 def _prune(root: Path, retention: Retention) -> None:

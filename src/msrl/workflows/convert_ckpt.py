@@ -11,7 +11,9 @@ import torch
 
 from msrl.checkpoint.convert import McoreTarget, hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES
-from msrl.checkpoint.mcore import find_checkpoint, read_rank_file
+from msrl.checkpoint.found import find_checkpoint
+from msrl.checkpoint.mcore import read_rank_file
+from msrl.checkpoint.names import Naming
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.checkpoint.verify import damaged_files
 from msrl.config.derived import cut_of
@@ -64,7 +66,7 @@ def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int
     if convert.command == "mcore2hf":
         num_bytes = sum(spec.num_bytes for spec in hf_specs(source, dtype).values())
         return num_bytes, lambda advance: write_hf(source, save, dtype, advance)
-    target = McoreTarget(cut_of(convert), dtype, convert.names, convert.pad_vocab_to_multiple)
+    target = McoreTarget(cut_of(convert), dtype, Naming(convert.names == "te", convert.moe_grouped_gemm), convert.pad_vocab_to_multiple)
     return mcore_plan(source, target)[1], lambda advance: write_mcore(source, save, target, advance)
 
 

@@ -19,11 +19,13 @@ from torch import Tensor
 from msrl import platforms
 from msrl.checkpoint.convert import hf_specs
 from msrl.checkpoint.dtypes import CHOICES
-from msrl.checkpoint.mcore import SIDECAR, find_checkpoint
+from msrl.checkpoint.found import find_checkpoint
+from msrl.checkpoint.mcore import SIDECAR
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.checkpoint.verify import compare
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.models.cut import Cut
 from msrl.models.families import all_rules, num_parameters
 from msrl.models.shape import Shape
 from msrl.tracking.progress import amount_text, progress
@@ -108,10 +110,11 @@ def _megatron(config: Config, checkpoint: Path, tokens: list[list[int]], hf_dir:
 
     found = find_checkpoint(checkpoint)
     platform = platforms.resolve(config.cluster.platform)
-    enough = platform.name == "cpu" or platform.device_count() >= found.cut.ranks_per_model
+    cut = Cut(tp=found.cut.tp)
+    enough = platform.name == "cpu" or platform.device_count() >= cut.ranks_per_model
     name = platform.name if enough else "cpu"
     with _with_config(checkpoint, hf_dir) as folder:
-        return megatron_logits(folder, tokens, found.cut, platform=name)
+        return megatron_logits(folder, tokens, cut, platform=name)
 
 
 @contextlib.contextmanager

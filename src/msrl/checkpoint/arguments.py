@@ -1,0 +1,39 @@
+"""What the arguments in a Megatron checkpoint file tell of its cut; `mcore.namespace` writes ours."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from msrl.errors import MsrlError
+from msrl.models.cut import Cut
+
+
+def num_local_experts(path: Path, args: argparse.Namespace) -> int:
+    count = getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None)
+    if not count:
+        raise MsrlError(f"{path}: holds grouped experts, but its args do not say how many experts a layer has (num_experts)")
+    return count // cut_of_args(args).num_expert_groups
+
+
+def cut_of_args(args: argparse.Namespace) -> Cut:
+    """The cut that a file's arguments tell; Megatron's and MindSpeed's defaults stand in for what they do not."""
+    said = vars(args)
+    tp = said.get("tensor_model_parallel_size") or 1
+    etp, extended = said.get("expert_tensor_parallel_size"), bool(said.get("moe_tp_extend_ep"))
+    return Cut(
+        tp=tp,
+        pp=said.get("pipeline_model_parallel_size") or 1,
+        vpp=said.get("num_layers_per_virtual_pipeline_stage"),
+        num_layer_list=_numbers(said.get("num_layer_list")) or None,
+        noop_layers=tuple(sorted(_numbers(said.get("noop_layers")))),
+        ep=said.get("expert_model_parallel_size") or 1,
+        etp=None if extended or etp in (None, tp) else etp,
+        moe_tp_extend_ep=extended,
+    )
+
+
+def _numbers(said: object) -> tuple[int, ...]:
+    """Layer numbers as arguments hold them: text before Megatron has parsed it, a collection after."""
+    parts = said.split(",") if isinstance(said, str) else said
+    return tuple(int(part) for part in parts) if isinstance(parts, list | tuple | set | frozenset) else ()

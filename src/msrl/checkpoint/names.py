@@ -1,0 +1,149 @@
+"""Names of tensors in Megatron's files, and the forms that differ from ours.
+
+Inside msrl tensors have the names of Megatron's local layer spec, with experts one by one. Files may have Transformer Engine's names, and
+experts fused for grouped matrix products: by the local spec all of a rank's in one tensor, `weight1` and `weight2`, by Transformer
+Engine's still one by one. Letters: E experts of a rank, H hidden, F feed-forward columns of a rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from msrl.checkpoint.torch_file import TensorSpec
+
+_LAYER = r"(?P<layer>(?:model\d+\.)?decoder\.layers\.\d+\.)"
+_PARAMETER = re.compile(_LAYER + r"(?P<rest>.+)")
+_EXPERT = re.compile(_LAYER + r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12])\.weight")
+_TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_TE_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+_LOCAL_NORMS = {te: local for local, te in _TE_NORMS.items()}
+_FUSED = {"linear_fc1": "weight1", "linear_fc2": "weight2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How a file names its tensors: by Transformer Engine's layer spec (`te`), with `grouped` experts."""
+
+    te: bool = False
+    grouped: bool = False
+
+
+LOCAL = Naming()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file: its name there, and our names of what it is made of, of which there are several for fused experts."""
+
+    name: str
+    sources: tuple[str, ...]
+    fused: bool = False
+
+
+def entries(names: Iterable[str], naming: Naming) -> list[Entry]:
+    """What a file has for a rank's tensors, given by our names, in their order; fused experts come after the last of their layer."""
+    names = list(names)
+    mixtures = {match["layer"] for name in names if (match := _EXPERT.fullmatch(name))}
+    fused = _fused(names) if naming.grouped and not naming.te else {}
+    found: list[Entry] = []
+    for name in names:
+        if fused and _EXPERT.fullmatch(name):
+            found += fused.pop(name, [])
+        else:
+            found.append(Entry(_file_name(name, naming, mixtures), (name,)))
+    return found
+
+
+def _fused(names: Iterable[str]) -> dict[str, list[Entry]]:
+    """The fused tensors of each layer's experts by the name of the layer's last one."""
+    layers: dict[str, dict[str, list[str]]] = {}
+    last: dict[str, str] = {}
+    for name in names:
+        match = _EXPERT.fullmatch(name)
+        if match:
+            layers.setdefault(match["layer"], {}).setdefault(match["linear"], []).append(name)
+            last[match["layer"]] = name
+    return {
+        last[layer]: [Entry(f"{layer}mlp.experts.{_FUSED[linear]}", tuple(sources), fused=True) for linear, sources in linears.items()]
+        for layer, linears in layers.items()
+    }
+
+
+def _file_name(name: str, naming: Naming, mixtures: set[str]) -> str:
+    """The name in a file of a tensor that is not fused."""
+    match = _PARAMETER.fullmatch(name)
+    if match is None or not naming.te:
+        return name
+    layer, rest = match["layer"], match["rest"]
+    if rest.startswith("pre_mlp_layernorm.") and layer in mixtures:
+        return name  # Transformer Engine fuses this norm with a linear layer, and a router follows here
+    expert = _EXPERT.fullmatch(name)
+    if expert and naming.grouped:
+        return f"{layer}mlp.experts.{expert['linear']}.weight{expert['number']}"
+    return layer + _TE_NORMS.get(rest, rest)
+
+
+def te_name(name: str) -> str:
+    """Transformer Engine's name of a dense layer's tensor: it keeps a layer's norms inside the linear layers that follow them."""
+    return _file_name(name, Naming(te=True), set())
+
+
+def local_name(name: str) -> str:
+    """Our name of a tensor that is not fused, whichever spelling is given."""
+    match = _PARAMETER.fullmatch(name)
+    if match is None:
+        return name
+    rest = _TE_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", match["rest"])
+    return match["layer"] + _LOCAL_NORMS.get(rest, rest)
+
+
+def specs_of(found: Iterable[Entry], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Types and shapes of a file's tensors from those of ours."""
+    return {entry.name: _fused_spec(entry, specs) if entry.fused else specs[entry.sources[0]] for entry in found}
+
+
+def _fused_spec(entry: Entry, specs: Mapping[str, TensorSpec]) -> TensorSpec:
+    first, count = specs[entry.sources[0]], len(entry.sources)
+    rows, columns = first.shape
+    shape = (columns, count * rows) if entry.name.endswith(_FUSED["linear_fc1"]) else (count * columns, rows)
+    return TensorSpec(first.dtype, shape)
+
+
+def repacked(tensors: Iterable[tuple[str, Tensor]], found: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors, in its order, from ours; no more are held than one layer's experts on a rank."""
+    waiting: dict[str, Tensor] = {}
+    given = iter(tensors)
+    for entry in found:
+        while any(name not in waiting for name in entry.sources):
+            name, tensor = next(given)
+            waiting[name] = tensor
+        parts = [waiting.pop(name) for name in entry.sources]
+        yield entry.name, fuse_experts(entry.name, parts) if entry.fused else parts[0]
+
+
+def fuse_experts(name: str, tensors: list[Tensor]) -> Tensor:
+    """`weight1` [H, E * 2F] of fc1's [2F, H], `weight2` [E * F, H] of fc2's [H, F]; in memory [E, H, 2F] and [E, F, H]."""
+    stacked = torch.stack([tensor.t() for tensor in tensors])
+    return stacked.view(stacked.shape[1], -1) if name.endswith(_FUSED["linear_fc1"]) else stacked.flatten(0, 1)
+
+
+def unfused(name: str, tensor: Tensor, num_experts: int) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors of a fused one, by our names; views where they can be. `num_experts` is E."""
+    prefix, _, which = name.rpartition(".")
+    linear = next(linear for linear, fused in _FUSED.items() if fused == which)
+    stacked = tensor.reshape(num_experts, tensor.shape[0], -1) if linear == "linear_fc1" else tensor.unflatten(0, (num_experts, -1))
+    yield from ((f"{prefix}.local_experts.{number}.{linear}.weight", part.t()) for number, part in enumerate(stacked))
+
+
+def is_fused(name: str) -> bool:
+    """Whether a file's tensor holds all experts of a rank."""
+    match = _PARAMETER.fullmatch(name)
+    return match is not None and match["rest"] in {f"mlp.experts.{which}" for which in _FUSED.values()}
