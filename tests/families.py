@@ -29,6 +29,32 @@ MISTRAL = {**COMMON, "architectures": ["MistralForCausalLM"], "model_type": "mis
 LLAMA3_SCALING = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+GLM = {
+    **COMMON, "architectures": ["GlmForCausalLM"], "model_type": "glm", "head_dim": 16, "attention_bias": True, "rms_norm_eps": 1.5625e-7,
+    "partial_rotary_factor": 0.5, "rope_theta": 1e4, "pad_token_id": 0, "eos_token_id": [1, 2],
+}  # fmt: skip
+CHATGLM = {
+    "architectures": ["ChatGLMModel"], "model_type": "chatglm", "add_bias_linear": False, "add_qkv_bias": True,
+    "apply_query_key_layer_scaling": True, "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0,
+    "ffn_hidden_size": 96, "fp32_residual_connection": False, "hidden_dropout": 0.0, "hidden_size": 64, "kv_channels": 16,
+    "layernorm_epsilon": 1.5625e-7, "multi_query_attention": True, "multi_query_group_num": 2, "num_attention_heads": 4, "num_layers": 4,
+    "original_rope": True, "padded_vocab_size": 199, "post_layer_norm": True, "rmsnorm": True, "seq_length": 512,
+    "torch_dtype": "float32", "tie_word_embeddings": False,
+}  # fmt: skip
+INTERNLM2 = {
+    **COMMON, "architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0},
+}  # fmt: skip
+BAICHUAN = {
+    **{key: value for key, value in COMMON.items() if key != "num_key_value_heads"}, "architectures": ["BaichuanForCausalLM"],
+    "model_type": "baichuan", "model_max_length": 512, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+GEMMA2 = {
+    **SIZES, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 32, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 24,
+    "sliding_window": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "torch_dtype": "float32",
+}  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -67,6 +93,18 @@ FAMILIES = {
     "yi": Family({**LLAMA, "rope_theta": 5e6, "rope_scaling": None}, "Yi-6B-Chat.config.json"),
     "mistral v0.1": Family({**MISTRAL, "sliding_window": 8, "rope_theta": 1e4}, "Mistral-7B-Instruct-v0.2.config.json, v0.1's window"),
     "mistral v0.2": Family({**MISTRAL, "rope_theta": 1e6}, "Mistral-7B-Instruct-v0.2.config.json"),
+    "glm 4": Family(GLM, "the defaults of transformers' GlmConfig, those of glm-4-9b-chat-hf"),
+    "chatglm 2": Family(CHATGLM, "chatglm2-6b.config.json", "chatglm"),
+    "glm 4 remote code": Family({**CHATGLM, "rope_ratio": 500, "num_hidden_layers": 4}, "glm-4-9b-chat.config.json", "chatglm"),
+    "chatglm for generation": Family(
+        {**CHATGLM, "architectures": ["ChatGLMForConditionalGeneration"]}, "chatglm3-6b.config.json, its other class", "chatglm"
+    ),
+    "internlm 2": Family(INTERNLM2, "InternVL2-2B.config.json, its llm_config", "internlm2"),
+    "baichuan 2": Family(BAICHUAN, "Baichuan2-7B.config.json", "baichuan"),
+    "baichuan": Family(
+        {**BAICHUAN, "architectures": ["BaiChuanForCausalLM"]}, "Baichuan2-7B.config.json, under the first one's class", "baichuan"
+    ),
+    "gemma 2": Family(GEMMA2, "the defaults of transformers' Gemma2Config, those of gemma-2-2b"),
 }  # fmt: skip
 
 

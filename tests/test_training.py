@@ -56,8 +56,18 @@ def _randomised(model):
 
 
 def _models() -> dict[str, torch.nn.Module]:
+    import transformers
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+    # A padding token would have no gradient in transformers' embedding.
+    gemma2 = {
+        "pad_token_id": None,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    }
+    glm = {"head_dim": 16, "pad_token_id": None, "tie_word_embeddings": False}
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 16
     return {
@@ -65,6 +75,8 @@ def _models() -> dict[str, torch.nn.Module]:
         "qwen2 tied": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False)),
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=rope)),
+        "gemma2": transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=32, **gemma2)),
+        "glm": transformers.GlmForCausalLM(transformers.GlmConfig(**SIZES, **glm)),
     }
 
 
@@ -89,6 +101,7 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         for family in ("qwen2 tied", "qwen3")
         for layout, case in LAYOUTS.items()
     ]
+    cases += [_with(LAYOUTS["tp2 sp"], name=f"tp2 sp {family}", model=folders[family]) for family in ("gemma2", "glm")]
     policy = Case("policy whole", folders["qwen2"], loss="policy", steps=3)
     cases += [
         policy,
@@ -128,6 +141,14 @@ def _losses(result: Result) -> list[float]:
     return [report["loss"] for report in result.reports]
 
 
+def _assert_trained_alike(name: str, found: np.ndarray, expected: np.ndarray) -> None:
+    """Adam turns rounding into a step of the learning rate where a gradient is nearly zero, so a few entries may differ by that.
+
+    Of a key's bias all may: where channels are not rotated it moves all scores of a query alike, and its gradient is zero.
+    """
+    assert np.mean(np.abs(found - expected)) < (2e-4 if name.endswith("k_proj.bias") else 2e-5), name
+
+
 def _transformers_losses(folder: Path, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
     """The same batches through transformers, one sequence at a time, with torch's own AdamW and clipping."""
     from transformers import AutoModelForCausalLM
@@ -154,13 +175,12 @@ def _transformers_losses(folder: Path, steps: int) -> tuple[list[float], dict[st
     return losses, {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2 tied", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2 tied", "qwen3", "llama", "gemma2", "glm"])
 def test_losses_and_final_weights_are_those_of_transformers_with_adamw(results, folders, family):
     losses, weights = _transformers_losses(folders[family], 8)
     np.testing.assert_allclose(_losses(results[f"whole {family}"]), losses, rtol=0, atol=1e-4)
     for name, value in results[f"whole {family}"].weights.items():
-        # Adam turns rounding into a step of the learning rate where a gradient is nearly zero, so a few entries may differ by that.
-        assert np.mean(np.abs(value - weights[name])) < 2e-5, name
+        _assert_trained_alike(name, value, weights[name])
 
 
 @pytest.mark.parametrize("family", ["qwen2 tied", "qwen3"])
@@ -170,6 +190,14 @@ def test_losses_do_not_depend_on_the_layout_or_the_micro_batch(results, layout, 
     np.testing.assert_allclose(_losses(cut), _losses(whole), rtol=1e-5)
     norms = [[report["grad_norm"] for report in result.reports] for result in (cut, whole)]
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "glm"])
+def test_norms_behind_each_part_and_packed_weights_train_alike_when_cut(results, family):
+    cut, whole = results[f"tp2 sp {family}"], results[f"whole {family}"]
+    np.testing.assert_allclose(_losses(cut), _losses(whole), rtol=1e-5)
+    for name, value in cut.weights.items():
+        _assert_trained_alike(name, value, whole.weights[name])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

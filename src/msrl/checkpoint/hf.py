@@ -30,7 +30,7 @@ from msrl.models.shape import Shape
 MAX_SHARD_BYTES = 5_000_000_000
 _SIDECARS = ("*.json", "*.model", "*.jinja", "merges.txt", "*.py", "*.tiktoken")
 _NUMBER = re.compile(r"\d+")
-_DERIVED = (".rotary_emb.inv_freq",)  # buffers that old checkpoints carry and every model computes
+_DERIVED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")  # buffers that old checkpoints carry and every model computes
 
 
 class HfCheckpoint:

@@ -29,13 +29,15 @@ def decoder_shape(
     allow_mrope: bool = False,
     tie_word_embeddings: bool = False,
     attention: Attention = PLAIN,
+    hidden_act: str = "silu",
 ) -> Shape:
     """The shape of a dense decoder. From `head_dim` on, arguments are the defaults of the family's config class.
 
-    `head_dim` None is hidden / heads; `partial_rotary_factor` None says that the family always rotates whole heads. Raises MsrlError for
-    numbers that are missing or do not fit together and for features that are not supported.
+    `head_dim` None is hidden / heads; `partial_rotary_factor` None says that the family always rotates whole heads. `attention` is
+    what `switched_window` and its like read, `hidden_act` the only one that the family has. Raises MsrlError for numbers that are missing
+    or do not fit together and for features that are not supported.
     """
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, hidden_act)
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     positions = config.count("max_position_embeddings", max_position_embeddings)
     head = config.count("head_dim", _default_head_dim(config, hidden, heads) if head_dim is None else head_dim)
@@ -83,9 +85,9 @@ def check_heads(config: HfConfig, shape: Shape) -> None:
         config.fail("head_dim", f"rotates {shape.rotated_channels} channels of {shape.head_dim}; rotary embedding needs an even number")
 
 
-def _refuse_unsupported(config: HfConfig) -> None:
+def _refuse_unsupported(config: HfConfig, hidden_act: str) -> None:
     """What a config of these families may ask for and this version does not do."""
-    config.refuse("hidden_act", "silu")
+    config.refuse("hidden_act", hidden_act)
     config.refuse("attention_dropout", 0, 0.0)
     for key in ("mlp_bias", "use_mrope", "use_bidirectional_attention"):
         config.refuse(key, False)

@@ -66,7 +66,7 @@ def attention_rules(shape: Shape, names: Names = LLAMA) -> tuple[Rule, ...]:
         rules += [_norm(names, f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", shape.head_dim) for x in ("q", "k")]
     rules.append(_row_parallel(names, "self_attention.linear_proj", names.attention_output, (hidden, _rows(shape)[0])))
     if shape.post_norms:
-        rules.append(_norm(names, "self_attention.linear_proj.post_layernorm", names.post_attention_norm, hidden))
+        rules.append(_norm(names, "post_attn_norm", names.post_attention_norm, hidden))
     return tuple(rules)
 
 
@@ -75,7 +75,7 @@ def mlp_rules(shape: Shape, names: Names = LLAMA) -> tuple[Rule, ...]:
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     halves = GateUp(), ((ffn, hidden), (ffn, hidden))
     gate_up = _rule(names, "mlp.linear_fc1.weight", tuple(f"{stem}.weight" for stem in names.gate_up), *halves)
-    post = (_norm(names, "mlp.linear_fc2.post_layernorm", names.post_mlp_norm, hidden),) if shape.post_norms else ()
+    post = (_norm(names, "post_mlp_layernorm", names.post_mlp_norm, hidden),) if shape.post_norms else ()
     return (
         _norm(names, "pre_mlp_layernorm", names.mlp_norm, hidden),
         gate_up,

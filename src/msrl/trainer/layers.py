@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -106,3 +107,22 @@ class GatedMlp(MLP):
             gate, up = gate_up.chunk(2, -1)
             mixed = self.config.activation_func(gate) * up
         return self.linear_fc2(mixed)
+
+
+class PostNormLayer(TransformerLayer):
+    """Megatron's layer with a norm behind the attention and one behind the feed-forward part, before each is added to the residual.
+
+    The norms have MindSpeed's names.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.post_attn_norm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.self_attn_bda = partial(self._add_normed, self.post_attn_norm)
+        self.mlp_bda = partial(self._add_normed, self.post_mlp_layernorm)
+
+    @staticmethod
+    def _add_normed(norm: RmsNorm, training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        """Megatron's slot for bias, dropout and sum, none but the sum of which these models have."""
+        return lambda output, residual, dropout: residual + norm(output[0])

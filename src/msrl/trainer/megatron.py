@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -34,12 +35,26 @@ from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
 from msrl.trainer.attention import CoreAttention
-from msrl.trainer.layers import ACTIVATIONS, GatedMlp, RmsNorm
+from msrl.trainer.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
 from msrl.trainer.settings import Layout, OptimizerSettings
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT whose last stage computes logits only at the positions that `loss_mask` selects."""
+    """Megatron's GPT whose last stage computes logits only at the positions that `loss_mask` selects.
+
+    From `shape` it takes what Megatron's own has no setting for: the scale of embeddings, and what becomes of output weights and logits.
+    """
+
+    def __init__(self, *, shape: Shape, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._shape = shape
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None = None, **kwargs: Any) -> Any:
+        scale = self._shape.embedding_scale
+        if scale != 1 and self.pre_process and decoder_input is None:
+            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            decoder_input = embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)  # rounded like the weights
+        return super()._preprocess(input_ids, position_ids, decoder_input, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, loss_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         if not self.post_process:
@@ -49,9 +64,16 @@ class PolicyModel(GPTModel):
         hidden = hidden_states.squeeze(1)  # [N, hidden]
         if loss_mask is not None:
             hidden = hidden[loss_mask]
+        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self._output_weight())
+        softcap = self._shape.logit_softcap
+        return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)  # [M, vocabulary of this rank]
+
+    def _output_weight(self) -> Tensor | None:
+        """What takes the place of the output layer's own weight; None: nothing."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
-        return logits.squeeze(1)  # [M, vocabulary of this rank]
+        if self._shape.normalized_head:
+            return F.normalize(cast("Tensor", self.output_layer.weight if weight is None else weight))
+        return weight
 
 
 def initialize(platform: Platform, *, rank: int, world_size: int, init_method: str, layout: Layout, seed: int, timeout_s: float) -> None:
@@ -117,7 +139,7 @@ def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
     norm = RmsNorm if shape.qk_norm else IdentityOp
     core_attention = ModuleSpec(module=CoreAttention, params={"traits": shape.attention, "layer": layer})
     return ModuleSpec(
-        module=TransformerLayer,
+        module=PostNormLayer if shape.post_norms else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
             self_attention=ModuleSpec(
@@ -144,6 +166,7 @@ def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.
     specs = [_layer_spec(shape, layer) for layer in layers if layer is not None]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # pyright: ignore[reportArgumentType] - a class is taken too
     model = PolicyModel(
+        shape=shape,
         config=config,
         transformer_layer_spec=block,  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab_size,

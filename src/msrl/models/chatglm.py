@@ -1,0 +1,65 @@
+"""ChatGLM2, ChatGLM3 and GLM-4 as first published, with their own code (`ChatGLMModel`): the network of `glm.py` under other names.
+
+Keys of the config are those of the published `configuration_chatglm.py`.
+"""
+
+from __future__ import annotations
+
+from msrl.models.decoder import check_heads
+from msrl.models.decoder_rules import Names, decoder_rules
+from msrl.models.hf_config import HfConfig
+from msrl.models.rules import Rules
+from msrl.models.shape import Shape
+
+ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration")
+_NAMES = Names(
+    layer="transformer.encoder.layers.{layer}.",
+    embedding="transformer.embedding.word_embeddings.weight",
+    qkv=("self_attention.query_key_value",),
+    attention_output="self_attention.dense",
+    gate_up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+    final_norm="transformer.encoder.final_layernorm.weight",
+    head="transformer.output_layer.weight",
+)
+_ONLY = {
+    "add_bias_linear": False, "apply_residual_connection_post_layernorm": False, "fp32_residual_connection": False, "rmsnorm": True,
+    "post_layer_norm": True, "original_rope": True, "interleaved_qkv": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "tie_word_embeddings": False, "quantization_bit": 0,
+}  # fmt: skip
+
+
+def shape(config: HfConfig) -> Shape:
+    for key, value in _ONLY.items():
+        config.refuse(key, value)
+    for key in ("pre_seq_len", "quantization_config"):
+        config.refuse(key)
+    heads, head_dim = config.count("num_attention_heads"), config.count("kv_channels", 128)
+    is_grouped = config.flag("multi_query_attention", False)
+    found = Shape(
+        family="chatglm",
+        architecture=config.architecture(),
+        num_layers=config.count("num_layers"),
+        hidden_size=config.count("hidden_size"),
+        ffn_hidden_size=config.count("ffn_hidden_size"),
+        num_attention_heads=heads,
+        num_query_groups=config.count("multi_query_group_num", 1) if is_grouped else heads,
+        head_dim=head_dim,
+        vocab_size=config.count("padded_vocab_size"),
+        max_position_embeddings=config.count("seq_length"),
+        norm_eps=config.positive("layernorm_epsilon", 1e-5),
+        rope_theta=10000.0 * config.positive("rope_ratio", 1.0),
+        rope_scaling=None,
+        qkv_bias=config.flag("add_qkv_bias", False),
+        qk_norm=False,
+        tie_word_embeddings=False,
+        dtype=config.dtype(),
+        rotary_dim=head_dim // 2,
+        rotary_interleaved=True,
+    )
+    check_heads(config, found)
+    return found
+
+
+def rules(shape: Shape) -> Rules:
+    return decoder_rules(shape, _NAMES)

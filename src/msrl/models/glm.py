@@ -1,0 +1,26 @@
+"""GLM-4 (transformers' `GlmForCausalLM`): half of each head rotated, neighbours in pairs; biases on q, k, v; gate and up in one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msrl.models.decoder import decoder_shape
+from msrl.models.decoder_rules import Names, decoder_rules
+from msrl.models.hf_config import HfConfig
+from msrl.models.rules import Rules
+from msrl.models.shape import Shape
+
+ARCHITECTURES = ("GlmForCausalLM",)
+_NAMES = Names(gate_up=("mlp.gate_up_proj",))
+
+
+def shape(config: HfConfig) -> Shape:
+    found = decoder_shape(
+        config, family="glm", qkv_bias=config.flag("attention_bias", True), qk_norm=False, head_dim=128, num_key_value_heads=2,
+        max_position_embeddings=131072, norm_eps=1.5625e-7, partial_rotary_factor=0.5,
+    )  # fmt: skip
+    return replace(found, rotary_interleaved=True)
+
+
+def rules(shape: Shape) -> Rules:
+    return decoder_rules(shape, _NAMES)
