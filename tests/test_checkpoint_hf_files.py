@@ -18,6 +18,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_file import spec_of
 from msrl.checkpoint.verify import same_bits
 from msrl.errors import ManyErrors, MsrlError
+from msrl.models.cut import Coords, Cut
 from test_cli import msrl
 from test_convert import to_mcore
 
@@ -43,7 +44,7 @@ def test_torchs_own_files_are_read_like_safetensors(tmp_path: Path, shards: int)
     assert checkpoint.specs == {name: spec_of(tensor) for name, tensor in weights.items()}
     assert all(same_bits(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
     tiny.save(tmp_path / "safe")
-    from_torch, from_safe = to_mcore(tmp_path / "hf", tmp_path / "a", tp=2), to_mcore(tmp_path / "safe", tmp_path / "b", tp=2)
+    from_torch, from_safe = to_mcore(tmp_path / "hf", tmp_path / "a", Cut(2)), to_mcore(tmp_path / "safe", tmp_path / "b", Cut(2))
     assert all(same_bits(from_torch[rank][name], tensor) for rank, model in from_safe.items() for name, tensor in model.items())
 
 
@@ -137,7 +138,7 @@ def test_types_that_differ_are_cast_when_one_is_chosen(tmp_path: Path) -> None:
     weights = tiny.save(tmp_path / "hf")
     _edit(tmp_path / "hf" / "model.safetensors", _recast(Q, torch.float32))
     ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", dtype=torch.bfloat16)
-    assert torch.equal(ranks[0, 0]["decoder.layers.0.self_attention.linear_qkv.weight"][:32], weights[Q][:32])
+    assert torch.equal(ranks[Coords()]["decoder.layers.0.self_attention.linear_qkv.weight"][:32], weights[Q][:32])
 
 
 def test_all_mistakes_of_a_sharded_folder_are_said_at_once(tmp_path: Path) -> None:

@@ -172,10 +172,13 @@ class ShardedSource(WeightSource):
         return [self._shards[at][name] for at, name in (places[shard] for shard in sorted(places))]
 
 
-def open_mcore(save: Path, hf_dir: Path | None = None, iteration: int | str | None = None) -> ShardedSource:
+def open_mcore(
+    save: Path, hf_dir: Path | None = None, iteration: int | str | None = None, *, beside_adapter: bool = False
+) -> ShardedSource:
     """The weights of an mcore checkpoint folder; its config is `<save>/hf`, or `hf_dir` where the checkpoint has none.
 
-    Raises MsrlError for what is missing, cut short, harmful, or does not fit the config.
+    With `beside_adapter`, a LoRA adapter in the files (see `lora_files`) is passed over; else it is refused, as the weights alone would be
+    another model. Raises MsrlError for what is missing, cut short, harmful, or does not fit the config.
     """
     found = find_checkpoint(save, iteration)
     config_dir = hf_dir or save / SIDECAR
@@ -183,8 +186,8 @@ def open_mcore(save: Path, hf_dir: Path | None = None, iteration: int | str | No
         raise MsrlError(f"{config_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config")
     contents = {rank: read_rank_file(path) for rank, path in found.files.items()}
     shape = load_shape(config_dir)
-    models = {rank: content["model"] for rank, content in contents.items()}
-    found = dataclasses.replace(found, cut=_with_empty_layers(found.cut, contents[Coords()]["args"], shape, models))
+    models = {rank: _base_weights(content["model"], save, beside_adapter) for rank, content in contents.items()}
+    found = dataclasses.replace(found, cut=with_empty_layers(found.cut, contents[Coords()]["args"], shape, models))
     for rank, content in contents.items():
         _check_args(found, rank, vars(content["args"]), shape)
     source = ShardedSource(shape, found.cut, models, config_dir, str(save))
@@ -193,13 +196,23 @@ def open_mcore(save: Path, hf_dir: Path | None = None, iteration: int | str | No
     return source
 
 
-def _with_empty_layers(cut: Cut, args: argparse.Namespace, shape: Shape, models: Shards) -> Cut:
+def with_empty_layers(cut: Cut, args: argparse.Namespace, shape: Shape, models: Shards) -> Cut:
     """The cut with its empty layers; where the arguments only count them (as MindSpeed's converter does), the tensors' names tell."""
     num_positions = getattr(args, "num_layers", shape.num_layers)
     if cut.noop_layers or num_positions <= shape.num_layers:
         return cut
     found = dataclasses.replace(cut, noop_layers=empty_positions(cut, num_positions, models))
     return found if found.num_positions(shape.num_layers) == num_positions else cut
+
+
+def _base_weights(model: Mapping[str, Tensor], save: Path, beside_adapter: bool) -> dict[str, Tensor]:
+    """The weights of a rank's file without a LoRA adapter's, under their plain names."""
+    weights = {name: tensor for name, tensor in model.items() if ".lora_" not in name}
+    if len(weights) < len(model) and not weights:
+        raise MsrlError(f"{save}: holds a LoRA adapter alone; give the folder of its base model, and this one with --lora")
+    if len(weights) < len(model) and not beside_adapter:
+        raise MsrlError(f"{save}: holds a LoRA adapter beside the weights; merge it (convert-ckpt mcore2hf or reshard, with --lora {save})")
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
 
 
 def _check_args(found: Found, rank: Coords, args: Mapping[str, object], shape: Shape) -> None:

@@ -28,6 +28,7 @@ def hf2mcore(
     layout: o.Layout = None,
     names: o.Names = None,
     pad_vocab_to_multiple: o.PadVocab = None,
+    lora: o.Lora = None,
     verify: o.Verify = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -46,6 +47,7 @@ def mcore2hf(
     save: o.Save = None,
     hf_config: o.HfConfig = None,
     dtype: o.Dtype = None,
+    lora: o.Lora = None,
     verify: o.Verify = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -75,6 +77,7 @@ def reshard(
     dtype: o.Dtype = None,
     names: o.Names = None,
     pad_vocab_to_multiple: o.PadVocab = None,
+    lora: o.Lora = None,
     verify: o.Verify = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -84,6 +87,38 @@ def reshard(
 ) -> None:
     """mcore checkpoint to another cut of the same."""
     execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "reshard"})
+
+
+@app.command()
+def hf2hf(
+    ctx: typer.Context,
+    load: o.Load = None,
+    save: o.Save = None,
+    dtype: o.Dtype = None,
+    lora: o.Lora = None,
+    verify: o.Verify = None,
+    config: o.Files = None,
+    sets: o.Sets = None,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """Hugging Face folder to another: merge a LoRA adapter, change the type, write safetensors for torch's own files."""
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2hf"})
+
+
+@app.command()
+def lora2hf(
+    ctx: typer.Context,
+    load: o.Load = None,
+    save: o.Save = None,
+    hf_config: o.HfConfig = None,
+    config: o.Files = None,
+    sets: o.Sets = None,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """LoRA adapter of an mcore checkpoint to a PEFT adapter folder."""
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "lora2hf"})
 
 
 @app.command()

@@ -120,6 +120,10 @@ PadVocab = Annotated[int | None, typer.Option("--pad-vocab-to-multiple", metavar
 HfConfig = Annotated[
     str | None, typer.Option("--hf-config", "--hf-cfg-dir", metavar="DIR", help="Folder with config.json and tokenizer, if not in --load.")
 ]
+Lora = Annotated[
+    str | None,
+    typer.Option("--lora", "--lora-load", metavar="DIR", help="LoRA adapter to merge, PEFT's or mcore's; also --load itself."),
+]
 Verify = Annotated[bool | None, typer.Option("--verify/--no-verify", help="Prove the result bitwise and by logits. On by default.")]
 
 # Preprocessing.

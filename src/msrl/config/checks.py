@@ -316,6 +316,7 @@ def _convert(resolved: Resolved) -> Iterator[str]:
     convert = resolved.config.convert
     yield from _needed(resolved, "convert.command", "convert.load")
     yield from _folder(resolved, "convert.hf_config")
+    yield from _folder(resolved, "convert.lora")
     yield from _convert_source(resolved)
     if convert.command != "inspect":
         yield from _needed(resolved, "convert.save")
@@ -330,7 +331,7 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
         return
     folder = list(_folder(resolved, "convert.load"))
     yield from folder
-    from_hf = convert.command == "hf2mcore"
+    from_hf = convert.command in ("hf2mcore", "hf2hf")
     if not folder and from_hf and not _is_hf(convert.load):
         yield resolved.mistake("convert.load", "holds no config.json; give the folder of a Hugging Face model")
     elif not folder and not from_hf and not _is_mcore(convert.load):

@@ -41,7 +41,6 @@ NOT_YET: dict[str, str] = {
     "eval.sampling": "",
     "env": "",
     "convert.orm": "",
-    "convert.lora": "",
     "megatron_training": "files of MindSpeed-RL are not read",
     "actor_config": "files of MindSpeed-RL are not read",
     "rl_config": "files of MindSpeed-RL are not read",

@@ -38,7 +38,7 @@ LayerNumbers = Annotated[tuple[Size, ...], BeforeValidator(_split)]
 
 Platform = Literal["auto", "cpu", "cuda", "npu"]
 Dtype = Literal["float32", "bfloat16"]
-ConvertCommand = Literal["hf2mcore", "mcore2hf", "reshard", "inspect"]
+ConvertCommand = Literal["hf2mcore", "mcore2hf", "reshard", "hf2hf", "lora2hf", "inspect"]
 
 
 class Section(BaseModel):
@@ -371,7 +371,7 @@ class ConvertConfig(Section):
     """msrl convert-ckpt."""
 
     command: ConvertCommand | None = Field(default=None, description="What to do; the name of the subcommand")
-    load: Text | None = Field(default=None, description="Checkpoint to read: Hugging Face folder (hf2mcore) or mcore folder")
+    load: Text | None = Field(default=None, description="Checkpoint to read: Hugging Face folder (hf2mcore, hf2hf) or mcore folder")
     save: Text | None = Field(default=None, description="Folder to write; it must not exist or be empty")
     hf_config: Text | None = Field(
         default=None, description="Hugging Face folder with config.json and tokenizer, where the checkpoint has none"
@@ -389,6 +389,7 @@ class ConvertConfig(Section):
     layout: Literal["mindspeed"] = Field(default="mindspeed", description="On-disk layout of the mcore checkpoint")
     names: Literal["local", "te"] = Field(default="local", description="Tensor names: Megatron's local or Transformer Engine layer spec")
     pad_vocab_to_multiple: Count | None = Field(default=None, description="Vocabulary is padded to a multiple of it; unset: tp")
+    lora: Text | None = Field(default=None, description="Folder of a LoRA adapter (PEFT's or mcore's) to merge; it may be `load` itself")
     verify: Bool = Field(default=True, description="Prove the result: bitwise round trip, and equal logits in fp32")
 
 

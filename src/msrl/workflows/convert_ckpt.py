@@ -1,4 +1,4 @@
-"""msrl convert-ckpt: convert a checkpoint, then prove the result bit for bit and on real Megatron ranks against transformers."""
+"""msrl convert-ckpt: convert a checkpoint, merge a LoRA adapter, then prove the result bit for bit and by what it computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from msrl.checkpoint.convert import McoreTarget, hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.found import find_checkpoint
-from msrl.checkpoint.mcore import read_rank_file
+from msrl.checkpoint.lora import MergedSource
+from msrl.checkpoint.lora_files import read_adapter, read_mcore_lora, read_peft, write_peft
+from msrl.checkpoint.mcore import SIDECAR, read_rank_file
 from msrl.checkpoint.names import Naming
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.checkpoint.verify import damaged_files
@@ -20,9 +22,11 @@ from msrl.config.derived import cut_of
 from msrl.config.schema import Config, ConvertConfig
 from msrl.errors import ManyErrors, MsrlError, VerificationError
 from msrl.models.cut import Coords
-from msrl.models.families import num_parameters
+from msrl.models.families import load_shape, num_parameters
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.workflows import convert_proof as proof
+
+FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf")
 
 
 def run(config: Config) -> None:
@@ -32,6 +36,8 @@ def run(config: Config) -> None:
         raise MsrlError("convert.load and convert.save: name the checkpoint to read and the folder to write")
     if convert.command == "inspect":
         inspect(Path(convert.load), verify=convert.verify)
+    elif convert.command == "lora2hf":
+        _export_adapter(Path(convert.load), Path(convert.save or ""), Path(convert.hf_config or Path(convert.load) / SIDECAR))
     else:
         _convert(config, Path(convert.load), Path(convert.save or ""))
 
@@ -48,22 +54,44 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
         work(bar.advance)
     elapsed = time.perf_counter() - start
-    layout = "" if convert.command == "mcore2hf" else f"{cut_of(convert)}, "
+    layout = "" if convert.command in TO_HF else f"{cut_of(convert)}, "
     print(f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}")
     if convert.verify:
         _verify(config, source, load, save)
 
 
 def _open(convert: ConvertConfig, load: Path) -> WeightSource:
-    if convert.command == "hf2mcore":
-        return HfSource(load)
-    return open_mcore(load, Path(convert.hf_config) if convert.hf_config else None)
+    """The weights to convert, with the adapter merged into them if one is named."""
+    lora = Path(convert.lora) if convert.lora else None
+    if convert.command in FROM_HF:
+        base: WeightSource = HfSource(load)
+    else:
+        base = open_mcore(load, Path(convert.hf_config) if convert.hf_config else None, beside_adapter=lora is not None)
+    if lora is None:
+        return base
+    merged = MergedSource(base, read_adapter(lora, base.shape))
+    print(f"merging {lora}: {merged.adapter.summary()}")
+    return merged
+
+
+def _export_adapter(load: Path, save: Path, hf_dir: Path) -> None:
+    """An mcore checkpoint's adapter as a PEFT folder, read back and compared bit for bit."""
+    if not (hf_dir / "config.json").is_file():
+        raise MsrlError(f"{hf_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config")
+    shape = load_shape(hf_dir)
+    adapter = read_mcore_lora(load, shape)
+    write_peft(adapter, save, str(hf_dir))
+    back = read_peft(save)
+    wrong = sorted(name for name, delta in adapter.deltas.items() if not delta.equals(back.deltas[name]))
+    if wrong:
+        raise VerificationError(f"{save}: {len(wrong)} adapters are not what {load} holds, {wrong[0]} first")
+    print(f"wrote {save}: {adapter.summary()}; read back equal bit for bit")
 
 
 def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int, Callable[[Callable[[int], None]], object]]:
     """The bytes that will be written, and the function that writes them and tells how far it is."""
     dtype = CHOICES[convert.dtype]
-    if convert.command == "mcore2hf":
+    if convert.command in TO_HF:
         num_bytes = sum(spec.num_bytes for spec in hf_specs(source, dtype).values())
         return num_bytes, lambda advance: write_hf(source, save, dtype, advance)
     target = McoreTarget(cut_of(convert), dtype, Naming(convert.names == "te", convert.moe_grouped_gemm), convert.pad_vocab_to_multiple)

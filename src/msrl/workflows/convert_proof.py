@@ -20,6 +20,7 @@ from msrl import platforms
 from msrl.checkpoint.convert import hf_specs
 from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.found import find_checkpoint
+from msrl.checkpoint.lora import MergedSource
 from msrl.checkpoint.mcore import SIDECAR
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.checkpoint.verify import compare
@@ -57,19 +58,23 @@ def refuse_without_memory(shape: Shape) -> None:
 def checks(config: Config, source: WeightSource, load: Path, save: Path) -> list[Check]:
     """All comparisons of what was written to `save` with the `source` in `load`."""
     convert, dtype = config.convert, CHOICES[config.convert.dtype]
-    result: WeightSource = HfSource(save) if convert.command == "mcore2hf" else open_mcore(save)
-    round_trip = _round_trip(source, result, dtype)
-    if not round_trip.passed:
-        return [round_trip]
+    to_hf, merged = convert.command in ("mcore2hf", "hf2hf"), isinstance(source, MergedSource)
+    result: WeightSource = HfSource(save) if to_hf else open_mcore(save)
+    first = [_round_trip(source, result, dtype), *([_merge(source)] if isinstance(source, MergedSource) else [])]
+    if not all(check.passed for check in first):
+        return first
     tokens = sample_tokens(source.shape)
-    if convert.command == "hf2mcore":
+    if to_hf and (merged or convert.command == "hf2hf"):
+        loaded = _pretrained(save, tokens, None), _filled(source, tokens, dtype)
+        return [*first, _logits(source.shape, *loaded, sides="transformers: the result, the source")]
+    if convert.command == "hf2mcore" and not merged:
         transformers, megatron = _pretrained(load, tokens, dtype), _megatron(config, save, tokens)
-    elif convert.command == "reshard":
+    elif not to_hf:
         transformers, megatron = _filled(source, tokens, dtype), _megatron(config, save, tokens)
     else:  # a cast is proven by the round trip, so that the two sides are compared as they were before it
         transformers = _pretrained(save, tokens, None) if dtype is None else _filled(source, tokens, None)
         megatron = _megatron(config, load, tokens, source.hf_dir)
-    return [round_trip, _logits(source.shape, transformers, megatron)]
+    return [*first, _logits(source.shape, transformers, megatron)]
 
 
 def _round_trip(source: WeightSource, result: WeightSource, dtype: torch.dtype | None) -> Check:
@@ -79,9 +84,22 @@ def _round_trip(source: WeightSource, result: WeightSource, dtype: torch.dtype |
     return Check("round trip", f"{found.num_tensors} tensors, {amount_text(found.num_bytes, 'B')}", outcome, not found.different)
 
 
-def _logits(shape: Shape, transformers: Sequence[Tensor], megatron: Sequence[Tensor]) -> Check:
+def _merge(source: MergedSource) -> Check:
+    """The sums W + s B A once more in float64: rounding may differ from that of float32 in the last bit of the weights' type."""
+    worst, count = 0.0, 0
+    for rule in all_rules(source.shape):
+        for name, found, exact in zip(rule.hf, source.hf_tensors(rule), source.merged(rule, torch.float64), strict=True):
+            if name in source.adapter.deltas:
+                scale = exact.abs().max().clamp(min=1e-30).double()
+                worst, count = max(worst, float((found.double() - exact.double()).abs().max() / scale)), count + 1
+    limit = 8 * torch.finfo(source.main_dtype()).eps
+    compared = f"{count} merged weights, again in float64"
+    return Check("merge", compared, f"largest difference {worst:.1e} of the largest weight (limit {limit:.0e})", worst <= limit)
+
+
+def _logits(shape: Shape, transformers: Sequence[Tensor], megatron: Sequence[Tensor], sides: str = "transformers, Megatron") -> Check:
     largest = max_difference(transformers, megatron, shape.vocab_size)
-    compared = f"transformers, Megatron: {len(megatron)} x {megatron[0].shape[0]} tokens x {shape.vocab_size:,}"
+    compared = f"{sides}: {len(megatron)} x {megatron[0].shape[0]} tokens x {shape.vocab_size:,}"
     outcome = f"largest difference {largest:.1e} (limit {MAX_LOGIT_DIFFERENCE:.0e})"
     return Check("logits, fp32", compared, outcome, largest <= MAX_LOGIT_DIFFERENCE)
 

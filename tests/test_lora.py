@@ -1,0 +1,238 @@
+"""LoRA: adapters of PEFT and of Megatron's ranks, merged and written, against W + (alpha / r) B A in float64 and against PEFT itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tiny_checkpoints as tiny
+from msrl.checkpoint import mcore
+from msrl.checkpoint.convert import write_hf
+from msrl.checkpoint.lora import MergedSource
+from msrl.checkpoint.lora_files import read_adapter, write_peft
+from msrl.checkpoint.source import open_mcore, open_weights
+from msrl.errors import MsrlError
+from msrl.models.cut import Coords, Cut
+from msrl.models.families import all_rules, load_shape
+from test_convert import run, save_real, to_mcore
+
+LAYER, RANK, ALPHA = "model.layers.{}.", 4, 8.0
+QKV, PROJ = "self_attention.linear_qkv", "self_attention.linear_proj"
+FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
+HF_NAMES = {
+    QKV: [f"self_attn.{kind}_proj" for kind in "qkv"], PROJ: ["self_attn.o_proj"],
+    FC1: ["mlp.gate_proj", "mlp.up_proj"], FC2: ["mlp.down_proj"],
+}  # fmt: skip
+
+
+def whole_adapter(seed: int = 1) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B by Hugging Face module for the tiny model (hidden 64, q 64, k and v 32 each, feed-forward 96); fused ones share A."""
+    torch.manual_seed(seed)
+    rows = {"q": 64, "k": 32, "v": 32, "o": 64, "gate": 96, "up": 96, "down": 64}
+    found = {}
+    for layer in range(2):
+        for names in HF_NAMES.values():
+            a = torch.randn(RANK, 96 if "down" in names[0] else 64)
+            found |= {LAYER.format(layer) + name: (a, torch.randn(rows[name.split(".")[1].split("_")[0]], RANK)) for name in names}
+    return found
+
+
+def by_hand(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return (weight.double() + scale * (b.double() @ a.double())).to(weight.dtype)
+
+
+def save_peft(folder: Path, adapter: dict[str, tuple[Tensor, Tensor]], **config: Any) -> None:
+    folder.mkdir(parents=True)
+    tensors = {f"base_model.model.{n}.lora_A.weight": a.clone() for n, (a, _) in adapter.items()}
+    tensors |= {f"base_model.model.{n}.lora_B.weight": b for n, (_, b) in adapter.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, **config}))
+
+
+def rank_adapter(adapter: dict[str, tuple[Tensor, Tensor]], cut: Cut, at: Coords) -> dict[str, Tensor]:
+    """What one rank of tp 1 or 2 and pp 1 or 2 saves, cut here by hand from the tiny model's sizes (2 groups of 2 heads of 16)."""
+    layers = [at.pp] if cut.pp == 2 else [0, 1]
+    found = {}
+    for local, layer in enumerate(layers):
+        for module, names in HF_NAMES.items():
+            a, parts = adapter[LAYER.format(layer) + names[0]][0], [adapter[LAYER.format(layer) + name][1] for name in names]
+            if module in (PROJ, FC2):
+                b, columns = parts[0], a.shape[1] // cut.tp
+                a = a[:, at.tp * columns : (at.tp + 1) * columns]
+            elif module == FC1:
+                b = torch.cat([part.chunk(cut.tp)[at.tp] for part in parts])
+            else:
+                groups = [
+                    torch.cat([parts[0][32 * g : 32 * g + 32], parts[1][16 * g : 16 * g + 16], parts[2][16 * g : 16 * g + 16]])
+                    for g in (0, 1)
+                ]
+                b = groups[at.tp] if cut.tp == 2 else torch.cat(groups)
+            name = f"decoder.layers.{local}.{module}"
+            found |= {f"{name}.lora_A.default.weight": a.clone(), f"{name}.lora_B.default.weight": b.clone()}
+    return found
+
+
+def save_ranks(folder: Path, hf: Path, cut: Cut, adapter: dict[str, tuple[Tensor, Tensor]], *, base: bool) -> None:
+    """An mcore checkpoint as a trainer leaves it: the adapter alone, or beside the base weights under their `base_layer` names."""
+    source = open_weights(hf)
+    for at in cut.ranks():
+        args = mcore.namespace(source.shape, cut)
+        vars(args).update(lora_r=RANK, lora_alpha=ALPHA, lora_target_modules=[module.split(".")[1] for module in HF_NAMES])
+        model = rank_adapter(adapter, cut, at)
+        for name, tensor in source.local_tensors(cut, at) if base else ():
+            adapted = any(f".{module}." in name for module in HF_NAMES)
+            model[name.replace(".weight", ".base_layer.weight").replace(".bias", ".base_layer.bias") if adapted else name] = tensor
+        mcore.write_rank_file(mcore.rank_file(folder, 7, cut, at), model, args, 7)
+    mcore.publish(folder, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_peft_adapter_is_added_to_its_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    weights, adapter = tiny.save(tmp_path / "hf", dtype=dtype), whole_adapter()
+    save_peft(tmp_path / "peft", adapter)
+    base = open_weights(tmp_path / "hf")
+    merged = MergedSource(base, read_adapter(tmp_path / "peft", base.shape))
+    write_hf(merged, tmp_path / "out", None)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in weights.items():
+        module = name.removesuffix(".weight")
+        expected = by_hand(tensor, *adapter[module], ALPHA / RANK) if module in adapter else tensor
+        torch.testing.assert_close(found[name], expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-5)
+        assert (found[name] != expected).float().mean() < 0.01 or dtype == torch.float32  # rounded once: next to always the same bits
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("base", [True, False])
+def test_an_adapter_of_ranks_is_the_same_adapter(tmp_path: Path, tp: int, pp: int, base: bool) -> None:
+    tiny.save(tmp_path / "hf")
+    adapter, shape = whole_adapter(), load_shape(tmp_path / "hf")
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(tp, pp), adapter, base=base)
+    found = read_adapter(tmp_path / "ranks", shape)
+    assert found.deltas.keys() == {f"{module}.weight" for module in adapter}
+    for module, (a, b) in adapter.items():
+        delta = found.deltas[f"{module}.weight"]
+        assert torch.equal(delta.a, a) and torch.equal(delta.b, b) and delta.scale == ALPHA / RANK
+    assert found.summary() == "rank 4, scale 2, 14 weights"
+
+
+def test_merged_into_any_layout_it_is_what_merging_first_and_converting_gives(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf", vocab_size=99)
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2, 2), whole_adapter(), base=True)
+    base = open_mcore(tmp_path / "ranks", tmp_path / "hf", beside_adapter=True)
+    merged = MergedSource(base, read_adapter(tmp_path / "ranks", base.shape))
+    write_hf(merged, tmp_path / "merged", None)
+    later = open_weights(tmp_path / "merged")
+    for cut in (Cut(), Cut(2), Cut(1, 2), Cut(2, 2)):
+        for at in cut.ranks():
+            expected = dict(later.local_tensors(cut, at))
+            assert all(torch.equal(tensor, expected.pop(name)) for name, tensor in merged.local_tensors(cut, at)) and not expected
+    assert to_mcore(tmp_path / "merged", tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_peft_merges_to_the_same_model(tmp_path: Path) -> None:
+    """PEFT itself, on transformers' model: its merge of the folder that we write from ranks equals ours."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    tiny.save(tmp_path / "hf", dtype=torch.float32, model_type="qwen2")
+    base = open_weights(tmp_path / "hf")
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2), whole_adapter(), base=False)
+    adapter = read_adapter(tmp_path / "ranks", base.shape)
+    write_peft(adapter, tmp_path / "peft", "base")
+    write_hf(MergedSource(base, adapter), tmp_path / "ours", None)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "peft")).merge_and_unload().state_dict()
+    for name, tensor in load_file(tmp_path / "ours" / "model.safetensors").items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-5)
+
+
+def test_what_we_write_for_peft_reads_back_as_the_same_adapter(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    shape, adapter = load_shape(tmp_path / "hf"), whole_adapter()
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2, 2), adapter, base=False)
+    write_peft(read_adapter(tmp_path / "ranks", shape), tmp_path / "peft", "Qwen/tiny")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, "Qwen/tiny")
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    found = read_adapter(tmp_path / "peft", shape)
+    for module, (a, b) in adapter.items():
+        delta = found.deltas[f"{module}.weight"]
+        assert torch.equal(delta.a, a) and torch.equal(delta.b, b) and delta.scale == ALPHA / RANK
+
+
+def test_scales_follow_patterns_and_rank_stabilisation(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    shape = load_shape(tmp_path / "hf")
+    save_peft(tmp_path / "pattern", whole_adapter(), alpha_pattern={"0.self_attn.q_proj": 2})
+    scales = {name: delta.scale for name, delta in read_adapter(tmp_path / "pattern", shape).deltas.items()}
+    assert scales["model.layers.0.self_attn.q_proj.weight"] == 0.5 and scales["model.layers.1.self_attn.q_proj.weight"] == 2.0
+    save_peft(tmp_path / "stable", whole_adapter(), use_rslora=True)
+    assert {delta.scale for delta in read_adapter(tmp_path / "stable", shape).deltas.values()} == {4.0}
+
+
+@pytest.mark.slow
+def test_the_commands_merge_and_prove_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PEFT's and the ranks' adapter through every command come to one model; transformers and Megatron's ranks agree on it."""
+    save_real(tmp_path / "hf", "qwen2", tied=False)
+    small = {name: (a * 0.1, b * 0.1) for name, (a, b) in whole_adapter().items()}
+    save_peft(tmp_path / "peft", small)
+    save_ranks(tmp_path / "both", tmp_path / "hf", Cut(2), small, base=True)
+    both = {"load": tmp_path / "both", "lora": tmp_path / "both", "hf_config": tmp_path / "hf"}
+    run(command="hf2hf", load=tmp_path / "hf", lora=tmp_path / "peft", save=tmp_path / "a")
+    run(command="mcore2hf", save=tmp_path / "b", **both)
+    run(command="hf2mcore", load=tmp_path / "hf", lora=tmp_path / "peft", save=tmp_path / "c", tp=2)
+    run(command="reshard", save=tmp_path / "d", pp=2, **both)
+    run(command="lora2hf", load=tmp_path / "both", hf_config=tmp_path / "hf", save=tmp_path / "peft2")
+    run(command="hf2hf", load=tmp_path / "hf", lora=tmp_path / "peft2", save=tmp_path / "e")
+    said = capsys.readouterr().out
+    assert said.count("merging ") == 5 and said.count("14 merged weights, again in float64") == 5
+    assert said.count("transformers, Megatron: ") == 2 and said.count("transformers: the result, the source") == 3
+    first = load_file(tmp_path / "a" / "model.safetensors")
+    for name in ("b", "c", "d", "e"):
+        source = open_weights(tmp_path / name)
+        for rule in all_rules(source.shape):
+            assert all(torch.equal(t, first[hf]) for hf, t in zip(rule.hf, source.hf_tensors(rule), strict=True)), (name, rule.mcore)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type must be LORA"),
+        ({"use_dora": True}, "DoRA are not supported"),
+        ({"bias": "all"}, "trained biases are not supported"),
+        ({"r": None}, "r and lora_alpha must be numbers"),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    tiny.save(tmp_path / "hf")
+    save_peft(tmp_path / "peft", whole_adapter(), **config)
+    with pytest.raises(MsrlError, match=message):
+        read_adapter(tmp_path / "peft", load_shape(tmp_path / "hf"))
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf", num_hidden_layers=1)
+    save_peft(tmp_path / "peft", whole_adapter())
+    base = open_weights(tmp_path / "hf")
+    with pytest.raises(MsrlError, match=r"adapts model\.layers\.1\.self_attn\.q_proj\.weight, which the model does not have"):
+        MergedSource(base, read_adapter(tmp_path / "peft", base.shape))
+
+
+def test_a_checkpoint_with_an_adapter_is_not_taken_for_its_base(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    save_ranks(tmp_path / "both", tmp_path / "hf", Cut(), whole_adapter(), base=True)
+    with pytest.raises(MsrlError, match="beside the weights; merge it"):
+        open_weights(tmp_path / "both", tmp_path / "hf")
+    save_ranks(tmp_path / "alone", tmp_path / "hf", Cut(), whole_adapter(), base=False)
+    with pytest.raises(MsrlError, match="holds a LoRA adapter alone"):
+        open_weights(tmp_path / "alone", tmp_path / "hf")
+    with pytest.raises(MsrlError, match="no adapter; there is neither"):
+        read_adapter(tmp_path / "hf", load_shape(tmp_path / "hf"))
