@@ -29,6 +29,7 @@ def execute(ctx: typer.Context, command: str, *, section: str = "", fixed: Mappi
     """
     verbosity(ctx.params.get("verbose", False))
     resolved = resolve(ctx, section, fixed or {}, command)
+    show_translations(resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose")))
     advise(resolved, command)
     if ctx.params.get("dry_run"):
         show_plan(resolved, command)
@@ -80,6 +81,15 @@ def verbosity(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if verbose:
         os.environ["MSRL_VERBOSE"] = "1"
+
+
+def show_translations(resolved: Resolved, *, every_key: bool) -> None:
+    """Says on standard error how files of other systems were read: what became of every key, or how many keys met which fate."""
+    from msrl.config.imports.report import full, summary
+
+    for translation in resolved.translations:
+        lines = full(translation) if every_key else [f"{summary(translation)}; --dry-run names each"]
+        typer.echo("\n".join(lines), err=True)
 
 
 def show_plan(resolved: Resolved, command: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from msrl.config.imports.systems import foreign
+from msrl.config.imports.translation import Translation
 from msrl.config.interpolate import Interpolation
 from msrl.config.messages import lines, node_at, written
 from msrl.config.presets import PRESETS
@@ -30,10 +32,11 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The configuration in force, and for every dotted key where its value came from."""
+    """The configuration in force, for every dotted key where its value came from, and how files of other systems were read."""
 
     config: Config
     origins: Mapping[str, Origin]
+    translations: tuple[Translation, ...] = ()
 
     def is_set(self, key: str) -> bool:
         """Whether a file, `--set` or a flag gave this key (or a key below it)."""
@@ -63,7 +66,8 @@ def load(files: Sequence[str] = (), sets: Sequence[str] = (), flags: Sequence[Fl
     With a `command` (`train-grpo`, `convert-ckpt`, ...) what that command needs is checked too.
     Raises ManyErrors with one line per mistake.
     """
-    layers, errors = _layers(files, sets, flags)
+    translations: list[Translation] = []
+    layers, errors = _layers(files, sets, flags, translations)
     defaults = wrap(Config().model_dump(), DEFAULT)
     tree = _merged(defaults, layers, errors)
     preset = _preset(tree)
@@ -75,7 +79,7 @@ def load(files: Sequence[str] = (), sets: Sequence[str] = (), flags: Sequence[Fl
     errors += [*interpolation.errors, *more]
     if errors or config is None:
         raise ManyErrors(list(dict.fromkeys(errors)))
-    resolved = Resolved(config, _origins(tree))
+    resolved = Resolved(config, _origins(tree), tuple(translations))
     if command is not None:
         from msrl.config.checks import check
 
@@ -83,11 +87,13 @@ def load(files: Sequence[str] = (), sets: Sequence[str] = (), flags: Sequence[Fl
     return resolved
 
 
-def _layers(files: Sequence[str], sets: Sequence[str], flags: Sequence[Flag]) -> tuple[list[Node], list[str]]:
-    """All layers over the defaults, and the mistakes of those that cannot be read."""
+def _layers(
+    files: Sequence[str], sets: Sequence[str], flags: Sequence[Flag], translations: list[Translation]
+) -> tuple[list[Node], list[str]]:
+    """All layers over the defaults, and the mistakes of those that cannot be read. Files of other systems are added to `translations`."""
     layers: list[Node] = []
     errors: list[str] = []
-    sources = [*(partial(files_of, file) for file in files), *(partial(from_set, assignment) for assignment in sets)]
+    sources = [*(partial(_file, file, translations) for file in files), *(partial(from_set, assignment) for assignment in sets)]
     for read in sources:
         try:
             found = read()
@@ -117,6 +123,18 @@ def _preset(tree: Node) -> Node | None:
     if not isinstance(name, str) or name not in PRESETS:
         return None
     return at("algo", wrap(PRESETS[name], Origin(f"preset {name}", is_given=False)))
+
+
+def _file(path: str, translations: list[Translation]) -> list[Node]:
+    """The trees of one file, translated if it is another system's. Raises ManyErrors for keys that are wrong or not built yet."""
+    translation = foreign(path)
+    if translation is None:
+        return files_of(path)
+    errors = [*translation.errors, *translation.refused()]
+    if errors:
+        raise ManyErrors(errors)
+    translations.append(translation)
+    return [translation.tree]
 
 
 def _literal(value: Any) -> Any:

@@ -8,6 +8,8 @@ NOT_YET: dict[str, str] = {
     "data.handler": "set preprocess.handler and run `msrl preprocess` first",
     "data.map_keys": "set preprocess.map_keys and run `msrl preprocess` first",
     "data.num_workers": "",
+    "data.split": "name the held-out data in data.eval",
+    "data.mixed_modalities": "text only",
     "cluster.roles": "all roles share the devices of training",
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",
@@ -34,6 +36,7 @@ NOT_YET: dict[str, str] = {
     "train.recompute": "",
     "train.offload": "",
     "train.lora": "",
+    "train.optimizer.name": "it is AdamW",
     "checkpoint.async": "",
     "checkpoint.save_optimizer": "it is always saved",
     "checkpoint.save_rng": "it is always saved",
@@ -41,12 +44,6 @@ NOT_YET: dict[str, str] = {
     "eval.sampling": "",
     "env": "",
     "convert.orm": "",
-    "megatron_training": "files of MindSpeed-RL are not read",
-    "actor_config": "files of MindSpeed-RL are not read",
-    "rl_config": "files of MindSpeed-RL are not read",
-    "generate_config": "files of MindSpeed-RL are not read",
-    "actor_rollout_ref": "files of MindSpeed-LLM are not read",
-    "resource_pool": "files of MindSpeed-LLM are not read",
 }
 
 NOT_YET_VALUES: dict[str, frozenset[str]] = {

@@ -1,0 +1,371 @@
+"""MindSpeed-RL's files as train-grpo reads them. What a key means there is taken from its sources (04aa0845 and 05a90d77)."""
+# ruff: noqa: E501  (lines as users see them)
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config_inputs import make_data, make_model
+from msrl.config.derived import derived
+from msrl.config.imports.built import refusal
+from msrl.config.imports.systems import foreign
+from msrl.config.imports.table import load_table
+from msrl.config.imports.translation import Fate, Translation
+from msrl.config.loader import Resolved, load
+from msrl.config.show import flow
+from msrl.config.sources import plain, read
+from msrl.errors import MsrlError
+from test_cli import msrl
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
+PRESENT, FIRST = EXAMPLES / "grpo_qwen25_7b_A3.yaml", EXAMPLES / "grpo_r1_zero_qwen25_7b.yaml"
+QWEN25_7B = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with what both examples name: the model's config, data, and a checkpoint to start from."""
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "Qwen2.5-7B", **QWEN25_7B)
+    make_model(tmp_path / "ckpt", **QWEN25_7B)
+    for prefix in ("dataset/deepscaler/data", "dataset/data"):
+        (tmp_path / prefix).parent.mkdir(parents=True, exist_ok=True)
+        make_data(tmp_path / prefix)
+    return tmp_path
+
+
+@functools.cache
+def tree_of(file: Path) -> dict[str, Any]:
+    return plain(read(file))
+
+
+def changed(file: Path, folder: Path, changes: dict[str, Any]) -> str:
+    """A copy of an example with keys (`section.key`) set; the model's file beside it."""
+    tree = copy.deepcopy(tree_of(file))
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place.pop(key, None)
+        if value is not ...:
+            place[key] = value
+    if not (folder / "model").exists():
+        (folder / "model").symlink_to(EXAMPLES / "model")
+    (folder / "changed.yaml").write_text("\n".join(_lines(tree)) + "\n", encoding="utf-8")
+    return str(folder / "changed.yaml")
+
+
+def _lines(tree: dict[str, Any], indent: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}:"
+            yield from _lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {flow(value)}"
+
+
+def native(file: Path, folder: Path, **changes: Any) -> Resolved:
+    return load([changed(file, folder, {key.replace("__", "."): value for key, value in changes.items()})])
+
+
+def translated(file: Path, folder: Path, changes: dict[str, Any]) -> Translation:
+    translation = foreign(changed(file, folder, changes))
+    assert translation is not None
+    return translation
+
+
+def mistakes(file: Path, folder: Path, **changes: Any) -> list[str]:
+    with pytest.raises(MsrlError) as caught:
+        native(file, folder, **changes)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("file", [PRESENT, FIRST], ids=lambda file: file.stem)
+def test_an_example_runs_as_it_is_and_says_what_became_of_every_key(file: Path, folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert msrl("train-grpo", "-c", str(file), "--dry-run") == 0
+    captured = capsys.readouterr()
+    assert "  ranks: 16\n" in captured.out
+    assert captured.err.startswith(f"{file}: read as MindSpeed-RL (grpo): of ")
+    keys = [line.split(":", 1)[0].strip() for line in file.read_text(encoding="utf-8").splitlines() if ":" in line and line[0] in " -"]
+    assert all(key.lstrip("- ") in captured.err for key in keys if key not in ("num_npus", "- model"))
+
+
+def test_an_example_is_found_by_its_name(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "configs").symlink_to(EXAMPLES)
+    assert msrl("train-grpo", "--config-name", "grpo_r1_zero_qwen25_7b", "--dry-run") == 0
+    assert "  samples per step: 512\n" in capsys.readouterr().out
+
+
+def test_a_run_says_in_one_line_how_its_file_was_read(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    from test_cli import reached
+
+    calls = reached(monkeypatch, "train_grpo")
+    assert msrl("train-grpo", "-c", str(PRESENT)) == 0
+    assert len(calls) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{PRESENT}: read as MindSpeed-RL (grpo): of ") and line.endswith("; --dry-run names each")
+
+
+def test_a_mini_batch_counts_prompts_now_and_samples_in_the_first_generation(folder: Path):
+    present, first = load([str(PRESENT)]).config, load([str(FIRST)]).config
+    assert (present.rollout.prompts_per_step, present.rollout.samples_per_prompt) == (32, 8)
+    assert present.train.updates.samples_per_update == 32 * 8
+    assert (first.rollout.prompts_per_step, first.train.updates.samples_per_update) == (64, 512)
+    without_roles = native(FIRST, folder, ref_config=..., rl_config__colocate_actor_ref=..., rl_config__colocate_all_models=...)
+    assert without_roles.config.train.updates.samples_per_update == 512  # more than 64 prompts cannot be meant
+
+
+def test_defaults_are_those_of_the_generation(folder: Path):
+    def terms(resolved: Resolved) -> tuple[float, float, str]:
+        algo = resolved.config.algo
+        return algo.entropy_coef, algo.kl.loss.coef, algo.kl.loss.estimator
+
+    gone: dict[str, Any] = {f"rl_config__{key}": ... for key in ("entropy_coeff", "init_kl_coef", "kl_penalty")}
+    assert terms(native(PRESENT, folder, **gone)) == (0.0, 0.01, "k3")
+    assert terms(native(FIRST, folder, **gone)) == (0.001, 0.01, "k1")
+    sampling = native(PRESENT, folder, generate_config__sampling_config={"max_tokens": 2048}).config.rollout.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.2, 50, 1.0, 0.0)
+
+
+def test_the_plan_follows_from_the_files_devices(folder: Path):
+    rows = derived(load([str(FIRST)]).config, "train-grpo")
+    assert (rows["data parallel"], rows["samples per optimizer update"], rows["micro-batches per update on a rank"]) == (2, 512, 256)
+    assert load([str(FIRST)]).config.rollout.engine.dp == 16 // 2
+    wider = native(FIRST, folder, generate_config__infer_tensor_parallel_size=4)
+    assert wider.config.rollout.engine.dp == 4
+    assert mistakes(FIRST, folder, generate_config__infer_tensor_parallel_size=3)[0].endswith("must divide actor_resource.num_npus=16")
+
+
+def test_hyphens_and_underscores_are_the_same(folder: Path):
+    text = PRESENT.read_text(encoding="utf-8")
+    (folder / "hyphens.yaml").write_text(
+        text.replace("clip_ratio: 0.2", "clip-ratio: 0.3").replace("train_iters", "train-iters"), encoding="utf-8"
+    )
+    config = load([str(folder / "hyphens.yaml")]).config
+    assert (config.algo.clip.low, config.train.steps) == (0.3, 1000)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "line"),
+    [
+        ("rl_config", "clip_ratoi", "there is no such key in MindSpeed-RL; did you mean 'clip_ratio'?"),
+        ("megatron_training", "global_batch_sise", "there is no such key in MindSpeed-RL; did you mean 'global_batch_size'?"),
+        ("actor_config", "lr_decay_styel", "there is no such key in MindSpeed-RL; did you mean 'lr_decay_style'?"),
+        ("generate_config", "max_num_seq", "there is no such key in MindSpeed-RL; did you mean 'max_num_seqs'?"),
+        ("generate_config", "temperature", "there is no such key in MindSpeed-RL; it belongs in sampling_config"),
+        ("generate_config", "enable_chunked_prefill", "there is no such key in MindSpeed-RL; known: "),
+    ],
+)
+def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(section: str, key: str, line: str, folder: Path):
+    path = changed(PRESENT, folder, {f"{section}.{key}": 1})
+    number = 1 + next(i for i, text in enumerate(Path(path).read_text().splitlines()) if text.strip() == f"{key}: 1")
+    with pytest.raises(MsrlError) as caught:
+        load([path])
+    (found,) = str(caught.value).splitlines()
+    assert found.startswith(f"{path}:{number}: {section}.{key}=1: {line}")
+
+
+def test_every_mistake_of_a_file_is_named_at_once(folder: Path):
+    lines = mistakes(
+        PRESENT, folder, rl_config__kl_ctrl_type="low_var_kl", rl_config__verifier_weight=[1.0, 2.0], actor_config__hidden_dropout=0.1
+    )
+    assert [line.split(": ", 2)[2] for line in lines] == [
+        "must be 0: dropout would make old and new log-probabilities differ, and msrl has none",
+        "must be fixed or adaptive; the estimator is kl_penalty",
+        "must have as many numbers as verifier_function has names: 1, not 2",
+    ]
+
+
+def test_what_is_not_built_yet_and_would_change_results_is_refused_by_both_names(folder: Path):
+    (line,) = mistakes(PRESENT, folder, rl_config__partial_rollout_max_split=2)
+    assert "rl_config.partial_rollout_max_split=2: not in this version yet, and would change results: rollout.async.partial" in line
+    (line,) = mistakes(PRESENT, folder, rl_config__multi_turn_enable=True)
+    assert "env.max_turns" in line
+    assert native(PRESENT, folder, rl_config__partial_rollout_max_split=1, rl_config__multi_turn_enable=False)
+
+
+def test_facts_of_the_model_must_be_those_of_its_config(folder: Path):
+    (folder / "Qwen2.5-7B" / "config.json").write_text(
+        json.dumps({**json.loads((folder / "ckpt" / "config.json").read_text())}), encoding="utf-8"
+    )
+    (line,) = mistakes(PRESENT, folder, actor_config__num_layers=27)
+    assert line.endswith("num_layers=27: config.json of the model says 28; take the line away, or name another model")
+
+
+def test_a_checkpoint_is_gone_on_from_where_megatron_would(folder: Path):
+    start = load([str(PRESENT)]).config.checkpoint
+    assert (start.load, start.save, start.resume) == ("./ckpt", "./saved", "none")
+    resumed = native(PRESENT, folder, actor_config__finetune=False, actor_config__no_load_optim=False, actor_config__no_load_rng=False)
+    assert (resumed.config.checkpoint.load, resumed.config.checkpoint.resume) == (None, "./ckpt")
+    same = native(PRESENT, folder, actor_config__save="./ckpt")
+    assert same.config.checkpoint.save is None
+    (line,) = mistakes(PRESENT, folder, actor_config__finetune=False, actor_config__no_load_optim=False)
+    assert "no_load_rng=true: a resumed run goes on with its random state" in line
+
+
+def test_the_reference_starts_from_the_actors_weights_or_is_refused(folder: Path):
+    assert load([str(FIRST)])
+    (line,) = mistakes(FIRST, folder, ref_config__load="./other")
+    assert "ref_config.load=./other: not in this version yet, and would change results: cluster.roles.reference.load" in line
+
+
+def test_dapo_reads_its_own_keys_and_has_no_kl(folder: Path):
+    dapo = {"megatron_training__stage": "ray_dapo", "rl_config__clip_higher_enable": True, "rl_config__clip_ratio_low": 0.2}
+    algo = native(PRESENT, folder, **dapo, rl_config__clip_ratio_high=0.28).config.algo
+    assert (algo.clip.low, algo.clip.high, algo.kl.loss.coef) == (0.2, 0.28, 0.0)
+    unset = native(PRESENT, folder, **{**dapo, "rl_config__clip_ratio_low": ...}).config.algo
+    assert (unset.clip.low, unset.clip.high) == (0.1, 0.1)
+    grpo = native(PRESENT, folder, **{**dapo, "megatron_training__stage": "ray_grpo"}).config.algo
+    assert (grpo.clip.low, grpo.kl.loss.coef) == (0.2, 0.001)
+    overlong = {"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 512, "rl_config.rollout_max_tokens": 1024}
+    found = translated(PRESENT, folder, {"megatron_training.stage": "ray_dapo", **overlong})
+    assert [line.split(": ", 1)[1] for line in found.errors] == [
+        "rl_config.rollout_max_tokens=1024: must be sampling_config.max_tokens=2048"
+    ]
+    assert plain(found.whole())["reward"]["overlong"] == {"buffer": 512, "factor": 1.0}
+
+
+def test_ppo_asks_for_its_critic(folder: Path):
+    found = translated(
+        PRESENT, folder, {"megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae", "rl_config.cliprange_value": 0.5}
+    )
+    whole = plain(found.whole())
+    assert found.algorithm == "ppo" and whole["algo"]["advantage"]["estimator"] == "gae" and whole["algo"]["value"]["clip"] == 0.5
+    assert "kl" not in whole["algo"]
+
+
+DAPO = {"megatron_training.stage": "ray_dapo"}
+# For each key that has a native one: what to change besides, and another value than the example's.
+OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "megatron.data_path": ({}, "dataset/data"), "megatron.tokenizer_name_or_path": ({}, "ckpt"), "megatron.prompt_type": ({}, "qwen_r1"),
+    "megatron.no_shuffle": ({}, True), "megatron.global_batch_size": ({}, 64), "megatron.micro_batch_size": ({}, 2),
+    "megatron.train_iters": ({}, 7), "megatron.seed": ({}, 7), "megatron.load": ({}, "Qwen2.5-7B"), "megatron.save": ({}, "elsewhere"),
+    "megatron.save_interval": ({}, 7),
+    "megatron.finetune": ({"actor_config.no_load_optim": False, "actor_config.no_load_rng": False}, False),
+    "megatron.no_load_optim": ({"actor_config.finetune": False, "actor_config.no_load_rng": False}, False),
+    "megatron.lr": ({}, 0.1), "megatron.lr_decay_style": ({}, "cosine"), "megatron.min_lr": ({}, 1.0e-7),
+    "megatron.lr_warmup_fraction": ({}, 0.1), "megatron.weight_decay": ({}, 0.2), "megatron.clip_grad": ({}, 0),
+    "megatron.adam_beta1": ({}, 0.8), "megatron.adam_beta2": ({}, 0.9), "megatron.tensor_model_parallel_size": ({}, 2),
+    "megatron.pipeline_model_parallel_size": ({}, 2), "megatron.sequence_parallel": ({}, False), "megatron.bf16": ({"generate_config.dtype": ...}, False),
+    "rl_config.n_samples_per_prompt": ({}, 4), "rl_config.mini_batch_size": ({}, 16), "rl_config.epochs": ({}, 2),
+    "rl_config.shuffle_mini_batch": ({}, True), "rl_config.shuffle_minibatch": ({"rl_config.shuffle_mini_batch": ...}, True),
+    "rl_config.actor_forward_micro_batch_size": ({}, 4), "rl_config.use_dynamic_bsz": ({}, True),
+    "rl_config.max_packing_token_size": ({"rl_config.use_dynamic_bsz": True}, 9000),
+    "rl_config.update_max_packing_token_size": ({"rl_config.use_dynamic_bsz": True}, 9000),
+    "rl_config.max_prompt_length": ({}, 1024), "rl_config.adv_estimator": ({}, "rloo"), "rl_config.clip_ratio": ({}, 0.1),
+    "rl_config.clip_higher_enable": ({"megatron_training.stage": "ray_dapo"}, True),
+    "rl_config.clip_ratio_low": ({"megatron_training.stage": "ray_dapo", "rl_config.clip_higher_enable": True}, 0.3),
+    "rl_config.clip_ratio_high": ({"megatron_training.stage": "ray_dapo", "rl_config.clip_higher_enable": True}, 0.3),
+    "rl_config.token_level_loss": ({"megatron_training.stage": "ray_dapo"}, False),
+    "rl_config.entropy_coeff": ({}, 0.1), "rl_config.kl_penalty": ({}, "mse"), "rl_config.init_kl_coef": ({}, 0.1),
+    "rl_config.verifier_function": ({}, ["acc"]), "rl_config.verifier_weight": ({}, [0.5]),
+    "rl_config.actor_resource": ({}, {"num_npus": 8}), "rl_config.hccl_buffersize": ({}, 512), "rl_config.runtime_env_path": ({}, str(EXAMPLES / "envs" / "runtime_env.yaml")),
+    "rl_config.use_tensorboard": ({}, False), "rl_config.wandb_exp_name": ({}, "named"),
+    "generate_config.infer_tensor_parallel_size": ({}, 2), "generate_config.data_parallel_size": ({}, 2), "generate_config.max_num_seqs": ({}, 7),
+    "generate_config.max_num_batched_tokens": ({}, 4096), "generate_config.max_model_len": ({}, 8192),
+    "generate_config.gpu_memory_utilization": ({}, 0.7), "generate_config.enable_prefix_caching": ({}, False), "generate_config.enforce_eager": ({}, True),
+    "sampling_config.max_tokens": ({}, 1024), "sampling_config.temperature": ({}, 0.7), "sampling_config.top_p": ({}, 0.9), "sampling_config.top_k": ({}, 40),
+    "sampling_config.min_p": ({}, 0.1), "sampling_config.seed": ({}, 7), "sampling_config.stop": ({}, ["END"]),
+    # What one of the algorithms reads, and what is or was not built: `later` keys count too.
+    "rl_config.gamma": ({"megatron_training.stage": "ray_ppo"}, 0.9), "rl_config.lam": ({"megatron_training.stage": "ray_ppo"}, 0.9),
+    "rl_config.cliprange_value": ({"megatron_training.stage": "ray_ppo"}, 0.2),
+    "rl_config.use_kl_in_reward": ({"megatron_training.stage": "ray_ppo"}, True),
+    "rl_config.overlong_buffer_enable": ({**DAPO, "rl_config.overlong_buffer": 512}, True),
+    "rl_config.overlong_buffer": ({**DAPO, "rl_config.overlong_buffer_enable": True}, 512),
+    "rl_config.overlong_buffer_penalty_factor": ({**DAPO, "rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 512}, 0.5),
+    "rl_config.filter_groups_enable": ({**DAPO}, True),
+    "rl_config.filter_groups_max_batches": ({**DAPO, "rl_config.filter_groups_enable": True}, 3),
+    "rl_config.partial_rollout_max_split": ({}, 2), "rl_config.integrated_mode_config": ({}, {"ref_model_load_path": "x"}),
+    "rl_config.multi_turn_enable": ({}, True), "rl_config.is_multimodal": ({}, True),
+    "megatron.split": ({}, "90,5,5"), "megatron.vocab_extra_ids": ({}, 2), "megatron.optimizer": ({}, "sgd"),
+    "megatron.no_save_optim": ({}, True), "megatron.no_save_rng": ({}, True),
+    "megatron.num_layers_per_virtual_pipeline_stage": ({}, 2), "megatron.num_layer_list": ({}, "13,15"), "megatron.noop_layers": ({}, "0,29"),
+    "megatron.expert_model_parallel_size": ({}, 2), "megatron.context_parallel_size": ({}, 2),
+    "megatron.context_parallel_algo": ({}, "megatron_cp_algo"),
+    "megatron.recompute_granularity": ({"megatron_training.recompute-granularity": ...}, "selective"),
+    "megatron.recompute_method": ({"megatron_training.recompute-method": ...}, "block"),
+    "megatron.recompute_num_layers": ({"megatron_training.recompute-num-layers": ...}, 2),
+    "megatron.lora_target_modules": ({}, ["linear_qkv"]), "megatron.lora_r": ({"actor_config.lora_target_modules": ["linear_qkv"]}, 4),
+    "megatron.lora_alpha": ({"actor_config.lora_target_modules": ["linear_qkv"]}, 4),
+    "generate_config.infer_pipeline_parallel_size": ({}, 2), "generate_config.infer_expert_parallel_size": ({}, 2),
+    "generate_config.offload_train_optimizer": ({}, False), "generate_config.offload_train_grad": ({}, False),
+    "generate_config.offload_train_param": ({}, False),
+}  # fmt: skip
+ELSEWHERE = {"runtime_env", "resource", "ref_config", "reward_config", "critic_config"}  # tested above or below, as whole files
+REPORTED_ONLY = {
+    "rl_config.filter_groups_train_batch_size",
+    "rl_config.filter_groups_metric",
+    "megatron.no_load_rng",
+    "generate_config.dtype",
+    "rl_config.rule_reward",
+    "rl_config.use_wandb",
+    "rl_config.use_swanlab",
+}
+
+
+def of_file(key: str) -> str:
+    section, name = key.split(".")
+    if section == "megatron":
+        given = tree_of(PRESENT)
+        return f"actor_config.{name}" if name in given["actor_config"] else f"megatron_training.{name}"
+    return f"generate_config.{key}" if section == "sampling_config" else key
+
+
+def keys_that_take_effect() -> list[str]:
+    rows = [row for row in load_table("mindspeed_rl").rows.values() if row.to and row.section not in ELSEWHERE]
+    return sorted({f"{row.section}.{row.key}" for row in rows} - REPORTED_ONLY)
+
+
+@pytest.mark.parametrize("key", keys_that_take_effect())
+def test_changing_a_key_changes_its_native_key(key: str, folder: Path):
+    besides, value = OTHERS.get(key, ({}, None))
+    row = load_table("mindspeed_rl").row(*key.split("."))
+    assert row is not None and key in OTHERS, f"{key} has a native key: say another value of it in OTHERS"
+    before = translated(PRESENT, folder, besides)
+    after = translated(PRESENT, folder, {**besides, of_file(key): value})
+    assert not before.errors and not after.errors, (before.errors, after.errors)
+
+    def values(translation: Translation) -> list[object]:
+        tree = plain(translation.whole())
+        return [_at(tree, native_key) for native_key in (*row.to, "checkpoint.load")]
+
+    if row.same and refusal(row.to[0], value):
+        return  # changes no results, and is not built yet: told as such
+    assert values(before) != values(after)
+    assert not any(
+        outcome.fate in (Fate.DEAD, Fate.SAME) and outcome.given.key == row.key and outcome.given.section == row.section
+        for outcome in after.outcomes
+    )
+
+
+def _at(tree: Any, key: str) -> object:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def test_a_key_of_the_environment_reaches_the_workers(folder: Path):
+    (folder / "envs").mkdir()
+    (folder / "envs" / "runtime_env.yaml").write_text(
+        "env_vars: {HCCL_CONNECT_TIMEOUT: '7', MY_OWN: x, VLLM_USE_V1: '1'}\n", encoding="utf-8"
+    )
+    assert native(PRESENT, folder).config.cluster.env == {"HCCL_CONNECT_TIMEOUT": "7", "MY_OWN": "x"}
+
+
+def test_wandb_wins_over_tensorboard_and_is_not_needed_for_the_results(folder: Path):
+    resolved = native(PRESENT, folder, rl_config__use_wandb=True)
+    if refusal("log.trackers", ["wandb"]):
+        assert any("metrics.jsonl has all" in str(outcome) for outcome in resolved.translations[0].outcomes)
+    else:
+        assert resolved.config.log.trackers == ("wandb",)

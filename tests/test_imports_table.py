@@ -1,0 +1,54 @@
+"""What every documented key of the five guides becomes: none is left out, and none becomes a key that there will never be."""
+
+from __future__ import annotations
+
+import pytest
+
+from guides import GUIDES, documented
+from msrl.config.imports.built import is_designed, refusal
+from msrl.config.imports.conversions import CONVERSIONS
+from msrl.config.imports.table import canonical, load_table
+from msrl.models.shape import Shape
+
+SYSTEMS = ("mindspeed_rl", "mindspeed_llm", "roll", "lightrft")
+# How many keys the reader above finds in each guide: a guide or a reader that changes is noticed.
+NUM_DOCUMENTED = {
+    "mindspeed-rl-grpo-parameters": 85,
+    "mindspeed-rl-r1-zero": 87,
+    "mindspeed-llm-full-pipeline": 52,
+    "lightrft-parameters": 66,
+    "roll-parameters": 115,
+}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_every_documented_key_is_in_a_table(name: str):
+    keys = documented(name)
+    known = {key for system in GUIDES[name] for _, key in load_table(system).rows}
+    missing = {key for key in keys if canonical(key) not in known}
+    assert not missing, sorted(missing)
+    assert len(keys) >= NUM_DOCUMENTED[name], (len(keys), sorted(keys))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_row_says_what_becomes_of_its_key(system: str):
+    for row in load_table(system).rows.values():
+        assert row.to or row.by or row.same or row.dead or row.shape or row.refuse, row
+        assert row.via in CONVERSIONS, row
+        assert not row.shape or row.shape in Shape.__slots__, row
+        for key in row.to:
+            assert is_designed(key), f"{system} {row.section}.{row.key}: {key} is neither a key nor one to come"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_defaults_of_the_originals_are_right_for_their_native_keys(system: str):
+    for row in load_table(system).rows.values():
+        if row.has_default and row.to and not row.by and row.default is not None:
+            CONVERSIONS[row.via](row.default)
+
+
+def test_keys_that_are_to_come_are_refused_and_keys_that_are_there_are_not():
+    assert refusal("rollout.async.partial", True).startswith("not in this version yet")
+    assert refusal("env.max_turns", 4).startswith("not in this version yet")
+    assert refusal("cluster.env.NCCL_DEBUG", "INFO") == ""
+    assert refusal("log.trackers", ["tensorboard"]) == ""
