@@ -14,6 +14,7 @@ import families
 import parity_ranks
 import reference_models
 from families import FAMILIES
+from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.verify import same_bits
@@ -28,8 +29,8 @@ LAYOUTS = {"whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp
 
 
 def test_every_registered_architecture_has_a_row() -> None:
-    missing = set(registered()) - {family.architecture for family in FAMILIES.values()}
-    assert not missing, f"add a row to tests/families.py for {', '.join(sorted(missing))}"
+    missing = set(registered()) - {family.architecture for family in (FAMILIES | MIXTURES).values()}
+    assert not missing, f"add a row to tests/families.py or mixture_families.py for {', '.join(sorted(missing))}"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
     return dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
 
 
-def _transformers(folder: Path, ids: list[np.ndarray]) -> np.ndarray:
+def transformers_logits(folder: Path, ids: list[np.ndarray]) -> np.ndarray:
     """Logits of transformers, one sequence at a time; it must find every weight and have a place for each."""
     from transformers import AutoModelForCausalLM
 
@@ -69,7 +70,7 @@ def test_logits_are_those_of_the_reference_at_every_layout(folders: dict[str, Pa
     family = FAMILIES[name]
     ids = parity_ranks.sequences(families.shape(family.config).vocab_size)
     if family.reference == "transformers":
-        expected = _transformers(folders[name], ids)
+        expected = transformers_logits(folders[name], ids)
     else:
         expected = getattr(reference_models, family.reference)(family.config, load_file(folders[name] / "model.safetensors"), ids)
     assert expected.std() > 0.3, "logits so small that nothing is compared"

@@ -151,7 +151,7 @@ def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         (LLAMA, {"attention_bias": True}, "attention_bias=true: is not supported"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias"),
-        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         (LLAMA, {"architectures": None}, "architectures"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msrl.checkpoint.dtypes import hf_name
+from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free, staged_folder
 from msrl.checkpoint.hf import HfWriter, copy_sidecars
 from msrl.checkpoint.mcore import (
@@ -61,7 +61,7 @@ def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
 def hf_specs(source: WeightSource, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
     """Types and shapes of a source's Hugging Face tensors."""
     return {
-        name: TensorSpec(dtype or source.dtype(rule), shape)
+        name: TensorSpec(cast_to(rule, dtype) or source.dtype(rule), shape)
         for rule in all_rules(source.shape)
         for name, shape in zip(rule.hf, rule.shapes, strict=True)
     }
@@ -116,8 +116,9 @@ def _write_rank(
 
 
 def _write_rule(source: WeightSource, rule: Rule, dtype: torch.dtype | None, writer: HfWriter, advance: Advance) -> None:
+    kind = cast_to(rule, dtype)
     for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
-        tensor = tensor if dtype is None else tensor.to(dtype)
+        tensor = tensor if kind is None else tensor.to(kind)
         writer.write(name, tensor)
         advance(tensor.nbytes)
 

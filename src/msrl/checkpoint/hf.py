@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint.dtypes import SAFETENSORS_NAMES, hf_name
+from msrl.checkpoint.fp8 import dequantised
 from msrl.checkpoint.hf_files import INDEX, SINGLE, open_weight_files, some
 from msrl.checkpoint.torch_file import TensorSpec, spec_of, tensor_blocks
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules, load_shape
+from msrl.models.hf_config import read_hf_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 
@@ -42,7 +44,7 @@ class HfCheckpoint:
             raise MsrlError(f"{folder}: there is no such folder")
         self.folder = folder
         self.shape: Shape = load_shape(folder)
-        self._stored = open_weight_files(folder)
+        self._stored = dequantised(open_weight_files(folder), read_hf_config(folder))
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
         self._check_against(self.shape)
 
@@ -92,15 +94,20 @@ def sidecar_files(folder: Path) -> list[Path]:
 
 
 def copy_sidecars(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Copy config and tokenizer files; config.json names `dtype` as the type of the weights unless it is None."""
+    """Copy config and tokenizer files; config.json names `dtype` as the type of the weights unless it is None.
+
+    A `quantization_config` is left out: weights that were read in FP8 are what they stand for from then on.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for file in sidecar_files(source):
         shutil.copyfile(file, target / file.name)
+    path = target / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    changed = {key: value for key, value in config.items() if key != "quantization_config"}
     if dtype is not None:
-        path = target / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config["dtype" if "dtype" in config else "torch_dtype"] = hf_name(dtype)
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        changed["dtype" if "dtype" in changed else "torch_dtype"] = hf_name(dtype)
+    if changed != config:
+        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

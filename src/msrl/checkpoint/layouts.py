@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from msrl.models.rules import GateUp, Layout, Packed, Qkv, Replicated, Sharded, Vocab
+from msrl.models.rules import GateUp, Joined, Layout, Packed, Qkv, Replicated, Sharded, Vocab
 
 
 def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
@@ -25,6 +25,8 @@ def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([t.unflatten(0, (layout.num_groups, -1)) for t in tensors], dim=1)
     if isinstance(layout, GateUp):
         return torch.stack(list(tensors))
+    if isinstance(layout, Joined):
+        return torch.cat(list(tensors))
     (tensor,) = tensors
     return tensor
 
@@ -38,6 +40,8 @@ def unfuse(layout: Layout, canonical: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.flatten(0, 1) for part in canonical.split(sizes, dim=1))
     if isinstance(layout, GateUp):
         return tuple(canonical.unbind(0))
+    if isinstance(layout, Joined):
+        return canonical.split(list(layout.rows))
     return (canonical,)
 
 
@@ -94,6 +98,8 @@ def shard(layout: Layout, tensors: Sequence[Tensor], tp_rank: int, tp_size: int,
 def shard_shape(layout: Layout, shapes: Sequence[tuple[int, ...]], tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
     """The shape of a rank's shard, from the shapes of the Hugging Face tensors alone."""
     first = shapes[0]
+    if isinstance(layout, Joined):
+        return (sum(layout.rows), *first[1:])
     if isinstance(layout, Replicated):
         return first
     if isinstance(layout, Sharded):

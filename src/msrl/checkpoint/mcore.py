@@ -30,7 +30,7 @@ from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import num_experts
-from msrl.models.megatron import rope_arguments
+from msrl.models.megatron import latent_attention_arguments, mixture_arguments, rope_arguments
 from msrl.models.shape import Shape
 from msrl.models.stages import chunk_of
 
@@ -150,6 +150,8 @@ def namespace(
         num_query_groups=shape.num_query_groups,
         kv_channels=shape.head_dim,
         num_experts=num_experts(shape) or None,
+        **mixture_arguments(shape.moe),
+        **latent_attention_arguments(shape.mla),
         moe_grouped_gemm=naming.grouped,
         max_position_embeddings=shape.max_position_embeddings,
         seq_length=shape.max_position_embeddings,

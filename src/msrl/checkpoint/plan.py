@@ -51,4 +51,9 @@ def make_plan(shape: Shape, cut: Cut, vocab_multiple: int | None = None) -> Plan
     """The plan of a whole checkpoint. Raises ManyErrors that names every size which the cut does not divide."""
     cut.check(shape)
     padded = padded_vocab_size(shape, cut.tp, vocab_multiple)
-    return Plan(cut, padded, tuple(rank_plan(shape, cut, at, padded) for at in cut.ranks()))
+    alike: dict[tuple[int, int], RankPlan] = {}  # by stage and experts: tensor-parallel ranks hold tensors of the same shapes
+    for at in cut.ranks():
+        if (at.pp, cut.expert_group(at)) not in alike:
+            alike[at.pp, cut.expert_group(at)] = rank_plan(shape, cut, at, padded)
+    ranks = (RankPlan(at, alike[at.pp, cut.expert_group(at)].tensors) for at in cut.ranks())
+    return Plan(cut, padded, tuple(ranks))

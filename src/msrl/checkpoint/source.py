@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import layouts
+from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.found import Found, empty_positions, find_checkpoint, latest_iteration
 from msrl.checkpoint.hf import HfCheckpoint
 from msrl.checkpoint.mcore import SIDECAR, read_rank_file
@@ -61,13 +62,14 @@ class WeightSource(ABC):
         padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
         for placed in stage_tensors(self.shape, cut, at):
             tensor = self.shard(placed.rule, placed.shard, placed.num_shards, padded)
-            yield placed.name, tensor if dtype is None else tensor.to(dtype)
+            kind = cast_to(placed.rule, dtype)
+            yield placed.name, tensor if kind is None else tensor.to(kind)
 
     def local_specs(self, cut: Cut, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> dict[str, TensorSpec]:
         """Types and shapes of what `local_tensors` gives, without reading it."""
         padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
         shapes = rank_plan(self.shape, cut, at, padded).tensors
-        types = {placed.name: dtype or self.dtype(placed.rule) for placed in stage_tensors(self.shape, cut, at)}
+        types = {placed.name: cast_to(placed.rule, dtype) or self.dtype(placed.rule) for placed in stage_tensors(self.shape, cut, at)}
         return {name: TensorSpec(types[name], shape) for name, shape in shapes.items()}
 
     def main_dtype(self) -> torch.dtype:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.mcore import MANIFEST, read_manifest
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.torch_file import check_records
@@ -40,8 +41,9 @@ def compare(
     """Compare all tensors of `result` with those of `source`, cast to `dtype` unless it is None, under their Hugging Face names."""
     num_tensors, num_bytes, different = 0, 0, list[str]()
     for rule in all_rules(source.shape):
+        kind = cast_to(rule, dtype)
         for name, before, after in zip(rule.hf, source.hf_tensors(rule), result.hf_tensors(rule), strict=True):
-            if not same_bits(before if dtype is None else before.to(dtype), after):
+            if not same_bits(before if kind is None else before.to(kind), after):
                 different.append(name)
             num_tensors, num_bytes = num_tensors + 1, num_bytes + after.nbytes
             advance(after.nbytes)

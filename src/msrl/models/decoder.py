@@ -9,7 +9,7 @@ from typing import cast
 
 from msrl.models.hf_config import HfConfig
 from msrl.models.rope import read_rope
-from msrl.models.shape import PLAIN, Attention, Shape
+from msrl.models.shape import PLAIN, Attention, Moe, Shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -30,6 +30,7 @@ def decoder_shape(
     tie_word_embeddings: bool = False,
     attention: Attention = PLAIN,
     hidden_act: str = "silu",
+    moe: Moe | None = None,
 ) -> Shape:
     """The shape of a dense decoder. From `head_dim` on, arguments are the defaults of the family's config class.
 
@@ -38,6 +39,8 @@ def decoder_shape(
     or do not fit together and for features that are not supported.
     """
     _refuse_unsupported(config, hidden_act)
+    if moe is None:
+        config.refuse("num_experts", 0)
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     positions = config.count("max_position_embeddings", max_position_embeddings)
     head = config.count("head_dim", _default_head_dim(config, hidden, heads) if head_dim is None else head_dim)
@@ -65,6 +68,7 @@ def decoder_shape(
         dtype=config.dtype(),
         rotary_dim=int(head * rope.partial_rotary_factor),
         attention=attention,
+        moe=moe,
     )
     check_heads(config, shape)
     return shape
@@ -91,8 +95,7 @@ def _refuse_unsupported(config: HfConfig, hidden_act: str) -> None:
     config.refuse("attention_dropout", 0, 0.0)
     for key in ("mlp_bias", "use_mrope", "use_bidirectional_attention"):
         config.refuse(key, False)
-    config.refuse("quantization_config")
-    config.refuse("num_experts", 0)
+    config.check_quantisation()
 
 
 def switched_window(config: HfConfig) -> Attention:

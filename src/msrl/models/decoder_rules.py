@@ -41,12 +41,17 @@ LLAMA = Names()
 
 def decoder_rules(shape: Shape, names: Names = LLAMA) -> Rules:
     """The weight rules of a dense decoder with fused q/k/v and gate/up on Megatron's side."""
+    return model_rules(shape, names, (_layer_rules(shape, names),) * shape.num_layers)
+
+
+def model_rules(shape: Shape, names: Names, layers: tuple[tuple[Rule, ...], ...]) -> Rules:
+    """The rules of `layers` between the embedding, the final norm and the output layer."""
     table = Vocab(shape.vocab_size), ((shape.vocab_size, shape.hidden_size),)
     head = () if shape.tie_word_embeddings else (Rule("output_layer.weight", (names.head,), *table),)
     final_norm = Rule("decoder.final_layernorm.weight", (names.final_norm,), Replicated(), ((shape.hidden_size,),))
     return Rules(
         first=(Rule("embedding.word_embeddings.weight", (names.embedding,), *table),),
-        layers=(_layer_rules(shape, names),) * shape.num_layers,
+        layers=layers,
         last=(final_norm, *head),
     )
 

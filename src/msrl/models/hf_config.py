@@ -69,6 +69,15 @@ class HfConfig:
         if value is not None and value not in allowed:
             self.fail(key, f"is not supported; supported: {', '.join(json.dumps(a) for a in allowed) or 'leaving it out'}")
 
+    def check_quantisation(self) -> None:
+        """Refuses weights that are packed in a way that is not read; FP8 in blocks is (see `checkpoint/fp8.py`)."""
+        value: object = self.values.get("quantization_config")
+        if value is None:
+            return
+        method = cast("dict[str, object]", value).get("quant_method") if isinstance(value, dict) else value
+        if method != "fp8":
+            self.fail("quantization_config", "is not supported; supported: quant_method fp8 with a weight_block_size, or leaving it out")
+
     def architecture(self) -> str:
         names = self.values.get("architectures")
         if not isinstance(names, list) or len(cast("list[object]", names)) != 1 or not isinstance(names[0], str):

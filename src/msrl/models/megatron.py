@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msrl.models.shape import LinearRopeScaling, Llama3RopeScaling, Shape, YarnRopeScaling
+from msrl.models.shape import LinearRopeScaling, Llama3RopeScaling, Mla, Moe, Shape, YarnRopeScaling
 
 
 def transformer_settings(shape: Shape) -> dict[str, Any]:
@@ -30,6 +30,26 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": shape.zero_centered_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        **({} if shape.moe is None else _mixture_settings(shape.moe)),
+    }
+
+
+def _mixture_settings(moe: Moe) -> dict[str, Any]:
+    """No load-balancing loss, and no change of expert biases, unless a training asks for them; the router computes in float32."""
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [int(is_mixture) for is_mixture in moe.layers],
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": not moe.normalise,
+        "moe_router_topk_scaling_factor": moe.scaling_factor,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
     }
 
 
@@ -69,3 +89,37 @@ def rope_arguments(shape: Shape) -> dict[str, Any]:
             "rope_scaling_original_max_position_embeddings": scaling.original_max_position_embeddings,
         }
     return arguments
+
+
+def mixture_arguments(moe: Moe | None) -> dict[str, Any]:
+    """Megatron's command-line arguments of the experts, for the record of a checkpoint."""
+    if moe is None:
+        return {}
+    return {
+        "moe_layer_freq": [int(is_mixture) for is_mixture in moe.layers],
+        "first_k_dense_replace": moe.layers.index(True),
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": not moe.normalise,
+        "norm_topk_prob": moe.normalise,
+        "moe_router_topk_scaling_factor": moe.scaling_factor,
+        "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
+        "moe_router_group_topk": moe.num_chosen_groups if moe.num_groups > 1 else None,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+    }
+
+
+def latent_attention_arguments(mla: Mla | None) -> dict[str, Any]:
+    """Megatron's and MindSpeed's command-line arguments of latent attention, for the record of a checkpoint."""
+    if mla is None:
+        return {"multi_latent_attention": False}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.nope_head_dim,
+        "qk_pos_emb_head_dim": mla.rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+    }

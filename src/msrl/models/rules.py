@@ -15,6 +15,13 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined(Replicated):
+    """Hugging Face tensors one above the other, `rows` of each, the same on every tensor-parallel rank."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Sharded:
     """One Hugging Face tensor, cut along `axis`: 0 for column-parallel weights, 1 for row-parallel ones.
 
@@ -64,6 +71,7 @@ class Rule:
     `{layer}` in the names is the global layer number. `shapes` are those of the Hugging Face tensors, in the order of `hf`.
     A tensor of one expert has its global number as `expert`, and `{expert}` in its names; Megatron's own, in sequential order, are
     `decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight` and `linear_fc2`.
+    `dtype` is the type that the tensor has whatever the type of the model, if there is one.
     """
 
     mcore: str
@@ -71,6 +79,7 @@ class Rule:
     layout: Layout
     shapes: tuple[tuple[int, ...], ...]
     expert: int | None = None
+    dtype: str | None = None
 
     @property
     def unpacked(self) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
@@ -82,8 +91,12 @@ class Rule:
     def at(self, layer: int, expert: int | None = None) -> Rule:
         """This rule with its layer and expert numbers filled in; `expert` (default: its own) is what the names say."""
         number = self.expert if expert is None else expert
-        names = tuple(name.format(layer=layer, expert=number) for name in self.hf)
-        return Rule(self.mcore.format(layer=layer, expert=number), names, self.layout, self.shapes, self.expert)
+        names = tuple([name.format(layer=layer, expert=number) for name in self.hf])
+        return Rule(self.mcore_at(layer, number), names, self.layout, self.shapes, self.expert, self.dtype)
+
+    def mcore_at(self, layer: int, expert: int | None = None) -> str:
+        """Megatron's name with these numbers filled in."""
+        return self.mcore.format(layer=layer, expert=expert)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,50 @@ PLAIN = Attention()
 
 
 @dataclass(frozen=True, slots=True)
+class Moe:
+    """Mixture-of-experts feed-forward parts (arXiv:2101.03961; DeepSeekMoE, arXiv:2401.06066), in the layers that `layers` marks.
+
+    Every token goes to `experts_per_token` of the `num_experts`, of `ffn_hidden_size` each, and to the shared experts, which are one of
+    `shared_ffn_hidden_size` together (0: there are none). The router scores with `score` over all experts; the chosen scores are
+    the weights, divided by their sum where `normalise` is set, and multiplied by `scaling_factor`.
+
+    Experts are chosen from the best `num_chosen_groups` of `num_groups` equal groups; a group is as good as its best expert
+    (`group_score` max, DeepSeek V2) or as its best two together (top2, DeepSeek V3). With `expert_bias` (arXiv:2408.15664) a number
+    per expert is added to the scores for the choice alone.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    layers: tuple[bool, ...]
+    shared_ffn_hidden_size: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    expert_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434, section 2.1).
+
+    Keys and values are made from a latent of `kv_lora_rank` per token, queries from one of `q_lora_rank` (None: from the token itself).
+    Queries and keys of a head have `nope_head_dim` channels without position and `rope_head_dim` rotated ones, which all heads' keys
+    share; values have `v_head_dim`. Latents have norms, of epsilon `norm_eps`.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes count elements; `dtype` is the name that the config gives its weights (bfloat16, float16, float32).
 
@@ -105,6 +150,8 @@ class Shape:
     embedding_scale: float = 1.0
     normalized_head: bool = False
     logit_softcap: float | None = None
+    moe: Moe | None = None
+    mla: Mla | None = None
 
     @property
     def heads_per_group(self) -> int:

@@ -87,12 +87,12 @@ def _chunk_tensors(
 def _layer_tensors(shape: Shape, cut: Cut, at: Coords, layer: int, local: int) -> Iterator[tuple[Rule, str]]:
     """Rules and names of a layer on one rank: what all ranks have, then the rank's own experts."""
     dense, experts = _by_expert(shape, layer)
-    yield from ((rule.at(layer), rule.at(local).mcore) for rule in dense)
+    yield from ((rule.at(layer), rule.mcore_at(local)) for rule in dense)
     if experts:
         count = num_experts(shape) // cut.num_expert_groups
         first = cut.expert_group(at) * count
         for number in range(count):
-            yield from ((rule.at(layer), rule.at(local, number).mcore) for rule in experts[first + number])
+            yield from ((rule.at(layer), rule.mcore_at(local, number)) for rule in experts[first + number])
 
 
 @functools.lru_cache(maxsize=512)

@@ -178,7 +178,9 @@ def _redirect_cuda() -> None:
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     _skip_collectives_with_oneself()
     _name_tensor_types()
+    _carry_uneven_parts()
     _redirect_megatron_rng()
+    _redirect_megatron_dispatch()
 
 
 def _skip_collectives_with_oneself() -> None:
@@ -201,6 +203,35 @@ def _skip_collectives_with_oneself() -> None:
     dist.all_gather_into_tensor = unless_in_place(dist.all_gather_into_tensor)
 
 
+def _carry_uneven_parts() -> None:
+    """Megatron gathers the tokens of experts that are cut over ranks in parts of differing length, which gloo does not."""
+    import torch
+    import torch.distributed as dist
+
+    gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(parts: list[torch.Tensor], part: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        longest = max(len(each) if each.dim() else 0 for each in parts)
+        if all(each.shape == parts[0].shape for each in parts):
+            return gather(parts, part, group=group, **kwargs)
+        padded = [part.new_zeros((longest, *part.shape[1:])) for _ in parts]
+        mine = torch.cat([part, part.new_zeros((longest - len(part), *part.shape[1:]))])
+        gather(padded, mine, group=group)
+        for each, whole in zip(parts, padded, strict=True):
+            each.copy_(whole[: len(each)])
+        return None
+
+    def scatter(mine: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any) -> Any:
+        if all(each.shape == parts[0].shape for each in parts):
+            return reduce_scatter(mine, parts, op=op, group=group, **kwargs)
+        whole = torch.cat(parts)
+        dist.all_reduce(whole, op=op, group=group)
+        mine.copy_(whole.split([len(each) for each in parts])[dist.get_rank(group)])
+        return None
+
+    dist.all_gather, dist.reduce_scatter = all_gather, scatter
+
+
 def _name_tensor_types() -> None:
     """Megatron's distributed optimizer compares `Tensor.type()` with `torch.cuda.*Tensor`."""
     import torch
@@ -221,6 +252,17 @@ def _redirect_megatron_rng() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _redirect_megatron_dispatch() -> None:
+    """Megatron takes the lengths of what experts are sent from the device to the CPU as numpy arrays; here they are there already."""
+    import torch
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = moved
 
 
 PLATFORM = CpuPlatform()

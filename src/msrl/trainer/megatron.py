@@ -31,12 +31,14 @@ from msrl.models.cut import Coords
 from msrl.models.megatron import transformer_settings
 from msrl.models.rules import Replicated, Sharded
 from msrl.models.select import chosen
-from msrl.models.shape import Shape
+from msrl.models.shape import Mla, Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
 from msrl.trainer.attention import CoreAttention
+from msrl.trainer.experts import mixture_spec
+from msrl.trainer.latent_attention import LatentAttention
 from msrl.trainer.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
-from msrl.trainer.settings import Layout, OptimizerSettings
+from msrl.trainer.settings import Layout, OptimizerSettings, sequence_multiple
 
 
 class PolicyModel(GPTModel):
@@ -81,8 +83,9 @@ def initialize(platform: Platform, *, rank: int, world_size: int, init_method: s
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(platform.collective_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
-        layout.tp, layout.pp, create_gloo_process_groups=False, distributed_timeout_minutes=max(1, int(timeout_s / 60))
-    )
+        layout.tp, layout.pp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp_size,
+        create_gloo_process_groups=False, distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+    )  # fmt: skip
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     platform.seed(seed)
 
@@ -116,7 +119,9 @@ def transformer_config(shape: Shape, layout: Layout, dtype: torch.dtype, device:
         **{**settings, "activation_func": ACTIVATIONS[settings["activation_func"]]},
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        sequence_parallel=layout.sp and layout.tp > 1,
+        sequence_parallel=sequence_multiple(layout, shape) > 1,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp_size,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -136,26 +141,34 @@ def transformer_config(shape: Shape, layout: Layout, dtype: torch.dtype, device:
 
 def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
     """What a layer is made of; `layer` counts from 0 over the whole model."""
-    norm = RmsNorm if shape.qk_norm else IdentityOp
-    core_attention = ModuleSpec(module=CoreAttention, params={"traits": shape.attention, "layer": layer})
     return ModuleSpec(
         module=PostNormLayer if shape.post_norms else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, q_layernorm=norm, k_layernorm=norm,
-                    core_attention=core_attention,
-                ),
-            ),
+            self_attention=_attention_spec(shape, layer) if shape.mla is None else _latent_attention_spec(shape, shape.mla),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
-            mlp=GatedMlp,
+            mlp=mixture_spec(shape.moe) if shape.moe and shape.moe.layers[layer] else GatedMlp,
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )  # fmt: skip
+
+
+def _attention_spec(shape: Shape, layer: int) -> ModuleSpec:
+    norm = RmsNorm if shape.qk_norm else IdentityOp
+    core_attention = ModuleSpec(module=CoreAttention, params={"traits": shape.attention, "layer": layer})
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, q_layernorm=norm, k_layernorm=norm,
+            core_attention=core_attention,
+        ),
+    )  # fmt: skip
+
+
+def _latent_attention_spec(shape: Shape, mla: Mla) -> ModuleSpec:
+    return ModuleSpec(module=LatentAttention, params={"mla": mla, "scale": shape.attention.scale})
 
 
 def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, padded_vocab_size: int) -> PolicyModel:
@@ -184,14 +197,22 @@ def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.
     return model.to(device)
 
 
+def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint holds of a model: its parameters, and the buffers that are saved (the biases of experts)."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
 def _mark_shards(model: PolicyModel, shape: Shape, layout: Layout) -> None:
     """Tell Megatron which parameters are cut: it does so itself only where it initialises them, and its gradient norm rests on it."""
-    parameters = dict(model.named_parameters())
+    weights = named_weights(model)
     at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
     for placed in stage_tensors(shape, layout, at):
         if not isinstance(placed.layout, Replicated):
             axis = placed.layout.axis if isinstance(placed.layout, Sharded) else 0
-            vars(parameters[placed.name]).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
+            vars(weights[placed.name]).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
+        if placed.rule.expert is not None:
+            # Experts are data parallel over other ranks than the rest; Megatron itself says so only where they are spread over ranks.
+            vars(weights[placed.name]).update(allreduce=False)
 
 
 def freeze(model: PolicyModel, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from msrl.models.cut import Cut
+from msrl.models.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,14 @@ class Layout(Cut):
     """How a model is cut while it trains: a cut, and whether norms are cut along the sequence (`sp`)."""
 
     sp: bool = False
+
+
+def sequence_multiple(layout: Layout, shape: Shape) -> int:
+    """What the tokens of a micro-batch must be a multiple of: sequence parallelism cuts them over the tensor-parallel ranks.
+
+    Megatron's mixtures of experts need it wherever there is tensor parallelism.
+    """
+    return layout.tp if layout.sp or shape.moe is not None else 1
 
 
 @dataclass(frozen=True, slots=True)

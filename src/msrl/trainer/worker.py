@@ -30,7 +30,7 @@ from msrl.trainer.logprobs import vocab_parallel_logprobs
 from msrl.trainer.losses import Loss, Outputs
 from msrl.trainer.megatron import PolicyModel
 from msrl.trainer.rope import RotaryTable
-from msrl.trainer.settings import WorkerSettings
+from msrl.trainer.settings import WorkerSettings, sequence_multiple
 from msrl.types import Floats, MicroBatch
 
 
@@ -75,14 +75,14 @@ class TrainWorker:
     @property
     def sequence_multiple(self) -> int:
         """What the tokens of a micro-batch must be a multiple of: sequence parallelism cuts them over the tensor-parallel ranks."""
-        return self.layout.tp if self.layout.sp else 1
+        return sequence_multiple(self.layout, self.shape)
 
     def _load_model(self, path: Path, iteration: int | None = None) -> tuple[PolicyModel, Shape]:
         source = open_weights(path) if iteration is None else open_mcore(path, iteration=iteration)
         padded = source.shape.padded_vocab_size(self.layout.tp)
         model = megatron.build_model(source.shape, self.layout, self.dtype, self.device, padded)
         tensors = source.local_tensors(self.layout, self.coords, dtype=self.dtype)
-        missing = dict(model.named_parameters())
+        missing = megatron.named_weights(model)
         with torch.no_grad():
             for name, tensor in tensors:
                 missing.pop(name).copy_(tensor)

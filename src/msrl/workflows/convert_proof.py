@@ -18,7 +18,7 @@ from torch import Tensor
 
 from msrl import platforms
 from msrl.checkpoint.convert import hf_specs
-from msrl.checkpoint.dtypes import CHOICES
+from msrl.checkpoint.dtypes import CHOICES, cast_to
 from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.lora import MergedSource
 from msrl.checkpoint.mcore import SIDECAR
@@ -28,6 +28,8 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.cut import Cut
 from msrl.models.families import all_rules, num_parameters
+from msrl.models.hf_config import read_hf_config
+from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.tracking.progress import amount_text, progress
 
@@ -68,7 +70,7 @@ def checks(config: Config, source: WeightSource, load: Path, save: Path) -> list
         loaded = _pretrained(save, tokens, None), _filled(source, tokens, dtype)
         return [*first, _logits(source.shape, *loaded, sides="transformers: the result, the source")]
     if convert.command == "hf2mcore" and not merged:
-        transformers, megatron = _pretrained(load, tokens, dtype), _megatron(config, save, tokens)
+        transformers, megatron = _as_converted(source, load, tokens, dtype), _megatron(config, save, tokens)
     elif not to_hf:
         transformers, megatron = _filled(source, tokens, dtype), _megatron(config, save, tokens)
     else:  # a cast is proven by the round trip, so that the two sides are compared as they were before it
@@ -148,6 +150,12 @@ def _with_config(checkpoint: Path, hf_dir: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
+def _as_converted(source: WeightSource, load: Path, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
+    """Logits of transformers from a Hugging Face folder; those of packed weights, which it takes on some devices alone, as we read them."""
+    is_packed = "quantization_config" in read_hf_config(load).values
+    return _filled(source, tokens, dtype) if is_packed else _pretrained(load, tokens, dtype)
+
+
 def _pretrained(folder: Path, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
     """Logits of transformers, loading the folder as any user would; weights rounded to `dtype` unless it is None."""
     from transformers import AutoModelForCausalLM
@@ -162,17 +170,24 @@ def _pretrained(folder: Path, tokens: list[list[int]], dtype: torch.dtype | None
 
 
 def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
-    """Logits of transformers with the tensors of an mcore checkpoint put into it; rounded to `dtype` unless it is None."""
+    """Logits of transformers with the tensors of `source` put into it; rounded to `dtype` unless it is None."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.hf_dir, local_files_only=True), dtype=torch.float32)
-    parameters = dict(model.named_parameters())
-    for rule in all_rules(source.shape):
-        for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
-            parameters.pop(name).data.copy_(tensor if dtype is None else tensor.to(dtype))
-    if parameters:
-        raise RuntimeError(f"transformers' {source.shape.architecture} has parameters without a rule: {', '.join(parameters)}")
+    config = AutoConfig.from_pretrained(source.hf_dir, local_files_only=True)
+    vars(config).pop("quantization_config", None)  # the tensors are what the packed ones stand for
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    weights = {name: tensor for rule in all_rules(source.shape) for name, tensor in _cast(source, rule, dtype)}
+    model, found = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True)
+    astray = sorted(name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in map(str, found[kind]))
+    if astray:
+        raise RuntimeError(f"transformers' {source.shape.architecture} and the rules disagree on {', '.join(astray[:5])}")
     return _forward(model, tokens)
+
+
+def _cast(source: WeightSource, rule: Rule, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    kind = cast_to(rule, dtype)
+    for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
+        yield name, tensor if kind is None else tensor.to(kind)
 
 
 def _forward(model: Any, tokens: list[list[int]]) -> list[Tensor]:

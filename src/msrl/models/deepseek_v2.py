@@ -1,0 +1,34 @@
+"""DeepSeek V2 and V2-Lite (transformers' `DeepseekV2ForCausalLM`): softmax scores, not normalised; the whole V2 chooses among groups."""
+
+from __future__ import annotations
+
+from msrl.models.deepseek import deepseek_rules, deepseek_shape, first_dense
+from msrl.models.hf_config import HfConfig
+from msrl.models.rules import Rules
+from msrl.models.shape import Moe, Shape
+
+ARCHITECTURES = ("DeepseekV2ForCausalLM",)
+
+
+def shape(config: HfConfig) -> Shape:
+    config.refuse("scoring_func", "softmax")
+    config.refuse("norm_topk_prob", False)
+    config.refuse("topk_method", "greedy", "group_limited_greedy")
+    by_group = config.values.get("topk_method") == "group_limited_greedy"
+    ffn = config.count("moe_intermediate_size", 1407)
+    moe = Moe(
+        num_experts=config.count("n_routed_experts", 64),
+        experts_per_token=config.count("num_experts_per_tok"),
+        ffn_hidden_size=ffn,
+        layers=first_dense(config, 0),
+        shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 2),
+        normalise=False,
+        scaling_factor=config.positive("routed_scaling_factor", 1.0),
+        num_groups=config.count("n_group") if by_group else 1,
+        num_chosen_groups=config.count("topk_group") if by_group else 1,
+    )
+    return deepseek_shape(config, family="deepseek_v2", moe=moe)
+
+
+def rules(shape: Shape) -> Rules:
+    return deepseek_rules(shape)

@@ -1,0 +1,36 @@
+"""Mixtral 8x7B and 8x22B (transformers' `MixtralForCausalLM`): experts in every layer, no biases."""
+
+from __future__ import annotations
+
+from msrl.models.decoder import decoder_shape, window_everywhere
+from msrl.models.decoder_rules import attention_rules
+from msrl.models.hf_config import HfConfig
+from msrl.models.mixture import ExpertNames, check_experts, mixture_rules
+from msrl.models.rules import Rules
+from msrl.models.shape import PLAIN, Attention, Moe, Shape
+
+ARCHITECTURES = ("MixtralForCausalLM",)
+_EXPERTS = ExpertNames(router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{expert}.", gate="w1", up="w3", down="w2")
+
+
+def shape(config: HfConfig) -> Shape:
+    config.refuse("router_jitter_noise", 0, 0.0)
+    moe = Moe(
+        num_experts=config.count("num_local_experts", 8),
+        experts_per_token=config.count("num_experts_per_tok", 2),
+        ffn_hidden_size=config.count("intermediate_size"),
+        layers=(True,) * config.count("num_hidden_layers"),
+    )
+    return decoder_shape(
+        config, family="mixtral", qkv_bias=False, qk_norm=False, num_key_value_heads=8, max_position_embeddings=131072, norm_eps=1e-5,
+        rope_theta=1e6, attention=_window(config), moe=check_experts(config, moe),
+    )  # fmt: skip
+
+
+def _window(config: HfConfig) -> Attention:
+    """A window in every layer where the config gives one."""
+    return PLAIN if config.values.get("sliding_window") is None else window_everywhere(config, 4096)
+
+
+def rules(shape: Shape) -> Rules:
+    return mixture_rules(shape, attention_rules(shape), experts=_EXPERTS)

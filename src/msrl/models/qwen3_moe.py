@@ -1,0 +1,43 @@
+"""Qwen 3, mixtures of experts (transformers' `Qwen3MoeForCausalLM`): the attention of Qwen 3, experts in every or in some layers."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from msrl.models.decoder import decoder_shape, switched_window
+from msrl.models.decoder_rules import attention_rules
+from msrl.models.hf_config import HfConfig
+from msrl.models.mixture import check_experts, mixture_rules
+from msrl.models.rules import Rules
+from msrl.models.shape import Moe, Shape
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+
+
+def shape(config: HfConfig) -> Shape:
+    config.refuse("attention_bias", False)
+    config.refuse("shared_expert_intermediate_size", 0)
+    moe = Moe(
+        num_experts=config.count("num_experts", 128),
+        experts_per_token=config.count("num_experts_per_tok", 8),
+        ffn_hidden_size=config.count("moe_intermediate_size", 768),
+        layers=_mixtures(config),
+        normalise=config.flag("norm_topk_prob", False),
+    )
+    return decoder_shape(
+        config, family="qwen3_moe", qkv_bias=False, qk_norm=True, max_position_embeddings=32768, num_key_value_heads=4,
+        attention=switched_window(config), moe=check_experts(config, moe),
+    )  # fmt: skip
+
+
+def _mixtures(config: HfConfig) -> tuple[bool, ...]:
+    """Which layers have experts: every `decoder_sparse_step`-th, but none of `mlp_only_layers`."""
+    dense: object = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in cast("list[object]", dense)):
+        config.fail("mlp_only_layers", "must be a list of layer numbers")
+    step, numbers = config.count("decoder_sparse_step", 1), cast("list[int]", dense)
+    return tuple(layer not in numbers and (layer + 1) % step == 0 for layer in range(config.count("num_hidden_layers")))
+
+
+def rules(shape: Shape) -> Rules:
+    return mixture_rules(shape, attention_rules(shape))

@@ -1,0 +1,98 @@
+"""FP8 weights with a scale per block: their numbers against those of a plain loop, a whole model through convert-ckpt, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import families
+from mixture_families import DEEPSEEK_V3
+from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
+from msrl.checkpoint.fp8 import FP8, dequantise
+from msrl.checkpoint.source import open_weights
+from msrl.errors import MsrlError
+from msrl.models.cut import Cut
+
+BLOCK = (16, 32)
+PACKED: dict[str, Any] = {
+    **DEEPSEEK_V3, "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
+}  # fmt: skip
+
+UP_SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
+
+
+def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in FP8 and its scales, by the recipe of the technical report: the largest of a block becomes 448, what e4m3 can hold."""
+    rows, columns = BLOCK
+    scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+    result = torch.empty(weight.shape, dtype=FP8)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
+            scales[i, j] = weight[part].abs().max() / 448
+            result[part] = (weight[part] / scales[i, j]).to(FP8)
+    return result, scales
+
+
+def folder(path: Path, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
+    """A model whose matrices inside layers are packed, routers excepted, as DeepSeek V3 is published; and the numbers it stands for."""
+    path.mkdir()
+    tensors, meant = dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in families.weights(DEEPSEEK_V3).items():
+        if ".layers." not in name or weight.dim() < 2 or name.endswith("mlp.gate.weight"):
+            meant[name] = tensors[name] = weight if name.endswith("bias") else weight.bfloat16()
+            continue
+        tensors[name], tensors[f"{name}_scale_inv"] = packed(weight)
+        scales = tensors[f"{name}_scale_inv"].repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+        meant[name] = (tensors[name].float() * scales[: weight.shape[0], : weight.shape[1]]).bfloat16()
+    save_file({**tensors, **changes.pop("tensors", {})}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({**PACKED, **changes}))
+    return path, meant
+
+
+def test_blocks_are_multiplied_by_their_scales() -> None:
+    weight = torch.tensor([[1.0, 2.0, -4.0], [0.5, 8.0, 16.0], [1.5, 3.0, 448.0]]).to(FP8)
+    scales = torch.tensor([[2.0, 10.0], [0.5, 1.0]])
+    expected = torch.tensor([[2.0, 4.0, -40.0], [1.0, 16.0, 160.0], [0.75, 1.5, 448.0]])
+    assert torch.equal(dequantise(weight, scales, (2, 2), torch.float32), expected)
+
+
+def test_a_packed_model_is_converted_as_what_it_stands_for(tmp_path: Path) -> None:
+    source, meant = folder(tmp_path / "fp8")
+    write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(Cut(tp=2)))
+    write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == meant.keys()
+    assert all(torch.equal(back[name], meant[name]) and back[name].dtype == meant[name].dtype for name in meant)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config == {key: value for key, value in PACKED.items() if key != "quantization_config"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size must be two numbers"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"tensors": {UP_SCALE: torch.ones(2, 2)}}, r"is [2, 2], but blocks of [16, 32] make it [6, 2]"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(MsrlError) as error:
+        open_weights(folder(tmp_path / "fp8", **changes)[0])
+    assert message in str(error.value)
+
+
+def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
+    source, _ = folder(tmp_path / "fp8")
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(MsrlError, match=r"1 FP8 tensors have no _scale_inv beside them: model.layers.1.mlp.experts.3.up_proj.weight"):
+        open_weights(source)

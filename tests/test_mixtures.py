@@ -1,0 +1,153 @@
+"""Mixtures of experts on real Megatron ranks, spread and cut in every way, compute the logits of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import families
+import parity_ranks
+from mixture_families import MIXTURES
+from msrl.checkpoint.plan import make_plan
+from msrl.checkpoint.source import ShardedSource, open_weights
+from msrl.checkpoint.verify import compare
+from msrl.errors import MsrlError
+from msrl.models.cut import Coords, Cut
+from msrl.models.families import all_rules, load_shape, num_parameters
+from msrl.trainer.settings import Layout
+from parity_ranks import Case
+from support import python_path, shared_data
+from test_families import transformers_logits
+
+LAYOUTS = {
+    "whole": Layout(),
+    "tp2": Layout(tp=2),
+    "ep2": Layout(ep=2),
+    "tp2 pp2": Layout(tp=2, pp=2),
+    "tp2 ep2 etp1": Layout(tp=2, ep=2, etp=1),
+    "tp2 ep2 etp2": Layout(tp=2, ep=2, etp=2),
+    "pp2 ep2": Layout(pp=2, ep=2),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small random model of each row as a Hugging Face folder."""
+    root = tmp_path_factory.mktemp("mixtures")
+    for name, family in MIXTURES.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(family.config))
+        save_file(families.weights(family.config), root / name / "model.safetensors", metadata={"format": "pt"})
+    return {name: root / name for name in MIXTURES}
+
+
+@pytest.fixture(scope="module")
+def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
+    """Logits of every row at every layout, [tokens, vocabulary]."""
+    from msrl.platforms import get
+    from msrl.trainer.launch import run_ranks
+
+    cases = [Case(f"{name}, {cut}", folder, layout) for cut, layout in LAYOUTS.items() for name, folder in folders.items()]
+    return dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_are_those_of_transformers_at_every_layout(folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str) -> None:
+    expected = transformers_logits(folders[name], parity_ranks.sequences(MIXTURES[name].config["vocab_size"]))
+    assert expected.std() > 0.3, "logits so small that nothing is compared"
+    differences = {cut: float(np.abs(megatron[f"{name}, {cut}"] - expected).max()) for cut in LAYOUTS}
+    assert max(differences.values()) < 1e-4, differences
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    "cut", [Cut(ep=4), Cut(tp=2, ep=2, etp=1), Cut(tp=2, ep=4, etp=2, pp=2), Cut(tp=2, ep=2, moe_tp_extend_ep=True)], ids=str
+)
+def test_a_mixture_comes_back_from_every_cut(folders: dict[str, Path], name: str, cut: Cut) -> None:
+    source = open_weights(folders[name])
+    shards = {at: dict(source.local_tensors(cut, at)) for at in cut.ranks()}
+    found = compare(source, ShardedSource(source.shape, cut, shards, folders[name], "shards"), None)
+    assert found.different == () and found.num_tensors == len(load_file(folders[name] / "model.safetensors"))
+
+
+def test_an_expert_goes_to_its_rank_and_is_cut_there(folders: dict[str, Path]) -> None:
+    """8 experts of 48 over 2 ranks, each cut in 2: expert 5 is number 1 of the second rank."""
+    hf, source = load_file(folders["deepseek v3"] / "model.safetensors"), open_weights(folders["deepseek v3"])
+    mine = dict(source.local_tensors(Cut(tp=2, ep=2), Coords(tp=1, ep=1)))
+    gate, up, down = (hf[f"model.layers.2.mlp.experts.5.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
+    expert = "decoder.layers.2.mlp.experts.local_experts.1."
+    assert torch.equal(mine[expert + "linear_fc1.weight"], torch.cat([gate[24:], up[24:]]))
+    assert torch.equal(mine[expert + "linear_fc2.weight"], down[:, 24:])
+    attention = "model.layers.2.self_attn."
+    both = torch.cat([hf[attention + "q_a_proj.weight"], hf[attention + "kv_a_proj_with_mqa.weight"]])
+    assert torch.equal(mine["decoder.layers.2.self_attention.linear_qkv.weight"], both)
+    assert torch.equal(mine["decoder.layers.2.self_attention.linear_q_up_proj.weight"], hf[attention + "q_b_proj.weight"][80:])
+    assert torch.equal(mine["decoder.layers.2.mlp.router.expert_bias"], hf["model.layers.2.mlp.gate.e_score_correction_bias"])
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in mine and "decoder.layers.0.mlp.router.weight" not in mine
+
+
+def test_the_bias_of_experts_stays_in_float32(folders: dict[str, Path]) -> None:
+    source = open_weights(folders["deepseek v3"])
+    types = {name: tensor.dtype for name, tensor in source.local_tensors(Cut(), Coords(), torch.bfloat16)}
+    wide = {name for name, dtype in types.items() if dtype == torch.float32}
+    assert wide == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2, 3)}
+
+
+# The counts are those of the models' cards and of the indices of their published weights.
+@pytest.mark.parametrize(
+    ("file", "parameters", "cut"),
+    [
+        ("aic/Qwen--Qwen3-30B-A3B_config.json", 30_532_122_624, Cut(tp=4, ep=8, etp=1)),
+        ("aic/Qwen--Qwen3-235B-A22B_config.json", 235_093_634_560, Cut(tp=4, pp=2, ep=32, etp=1)),
+        ("aic/mistralai--Mixtral-8x22B-v0.1_config.json", 140_620_634_112, Cut(tp=8, pp=4, ep=8, etp=1)),
+        ("DeepSeek-V2-Lite.config.json", 15_706_484_224, Cut(ep=8)),
+        ("aic/deepseek-ai--DeepSeek-V3_config.json", 671_026_419_200, Cut(tp=4, pp=8, num_layer_list=(7, *[8] * 6, 6), ep=32, etp=1)),
+    ],
+)  # fmt: skip
+def test_the_plan_of_a_whole_model_is_made_in_a_second(file: str, parameters: int, cut: Cut) -> None:
+    shape = load_shape(shared_data("configs", file))
+    assert num_parameters(shape) == parameters
+    begun = time.process_time()
+    plan = make_plan(shape, cut)
+    assert time.process_time() - begun < 1.0
+    experts = sum(math.prod(size) for rank in plan.ranks for name, size in rank.tensors.items() if "local_experts" in name)
+    assert experts == sum(math.prod(size) for rule in all_rules(shape) if rule.expert is not None for size in rule.shapes)
+
+
+def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
+    shape = load_shape(shared_data("configs", "aic/mistralai--Mixtral-8x22B-v0.1_config.json"))
+    published = json.loads(shared_data("weight_index", "Mixtral-8x22B.model.safetensors.index.json").read_text())
+    assert {name for rule in all_rules(shape) for name in rule.hf} == set(published["weight_map"])
+    assert num_parameters(shape) * 2 == published["metadata"]["total_size"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3 moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: is more than the 8 experts"),
+        ("qwen3 moe", {"decoder_sparse_step": 5}, "no layer has experts"),
+        ("qwen3 moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64: is not supported"),
+        ("deepseek v3", {"n_group": 3}, "n_group=3: does not divide the 8 experts"),
+        ("deepseek v3", {"topk_group": 5}, "topk_group=5: is more than the 4 groups"),
+        ("deepseek v3", {"topk_group": 1}, "num_experts_per_tok=3: is more than 1 of 4 groups have experts"),
+        ("deepseek v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek v3", {"moe_layer_freq": 2}, "moe_layer_freq=2: is not supported"),
+        ("deepseek v3", {"num_key_value_heads": 2}, "must be num_attention_heads=4"),
+        ("deepseek v3", {"qk_rope_head_dim": 15}, "must be an even number"),
+        ("deepseek v2", {"norm_topk_prob": True}, "norm_topk_prob=true: is not supported"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: is not supported"),
+    ],
+)  # fmt: skip
+def test_a_mixture_that_makes_no_sense_is_refused_by_key(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(MsrlError) as error:
+        families.shape(MIXTURES[name].config, **changes)
+    assert message in str(error.value)
