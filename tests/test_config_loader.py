@@ -244,7 +244,9 @@ def test_every_key_named_as_not_yet_is_refused_as_such():
         assert line.startswith(f"--set: {path}=1: not in this version yet"), line
     for key, values in NOT_YET_VALUES.items():
         for value in values if key != "algo.advantage.estimator" else ():  # the names of plugins are looked at by a command's checks
-            (line,) = mistakes(sets=(f"{key}={[value] if key == 'log.trackers' else value}",))
+            path = key.replace("reward.sources.", "reward.sources.0.")
+            sets = (f"{path}={[value] if key == 'log.trackers' else value}",)
+            (line,) = mistakes(sets=("reward.sources=[{verifier: acc}]", *sets) if path != key else sets)
             assert "not in this version yet" in line
 
 

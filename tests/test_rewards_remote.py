@@ -10,8 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from msrl.errors import ManyErrors, MsrlError
 from msrl.rewards.http import RemoteError, Server, post_json
+from msrl.rewards.score import Scorer, Source
+from msrl.rewards.sources import mistakes
 from msrl.rewards.verifiers import code
+from test_rewards_sources import group, totals
 
 
 @contextlib.contextmanager
@@ -129,3 +133,95 @@ def test_code_is_scored_by_a_remote_sandbox():
         assert (payloads[0]["run_timeout"], payloads[0]["memory_limit_MB"], len(payloads)) == (4.0, 512, 5)
     with served(lambda n, _: told({"status": "SandboxError", "message": "full"})) as (url, _), pytest.raises(RemoteError, match="full"):
         code.score("```python\nprint(3)\n```", answer, url=url)
+
+
+def lengths(number, payload):
+    """A reward server: the length of each response."""
+    return told({"rewards": [len(response) for response in payload["responses"]]})
+
+
+def test_a_server_scores_in_batches_beside_the_verifiers():
+    with served(lengths) as (url, payloads):
+        sources = [Source("exact_match"), Source(url=url, weight=0.5, options={"batch": 2, "headers": {"Authorization": "Bearer x"}})]
+        with Scorer(sources, 1, prompt_text=lambda _: "Q: ") as scorer:
+            scores = scorer.score([group("4", "333", answer="4", grade="a"), group("22", index=1)])
+    assert totals(scores) == [[1.5, 1.5], [1.0]]
+    assert scores.groups[0].rewards[0].scores == {"exact_match": 1.0, "remote": 1.0}
+    assert scores.failures == {}
+    by_size = sorted(payloads, key=lambda p: -len(p["responses"]))
+    assert by_size[0] == {
+        "queries": ["Q: 4", "Q: 333"], "prompts": ["Q: ", "Q: "], "responses": ["4", "333"], "references": ["4", "4"],
+        "extra": [{"grade": "a"}, {"grade": "a"}],
+    }  # fmt: skip
+    assert by_size[1]["responses"] == ["22"]
+
+
+def test_a_prompt_can_come_from_a_column_and_a_token_goes_along():
+    tokens = []
+
+    def answer(number, payload):
+        tokens.append(payload["token"])
+        return lengths(number, payload)
+
+    with served(answer) as (url, payloads):
+        options = {"prompt_column": "question", "headers": {"Authorization": "Bearer x"}}
+        with Scorer([Source(url=url, options=options)], 1) as scorer:
+            scorer.score([group("a", question="why?")])
+            with pytest.raises(MsrlError, match=r"prompt_column=question: a row has no such column"):
+                scorer.score([group("a")])
+    assert (payloads[0]["prompts"], tokens) == (["why?"], ["Bearer x"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda n, _: told({"rewards": [1.0]}), r'failed \(error\) at prompt 7: .*wanted {"rewards": \[2 numbers\]}, got'),
+        (lambda n, _: told([1.0, 2.0]), r"wanted .* got \[1.0, 2.0\]"),
+        (lambda n, _: told({"rewards": [1.0, None]}), "gave None as a reward"),
+        (lambda n, _: (200, {}, b'{"rewards": [1.0, NaN]}'), "gave nan as a reward"),
+        (lambda n, _: told({}, 404), "status 404"),
+    ],
+)
+def test_a_server_that_fails_ends_the_run_and_is_named(answer, message):
+    with served(answer) as (url, _), Scorer([Source(url=url)], 1) as scorer, pytest.raises(MsrlError, match=message):
+        scorer.score([group("a", "b", index=7)])
+
+
+def test_a_server_that_is_down_leaves_its_part_undecided_when_so_configured():
+    options = {"batch": 1, "retries": 1, "backoff_s": 0.01}
+    source = {"on_failure": "undecided", "options": options, "timeout_s": 5.0}
+    with served(lambda n, p: told({}, 500) if "b" in p["responses"] else lengths(n, p)) as (url, payloads):
+        with Scorer([Source(url=url, **source), Source("exact_match")], 1) as scorer:
+            scores = scorer.score([group("a", "b", "ccc")])
+        assert len(payloads) == 4
+    assert totals(scores) == [[1.0, 2.0, 3.0]]
+    assert scores.failures == {"remote/error": 1}
+    assert "remote/error: 1 left undecided; first at prompt 0: http://" in scores.notes[0]
+    with Scorer([Source(url="http://127.0.0.1:9/", **source), Source("exact_match")], 1) as scorer:
+        scores = scorer.score([group("4", "b")])
+    assert (totals(scores), scores.failures) == ([[1.0, 0.0]], {"remote/error": 2})
+
+
+def test_requests_that_were_made_again_are_counted():
+    busy = served(lambda n, p: told({}, 503) if n < 3 else lengths(n, p))
+    with busy as (url, _), Scorer([Source(url=url, options={"backoff_s": 0.01})], 1) as scorer:
+        assert scorer.score([group("a")]).failures == {"remote/retried": 2}
+        assert scorer.score([group("a")]).failures == {}
+
+
+def test_what_is_wrong_with_a_server_or_a_model_is_said_before(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    found = [message for _, _, message in mistakes([
+        Source(url="localhost:1"), Source(url="http://a", name="b", options={"batch": 0}), Source(model="nowhere"),
+        Source(model=str(tmp_path), name="c"), Source(url="http://a", name="d", options={"bach": 1, "retries": "x"}),
+    ])]  # fmt: skip
+    assert found[:2] == [
+        "must begin with http:// or https://",
+        "options.batch and concurrency have to be 1 or more, retries and backoff_s 0 or more",
+    ]
+    assert found[2] == "holds no config.json; give the folder of a Hugging Face model"
+    assert found[3] == "is Qwen2ForCausalLM, no model with a scalar head (...ForSequenceClassification)"
+    assert found[4] == "not an option here; did you mean 'batch'?"
+    assert "integer" in found[5]
+    with pytest.raises(ManyErrors, match=r"reward.sources\[0\].url=localhost:1: must begin"):
+        Scorer([Source(url="localhost:1")], 1)

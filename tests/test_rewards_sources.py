@@ -137,7 +137,7 @@ def test_all_mistakes_of_the_sources_are_found_at_once():
         (0, "options.tolerence"), (0, "options.tolerance"), (1, "verifier"), (2, "function"), (3, "options.part"), (4, "verifier"),
     ]  # fmt: skip
     assert "valid number" in found[1][2]
-    assert found[2][2] == "exactly one of verifier, function says what scores; there are 0"
+    assert found[2][2] == "exactly one of verifier, function, url, model says what scores; there are 0"
     assert "'response', 'last_line', 'boxed' or 'answer'" in found[4][2]
     assert [message for *_, message in mistakes([Source("acc", weight=0.0)])] == [
         "all weights are 0, so that every completion scores the same; set one"

@@ -17,8 +17,6 @@ NOT_YET: dict[str, str] = {
     "rollout.engine.sleep": "",
     "rollout.async": "rollout and training take turns",
     "rollout.filter": "",
-    "reward.sources.model": "",
-    "reward.sources.url": "",
     "reward.norm": "",
     "reward.clip": "",
     "reward.overlong": "",
@@ -51,6 +49,7 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "generate.engine": frozenset({"megatron"}),
     "algo.preset": frozenset({"ppo"}),
     "algo.advantage.estimator": frozenset({"gae", "gigpo", "step_reinforce", "agentic_reinforce"}),
+    "reward.sources.engine": frozenset({"megatron"}),
     "log.trackers": frozenset({"wandb"}),
     "convert.layout": frozenset({"dist"}),
 }

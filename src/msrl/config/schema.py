@@ -130,17 +130,23 @@ class RolloutConfig(Section):
 
 
 class RewardSource(Section):
-    """What scores, and its weight in the reward: exactly one of verifier and function."""
+    """What scores, and its weight in the reward: exactly one of verifier, function, url and model."""
 
     verifier: Text | None = Field(default=None, description="Name of a verifier")
     function: Text | None = Field(default=None, description="path/file.py:function of your own, called as (response, answer, **options)")
-    name: Text | None = Field(default=None, description="Its name in metrics and rollouts; unset: the verifier's or function's")
+    url: Text | None = Field(default=None, description="Server that gives rewards for batches of completions")
+    model: Text | None = Field(default=None, description="Hugging Face folder of a reward model with a scalar head")
+    engine: Literal["hf"] = Field(default="hf", description="What runs the reward model: transformers, in a process of its own")
+    name: Text | None = Field(
+        default=None, description="Its name in metrics and rollouts; unset: the verifier's or function's, remote, reward_model"
+    )
     weight: Float = Field(default=1.0, description="Factor of its score in the sum")
     tags: tuple[Text, ...] = Field(default=(), description="Score only rows whose column extra.tag is one of these; empty: all rows")
-    timeout_s: Seconds = Field(default=10.0, description="Seconds after which a call is killed")
+    timeout_s: Seconds | None = Field(default=None, description="Seconds for one call, unset: 10; for a request or batch, unset: 120")
     wrong: Float | None = Field(default=None, description="Score of what counts as wrong for a failure; unset: the verifier's own, else 0")
     on_failure: Literal["wrong", "undecided", "fail"] | None = Field(
-        default=None, description="A call that times out or crashes is wrong, or is the mean of its group's others, or ends the run"
+        default=None,
+        description="A failed call is wrong, the mean of its group's others, or the end of the run; unset: wrong, for url and model fail",
     )
     options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of this source, by name")
 

@@ -1,4 +1,4 @@
-"""A remote sandbox that speaks SandboxFusion's protocol (bytedance.github.io/SandboxFusion): `POST URL/run_code`, one call for each input."""
+"""A remote sandbox that speaks SandboxFusion's protocol (bytedance.github.io/SandboxFusion): `POST URL/run_code`, a call for each input."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class SandboxRefusedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may take. `case_s` is for one input, `total_s` for all, on the wall clock; `memory_bytes` is for all its processes."""
+    """What one program may take. `case_s` is for one input, `total_s` for all, by the clock; `memory_bytes` is for all its processes."""
 
     case_s: float = 4.0
     total_s: float = 20.0

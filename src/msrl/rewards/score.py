@@ -7,21 +7,25 @@ mean of the source's other scores in the group (0.0 where there is none), so tha
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from msrl.errors import MsrlError
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, Outcome, Pool
+from msrl.rewards.remote import Item
 from msrl.rewards.sources import TAG, Source, checked
-from msrl.types import Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
 __all__ = ["Scorer", "Scores", "Source"]
-_Outcomes = Mapping[tuple[int, int, int], Outcome]  # by group, completion, source
+_Place = tuple[int, int, int]  # group, completion, source
+_Outcomes = Mapping[_Place, Outcome]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored groups in the order of the rollouts; `failures` counts `source/timeout`, `source/crash` and `source/error`.
+    """Scored groups in the order of the rollouts; `failures` counts `source/timeout`, `source/crash`, `source/error`, and
+    `source/retried`, requests that a server had to get again.
 
     `notes` has one message for each kind of failure that occurred, with the first one's row and reason.
     """
@@ -41,14 +45,26 @@ class Scores:
 
 
 class Scorer:
-    """Scores completions with `sources` in `num_workers` processes; a context manager.
+    """Scores completions with `sources`, verifiers and functions in `num_workers` processes; a context manager.
 
-    Raises ManyErrors, before any process starts, for everything that `sources.mistakes` finds.
+    `prompt_text` decodes prompts for servers and models. Raises ManyErrors, before any process starts, for everything that
+    `sources.mistakes` finds.
     """
 
-    def __init__(self, sources: Sequence[Source], num_workers: int, *, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        num_workers: int,
+        *,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        prompt_text: Callable[[Ints], str] | None = None,
+    ) -> None:
         self._sources = checked(sources)
-        self._pool = Pool([s.worker_function(n) for n, s in enumerate(self._sources)], num_workers, memory_bytes=memory_bytes)
+        self._in_pool = [number for number, source in enumerate(self._sources) if source.in_pool]
+        self._clients = {number: source.client() for number, source in enumerate(self._sources) if not source.in_pool}
+        self._prompt_text = prompt_text or (lambda _: "")
+        functions = [self._sources[number].worker_function(number) for number in self._in_pool]
+        self._pool = Pool(functions, num_workers, memory_bytes=memory_bytes) if functions else None
 
     def __enter__(self) -> Scorer:
         return self
@@ -58,7 +74,9 @@ class Scorer:
 
     def close(self) -> None:
         """End the processes."""
-        self._pool.close()
+        for end in (self._pool, *self._clients.values()):
+            if end is not None:
+                end.close()
 
     def score(self, groups: Sequence[RolloutGroup]) -> Scores:
         """The rewards of all completions, by their decoded text and their prompt's answer.
@@ -68,11 +86,33 @@ class Scorer:
         """
         of_group = [self._of_prompt(group.prompt) for group in groups]
         places = [(g, c, s) for g, group in enumerate(groups) for c in range(len(group.completions)) for s in of_group[g]]
-        calls = [Call(s, groups[g].completions[c].text, groups[g].prompt.answer, groups[g].prompt.extra) for g, c, s in places]
-        outcomes = dict(zip(places, self._pool.map(calls), strict=True))
+        outcomes = self._outcomes(groups, places)
         failures, notes = self._failures(outcomes, groups)
         scored = tuple(self._scored(g, group, of_group[g], outcomes) for g, group in enumerate(groups))
         return Scores(scored, failures, notes)
+
+    def _outcomes(self, groups: Sequence[RolloutGroup], places: Sequence[_Place]) -> _Outcomes:
+        """What became of every call: servers and models work beside the pool."""
+        outcomes: dict[_Place, Outcome] = {}
+        with ThreadPoolExecutor(max(1, len(self._clients))) as threads:
+            of_client = {s: [place for place in places if place[2] == s] for s in self._clients}
+            running = {s: threads.submit(self._clients[s].outcomes, self._items(groups, mine)) for s, mine in of_client.items() if mine}
+            mine = [place for place in places if place[2] in self._in_pool]
+            if self._pool is not None:
+                outcomes.update(zip(mine, self._pool.map(self._calls(groups, mine)), strict=True))
+            for s, answers in running.items():
+                outcomes.update(zip(of_client[s], answers.result(), strict=True))
+        return {place: outcomes[place] for place in places}
+
+    def _calls(self, groups: Sequence[RolloutGroup], places: Iterable[_Place]) -> list[Call]:
+        position = {number: i for i, number in enumerate(self._in_pool)}
+        return [
+            Call(position[s], groups[g].completions[c].text, groups[g].prompt.answer, groups[g].prompt.extra) for g, c, s in places
+        ]  # fmt: skip
+
+    def _items(self, groups: Sequence[RolloutGroup], places: Iterable[_Place]) -> list[Item]:
+        prompts = [(self._prompt_text(group.prompt.token_ids), group.prompt) for group in groups]
+        return [Item(prompts[g][0], groups[g].completions[c].text, prompts[g][1].answer, prompts[g][1].extra) for g, c, _ in places]
 
     def _of_prompt(self, prompt: Prompt) -> list[int]:
         """The sources that are for this row."""
@@ -122,4 +162,5 @@ class Scorer:
         names = {key: f"{self._sources[key[0]].label}/{key[1]}" for key in counts}
         said = {"wrong": "scored as wrong", "undecided": "left undecided"}
         notes = tuple(f"{names[k]}: {counts[k]} {said[self._sources[k[0]].policy]}; first at {first[k]}" for k in counts)
-        return {names[key]: count for key, count in counts.items()}, notes
+        retried = {f"{self._sources[s].label}/retried": client.take_retried() for s, client in self._clients.items()}
+        return {**{names[key]: count for key, count in counts.items()}, **{k: n for k, n in retried.items() if n}}, notes

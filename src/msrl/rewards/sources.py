@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any, Literal
@@ -10,28 +10,33 @@ from typing import Any, Literal
 from msrl import registry
 from msrl.errors import ManyErrors, MsrlError
 from msrl.rewards import functions
+from msrl.rewards.model import RewardModel
+from msrl.rewards.remote import Remote
 from msrl.rewards.worker import Function
 
 VERIFIERS = "msrl.rewards.verifiers"
-KINDS = ("verifier", "function")
+KINDS = ("verifier", "function", "url", "model")
 TAG = "tag"
 OnFailure = Literal["wrong", "undecided", "fail"]
+_CLIENTS: dict[str, type[Remote] | type[RewardModel]] = {"url": Remote, "model": RewardModel}
 Mistake = tuple[int | None, str, str]  # entry (None: all of them), field of it, what is wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One entry of `reward.sources`: exactly one of `verifier` and `function` says what scores.
+    """One entry of `reward.sources`: exactly one of `verifier`, `function`, `url` (a server) and `model` (a folder) says what scores.
 
     `tags`: only rows whose column `tag` (`Prompt.extra`) is one of them; empty: all rows. `wrong`: the score of what could not be decided
-    (unset: the verifier's own, 0.0 for a function). `on_failure`: what that means, see `score.py`.
+    (unset: the verifier's own, 0.0 for anything else). `on_failure`: what that means, see `score.py`.
     """
 
     verifier: str | None = None
     weight: float = 1.0
-    timeout_s: float = 30.0
+    timeout_s: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     function: str | None = None
+    url: str | None = None
+    model: str | None = None
     name: str | None = None
     tags: tuple[str, ...] = ()
     wrong: float | None = None
@@ -51,11 +56,14 @@ class Source:
         """Its name in metrics and rollouts."""
         if self.name is not None:
             return self.name
-        return functions.split(self.function)[1] if self.function is not None else str(getattr(self, self.kind, ""))
+        if self.function is not None:
+            return functions.split(self.function)[1]
+        return {"url": "remote", "model": "reward_model"}.get(self.kind) or str(self.verifier)
 
     @property
     def policy(self) -> OnFailure:
-        return self.on_failure or "wrong"
+        """What a failure means; unset, a server or a model that fails ends the run: nothing would be learnt from what it did not say."""
+        return self.on_failure or ("fail" if self.kind in _CLIENTS else "wrong")
 
     @property
     def wrong_score(self) -> float:
@@ -77,13 +85,27 @@ class Source:
     def applies_to(self, extra: Mapping[str, str]) -> bool:
         return not self.tags or extra.get(TAG) in self.tags
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds for one call of a verifier or function, one batch of a server or model."""
+        return self.timeout_s if self.timeout_s is not None else 10.0 if self.in_pool else 120.0
+
+    @property
+    def in_pool(self) -> bool:
+        """Whether the workers of the pool run it; else it has a client of its own."""
+        return self.kind not in _CLIENTS
+
+    def client(self) -> Remote | RewardModel:
+        """The client of a server or a model; nothing is started by that."""
+        return _CLIENTS[self.kind](getattr(self, self.kind), self.limit_s, **self.options)
+
     def worker_function(self, number: int) -> Function:
         """What the workers of the pool run for this source."""
         if self.verifier is not None:
-            return Function(self.module.__name__, "score", dict(self.options), self.timeout_s)
+            return Function(self.module.__name__, "score", dict(self.options), self.limit_s)
         assert self.function is not None
         file, name = functions.split(self.function)
-        return Function(f"msrl_function_{number}", name, dict(self.options), self.timeout_s, file)
+        return Function(f"msrl_function_{number}", name, dict(self.options), self.limit_s, file)
 
 
 def checked(sources: Sequence[Source]) -> tuple[Source, ...]:
@@ -121,9 +143,16 @@ def _mistakes_of(source: Source) -> Iterator[tuple[str, str]]:
     if len(given) != 1:
         yield given[-1] if given else "verifier", f"exactly one of {', '.join(KINDS)} says what scores; there are {len(given)}"
         return
-    if source.timeout_s <= 0:
+    if source.limit_s <= 0:
         yield "timeout_s", f"the limit of {source.label} has to be positive"
-    yield from _verifier_mistakes(source) if source.verifier is not None else _function_mistakes(source)
+    if source.function is not None:
+        message = functions.mistake(source.function, source.options)
+        yield from [("function", message)] if message else []
+    elif source.verifier is not None:
+        yield from _verifier_mistakes(source)
+    else:
+        client, place = _CLIENTS[source.kind], getattr(source, source.kind)
+        yield from _plugin_mistakes(source, client.__init__, lambda **options: client.refusal(place, **options))
 
 
 def _verifier_mistakes(source: Source) -> Iterator[tuple[str, str]]:
@@ -132,21 +161,19 @@ def _verifier_mistakes(source: Source) -> Iterator[tuple[str, str]]:
     except MsrlError as error:
         yield "verifier", str(error).partition(": ")[2]
         return
-    known = registry.options_of(module.score)
+    yield from _plugin_mistakes(source, module.score, getattr(module, "refusal", None))
+
+
+def _plugin_mistakes(source: Source, main: Callable[..., Any], refusal: Callable[..., str | None] | None) -> Iterator[tuple[str, str]]:
+    """Options that `main` does not take, or not with such a value; else what the source's own `refusal` says of them."""
+    known = registry.options_of(main)
     unknown = [name for name in source.options if name not in known]
     yield from ((f"options.{name}", _no_option(name, known)) for name in unknown)
-    wrong = registry.wrong_values(module.score, {n: v for n, v in source.options.items() if n not in unknown})
+    wrong = registry.wrong_values(main, {n: v for n, v in source.options.items() if n not in unknown})
     yield from ((f"options.{name}", message) for name, message in wrong.items())
-    if not unknown and not wrong and hasattr(module, "refusal") and (reason := module.refusal(**source.options)):
-        yield "verifier", reason
+    if not unknown and not wrong and refusal and (reason := refusal(**source.options)):
+        yield source.kind, reason
 
 
 def _no_option(name: str, known: Mapping[str, object]) -> str:
     return f"not an option here; {registry.nearest(name, known) if known else 'it takes none'}"
-
-
-def _function_mistakes(source: Source) -> Iterator[tuple[str, str]]:
-    assert source.function is not None
-    message = functions.mistake(source.function, source.options)
-    if message:
-        yield "function", message

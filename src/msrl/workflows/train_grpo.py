@@ -19,7 +19,7 @@ from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
 from msrl.trainer.resume import SavedTraining
-from msrl.types import SamplingParams, StepReport
+from msrl.types import Ints, SamplingParams, StepReport
 from msrl.workflows.common import order_state, retention, schedule, tokenizer_path, weights_path, worker_settings
 from msrl.workflows.export import export_hf
 from msrl.workflows.grpo_job import Job, prepare
@@ -99,8 +99,7 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
     reference = weights_path(config) if needs_reference(config) else None
     settings = worker_settings(config, platform.name, resume=job.resume, reference=reference)
     with ExitStack() as stack:
-        sources = [Source.of(section) for section in config.reward.sources]
-        scorer = stack.enter_context(Scorer(sources, num_workers=max(1, min(8, platform.device_count()))))
+        scorer = stack.enter_context(_scorer(job))
         session = stack.enter_context(
             ray_session(
                 config.cluster.address, num_devices=job.placement.num_devices, resource_name=platform.ray_resource, env=config.cluster.env
@@ -120,6 +119,16 @@ def _start(trainers: Trainers, engines: Engines, job: Job) -> None:
     trainers.start(job.resume)
     engines.finish_start(engines.begin_start() if begun is None else begun)
     engines.load_weights(trainers.weights())
+
+
+def _scorer(job: Job) -> Scorer:
+    """The sources of the configuration; servers and models get prompts as the policy sees them, special tokens included."""
+
+    def prompt_text(token_ids: Ints) -> str:
+        return job.tokenizer.backend.decode(token_ids.tolist(), skip_special_tokens=False)
+
+    sources = [Source.of(section) for section in job.config.reward.sources]
+    return Scorer(sources, num_workers=max(1, min(8, job.platform.device_count())), prompt_text=prompt_text)
 
 
 def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:

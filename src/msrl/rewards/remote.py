@@ -1,0 +1,104 @@
+"""Rewards of a server: `POST url` with a batch of completions, `{"rewards": [...]}` back; LightRFT's form, with two more lists.
+
+A request is `{"queries", "prompts", "responses", "references", "extra"}`, lists of equal length: prompt and response as one text, each of
+the two, the ground truth, the further columns of the row. A reward of null is undecided. `http.py` says what is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from msrl.errors import MsrlError
+from msrl.rewards.http import RemoteError, Server, post_json
+from msrl.rewards.pool import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One completion to score: the prompt as the policy saw it, special tokens included, and what goes with it."""
+
+    prompt: str
+    response: str
+    answer: str = ""
+    extra: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def with_prompt_of(self, column: str) -> Item:
+        """Itself with the prompt of a further column of the row (the bare question, say). Raises MsrlError where the row has none."""
+        if not column:
+            return self
+        if column not in self.extra:
+            raise MsrlError(
+                f"reward.sources: options.prompt_column={column}: a row has no such column; add it with "
+                f"preprocess.map_keys: {{extra.{column}: COLUMN}}"
+            )
+        return Item(self.extra[column], self.response, self.answer, self.extra)
+
+
+class Remote:
+    """A reward server. `timeout_s` is the deadline of one request with all its attempts.
+
+    `batch`: completions of a request; `concurrency`: requests at a time; `retries` after the first attempt, with pauses from `backoff_s` on
+    that double; `headers`: of every request (a token, say, by `${env:NAME}`); `prompt_column`: column of the row to send as the prompt.
+    """
+
+    def __init__(
+        self, url: str, timeout_s: float, *, batch: int = 64, concurrency: int = 4, retries: int = 5, backoff_s: float = 0.5,
+        headers: Mapping[str, str] | None = None, prompt_column: str = "",
+    ) -> None:  # fmt: skip
+        self._server = Server(url, timeout_s, retries, backoff_s, dict(headers or {}))
+        self._batch, self._concurrency, self._prompt_column = batch, concurrency, prompt_column
+        self._retried = 0
+
+    @staticmethod
+    def refusal(url: str, *, batch: int = 64, concurrency: int = 4, retries: int = 5, backoff_s: float = 0.5, **_: Any) -> str | None:
+        """What is wrong with these options."""
+        if not url.startswith(("http://", "https://")):
+            return "must begin with http:// or https://"
+        wrong = min(batch, concurrency) < 1 or retries < 0 or backoff_s < 0
+        return "options.batch and concurrency have to be 1 or more, retries and backoff_s 0 or more" if wrong else None
+
+    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
+        """A score for every item, or why there is none."""
+        items = [item.with_prompt_of(self._prompt_column) for item in items]
+        parts = [items[start : start + self._batch] for start in range(0, len(items), self._batch)]
+        with ThreadPoolExecutor(self._concurrency) as threads:
+            answers = list(threads.map(self._part, parts))
+        self._retried += sum(retried for _, retried in answers)
+        return [outcome for outcomes, _ in answers for outcome in outcomes]
+
+    def take_retried(self) -> int:
+        """Attempts that failed and were made again, since this was last asked."""
+        retried, self._retried = self._retried, 0
+        return retried
+
+    def close(self) -> None:
+        """Nothing stays open between two requests."""
+
+    def _part(self, items: Sequence[Item]) -> tuple[list[Outcome], int]:
+        request = {
+            "queries": [item.prompt + item.response for item in items],
+            "prompts": [item.prompt for item in items],
+            "responses": [item.response for item in items],
+            "references": [item.answer for item in items],
+            "extra": [dict(item.extra) for item in items],
+        }
+        try:
+            answer, retried = post_json(self._server, request)
+            return self._read(answer, len(items)), retried
+        except RemoteError as error:
+            return [Outcome(None, error.kind, str(error))] * len(items), 0
+
+    def _read(self, answer: Any, count: int) -> list[Outcome]:
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list) or len(rewards) != count:
+            raise RemoteError(f'{self._server.url}: wanted {{"rewards": [{count} numbers]}}, got {str(answer)[:200]}', "error")
+        return [self._outcome(reward) for reward in rewards]
+
+    def _outcome(self, reward: object) -> Outcome:
+        if isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward):
+            return Outcome(float(reward))
+        return Outcome(None, "error", f"{self._server.url}: gave {reward} as a reward, no finite number")
