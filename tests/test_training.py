@@ -24,6 +24,8 @@ LAYOUTS = {
     "tp2 sp": Case("", Path(), Layout(tp=2, sp=True)),
     "pp2": Case("", Path(), Layout(pp=2)),
     "tp2 pp2": Case("", Path(), Layout(tp=2, pp=2)),
+    "cp2": Case("", Path(), Layout(cp=2)),
+    "tp2 sp cp2": Case("", Path(), Layout(tp=2, sp=True, cp=2)),
     "dp2": Case("", Path(), dp=2),
     "tp2 dp2": Case("", Path(), Layout(tp=2), dp=2),
     "micro-batches of 1": Case("", Path(), micro_batch=1),
@@ -107,13 +109,14 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         policy,
         *[_with(case, name=f"policy {layout}", model=folders["qwen2"], loss="policy", steps=3) for layout, case in LAYOUTS.items()],
     ]
-    for name, aggregate, options in POLICIES:
+    for number, (name, aggregate, options) in enumerate(POLICIES):
         losses = Case(f"{name} whole", folders["qwen2"], loss="policy", policy=options, aggregate=aggregate, steps=2)
-        cases += [losses, _with(losses, name=f"{name} cut", layout=Layout(tp=2), dp=2, micro_batch=1)]
+        cases += [losses, _with(losses, name=f"{name} cut", layout=Layout(tp=2) if number % 2 else Layout(cp=2), dp=2, micro_batch=1)]
     cases += [
         Case("saved", folders["qwen2 tied"], steps=4, save_at=4, save_to=saves / "whole"),
         Case("resumed", folders["qwen2 tied"], first_step=4, resume_from=saves / "whole"),
         Case("resumed tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), first_step=4, resume_from=saves / "whole"),
+        Case("resumed pp2 cp2", folders["qwen2 tied"], Layout(pp=2, cp=2), first_step=4, resume_from=saves / "whole"),
         Case("saved tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), steps=4, save_at=4, save_to=saves / "cut"),
         Case("resumed dp2 from tp2 pp2", folders["qwen2 tied"], dp=2, first_step=4, resume_from=saves / "cut"),
         Case("frozen", folders["qwen2 tied"], freeze=FROZEN, steps=4, save_at=2, save_to=saves / "frozen"),
@@ -209,7 +212,7 @@ def test_a_policy_update_does_not_depend_on_the_layout_or_the_micro_batch(result
 
 
 @pytest.mark.parametrize("name", [name for name, _, _ in POLICIES])
-def test_no_policy_loss_depends_on_tensor_and_data_parallelism_or_the_micro_batch(results, name):
+def test_no_policy_loss_depends_on_tensor_context_and_data_parallelism_or_the_micro_batch(results, name):
     for cut, whole in zip(results[f"{name} cut"].reports, results[f"{name} whole"].reports, strict=True):
         assert set(cut) == set(whole) and whole["grad_norm"] > 1e-4
         for metric in whole:
@@ -222,7 +225,7 @@ def test_a_resumed_run_goes_on_to_the_bit(results):
         np.testing.assert_array_equal(results["resumed"].weights[name], value)
 
 
-@pytest.mark.parametrize("name", ["resumed tp2 pp2", "resumed dp2 from tp2 pp2"])
+@pytest.mark.parametrize("name", ["resumed tp2 pp2", "resumed pp2 cp2", "resumed dp2 from tp2 pp2"])
 def test_another_layout_resumes_the_same_run(results, name):
     np.testing.assert_allclose(_losses(results[name]), _losses(results["whole qwen2 tied"])[4:], rtol=1e-5)
 

@@ -49,7 +49,7 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.layout.ranks_per_model * self.dp
+        return self.layout.replica_size * self.dp
 
 
 @dataclass(frozen=True)

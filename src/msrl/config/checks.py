@@ -194,10 +194,10 @@ def _frozen(resolved: Resolved) -> Iterator[str]:
 
 def _devices(resolved: Resolved) -> Iterator[str]:
     config, parallel = resolved.config, resolved.config.train.parallel
-    world = derived.world_size(config)
-    cut = derived.cut_of(parallel)
-    if world % cut.ranks_per_model:
-        needs = f"must be a multiple of the {cut.ranks_per_model} ranks that train.parallel ({cut}) makes of one model"
+    world, needed = derived.world_size(config), derived.replica_size(config)
+    if world % needed:
+        cut = f"{derived.cut_of(parallel)}" + (f", cp {parallel.cp}" if parallel.cp > 1 else "")
+        needs = f"must be a multiple of the {needed} ranks that train.parallel ({cut}) makes of one model"
         yield resolved.mistake("cluster.devices_per_node", needs)
     if config.cluster.nodes > 1 and config.cluster.address is None:
         yield resolved.mistake("cluster.nodes", "needs cluster.address, the cluster that `msrl cluster up` and `join` made")

@@ -22,14 +22,19 @@ def cut_of(section: ParallelConfig | ConvertConfig) -> Cut:
     return Cut(**{field.name: getattr(section, field.name) for field in fields(Cut) if field.name in type(section).model_fields})
 
 
+def replica_size(config: Config) -> int:
+    """Ranks that train one copy of the model."""
+    return cut_of(config.train.parallel).ranks_per_replica(config.train.parallel.cp)
+
+
 def world_size(config: Config) -> int:
     """Training ranks: one per device of every node; on a node as many as one copy of the model needs, where nothing is said."""
-    return config.cluster.nodes * (config.cluster.devices_per_node or cut_of(config.train.parallel).ranks_per_model)
+    return config.cluster.nodes * (config.cluster.devices_per_node or replica_size(config))
 
 
 def dp_size(config: Config) -> int:
     """Data-parallel size: copies of the model that train together. 0 when the devices don't hold one copy."""
-    return world_size(config) // cut_of(config.train.parallel).ranks_per_model
+    return world_size(config) // replica_size(config)
 
 
 def samples_per_step(config: Config) -> int:
@@ -75,25 +80,33 @@ def max_model_len(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The place of one training rank: tensor-parallel ranks are neighbours, then data-parallel, then pipeline-parallel."""
+    """The place of one training rank; `cp` is None without context parallelism.
+
+    Tensor-parallel ranks are neighbours, then context-, data- and pipeline-parallel ones.
+    """
 
     rank: int
     tp: int
+    cp: int | None
     dp: int
     pp: int
     engine: int | None
 
     def __str__(self) -> str:
-        place = f"trains tp {self.tp} dp {self.dp} pp {self.pp}"
+        context = "" if self.cp is None else f" cp {self.cp}"
+        place = f"trains tp {self.tp}{context} dp {self.dp} pp {self.pp}"
         return place if self.engine is None else f"{place}, samples in engine {self.engine}"
 
 
 def ranks(config: Config, command: str) -> tuple[Rank, ...]:
     """What every rank does. Engines of rollouts share the first devices."""
-    tp, dp = config.train.parallel.tp, dp_size(config)
+    tp, cp, dp = config.train.parallel.tp, config.train.parallel.cp, dp_size(config)
     engine = config.rollout.engine
     taken = engine.tp * engine.dp if command == "train-grpo" else 0
-    return tuple(Rank(r, r % tp, r // tp % dp, r // (tp * dp), r // engine.tp if r < taken else None) for r in range(world_size(config)))
+    return tuple(
+        Rank(r, r % tp, r // tp % cp if cp > 1 else None, r // (tp * cp) % dp, r // (tp * cp * dp), r // engine.tp if r < taken else None)
+        for r in range(world_size(config))
+    )
 
 
 def config_dir(path: str, hf_config: str | None = None) -> Path:
@@ -129,14 +142,14 @@ def parameters_per_rank(shape: Shape, cut: Cut) -> int:
 
 
 def bytes_per_device(config: Config, shape: Shape) -> dict[str, int]:
-    """Bytes of weights, gradients (fp32) and optimizer (fp32 moments, and master weights for bfloat16; spread over DP) of one rank."""
+    """Bytes of weights, gradients (fp32) and optimizer (fp32 moments, and masters for bfloat16; spread over DP and CP) of one rank."""
     parallel = config.train.parallel
     count = parameters_per_rank(shape, cut_of(parallel))
     bfloat16 = config.model.dtype == "bfloat16"
     return {
         "weights": count * (2 if bfloat16 else 4),
         "gradients": count * 4,
-        "optimizer": count * (12 if bfloat16 else 8) // dp_size(config),
+        "optimizer": count * (12 if bfloat16 else 8) // (dp_size(config) * parallel.cp),
     }
 
 

@@ -25,8 +25,6 @@ NOT_YET: dict[str, str] = {
     "algo.advantage.lambda": "it belongs to gae, which needs a critic",
     "algo.value": "there is no critic",
     "train.parallel.vpp": "",
-    "train.parallel.cp": "",
-    "train.parallel.cp_algo": "",
     "train.parallel.ep": "",
     "train.parallel.etp": "",
     "train.parallel.num_layer_list": "",
@@ -46,6 +44,7 @@ NOT_YET: dict[str, str] = {
 
 NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "rollout.engine.name": frozenset({"megatron"}),
+    "train.parallel.cp_algo": frozenset({"ring", "ulysses", "hybrid", "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"}),
     "generate.engine": frozenset({"megatron"}),
     "algo.preset": frozenset({"ppo"}),
     "algo.advantage.estimator": frozenset({"gae", "gigpo", "step_reinforce", "agentic_reinforce"}),

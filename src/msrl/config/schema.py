@@ -316,6 +316,10 @@ class ParallelConfig(Section):
 
     tp: Count = Field(default=1, description="Tensor-parallel size")
     pp: Count = Field(default=1, description="Pipeline-parallel size")
+    cp: Count = Field(default=1, description="Context-parallel size: ranks that share the tokens of every sequence")
+    cp_algo: Literal["allgather"] = Field(
+        default="allgather", description="How context-parallel ranks get the keys and values of the others"
+    )
     sp: Bool = Field(default=False, description="Sequence parallel: activations of the norms are spread over the tensor-parallel ranks")
 
 

@@ -67,6 +67,10 @@ class Cut:
     def ranks_per_model(self) -> int:
         return self.ranks_per_stage * self.pp
 
+    def ranks_per_replica(self, cp: int) -> int:
+        """Ranks that train one copy of the model where `cp` of them share the tokens of a sequence; experts are spread over these too."""
+        return self.pp * math.lcm(self.tp * cp, self.etp_size * self.num_expert_groups)
+
     def ranks(self) -> tuple[Coords, ...]:
         """The coordinates of all ranks that hold a part of their own, in the order (pp, rank of the stage); each has a file."""
         return tuple(self.coords(p, rank) for p in range(self.pp) for rank in range(self.ranks_per_stage))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,34 +19,37 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from msrl.models.shape import PLAIN, Attention
+from msrl.trainer.context import ContextShare, gather_sequences
 from msrl.trainer.rope import PackedSequences, rotate
 
 _BLOCK = 512  # queries at once where scores must be seen: what bounds the memory of a long sequence
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None) -> Tensor:
-    """[S, h, L, d] queries against [S, g, L, d] keys and values of the same positions."""
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None, first: int = 0
+) -> Tensor:
+    """[S, h, Q, d] queries of positions `first` on against [S, g, L, d] keys and values of positions 0 on, L = first + Q."""
     is_grouped = query.shape[1] != key.shape[1]
-    if window is None and softcap is None:
+    if window is None and softcap is None and first == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
     if softcap is None:
-        return _in_blocks(partial(_masked, scale=scale, enable_gqa=is_grouped), query, key, value, window)
+        return _in_blocks(partial(_masked, scale=scale, enable_gqa=is_grouped), query, key, value, window, first)
     capped = partial(_capped, scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
-    return _in_blocks(capped, query, key, value, window)
+    return _in_blocks(capped, query, key, value, window, first)
 
 
 class _Kernel(Protocol):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor: ...
 
 
-def _in_blocks(kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+def _in_blocks(kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, window: int | None, first_query: int) -> Tensor:
     """`kernel` on a block of queries at a time, with the keys that any of them sees."""
-    length, outputs = query.shape[2], list[Tensor]()
-    for start in range(0, length, _BLOCK):
+    length, outputs = key.shape[2], list[Tensor]()
+    for start in range(first_query, length, _BLOCK):
         stop = min(start + _BLOCK, length)
         first = 0 if window is None else max(0, start - window + 1)
         visible = _visible(start, stop, first, window, query.device)
-        parts = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        parts = query[:, :, start - first_query : stop - first_query], key[:, :, first:stop], value[:, :, first:stop]
         outputs.append(kernel(*parts, visible))
     return torch.cat(outputs, dim=2)
 
@@ -103,6 +107,48 @@ def block_diagonal_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def context_attention(
+    query: Tensor,  # [n, h, d]
+    key: Tensor,  # [n, g, d]
+    value: Tensor,  # [n, g, d]
+    context: ContextShare,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # [n, h, d]
+    """`block_diagonal_attention` for the tokens of one rank of a context-parallel group; keys and values are gathered from all."""
+    key, value = gather_sequences(key, context), gather_sequences(value, context)
+    num_ranks, rank = dist.get_world_size(context.group), dist.get_rank(context.group)
+    outputs: list[Tensor] = []
+    start = 0
+    for length, count in _runs(context.lengths):
+        stop, size = start + length * count, length // (2 * num_ranks)
+        k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
+        both = query[start // num_ranks : stop // num_ranks].unflatten(0, (count, 2, size)).transpose(2, 3)  # [count, 2, h, size, d]
+        mixed = [
+            _attend(both[:, half], k[:, :, : first + size], v[:, :, : first + size], scale, window, softcap, first)
+            for half, first in enumerate((rank * size, (2 * num_ranks - 1 - rank) * size))
+        ]
+        outputs.append(torch.stack(mixed, 1).transpose(2, 3).flatten(0, 2))
+        start = stop
+    return torch.cat(outputs)
+
+
+def packed_attention(
+    query: Tensor,  # [n, h, d]
+    key: Tensor,  # [n, g, d]
+    value: Tensor,  # [n, g, v]
+    packed: PackedSequences,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # [n, h, v]
+    """The attention of this rank's tokens, rotated already."""
+    if packed.context is not None:
+        return context_attention(query, key, value, packed.context, scale, window, softcap)
+    return block_diagonal_attention(query, key, value, packed.lengths, scale, window, softcap)
+
+
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbouring equal lengths as (length, count)."""
     runs: list[tuple[int, int]] = []
@@ -143,7 +189,5 @@ class CoreAttention(MegatronModule):
         assert packed_seq_params is not None, "every micro-batch is packed"
         packed = packed_seq_params
         query, key = (rotate(x, packed.cos, packed.sin, interleaved=packed.interleaved) for x in (query, key))
-        mixed = block_diagonal_attention(
-            query.squeeze(1), key.squeeze(1), value.squeeze(1), packed.lengths, self.scale, self.window, self.softcap
-        )
+        mixed = packed_attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed, self.scale, self.window, self.softcap)
         return mixed.flatten(1).unsqueeze(1)

@@ -59,10 +59,10 @@ def save(
 
 
 def _write_rank(worker: TrainWorker, root: Path, step: int, staged_training: Path) -> tuple[str, WrittenFile] | None:
-    """This rank's part; the first data-parallel rank writes for all. Returns what it wrote."""
+    """This rank's part; the first of those with the same part of the model writes for all. Returns what it wrote."""
     states = {name: state.cpu() for name, state in optimizer_state.collect(worker)}
     save_file({"rng": torch.get_rng_state()}, _random_file(staged_training))
-    if worker.dp_rank != 0:
+    if not worker.is_first_replica:
         return None
     path = mcore.rank_file(root, step, worker.layout, worker.coords, staged=True)
     args = mcore.namespace(worker.shape, worker.layout, dtype=worker.settings.dtype)

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from msrl.models.shape import Mla
-from msrl.trainer.attention import block_diagonal_attention
+from msrl.trainer.attention import packed_attention
 from msrl.trainer.layers import RmsNorm
 from msrl.trainer.rope import PackedSequences, rotate
 
@@ -80,7 +80,7 @@ class LatentAttention(MegatronModule):
         query_rope, key_rope = (rotate(x, packed.cos, packed.sin, interleaved=packed.interleaved) for x in (query_rope, key_rope))
         query = torch.cat([query, query_rope], -1).squeeze(1)  # [N, h, p + r]
         key = torch.cat([key, key_rope.expand(-1, -1, self.num_heads, -1)], -1).squeeze(1)
-        mixed = block_diagonal_attention(query, key, value.squeeze(1), packed.lengths, self.scale)  # [N, h, v]
+        mixed = packed_attention(query, key, value.squeeze(1), packed, self.scale)  # [N, h, v]
         return self.linear_proj(mixed.flatten(1).unsqueeze(1))
 
     def _queries(self, query: Tensor) -> Tensor:

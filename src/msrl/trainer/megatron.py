@@ -83,7 +83,8 @@ def initialize(platform: Platform, *, rank: int, world_size: int, init_method: s
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(platform.collective_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
-        layout.tp, layout.pp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp_size,
+        layout.tp, layout.pp, context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp_size,
         create_gloo_process_groups=False, distributed_timeout_minutes=max(1, int(timeout_s / 60)),
     )  # fmt: skip
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -100,8 +101,13 @@ def pp_group() -> dist.ProcessGroup:
     return cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group())
 
 
+def cp_group() -> dist.ProcessGroup:
+    """The ranks that share the tokens of this rank's sequences."""
+    return cast("dist.ProcessGroup", parallel_state.get_context_parallel_group())
+
+
 def dp_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part of the model."""
+    """The ranks that hold the same part of the model: data-parallel and context-parallel ones."""
     return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
@@ -119,6 +125,7 @@ def transformer_config(shape: Shape, layout: Layout, dtype: torch.dtype, device:
         **{**settings, "activation_func": ACTIVATIONS[settings["activation_func"]]},
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         sequence_parallel=sequence_multiple(layout, shape) > 1,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp_size,

@@ -40,7 +40,7 @@ def collect(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
             if owned is not None:
                 main, start, end = owned
                 whole[start:end] = (main.detach() if kind == MASTER else worker.optimizer.optimizer.state[main][kind]).flatten()
-            if worker.dp_size > 1:
+            if dist.get_world_size(megatron.dp_group()) > 1:
                 dist.all_reduce(whole, group=megatron.dp_group())
             yield f"{kind}.{name}", whole.view(parameter.shape)
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from msrl.models.shape import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, Shape, YarnRopeScaling
+
+if TYPE_CHECKING:
+    from msrl.trainer.context import ContextShare
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class PackedSequences:
     cos: Tensor  # [N, 1, 1, r], of each token's position in its own sequence
     sin: Tensor  # [N, 1, 1, r], the first of each pair negated: see `rotate`
     interleaved: bool = False  # whether pairs are neighbouring channels; else channel i goes with channel i + r / 2
+    context: ContextShare | None = None  # under context parallelism: `lengths` are the padded ones, cos and sin of this rank's tokens
     qkv_format: str = "sbhd"
     cp_group: None = None
 

@@ -11,9 +11,17 @@ from msrl.models.shape import Shape
 
 @dataclass(frozen=True, slots=True)
 class Layout(Cut):
-    """How a model is cut while it trains: a cut, and whether norms are cut along the sequence (`sp`)."""
+    """How a model and its sequences are cut while it trains: a cut; whether norms are cut along the sequence (`sp`); `cp` ranks share the
+    tokens of every sequence.
+    """
 
     sp: bool = False
+    cp: int = 1
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that train one copy of the model; the rest of a world is data parallel."""
+        return self.ranks_per_replica(self.cp)
 
 
 def sequence_multiple(layout: Layout, shape: Shape) -> int:

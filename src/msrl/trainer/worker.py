@@ -1,6 +1,6 @@
 """One training rank: a policy (and, for GRPO, a reference), its optimizer, and what can be asked of them.
 
-Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask.
+Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (`device_batch.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from numpy.typing import NDArray
 from torch import Tensor
 
 from msrl.checkpoint.source import open_mcore, open_weights
@@ -25,6 +24,7 @@ from msrl.models.cut import Coords
 from msrl.models.shape import Shape
 from msrl.platforms import resolve
 from msrl.trainer import megatron
+from msrl.trainer.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.guard import GradientGuard
 from msrl.trainer.logprobs import vocab_parallel_logprobs
 from msrl.trainer.losses import Loss, Outputs
@@ -32,18 +32,6 @@ from msrl.trainer.megatron import PolicyModel
 from msrl.trainer.rope import RotaryTable
 from msrl.trainer.settings import WorkerSettings, sequence_multiple
 from msrl.types import Floats, MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """A micro-batch on the device."""
-
-    tokens: Tensor  # [1, N]
-    lengths: tuple[int, ...]
-    mask: Tensor  # [N]
-    labels: Tensor  # [M]
-    sequences: Tensor  # [M], number of the sequence in the micro-batch
-    fields: dict[str, Tensor]  # each [M]
 
 
 class TrainWorker:
@@ -61,6 +49,7 @@ class TrainWorker:
         self.tp_rank, self.pp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         self.coords = Coords(self.tp_rank, self.pp_rank, parallel_state.get_expert_model_parallel_rank())
         self.dp_rank, self.dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        self.is_first_replica = self.dp_rank == 0 and parallel_state.get_context_parallel_rank() == 0
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self.policy, self.shape = self._load_model(settings.model, settings.iteration)
         self.rotary = RotaryTable(self.shape, self.dtype, self.device)
@@ -126,16 +115,18 @@ class TrainWorker:
         found = self._run(model, micro_batches, collect, collect, forward_only=True)
         if not self.is_last_stage:
             return None
-        return [_spread(batch, row["logprobs"]) for batch, row in zip(micro_batches, found, strict=True)]
+        return [spread(batch, row["logprobs"]).numpy() for batch, row in zip(micro_batches, found, strict=True)]
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Logits over the true vocabulary, [N, vocabulary] float32 per micro-batch. None except on the last stage."""
         self.policy.eval()
         everywhere = [MicroBatch(b.token_ids, b.labels, np.ones_like(b.loss_mask), b.cu_seqlens) for b in micro_batches]
-        found = self._run(self.policy, everywhere, lambda logits, batch, worker: {"logits": logits}, _Collect(1.0), forward_only=True)
-        if not self.is_last_stage:
-            return None
-        return [self._join_vocabulary(row["logits"].float()) for row in found]
+
+        def keep(logits: Tensor, batch: DeviceBatch, worker: TrainWorker) -> dict[str, Tensor]:
+            return {"logits": batch.whole(logits)}
+
+        found = self._run(self.policy, everywhere, keep, _Collect(1.0), forward_only=True)
+        return [self._join_vocabulary(row["logits"].float()) for row in found] if self.is_last_stage else None
 
     def _join_vocabulary(self, logits: Tensor) -> Tensor:
         parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
@@ -148,8 +139,8 @@ class TrainWorker:
         """Megatron's schedule over the micro-batches; what `finish` returned for each, on the last stage."""
 
         def forward_step(batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, Any]:
-            batch = self._to_device(next(batches))
-            output = module(batch.tokens, None, None, packed_seq_params=self.rotary(batch.lengths), loss_mask=batch.mask)
+            batch = to_device(next(batches), self.rotary, self.device, cp=self.layout.cp, multiple=self.sequence_multiple)
+            output = module(batch.tokens, None, None, packed_seq_params=batch.packed, loss_mask=batch.mask)
             return output, functools.partial(self._finish, finish, loss, batch)
 
         with torch.set_grad_enabled(not forward_only):
@@ -163,7 +154,7 @@ class TrainWorker:
                 forward_only=forward_only,
             )
 
-    def _finish(self, finish: Any, loss: Any, batch: _Batch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _finish(self, finish: Any, loss: Any, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The last stage's end of a micro-batch, in the form that Megatron's schedules take (loss, token count, data)."""
         no_count = torch.zeros((), dtype=torch.int, device=self.device)
         outcome = finish(logits, batch, self)
@@ -172,25 +163,15 @@ class TrainWorker:
         return torch.zeros((), device=self.device), no_count, outcome
 
     def label_logprobs(
-        self, logits: Tensor, batch: _Batch, temperature: float, *, with_entropy: bool = False
+        self, logits: Tensor, batch: DeviceBatch, temperature: float, *, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the labels and, if asked for, entropies, [M] each. A backward pass uses the logits up."""
-        return vocab_parallel_logprobs(
+        logprobs, entropy = vocab_parallel_logprobs(
             logits, batch.labels, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
             with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once,
             group=megatron.tp_group(),
         )  # fmt: skip
-
-    def _to_device(self, batch: MicroBatch) -> _Batch:
-        mask = torch.from_numpy(batch.loss_mask).to(self.device)
-        return _Batch(
-            tokens=torch.from_numpy(batch.token_ids).to(self.device)[None],
-            lengths=tuple(np.diff(batch.cu_seqlens).tolist()),
-            mask=mask,
-            labels=torch.from_numpy(batch.labels).to(self.device)[mask],
-            sequences=torch.from_numpy(_sequence_numbers(batch)).to(self.device),
-            fields={name: torch.from_numpy(values).to(self.device)[mask] for name, values in batch.fields.items()},
-        )
+        return batch.whole(logprobs), None if entropy is None else batch.whole(entropy)
 
     def _reduce(self, rows: Sequence[dict[str, Tensor]], num_tokens: int) -> dict[str, float]:
         """Sums over micro-batches and data-parallel ranks as means per token, told to every pipeline stage."""
@@ -198,7 +179,7 @@ class TrainWorker:
         if self.is_last_stage:
             names = sorted(rows[0])
             totals = torch.stack([torch.stack([row[name].float() for row in rows]).double().sum() for name in names])
-            dist.all_reduce(totals, group=megatron.dp_group())
+            dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
             means = [dict(zip(names, (totals / num_tokens).tolist(), strict=True))]
         if self.layout.pp > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -215,7 +196,7 @@ class TrainWorker:
         megatron.shutdown()
 
 
-def _minimise(loss: Loss, num_tokens: int, logits: Tensor, batch: _Batch, worker: TrainWorker) -> tuple[Tensor, dict[str, Tensor]]:
+def _minimise(loss: Loss, num_tokens: int, logits: Tensor, batch: DeviceBatch, worker: TrainWorker) -> tuple[Tensor, dict[str, Tensor]]:
     logprobs, entropy = worker.label_logprobs(logits, batch, loss.temperature, with_entropy=loss.needs_entropy)
     return loss(Outputs(logprobs, batch.sequences, entropy), batch.fields, num_tokens)
 
@@ -226,17 +207,5 @@ class _Collect:
 
     temperature: float
 
-    def __call__(self, logits: Tensor, batch: _Batch, worker: TrainWorker) -> dict[str, Tensor]:
+    def __call__(self, logits: Tensor, batch: DeviceBatch, worker: TrainWorker) -> dict[str, Tensor]:
         return {"logprobs": worker.label_logprobs(logits, batch, self.temperature)[0]}
-
-
-def _sequence_numbers(batch: MicroBatch) -> NDArray[np.int64]:
-    """The number of the sequence that each selected position lies in, [M]."""
-    return np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))[batch.loss_mask]
-
-
-def _spread(batch: MicroBatch, values: Tensor) -> Floats:
-    """[M] values back to their [N] positions."""
-    spread = np.zeros(len(batch.token_ids), np.float32)
-    spread[batch.loss_mask] = values.float().cpu().numpy()
-    return spread

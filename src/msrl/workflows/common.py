@@ -81,7 +81,7 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
         platform=platform,
         model=resume.root if resume else weights_path(config),
         iteration=resume.step if resume else None,
-        layout=Layout(tp=parallel.tp, pp=parallel.pp, sp=parallel.sp),
+        layout=Layout(tp=parallel.tp, pp=parallel.pp, sp=parallel.sp, cp=parallel.cp),
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,
