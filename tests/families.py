@@ -6,6 +6,7 @@ Contract tests hold that every registered architecture has a row.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,26 @@ GEMMA2 = {
     "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 24,
     "sliding_window": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "torch_dtype": "float32",
+}  # fmt: skip
+QWEN2_5_VL = {
+    **COMMON, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "use_sliding_window": False,
+    "sliding_window": 8, "max_window_layers": 4, "vision_start_token_id": 190, "vision_end_token_id": 191, "vision_token_id": 192,
+    "image_token_id": 197, "video_token_id": 198,
+    "vision_config": {
+        "depth": 2, "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_chans": 3, "out_hidden_size": 64,
+        "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1],
+        "tokens_per_second": 2, "temporal_patch_size": 2,
+    },
+}  # fmt: skip
+_OUTER = ("architectures", "model_type", "vision_config", "tie_word_embeddings", "image_token_id", "video_token_id")
+NESTED_VL = {
+    **{key: QWEN2_5_VL[key] for key in _OUTER}, "dtype": "float32",
+    "text_config": {
+        **{key: value for key, value in QWEN2_5_VL.items() if key not in (*_OUTER, "rope_scaling", "rope_theta", "torch_dtype")},
+        "model_type": "qwen2_5_vl_text", "dtype": "float32", "layer_types": ["full_attention"] * 4, "sliding_window": None,
+        "rope_parameters": {"type": "mrope", "rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    },
 }  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
@@ -104,6 +125,8 @@ FAMILIES = {
     "baichuan": Family(
         {**BAICHUAN, "architectures": ["BaiChuanForCausalLM"]}, "Baichuan2-7B.config.json, under the first one's class", "baichuan"
     ),
+    "qwen2.5-vl": Family(QWEN2_5_VL, "Qwen2.5-VL.config.json"),
+    "qwen2.5-vl, transformers 5": Family(NESTED_VL, "Qwen2.5-VL.config.json, as transformers 5.19 saves it"),
     "gemma 2": Family(GEMMA2, "the defaults of transformers' Gemma2Config, those of gemma-2-2b"),
 }  # fmt: skip
 
@@ -123,4 +146,12 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         for name, size in zip(rule.hf, rule.shapes, strict=True):
             is_norm = "norm" in rule.mcore
             result[name] = torch.randn(size) * (0.15 if len(size) > 1 else 0.2) + (one if is_norm else 0.0)
-    return result
+    return result | (_vision_weights(config) if found.carried else {})
+
+
+def _vision_weights(config: dict[str, Any]) -> dict[str, Tensor]:
+    """The vision tower under its published names, as transformers initialises it."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tower = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**copy.deepcopy(config))).model.visual
+    return {f"visual.{name}": parameter.detach().clone() for name, parameter in tower.named_parameters()}

@@ -18,6 +18,7 @@ from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.verify import same_bits
+from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import families as registered
@@ -56,9 +57,11 @@ def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
 
 def transformers_logits(folder: Path, ids: list[np.ndarray]) -> np.ndarray:
     """Logits of transformers, one sequence at a time; it must find every weight and have a place for each."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    classes = getattr(transformers, architecture)
+    model, found = classes.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.inference_mode():
         return torch.cat([model.eval()(torch.from_numpy(row)[None]).logits[0] for row in ids]).numpy()
@@ -115,6 +118,9 @@ BAD = [
     ("chatglm 2", {"padded_vocab_size": None}, "padded_vocab_size"),
     ("chatglm 2", {"kv_channels": 18}, "even number"),
     ("glm 4", {"partial_rotary_factor": 1.5}, "must be at most 1"),
+    ("qwen2.5-vl", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}, "with the sum head_dim / 2 = 8"),
+    ("qwen2.5-vl", {"text_config": []}, "text_config"),
+    ("qwen2.5", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "'mrope' is not supported"),
     ("gemma 2", {"hidden_activation": "silu"}, "hidden_activation"),
     ("gemma 2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
     ("gemma 2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
@@ -125,3 +131,42 @@ BAD = [
 def test_what_a_family_does_not_do_is_refused_by_key(name: str, changes: dict[str, object], message: str) -> None:
     with pytest.raises(MsrlError, match=message):
         families.shape(FAMILIES[name].config, **changes)
+
+
+def _convert(**values: object) -> None:
+    from msrl.workflows.convert_ckpt import run
+
+    run(Config.model_validate({"convert": {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}}))
+
+
+@pytest.mark.slow
+def test_a_vision_tower_is_carried_and_the_language_model_is_proven(
+    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folders["qwen2.5-vl"]
+    _convert(command="hf2mcore", load=folder, save=tmp_path / "mcore", tp=2, dtype="bf16")
+    said = capsys.readouterr().out
+    count = sum(name.startswith("visual.") for name in load_file(folder / "model.safetensors"))
+    assert f"carried as they came, neither cut nor trained: {count} tensors visual.*" in said and "largest difference" in said
+    _convert(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "hf")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert same_bits(after[name], tensor if name.startswith("visual.") else tensor.bfloat16()), name
+
+
+@pytest.mark.slow
+def test_a_family_with_code_of_its_own_says_that_its_logits_were_not_compared(
+    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _convert(command="hf2mcore", load=folders["internlm 2"], save=tmp_path / "mcore")
+    said = capsys.readouterr().out
+    assert "equal bit for bit" in said and "transformers has no InternLM2ForCausalLM" in said and "not compared" in said
+
+
+def test_a_checkpoint_without_the_vision_tower_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+    write_mcore(open_weights(folders["qwen2.5-vl"]), tmp_path / "mcore", McoreTarget())
+    (tmp_path / "mcore" / "hf" / "msrl_carried.safetensors").unlink()
+    with pytest.raises(MsrlError, match=r"consists of weights visual\.\* too; name the folder of the model that has them with --hf-config"):
+        write_hf(open_weights(tmp_path / "mcore"), tmp_path / "hf", None)
+    assert not (tmp_path / "hf").exists()

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msrl.checkpoint.carried import carried_bytes, carried_tensors, carry
 from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free, staged_folder
 from msrl.checkpoint.hf import HfWriter, copy_sidecars
+from msrl.checkpoint.hf_files import StoredTensor
 from msrl.checkpoint.mcore import (
     SIDECAR,
     manifest_entry,
@@ -55,16 +57,18 @@ class McoreTarget:
 def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
     """What would be written and its bytes. Raises ManyErrors when the layout does not divide the model."""
     plan = make_plan(source.shape, target.cut, target.vocab_multiple)
-    return plan, sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
+    carried = carried_bytes(carried_tensors(source.hf_dir, source.shape))
+    return plan, carried + sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
 
 
 def hf_specs(source: WeightSource, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
-    """Types and shapes of a source's Hugging Face tensors."""
-    return {
+    """Types and shapes of a source's Hugging Face tensors; those that are carried keep their own type."""
+    ruled = {
         name: TensorSpec(cast_to(rule, dtype) or source.dtype(rule), shape)
         for rule in all_rules(source.shape)
         for name, shape in zip(rule.hf, rule.shapes, strict=True)
     }
+    return ruled | {name: tensor.spec for name, tensor in carried_tensors(source.hf_dir, source.shape).items()}
 
 
 def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: Advance = lambda num_bytes: None) -> Plan:
@@ -79,6 +83,7 @@ def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: 
         jobs = [partial(_write_rank, source, target, plan, rank, folder, advance) for rank in plan.ranks]
         files = _in_parallel(jobs)
         copy_sidecars(source.hf_dir, folder / SIDECAR, source.main_dtype() if target.dtype is None else target.dtype)
+        carry(source.hf_dir, folder / SIDECAR, source.shape, advance)
         dtype = hf_name(target.dtype or source.main_dtype())
         write_manifest(folder, ITERATION, manifest_entry(source.shape, plan, dtype, dict(files), target.naming, versions()))
         publish(folder, ITERATION, durable=False)
@@ -92,7 +97,9 @@ def write_hf(source: WeightSource, save: Path, dtype: torch.dtype | None, advanc
     refuse_unless_fits(save, sum(spec.num_bytes for spec in specs.values()))
     with staged_folder(save) as folder:
         writer = HfWriter(folder, specs)
-        _in_parallel([partial(_write_rule, source, rule, dtype, writer, advance) for rule in all_rules(source.shape)])
+        carried = carried_tensors(source.hf_dir, source.shape).items()
+        jobs = [partial(_write_rule, source, rule, dtype, writer, advance) for rule in all_rules(source.shape)]
+        _in_parallel([*jobs, *(partial(_write_carried, name, tensor, writer, advance) for name, tensor in carried)])
         writer.close()
         copy_sidecars(source.hf_dir, folder, source.main_dtype() if dtype is None else dtype)
 
@@ -121,6 +128,11 @@ def _write_rule(source: WeightSource, rule: Rule, dtype: torch.dtype | None, wri
         tensor = tensor if kind is None else tensor.to(kind)
         writer.write(name, tensor)
         advance(tensor.nbytes)
+
+
+def _write_carried(name: str, tensor: StoredTensor, writer: HfWriter, advance: Advance) -> None:
+    writer.write(name, tensor.read())
+    advance(tensor.spec.num_bytes)
 
 
 def _counted(tensors: Iterable[tuple[str, Tensor]], advance: Advance) -> Iterator[tuple[str, Tensor]]:

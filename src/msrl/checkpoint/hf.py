@@ -57,7 +57,8 @@ class HfCheckpoint:
         wanted = {name: size for rule in rules for name, size in zip(rule.hf, rule.shapes, strict=True)}
         tied = {"lm_head.weight"} if shape.tie_word_embeddings else set[str]()
         missing = sorted(set(wanted) - set(self.specs))
-        extra = sorted(name for name in set(self.specs) - set(wanted) - tied if not name.endswith(_DERIVED))
+        unknown = set(self.specs) - set(wanted) - tied
+        extra = sorted(name for name in unknown if not name.endswith(_DERIVED) and not name.startswith(shape.carried))
         problems = [self._misshapen(name, size) for name, size in wanted.items() if name in self.specs and self.specs[name].shape != size]
         if missing:
             rule = next(rule for rule in rules if missing[0] in rule.hf)
@@ -123,15 +124,19 @@ class HfWriter:
     The folder is expected not to be visible yet (see `files.staged_folder`). `close` raises ValueError when a tensor was not written.
     """
 
-    def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        shards = _shards(specs, max_shard_bytes)
-        names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    def __init__(
+        self, folder: Path, specs: Mapping[str, TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES, *, single: str | None = None
+    ) -> None:
+        """With `single`, everything goes into one file of that name."""
+        shards = [list(specs)] if single else _shards(specs, max_shard_bytes)
+        count = len(shards)
+        names = [single or SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         self._places: dict[str, _Place] = {}
         self._written: set[str] = set()
         self._descriptors: dict[Path, int] = {}
         for file, shard in zip(names, shards, strict=True):
             self._begin(folder / file, {name: specs[name] for name in shard})
-        if len(shards) > 1:
+        if count > 1:
             weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
             index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs.values())}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

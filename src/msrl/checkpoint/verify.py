@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msrl.checkpoint.carried import carried_tensors
 from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.mcore import MANIFEST, read_manifest
 from msrl.checkpoint.source import WeightSource
@@ -38,7 +39,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def compare(
     source: WeightSource, result: WeightSource, dtype: torch.dtype | None, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> Comparison:
-    """Compare all tensors of `result` with those of `source`, cast to `dtype` unless it is None, under their Hugging Face names."""
+    """Compare all tensors of `result` with those of `source`, cast to `dtype` unless it is None, under their Hugging Face names.
+
+    Tensors that are carried through keep their type.
+    """
     num_tensors, num_bytes, different = 0, 0, list[str]()
     for rule in all_rules(source.shape):
         kind = cast_to(rule, dtype)
@@ -47,6 +51,13 @@ def compare(
                 different.append(name)
             num_tensors, num_bytes = num_tensors + 1, num_bytes + after.nbytes
             advance(after.nbytes)
+    carried, arrived = (carried_tensors(side.hf_dir, source.shape) for side in (source, result))
+    different += sorted(carried.keys() ^ arrived.keys())
+    for name in carried.keys() & arrived.keys():
+        if not same_bits(carried[name].read(), arrived[name].read()):
+            different.append(name)
+        num_tensors, num_bytes = num_tensors + 1, num_bytes + carried[name].spec.num_bytes
+        advance(carried[name].spec.num_bytes)
     return Comparison(num_tensors, num_bytes, tuple(different))
 
 

@@ -98,10 +98,13 @@ def _refuse_unsupported(config: HfConfig, hidden_act: str) -> None:
     config.check_quantisation()
 
 
-def switched_window(config: HfConfig) -> Attention:
-    """Qwen's windows: layers from `max_window_layers` on, where `use_sliding_window` is set, unless `layer_types` names the layers."""
+def switched_window(config: HfConfig, first_layer: int = 28) -> Attention:
+    """Qwen's windows: layers from `max_window_layers` on, where `use_sliding_window` is set, unless `layer_types` names the layers.
+
+    `first_layer` is the default of the family's config class.
+    """
     window = _window(config, 4096) if config.flag("use_sliding_window", False) else None
-    first = config.values.get("max_window_layers", 28)
+    first = config.values.get("max_window_layers", first_layer)
     if window is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
         config.fail("max_window_layers", "must be a whole number")
     return windowed(config, window, tuple(range(cast("int", first) if window else 0, config.count("num_hidden_layers"))))

@@ -121,7 +121,8 @@ class Shape:
     `rotary_dim` channels of a head are rotated (None: all of them), in pairs of halves or, `rotary_interleaved`, of neighbours.
     `zero_centered_norm` multiplies by 1 + weight. `post_norms` adds a norm behind the attention and behind the feed-forward part.
     `embedding_scale` multiplies embeddings. `normalized_head` scales each row of the output layer to length 1. `logit_softcap` caps
-    logits as `Attention.softcap` caps scores.
+    logits as `Attention.softcap` caps scores. `carried` are the prefixes of Hugging Face tensors that belong to the model but are neither
+    cut nor trained: they go through conversions as they are.
     """
 
     family: str
@@ -150,6 +151,7 @@ class Shape:
     embedding_scale: float = 1.0
     normalized_head: bool = False
     logit_softcap: float | None = None
+    carried: tuple[str, ...] = ()
     moe: Moe | None = None
     mla: Mla | None = None
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from msrl.checkpoint import mcore
+from msrl.checkpoint.carried import carry
 from msrl.checkpoint.convert import versions
 from msrl.checkpoint.hf import copy_sidecars
 from msrl.checkpoint.names import LOCAL
@@ -87,6 +88,7 @@ def _publish(
     staged_training.rename(final)
     if hf_dir.resolve() != (root / mcore.SIDECAR).resolve():
         copy_sidecars(hf_dir, root / mcore.SIDECAR, worker.dtype)
+        carry(hf_dir, root / mcore.SIDECAR, worker.shape)
     mcore.publish(root, step)
     plan = make_plan(worker.shape, worker.layout)
     mcore.write_manifest(root, step, mcore.manifest_entry(worker.shape, plan, worker.settings.dtype, dict(files), LOCAL, versions()))

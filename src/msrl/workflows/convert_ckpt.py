@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from msrl.checkpoint.carried import carried_bytes, carried_tensors
 from msrl.checkpoint.convert import McoreTarget, hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.found import find_checkpoint
@@ -56,6 +57,7 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     elapsed = time.perf_counter() - start
     layout = "" if convert.command in TO_HF else f"{cut_of(convert)}, "
     print(f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}")
+    _print_carried(source)
     if convert.verify:
         _verify(config, source, load, save)
 
@@ -96,6 +98,14 @@ def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int
         return num_bytes, lambda advance: write_hf(source, save, dtype, advance)
     target = McoreTarget(cut_of(convert), dtype, Naming(convert.names == "te", convert.moe_grouped_gemm), convert.pad_vocab_to_multiple)
     return mcore_plan(source, target)[1], lambda advance: write_mcore(source, save, target, advance)
+
+
+def _print_carried(source: WeightSource) -> None:
+    """What went through beside the language model, if anything."""
+    tensors = carried_tensors(source.hf_dir, source.shape)
+    if tensors:
+        names = ", ".join(f"{prefix}*" for prefix in source.shape.carried)
+        print(f"carried as they came, neither cut nor trained: {len(tensors)} tensors {names}, {amount_text(carried_bytes(tensors), 'B')}")
 
 
 def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> None:

@@ -1,0 +1,60 @@
+"""Weights that are neither cut nor trained (the vision tower of a vision-language model): carried through conversions as they came.
+
+A Hugging Face folder has them among its weights; beside an mcore checkpoint they lie in a file of their own, with config and tokenizer.
+They keep their own type, whatever the rest is cast to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from msrl.checkpoint.hf import HfWriter
+from msrl.checkpoint.hf_files import StoredTensor, open_safetensors, open_weight_files
+from msrl.errors import MsrlError
+from msrl.models.shape import Shape
+
+FILE = "msrl_carried.safetensors"
+
+
+def carried_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
+    """The carried tensors of a model whose folder (or the folder that a conversion made for its config) is `hf_dir`; often none.
+
+    Raises MsrlError where the model has some and the folder does not.
+    """
+    if not shape.carried:
+        return {}
+    try:
+        stored = open_safetensors(hf_dir / FILE) if (hf_dir / FILE).is_file() else open_weight_files(hf_dir)
+    except MsrlError as error:
+        raise MsrlError(f"{error}; {_missing(shape)}") from error
+    found = {name: tensor for name, tensor in stored.items() if name.startswith(shape.carried)}
+    if not found:
+        raise MsrlError(f"{hf_dir}: {_missing(shape)}")
+    return found
+
+
+def _missing(shape: Shape) -> str:
+    names = ", ".join(f"{prefix}*" for prefix in shape.carried)
+    return f"{shape.architecture} consists of weights {names} too; name the folder of the model that has them with --hf-config"
+
+
+def carried_bytes(tensors: Mapping[str, StoredTensor]) -> int:
+    return sum(tensor.spec.num_bytes for tensor in tensors.values())
+
+
+def carry(hf_dir: Path, target: Path, shape: Shape, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Write the carried tensors into `target` in a file of their own, unless they are there; one tensor at a time is in memory."""
+    if (target / FILE).is_file():
+        return
+    tensors = carried_tensors(hf_dir, shape)
+    if not tensors:
+        return
+    staged = target / f".{FILE}.partial"
+    staged.unlink(missing_ok=True)
+    writer = HfWriter(target, {name: tensor.spec for name, tensor in tensors.items()}, single=staged.name)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor.read())
+        advance(tensor.spec.num_bytes)
+    writer.close()
+    staged.rename(target / FILE)

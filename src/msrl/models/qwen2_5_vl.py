@@ -1,0 +1,54 @@
+"""Qwen2.5-VL (transformers' `Qwen2_5_VLForConditionalGeneration`): its language model is that of `qwen2.py`, and that is what is trained.
+
+The vision tower is carried through conversions and trainings as it came. A text token stands at the same place in all three directions
+of the rotary embedding (`mrope`), which is then the usual one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+from msrl.models.decoder import decoder_shape, switched_window
+from msrl.models.decoder_rules import decoder_rules
+from msrl.models.hf_config import HfConfig
+from msrl.models.rules import Rules
+from msrl.models.shape import Shape
+
+ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
+
+
+def shape(config: HfConfig) -> Shape:
+    text = _language_part(config)
+    found = decoder_shape(
+        text, family="qwen2_5_vl", qkv_bias=True, qk_norm=False, num_key_value_heads=8, max_position_embeddings=32768, norm_eps=1e-5,
+        rope_theta=1e6, allow_mrope=True, attention=switched_window(text, 80),
+    )  # fmt: skip
+    _check_sections(text, found)
+    return replace(found, carried=("visual.",))
+
+
+def _language_part(config: HfConfig) -> HfConfig:
+    """The language model's keys: those of `text_config` where there is one, as transformers 5 writes it, or those of the file itself."""
+    text = config.values.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, dict):
+        config.fail("text_config", "must be a mapping")
+    inner = cast("dict[str, Any]", text)
+    outer = {key: config.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if config.values.get(key) is not None}
+    tied = config.flag("tie_word_embeddings", False) or inner.get("tie_word_embeddings")
+    shared = {"architectures": config.values.get("architectures"), "tie_word_embeddings": tied}
+    return HfConfig({**inner, **outer, **shared}, f"{config.where}: text_config")
+
+
+def _check_sections(text: HfConfig, shape: Shape) -> None:
+    """The three directions share a head's pairs of channels among them."""
+    table: dict[str, Any] = text.values.get("rope_parameters") or text.values.get("rope_scaling") or {}
+    sections = cast("list[int]", table.get("mrope_section") or [])
+    if len(sections) != 3 or sum(sections) * 2 != shape.head_dim:
+        text.fail("mrope_section", f"must be three numbers with the sum head_dim / 2 = {shape.head_dim // 2}")
+
+
+def rules(shape: Shape) -> Rules:
+    return decoder_rules(shape)
