@@ -139,11 +139,35 @@ def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...
         (("algo.options={eps: 1}",), "--set: algo.options.eps=1: not an option here; it takes none"),
         (("reward.sources.0.weight=0",), "reward.sources: all weights are 0, so that every completion scores the same; set one"),
         (("reward.sources=[{verifier: acc}, {verifier: acc}]",), "--set: reward.sources.1.verifier=acc: is named twice; add the two weights, or tell them apart by name"),
+        (
+            ("reward.overlong={buffer: 1000, factor: 1}",),
+            "--set: reward.overlong.buffer=1000: must be at most rollout.max_response_tokens=64",
+        ),
+        (("reward.overlong.factor=2",), "--set: reward.overlong.factor=2.0: has no effect without reward.overlong.buffer"),
+        (("reward.length.right_above=0.5",), "--set: reward.length.right_above=0.5: has no effect without reward.length.coef"),
+        (
+            ("reward.sources=[{verifier: acc, url: 'http://a'}]",),
+            "--set: reward.sources.0.url=http://a: exactly one of verifier, function, url, model says what scores; there are 2",
+        ),
+        (("reward.sources=[{verifier: regex_match}]",), "--set: reward.sources.0.verifier=regex_match: needs options.pattern, a regular expression"),
         (("reward.sources.0.options={colour: red}",), "--set: reward.sources.0.options.colour=red: not an option here; known: percent, tolerance"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_in_grpo_is_one_line(folder: Path, sets: tuple[str, ...], line: str):
     assert mistakes("train-grpo", *sets) == [line]
+
+
+def test_normalising_by_group_needs_a_group(folder: Path):
+    sets = (
+        "rollout.samples_per_prompt=1",
+        "algo.advantage.estimator=reinforce",
+        "reward.norm={center: group, scale: group}",
+        "reward.length.coef=1",
+    )
+    said = "compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more"
+    assert [line for line in mistakes("train-grpo", *sets) if "reward." in line] == [
+        f"--set: reward.norm.center=group: {said}", f"--set: reward.norm.scale=group: {said}", f"--set: reward.length.coef=1.0: {said}"
+    ]  # fmt: skip
 
 
 def test_an_unknown_architecture_is_refused_by_name(folder: Path):

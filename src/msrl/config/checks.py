@@ -16,6 +16,7 @@ from msrl.config.algorithm_checks import algorithm as _algorithm
 from msrl.config.loader import Resolved
 from msrl.config.messages import description
 from msrl.config.plugins import plugin as _plugin
+from msrl.config.reward_checks import rewards as _rewards
 from msrl.config.templates import find_template
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.cut import Cut
@@ -254,16 +255,6 @@ def _batch(resolved: Resolved, key: str, batch: int) -> Iterator[str]:
 
 
 # --- train-grpo -----------------------------------------------------------------------------------------------------------------
-
-
-def _rewards(resolved: Resolved) -> Iterator[str]:
-    """What the rewards say of their own sources; asked by name, as plugins are."""
-    rewards = importlib.import_module("msrl.rewards.sources")
-    for number, key, message in rewards.mistakes([rewards.Source.of(section) for section in resolved.config.reward.sources]):
-        if number is None:
-            yield f"reward.sources: {message}"
-        else:
-            yield resolved.mistake(f"reward.sources.{number}.{key}", message)
 
 
 def _grpo_batches(resolved: Resolved) -> Iterator[str]:

@@ -151,10 +151,39 @@ class RewardSource(Section):
     options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of this source, by name")
 
 
+class RewardNormConfig(Section):
+    """Rewards around a mean and in units of a deviation."""
+
+    center: Literal["none", "batch", "group", "running"] = Field(default="none", description="Whose mean is taken off")
+    scale: Literal["none", "batch", "group", "running"] = Field(default="none", description="By whose standard deviation is divided")
+    eps: Positive = Field(default=1e-6, description="Added to the deviation; where that is no more than eps, nothing is divided")
+
+
+class OverlongConfig(Section):
+    """Soft punishment of responses that come close to rollout.max_response_tokens."""
+
+    buffer: Size = Field(default=0, description="Tokens before the limit in which the penalty grows from 0 to factor; 0 is off")
+    factor: NonNegative = Field(default=1.0, description="Largest penalty")
+
+
+class LengthConfig(Section):
+    """Reward of short responses among those of one prompt."""
+
+    coef: NonNegative = Field(
+        default=0.0, description="The shortest gets half of it, the longest minus half, a wrong one at most 0; 0 is off"
+    )
+    right_above: Float = Field(default=0.0, description="A response is right when the weighted sum of its scores is above this")
+
+
 class RewardConfig(Section):
-    """How a completion is scored: the weighted sum of all sources."""
+    """How a completion is scored, in this order: weighted sum of all sources, form, length, overlong, clip, norm."""
 
     sources: tuple[RewardSource, ...] = Field(default=(), description="What scores, with weights; no name twice")
+    format_penalty: NonNegative = Field(default=0.0, description="Taken off where a response has not the form of the verifier format")
+    length: LengthConfig = Field(default=LengthConfig(), description="Reward of short responses")
+    overlong: OverlongConfig = Field(default=OverlongConfig(), description="Penalty of long responses")
+    clip: Positive | None = Field(default=None, description="Rewards are cut at plus and minus this; null is off")
+    norm: RewardNormConfig = Field(default=RewardNormConfig(), description="Mean and deviation of rewards")
 
 
 class AdvantageConfig(Section):

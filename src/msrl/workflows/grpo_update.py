@@ -21,6 +21,7 @@ from msrl.algorithms.token_rewards import Reals, TokenRewards, whiten
 from msrl.config.derived import aggregate_constant, updates_per_step
 from msrl.config.schema import AlgoConfig, Config
 from msrl.errors import MsrlError
+from msrl.rewards.process import RewardSteps
 from msrl.trainer.batches import BatchLimits, num_loss_tokens, select, with_weights
 from msrl.trainer.losses import PolicyLoss, taken
 from msrl.trainer.schedule import Schedule
@@ -39,17 +40,18 @@ class Prepared:
 
 
 class Updater:
-    """Turns scored groups into optimizer updates. Its one state is the factor of the KL coefficients."""
+    """Turns scored groups into optimizer updates. Its state is the factor of the KL coefficients and the moments of the rewards."""
 
     def __init__(self, config: Config, trainers: Trainers, schedule: Schedule, state: Mapping[str, Any]) -> None:
         """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
         self._config, self._trainers, self._schedule = config, trainers, schedule
         self._kl_factor = float(state.get("kl_factor", 1.0))
+        self._rewards = RewardSteps(config.reward, config.rollout.max_response_tokens, state.get("rewards", {}))
         self._loss = policy_loss(config)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold."""
-        return {"kl_factor": self._kl_factor}
+        return {"kl_factor": self._kl_factor, "rewards": self._rewards.state()}
 
     def prepare(self, groups: Sequence[ScoredGroup], clock: Clock) -> Prepared:
         """Log-probabilities of the policy and of the reference where they are needed, then advantages."""
@@ -58,13 +60,16 @@ class Updater:
         plain = rl_sequences(training_samples(groups, np.zeros(int(length_matrix(groups).sum())), np.ones_like(keep)))
         with clock("logprobs"):
             found = self._logprobs(plain)
-        metrics: dict[str, float] = {"kl_factor": self._kl_factor} if algo.kl.controller.kind == "adaptive" else {}
+        processed = self._rewards.apply(groups)
+        metrics = dict(processed.metrics)
+        if algo.kl.controller.kind == "adaptive":
+            metrics["kl_factor"] = self._kl_factor
         penalty = None
         if algo.kl.reward.coef:
             divergence = token_divergence(plain, found["policy"], found["reference"], algo.kl.reward.estimator)
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
-        samples = samples_of(self._config, groups, keep, penalty)
+        samples = samples_of(self._config, groups, processed.rewards, keep, penalty)
         sequences = rl_sequences(samples)
         fields = dict(sequences.fields)
         if updates_per_step(self._config) > 1:
@@ -152,12 +157,13 @@ def kept_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P,
 def samples_of(
     config: Config,
     groups: Sequence[ScoredGroup],
+    rewards: Reals,  # [P, G]
     keep: Flags,  # [P, G]
     penalty: Reals | None = None,  # [N]
 ) -> tuple[TrainingSample, ...]:
     """Every completion with its advantages: penalised, estimated, whitened, cut, weighed, in this order."""
-    rewards = TokenRewards(reward_matrix(groups), length_matrix(groups), penalty)
-    values = token_advantages(config.algo, rewards) * rewards.everywhere(_weights(config.algo, groups, keep))
+    given = TokenRewards(rewards, length_matrix(groups), penalty)
+    values = token_advantages(config.algo, given) * given.everywhere(_weights(config.algo, groups, keep))
     return training_samples(groups, values, keep)
 
 
