@@ -75,6 +75,26 @@ def test_a_packed_model_is_converted_as_what_it_stands_for(tmp_path: Path) -> No
     assert config == {key: value for key, value in PACKED.items() if key != "quantization_config"}
 
 
+def test_layers_for_multi_token_prediction_are_carried_through(tmp_path: Path) -> None:
+    """In the type that they stand for: they are packed like the rest."""
+    plain = (torch.randn(32, 64) * 0.1).bfloat16()
+    weight, scales = packed(plain.float())
+    extra = {f"model.layers.4.{name}": tensor for name, tensor in (("eh_proj.weight", weight), ("eh_proj.weight_scale_inv", scales))}
+    source, meant = folder(tmp_path / "fp8", num_nextn_predict_layers=1, tensors={**extra, "model.layers.4.enorm.weight": plain[0].clone()})
+    write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(Cut(tp=2)))
+    write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == meant.keys() | {"model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"}
+    assert torch.equal(back["model.layers.4.eh_proj.weight"], dequantise(weight, scales, BLOCK, torch.bfloat16))
+    assert torch.equal(back["model.layers.4.enorm.weight"], plain[0])
+
+
+def test_a_model_may_come_without_its_layers_for_multi_token_prediction(tmp_path: Path) -> None:
+    source, _ = folder(tmp_path / "fp8", num_nextn_predict_layers=1)
+    write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(Cut(ep=2)))
+    assert open_weights(tmp_path / "mcore").shape.carried == ("model.layers.4.",)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

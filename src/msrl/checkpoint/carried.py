@@ -1,4 +1,4 @@
-"""Weights that are neither cut nor trained (the vision tower of a vision-language model): carried through conversions as they came.
+"""Weights that are neither cut nor trained (a vision tower, layers for multi-token prediction): carried through conversions as they came.
 
 A Hugging Face folder has them among its weights; beside an mcore checkpoint they lie in a file of their own, with config and tokenizer.
 They keep their own type, whatever the rest is cast to.
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from msrl.checkpoint.fp8 import dequantised
 from msrl.checkpoint.hf import HfWriter
 from msrl.checkpoint.hf_files import StoredTensor, open_safetensors, open_weight_files
 from msrl.errors import MsrlError
+from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
 
 FILE = "msrl_carried.safetensors"
@@ -25,13 +27,20 @@ def carried_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
     if not shape.carried:
         return {}
     try:
-        stored = open_safetensors(hf_dir / FILE) if (hf_dir / FILE).is_file() else open_weight_files(hf_dir)
+        stored = open_safetensors(hf_dir / FILE) if (hf_dir / FILE).is_file() else _weights(hf_dir, shape)
     except MsrlError as error:
         raise MsrlError(f"{error}; {_missing(shape)}") from error
     found = {name: tensor for name, tensor in stored.items() if name.startswith(shape.carried)}
-    if not found:
+    if not found and not shape.may_lack_carried:
         raise MsrlError(f"{hf_dir}: {_missing(shape)}")
     return found
+
+
+def _weights(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
+    """What is in the folder's weight files; none need be there where the model may lack what it carries."""
+    if shape.may_lack_carried and not any(hf_dir.glob("*.safetensors")) and not any(hf_dir.glob("*.bin")):
+        return {}
+    return dequantised(open_weight_files(hf_dir), read_hf_config(hf_dir))
 
 
 def _missing(shape: Shape) -> str:

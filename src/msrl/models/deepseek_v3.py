@@ -1,9 +1,12 @@
 """DeepSeek V3 and R1, Kimi K2 (transformers' `DeepseekV3ForCausalLM`): sigmoid scores with a bias per expert for the choice alone.
 
-The layers for multi-token prediction that published checkpoints carry behind the last layer are no part of the model that is trained.
+The layers for multi-token prediction that published checkpoints have behind the last layer (`num_nextn_predict_layers`) are no part of the
+model that is trained or run here: conversions carry them through as they came. transformers' own saves leave them out.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from msrl.models.deepseek import deepseek_rules, deepseek_shape, first_dense
 from msrl.models.hf_config import HfConfig
@@ -32,7 +35,15 @@ def shape(config: HfConfig) -> Shape:
         group_score="top2",
         expert_bias=True,
     )
-    return deepseek_shape(config, family="deepseek_v3", moe=moe)
+    found = deepseek_shape(config, family="deepseek_v3", moe=moe)
+    return replace(found, carried=_prediction_layers(config, found.num_layers), may_lack_carried=True)
+
+
+def _prediction_layers(config: HfConfig, num_layers: int) -> tuple[str, ...]:
+    """How the names of the layers for multi-token prediction begin. The number's newer name is that of transformers 5."""
+    key = "num_mtp_layers" if "num_mtp_layers" in config.values else "num_nextn_predict_layers"
+    count = config.count(key, 1) if config.values.get(key, 1) else 0
+    return tuple(f"model.layers.{num_layers + number}." for number in range(count))
 
 
 def rules(shape: Shape) -> Rules:

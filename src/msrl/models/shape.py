@@ -122,7 +122,7 @@ class Shape:
     `zero_centered_norm` multiplies by 1 + weight. `post_norms` adds a norm behind the attention and behind the feed-forward part.
     `embedding_scale` multiplies embeddings. `normalized_head` scales each row of the output layer to length 1. `logit_softcap` caps
     logits as `Attention.softcap` caps scores. `carried` are the prefixes of Hugging Face tensors that belong to the model but are neither
-    cut nor trained: they go through conversions as they are.
+    cut nor trained: they go through conversions as they are. `may_lack_carried` says that a folder without any of them is whole too.
     """
 
     family: str
@@ -152,6 +152,7 @@ class Shape:
     normalized_head: bool = False
     logit_softcap: float | None = None
     carried: tuple[str, ...] = ()
+    may_lack_carried: bool = False
     moe: Moe | None = None
     mla: Mla | None = None
 
