@@ -72,6 +72,22 @@ def schema() -> None:
     typer.echo(jsonlib.dumps(Config.model_json_schema(), indent=2))
 
 
+@app.command("import", context_settings={"ignore_unknown_options": True})
+def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -> None:
+    """Write another system's file or command line as msrl's own YAML, and say what became of every key."""
+    from pathlib import Path
+
+    from msrl.config.imports.commands import native_yaml, report, translation_of
+    from msrl.files import write_text
+
+    translation = translation_of(system.value, arguments)
+    typer.echo(report(translation), err=True)
+    if output is None:
+        typer.echo(native_yaml(translation), nl=False)
+    else:
+        write_text(Path(output), native_yaml(translation))
+
+
 def _resolved(ctx: typer.Context) -> Resolved:
     for name in ("command", "json"):
         ctx.params.pop(name, None)

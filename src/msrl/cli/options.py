@@ -51,6 +51,13 @@ class EngineName(str, Enum):
     vllm = "vllm"
 
 
+class SystemName(str, Enum):
+    mindspeed_rl = "mindspeed-rl"
+    mindspeed_llm = "mindspeed-llm"
+    roll = "roll"
+    lightrft = "lightrft"
+
+
 class CommandName(str, Enum):
     sft = "train-sft"
     grpo = "train-grpo"
@@ -176,3 +183,6 @@ Devices = Annotated[int | None, typer.Option("--devices", metavar="N", min=1, he
 
 # Configuration.
 For = Annotated[CommandName | None, typer.Option("--for", help="Command to check for; unset: by the sections that are set.")]
+From = Annotated[SystemName, typer.Option("--from", help="The system that the file or the flags are of.")]
+Foreign = Annotated[list[str], typer.Argument(metavar="FILE|FLAGS...", help="A .yaml file, a shell script, or the words of a command.")]
+NativeFile = Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="YAML to write; unset: standard output.")]

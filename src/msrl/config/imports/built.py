@@ -38,6 +38,8 @@ def refusal(key: str, value: object) -> str:
     if not has_key(key):
         return next((text for prefix in _prefixes(key) if (text := not_yet(prefix))), "not in this version yet")
     said = next((text for one in _items(value) if (text := not_yet(key, one))), "")
+    inside = (f"{key}.{name}" for one in _items(value) if isinstance(one, dict) for name in cast("dict[str, object]", one))
+    said = said or next((text for one in inside if (text := not_yet(one))), "")
     if not said and key in _PLUGINS and str(value) not in registry.names(_PLUGINS[key]):
         return "not in this version yet"
     return said

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from msrl import registry
 from msrl.config.imports.built import refusal
 from msrl.config.imports.mindspeed_megatron import converted
-from msrl.config.imports.sections import Keys
+from msrl.config.imports.sections import Keys, as_list
 from msrl.config.imports.translation import Fate, Translation
 from msrl.config.sources import wrap
 from msrl.errors import nearest
@@ -112,7 +112,7 @@ class Algorithm:
             for key in keys:
                 self.rl.say(key, Fate.DEAD, "rule_reward: false leaves scoring to the reward model")
             return self.rl.say("rule_reward", Fate.NOT_YET, "reward.sources: a reward model")
-        names, weights = (cast("list[Any]", value if isinstance(value, list) else [value]) for value in map(self.rl.value, keys))
+        names, weights = map(as_list, map(self.rl.value, keys))
         if len(names) != len(weights):
             return self.rl.mistake(
                 "verifier_weight", f"must have as many numbers as verifier_function has names: {len(names)}, not {len(weights)}"

@@ -52,6 +52,14 @@ class MegatronKeys:
                 self.translation.take(given, ["train.micro_batch"], given.value)
         self._lora()
 
+    def apply_supervised(self) -> None:
+        """The same, for a supervised training's flags."""
+        self._checkpoint()
+        self._tokenizer()
+        self._optimizer()
+        self._parallel()
+        self.apply_shapes()
+
     def _checkpoint(self) -> None:
         """Resume is Megatron's load without finetune and with the optimizer; else load is weights alone."""
         keys = self.keys

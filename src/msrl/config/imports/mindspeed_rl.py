@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msrl.config.imports.mindspeed_algorithm import Algorithm
 from msrl.config.imports.mindspeed_megatron import MegatronKeys, with_model
-from msrl.config.imports.sections import Keys, hydra_layers
+from msrl.config.imports.sections import Keys, hydra_layers, same_path
 from msrl.config.imports.table import load_table
 from msrl.config.imports.translation import Fate, Given, Translation
 from msrl.config.sources import Node, Origin, plain, read, wrap
@@ -177,7 +177,7 @@ class _File:
         keys = Keys(self.translation, name, self.translation.given(self._section(name), name, name, also=("megatron",)))
         load = keys.get("load")
         if name == "ref_config" and load is not None:
-            if _same_path(load.value, self.megatron.value("load")):
+            if same_path(load.value, self.megatron.value("load")):
                 self.translation.say(load, Fate.TOOK, "the reference starts from checkpoint.load")
             else:
                 self.translation.take(load, ["cluster.roles.reference.load"], load.value)
@@ -206,7 +206,3 @@ def put_environment(translation: Translation, variables: Node) -> None:
         else:
             value = plain(node)
             translation.take(given, [f"cluster.env.{name}"], node.text if node.text is not None else str(value))
-
-
-def _same_path(one: object, other: object) -> bool:
-    return isinstance(one, str) and isinstance(other, str) and Path(one) == Path(other)

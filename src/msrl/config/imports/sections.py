@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from msrl.config.imports.table import canonical
 from msrl.config.imports.translation import Fate, Given, Translation
@@ -114,3 +115,13 @@ def _model_names(defaults: Node | None, translation: Translation) -> list[Node]:
 def _model_path(folder: Path, name: str) -> Path | None:
     wanted = canonical(name.removesuffix(".yaml"))
     return next((path for path in sorted(folder.glob("*.yaml")) if canonical(path.stem) == wanted), None)
+
+
+def as_list(value: object) -> list[Any]:
+    """A list as it is, anything else as a list of one."""
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def same_path(one: object, other: object) -> bool:
+    """Whether two values name one folder, written with or without a slash at the end."""
+    return isinstance(one, str) and isinstance(other, str) and Path(one) == Path(other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msrl.config.imports import mindspeed_rl
+from msrl.config.imports import mindspeed_ray, mindspeed_rl
 from msrl.config.imports.table import canonical
 from msrl.config.imports.translation import Translation
 from msrl.config.sources import Node, find, read
@@ -10,6 +10,7 @@ from msrl.errors import MsrlError
 
 _MARKS = {
     "mindspeed-rl": mindspeed_rl.MARKS,
+    "mindspeed-llm": mindspeed_ray.MARKS,
     "roll": ("actor_train", "actor_infer", "rollout_batch_size", "num_return_sequences_in_group"),
 }
 _BY_COMMAND = "roll"
@@ -28,4 +29,6 @@ def foreign(path: str) -> Translation | None:
     system = system_of(tree)
     if system == _BY_COMMAND:
         raise MsrlError(f"{file}: is a file of ROLL's; write msrl's own with `msrl config import --from roll {file} --output FILE`")
-    return mindspeed_rl.translate(tree, file) if system else None
+    if system is None:
+        return None
+    return (mindspeed_rl if system == "mindspeed-rl" else mindspeed_ray).translate(tree, file)

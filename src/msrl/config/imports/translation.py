@@ -64,6 +64,7 @@ class Translation:
     table: Table
     name: str
     algorithm: str = ""
+    mode: str = ""
     tree: Node = field(init=False)
     later: Node = field(init=False)
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
@@ -101,6 +102,10 @@ class Translation:
         row = self.table.row(given.section, given.key)
         assert row is not None, given
         return row
+
+    def reads(self, row: Row) -> bool:
+        """Whether the original reads the key in this algorithm (or `mode`, such as agentic)."""
+        return not row.only or self.algorithm in row.only or self.mode in row.only
 
     def default(self, section: str, key: str) -> object:
         """What the original takes where nothing is given; `other_defaults` are those of another generation."""
@@ -160,7 +165,7 @@ class Translation:
         value = given.value
         if row.dead:
             return self.say(given, Fate.DEAD, row.dead)
-        if row.only and self.algorithm not in row.only:
+        if not self.reads(row):
             return self.say(given, Fate.DEAD, f"read by {' and '.join(row.only)} only")
         if row.is_off(value):
             return self.say(given, Fate.OFF, "")
@@ -179,8 +184,8 @@ class Translation:
         """Defaults of the original for keys that are not given and that one row says all of."""
         there = {(given.section, given.key) for given in present}
         for (section, key), row in self.table.rows.items():
-            unread = row.only and self.algorithm not in row.only
-            if section in sections and row.has_default and row.to and not row.by and not unread and (section, key) not in there:
+            wanted = section in sections and row.has_default and row.to and not row.by and self.reads(row)
+            if wanted and (section, key) not in there:
                 for native in row.to:
                     self.set_default(native, CONVERSIONS[row.via](self.default(section, key)))
 

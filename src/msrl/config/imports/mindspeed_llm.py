@@ -1,0 +1,137 @@
+"""MindSpeed-LLM's command lines: convert_ckpt.py, preprocess_data.py, posttrain_gpt.py and pretrain_gpt.py, inference.py, ray_gpt.py.
+
+A script may hold several; each becomes the section of its msrl command. Sources: MindSpeed-LLM b626d239 and c77308a1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from msrl.config.imports.mindspeed_megatron import MegatronKeys
+from msrl.config.imports.sections import Keys, as_list
+from msrl.config.imports.shell import Script, Word, flags, parse_script
+from msrl.config.imports.table import load_table
+from msrl.config.imports.translation import Fate, Given, Translation
+from msrl.config.sources import Origin, wrap
+from msrl.errors import MsrlError, nearest
+
+_PROGRAMS = {
+    "convert_ckpt": "convert",
+    "convert_ckpt_v2": "convert",
+    "preprocess_data": "preprocess",
+    "posttrain_gpt": "train",
+    "pretrain_gpt": "train",
+    "inference": "inference",
+    "ray_gpt": "ray",
+}
+_COMMANDS = {("hf", "mg"): "hf2mcore", ("mg", "hf"): "mcore2hf", ("mg", "mg"): "reshard"}
+
+
+def translate_script(text: str, name: str) -> Translation:
+    """All commands of a script that msrl has, and `ray start`. Raises MsrlError when there is none."""
+    script = parse_script(text, name)
+    translation = Translation("MindSpeed-LLM", load_table("mindspeed_llm"), name)
+    found = [(section, words) for words in script.commands if (section := _section(words))]
+    if not found:
+        raise MsrlError(f"{name}: holds none of {', '.join(f'{program}.py' for program in _PROGRAMS)}")
+    for section, words in found:
+        _command(translation, section, words)
+    _environment(translation, script)
+    return translation
+
+
+def translate_words(words: list[Word], name: str) -> Translation:
+    """The words of one command line, the program among them."""
+    translation = Translation("MindSpeed-LLM", load_table("mindspeed_llm"), name)
+    section = _section(words)
+    if not section:
+        programs = [f"{program}.py" for program in _PROGRAMS]
+        raise MsrlError(f"{name}: must name one of MindSpeed-LLM's programs; {nearest(words[0].text if words else '', programs)}")
+    _command(translation, section, words)
+    return translation
+
+
+def _section(words: Sequence[Word]) -> str:
+    for before, word in zip([Word("", None), *words], words, strict=False):
+        program = word.text.rpartition("/")[2].removesuffix(".py")
+        if word.text.endswith(".py") and program in _PROGRAMS:
+            return _PROGRAMS[program]
+        if before.text == "ray" and word.text == "start":
+            return "ray_start"
+    return ""
+
+
+def _command(translation: Translation, section: str, words: Sequence[Word]) -> None:
+    start = next((i for i, word in enumerate(words) if word.text.endswith(".py") or word.text == "start"), 0)
+    keys = Keys(translation, section, translation.given(flags(words[start:], translation.name), section, ""))
+    {"convert": _convert, "preprocess": _preprocess, "train": _train}.get(section, _advised)(translation, keys)
+    keys.apply_rest()
+    translation.laid_in((section,), keys)
+
+
+def _environment(translation: Translation, script: Script) -> None:
+    """Exported variables reach the workers of a training; other commands have none."""
+    for variable, word in script.exported.items():
+        if any(one.given.section == "train" for one in translation.outcomes):
+            given = Given("environment", variable, variable, wrap(word.text, Origin(translation.name, word.line)))
+            translation.take(given, [f"cluster.env.{variable}"], word.text)
+
+
+def _convert(translation: Translation, keys: Keys) -> None:
+    kinds = tuple(str(keys.value(key) or default) for key, default in (("load_model_type", "hf"), ("save_model_type", "mg")))
+    command = _COMMANDS.get((kinds[0], kinds[1]))
+    for key in ("load_model_type", "save_model_type"):
+        if command is None:
+            keys.mistake(key, f"{kinds[0]} to {kinds[1]} is not a conversion of msrl's: hf to mg, mg to hf, mg to mg")
+        else:
+            keys.take(key, ["convert.command"], command)
+    save = keys.get("save_dir")
+    if save is not None and command == "mcore2hf":
+        why = "the result's folder; give a new one, the original wrote into the model's own"
+        translation.take(save, ["convert.save"], f"{str(save.value).rstrip('/')}/mg2hf", why=why)
+    elif save is not None:
+        translation.take(save, ["convert.save"], save.value)
+    impl = keys.get("transformer_impl")
+    if impl is not None:
+        translation.take(impl, ["convert.names"], {"local": "local", "transformer_engine": "te"}.get(str(impl.value), impl.value))
+
+
+def _preprocess(translation: Translation, keys: Keys) -> None:
+    mapping = keys.get("map_keys")
+    if mapping is not None:
+        try:
+            pairs = json.loads(str(mapping.value))
+            translation.take(mapping, ["preprocess.map_keys"], {str(key): str(value) for key, value in dict(pairs).items()})
+        except (ValueError, TypeError):
+            translation.mistake(mapping, 'must be a JSON object such as {"prompt": "question"}')
+    columns = keys.get("json_keys")
+    if columns is not None and as_list(columns.value) != ["text"]:
+        translation.take(columns, ["preprocess.map_keys"], {"text": str(as_list(columns.value)[0])})
+    thinking = keys.get("enable_thinking")
+    if thinking is not None and thinking.value in (True, False):
+        translation.take(thinking, ["preprocess.enable_thinking"], thinking.value)
+    keys.say("enable_thinking", Fate.OFF, "")
+
+
+def _train(translation: Translation, keys: Keys) -> None:
+    if keys.value("fp16") is True:
+        keys.mistake("fp16", "float16 is not trained: bfloat16 with float32 masters, or float32; give --bf16")
+    stage = keys.get("stage")
+    if stage is not None and stage.value != "sft":
+        translation.mistake(stage, "must be sft; RL is `msrl train-grpo`, preferences are not trained")
+    MegatronKeys(translation, keys).apply_supervised()
+    iters, every = keys.get("eval_iters"), keys.get("eval_interval")
+    if iters is None or iters.value == 0 or keys.value("eval_interval") is None:
+        for given in (iters, every):
+            if given is not None:
+                translation.say(given, Fate.OFF, "no evaluation")
+    else:
+        keys.take("eval_interval", ["eval.every_steps"], keys.value("eval_interval"))
+        batch = keys.number("global_batch_size") or 1
+        keys.take("eval_iters", ["eval.prompts"], (keys.number("eval_iters") or 0) * batch, why="rows: eval_iters batches")
+
+
+def _advised(translation: Translation, keys: Keys) -> None:
+    """Commands that are msrl's own by other names: each flag says which."""
+    del translation, keys

@@ -1,0 +1,281 @@
+"""`msrl config import`: the guides' complete examples of every system, key by key, and what their numbers mean there."""
+# ruff: noqa: E501  (lines as users see them)
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config_inputs import make_data, make_model
+from guides import guide
+from msrl.config.imports.commands import native_yaml, translation_of
+from msrl.config.imports.roll_devices import device_count
+from msrl.config.imports.shell import parse_script
+from msrl.config.imports.systems import foreign
+from msrl.config.imports.translation import Fate, Translation
+from msrl.config.loader import load
+from msrl.config.sources import parse, plain
+from msrl.errors import MsrlError
+from test_cli import msrl
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
+RLVR = """\
+exp_name: rlvr
+num_gpus_per_node: 8
+max_steps: 10
+rollout_batch_size: 64
+prompt_length: 1024
+response_length: 2048
+num_return_sequences_in_group: 8
+adv_estimator: grpo
+use_kl_loss: true
+kl_loss_coef: 0.002
+pretrain: model
+actor_train:
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 16, warmup_steps: 20}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true}}
+  device_mapping: list(range(0,16))
+  infer_batch_size: 4
+actor_infer:
+  generating_args: {max_new_tokens: "${response_length}", temperature: 0.99}
+  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.6, max_model_len: 8000}}
+  num_gpus_per_worker: 2
+  device_mapping: list(range(0,16))
+reference: {strategy_args: {strategy_name: megatron_infer, strategy_config: "${deepspeed_zero2}"}}
+rewards:
+  math_rule: {worker_cls: roll.rewards.MathRuleRewardWorker, tag_included: [math]}
+"""
+
+
+def imported(system: str, text: str, folder: Path, suffix: str) -> Translation:
+    file = folder / f"given.{suffix}"
+    file.write_text(text, encoding="utf-8")
+    return translation_of(system, [str(file)])
+
+
+def tree_of(translation: Translation) -> Any:
+    return plain(parse(native_yaml(translation), "native.yaml"))
+
+
+def changed(text: str, *pairs: tuple[str, str]) -> str:
+    for old, new in pairs:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+# --- ROLL ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
+    tree = tree_of(imported("roll", RLVR, tmp_path, "yaml"))
+    assert tree["cluster"] == {"devices_per_node": 8, "nodes": 2, "rpc_timeout_s": 3600}
+    assert tree["train"]["updates"]["samples_per_update"] == 2 * 16 * (16 // 2)  # per device * accumulation * data parallel
+    assert (tree["rollout"]["prompts_per_step"], tree["rollout"]["samples_per_prompt"]) == (64, 8)
+    assert tree["rollout"]["engine"] == {"tp": 2, "dp": 8, "memory_fraction": 0.6, "max_model_len": 8000, "max_num_seqs": 128}
+    assert tree["rollout"]["sampling"] == {"temperature": 0.99, "top_p": 0.7, "top_k": 50}  # two of them ROLL's defaults
+    assert tree["algo"]["kl"] == {"loss": {"coef": 0.002, "estimator": "k3"}}
+    assert tree["algo"]["aggregate"] == {"mode": "seq-mean-token-mean"}
+    assert tree["train"]["optimizer"]["warmup"] == 20 and tree["train"]["parallel"] == {"tp": 2, "pp": 1, "sp": True}
+    assert tree["reward"] == {"sources": [{"verifier": "math_17k_acc", "tags": ["math"]}]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "value"),
+    [
+        ("use_kl_loss: true", "use_kl_loss: false", "algo.kl", None),
+        ("use_kl_loss: true", "add_token_level_kl: true\nkl_penalty: mse", "algo.kl.reward", {"coef": 0.2, "estimator": "k2"}),
+        ("adv_estimator: grpo", "adv_estimator: grpo\npg_clip: 0.1\ndual_clip_loss: true", "algo.clip", {"low": 0.1, "high": 0.1, "dual": 1.2}),
+        ("adv_estimator: grpo", "adv_estimator: grpo\nuse_pg_clip_range: true\npg_clip_high: 0.28", "algo.clip", {"low": 0.2, "high": 0.28}),
+        ("adv_estimator: grpo", "adv_estimator: grpo\nimportance_sampling: seq", "algo.ratio", "sequence"),
+        ("adv_estimator: grpo", "adv_estimator: grpo\nmax_len_mask: true", "algo.mask.truncated", True),
+        ("adv_estimator: grpo", "adv_estimator: grpo\ndifficulty_mask: true\ndifficulty_low_threshold: 0.1", "algo.mask.difficulty", [0.1, 1.0]),
+        ("response_length: 2048", "sequence_length: 4096\nresponse_length: 7", "rollout.max_response_tokens", 3072),
+        ("list(range(0,16))\n  infer", "list(range(0,4)) + [8, 9, 10, 11]\n  infer", "train.updates.samples_per_update", 128),
+        ("warmup_steps: 20", "warmup_ratio: 0.1", "train.optimizer.warmup", 0.1),
+    ],
+)  # fmt: skip
+def test_a_changed_key_of_roll_changes_what_it_becomes(old: str, new: str, key: str, value: object, tmp_path: Path):
+    tree = tree_of(imported("roll", changed(RLVR, (old, new)), tmp_path, "yaml"))
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    assert tree == value
+
+
+def test_dead_keys_of_roll_are_named(tmp_path: Path):
+    text = RLVR + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\nadd_len_reward: true\nsft_loss_coef: 0.1\n"
+    found = imported("roll", text, tmp_path, "yaml")
+    dead = {outcome.given.key for outcome in found.outcomes if outcome.fate is Fate.DEAD}
+    assert dead >= {"l2", "reward_norm", "use_topr_loss", "init_kl_coef", "add_len_reward", "sft_loss_coef", "max_new_tokens"}
+
+
+def test_agentic_runs_are_translated_and_refused_until_there_are_environments(tmp_path: Path):
+    text = changed(RLVR, ("rewards:\n  math_rule: {worker_cls: roll.rewards.MathRuleRewardWorker, tag_included: [math]}\n", ""))
+    text += "train_env_manager: {num_env_groups: 8, group_size: 8, tags: [SimpleSokoban], max_traj_per_env: 2}\nmax_actions_per_traj: 5\n"
+    found = imported("roll", text, tmp_path, "yaml")
+    tree = tree_of(found)
+    assert tree["rollout"]["prompts_per_step"] == 64 // 8  # rollout_batch_size counts trajectories
+    assert tree["env"]["max_turns"] == 5 and any("env.groups" in line for line in found.refused())
+
+
+def test_a_misspelt_key_of_roll_is_named_with_its_line(tmp_path: Path):
+    with pytest.raises(MsrlError, match=r"given.yaml:8: adv_estimater=grpo: there is no such key in ROLL; did you mean 'adv_estimator'\?"):
+        imported("roll", RLVR.replace("adv_estimator", "adv_estimater"), tmp_path, "yaml")
+
+
+def test_a_file_of_roll_is_imported_not_run(tmp_path: Path):
+    (tmp_path / "roll.yaml").write_text(RLVR, encoding="utf-8")
+    with pytest.raises(MsrlError, match="msrl config import --from roll"):
+        load([str(tmp_path / "roll.yaml")])
+
+
+def test_devices_are_counted_and_nothing_is_evaluated():
+    assert device_count("list(range(0,8)) + list(range(8, 16, 2))") == 12
+    assert device_count("__import__('os').system('true')") is None
+    assert device_count("list(range(0, exit()))") is None
+
+
+# --- LightRFT -----------------------------------------------------------------------------------------------------------------
+
+FLAGS = "python train.py --pretrain model --prompt_data x --rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 128 --advantage_estimator group_norm"
+
+
+def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
+    blocks = [block for block in re.findall(r"^```bash\n(.*?)^```", guide("lightrft-parameters"), re.S | re.M) if "python" in block]
+    assert len(blocks) == 2
+    for block in blocks:
+        found = imported("lightrft", block, tmp_path, "sh")
+        assert {outcome.given.path for outcome in found.outcomes} == set(re.findall(r"--(\w+)", block))
+    assert tree_of(imported("lightrft", blocks[0], tmp_path, "sh"))["train"]["updates"] == {"samples_per_update": 128, "epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        ("", "rollout.prompts_per_step", 64),
+        ("", "algo.kl.reward", {"coef": 0.01, "estimator": "k1"}),
+        ("--use_kl_loss --kl_estimator k3", "algo.kl.loss", {"coef": 0.01, "estimator": "k3"}),
+        ("--kl_target 0.01", "algo.kl.controller", {"target": 0.01, "kind": "adaptive"}),
+        ("--clip_range 0.1 --clip_range_higher 0.3", "algo.clip", {"low": 0.1, "high": 0.3}),
+        ("--eps_clip 0.1", "algo.clip", {"low": 0.1, "high": 0.1}),
+        ("--adam_betas 0.8 0.9", "train.optimizer.betas", [0.8, 0.9]),
+        ("--actor_learning_rate 1e-6", "train.optimizer.min_lr", 1e-07),
+        ("--max_norm 0", "train.optimizer.grad_clip", None),
+        ("--load_checkpoint", "checkpoint.resume", "auto"),
+        ("--reward_clip 5", "reward.clip", 5),
+        ("--advantage_clip 0", "algo.advantage.clip", None),
+        ("--overlong_buffer --overlong_buffer_len 512", "reward.overlong", {"buffer": 512, "factor": 1.0}),
+    ],
+)  # fmt: skip
+def test_a_flag_of_lightrft_changes_what_it_becomes(flags: str, key: str, value: object, tmp_path: Path):
+    tree = tree_of(imported("lightrft", f"{FLAGS} {flags}", tmp_path, "sh"))
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    assert tree == value
+
+
+def test_gspo_and_gmpo_are_a_ratio_and_a_loss(tmp_path: Path):
+    gspo = tree_of(imported("lightrft", FLAGS.replace("group_norm", "gspo"), tmp_path, "sh"))["algo"]
+    assert (gspo["advantage"]["estimator"], gspo["ratio"]) == ("group_norm", "sequence")
+    gmpo = tree_of(imported("lightrft", FLAGS.replace("group_norm", "gmpo"), tmp_path, "sh"))["algo"]
+    assert (gmpo["advantage"]["estimator"], gmpo["policy_loss"]) == ("group_norm", "gmpo")
+
+
+def test_flags_may_be_given_word_by_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    output = tmp_path / "native.yaml"
+    assert msrl("config", "import", "--from", "lightrft", "--output", str(output), "--", *FLAGS.split()[2:]) == 0
+    assert capsys.readouterr().err.startswith("command line: read as LightRFT (group_norm): of 6 keys")
+    assert plain(parse(output.read_text(encoding="utf-8"), "native"))["model"]["path"] == "model"
+    assert msrl("config", "import", "--from", "lightrft", "--", "--pretrian", "model") == 2
+    assert "there is no such key in LightRFT; did you mean 'pretrain'?" in capsys.readouterr().err
+
+
+# --- MindSpeed-LLM ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_mindspeed_guides_become_msrls(tmp_path: Path):
+    text = guide("mindspeed-llm-full-pipeline") + guide("mindspeed-rl-r1-zero")
+    blocks = [
+        block
+        for block in re.findall(r"^```(?:shell|bash)\n(.*?)^```", text, re.S | re.M)
+        if re.search(r"convert_ckpt.py|preprocess_data.py", block)
+    ]
+    assert len(blocks) == 6
+    trees = [tree_of(imported("mindspeed-llm", block, tmp_path, "sh")) for block in blocks]
+    assert trees[0]["convert"] == {
+        "command": "hf2mcore", "load": "/root/llm_dataset/models/Qwen/Qwen2.5-0.5B", "dtype": "bf16",
+        "save": "/root/llm_dataset/models/mindspeed/qwen2.5_mcore/qwen2.5_0.5b/", "tp": 2, "pp": 2,
+    }  # fmt: skip
+    assert trees[5]["convert"]["save"] == "/root/llmtuner/hfhub/mindspeed/models/Qwen/Qwen2.5-7B/mcore_tp2_pp4"  # of variables
+    preprocess = trees[4]["preprocess"]
+    assert preprocess["handler"] == "PPOAlpacaStyleInstructionHandler" and preprocess["template"] == "llama3"
+    assert preprocess["map_keys"] == {"prompt": "prompt", "query": "", "response": "prompt", "system": ""}
+
+
+def test_a_supervised_script_with_variables_becomes_train_sft(tmp_path: Path):
+    script = """\
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+TP=2
+GPT_ARGS="
+    --tensor-model-parallel-size ${TP} \\
+    --sequence-parallel
+    --micro-batch-size 4 --global-batch-size 16
+    --lr 1.25e-5 --lr-decay-style cosine --adam-beta2 0.95
+    --train-iters 2000 --bf16
+"
+torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt --finetune --data-path data/alpaca  # go
+"""
+    found = imported("mindspeed-llm", script, tmp_path, "sh")
+    tree = tree_of(found)
+    assert tree["train"]["parallel"] == {"tp": 2, "sp": True, "pp": 1} and tree["train"]["global_batch"] == 16
+    assert tree["train"]["optimizer"]["betas"] == [0.9, 0.95] and tree["checkpoint"] == {"load": "ckpt"}
+    assert tree["cluster"] == {"env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}} and tree["model"] == {"dtype": "bfloat16"}
+    lines = {outcome.given.key: outcome.given.origin.line for outcome in found.outcomes}
+    assert (lines["tensor_model_parallel_size"], lines["lr"], lines["stage"]) == (4, 7, 10)
+
+
+def test_what_a_script_leaves_open_is_named():
+    with pytest.raises(MsrlError, match=r"s.sh:2: \$NOBODY_SETS_THIS: nothing sets"):
+        parse_script("a=1\npython convert_ckpt.py --load $NOBODY_SETS_THIS\n", "s.sh")
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path: Path):
+    with pytest.raises(MsrlError, match="qlora_nf4=true: cannot be done: weights are not quantised"):
+        imported("mindspeed-llm", "python convert_ckpt.py --load-dir a --save-dir b --qlora-nf4", tmp_path, "sh")
+
+
+def test_the_first_generation_of_mindspeed_runs_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("llama-3.2-1b-instruct", "llama-3.2-1b-instruct-tp1-pp1"):
+        make_model(tmp_path / name, max_position_embeddings=2048)
+    (tmp_path / "dataset").mkdir()
+    make_data(tmp_path / "dataset" / "data")
+    file = str(EXAMPLES / "grpo_llama32_1b.yaml")
+    assert msrl("train-grpo", "-c", file, "--dry-run") == 0
+    config = load([file]).config
+    assert config.train.updates.samples_per_update == 8 * 2  # of each of two data-parallel ranks
+    assert config.rollout.max_response_tokens == 512 - 256
+    assert (config.algo.kl.loss.coef, config.algo.kl.loss.estimator) == (0.05, "k3")
+    assert config.algo.advantage.whiten and config.rollout.engine.dp == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_gpus_for_train: 2", "num_gpus_for_trian: 2", "there is no such key in MindSpeed-LLM; did you mean 'num_gpus_for_train'?"),
+        ("do_sample: true", "do_sample: false", "must be true: greedy samples of one prompt are all the same"),
+        ("seq_length: 512", "seq_length: 256", "must be above max_prompt_length=256: responses fill the rest"),
+        ("gamma: 1.0", "gamma: 0.9", "cannot be done: rewards of a whole response are not discounted by its length"),
+        ("  ref:\n", "  reff:\n", "must be actor_rollout or ref"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_first_generation_are_named(old: str, new: str, message: str, tmp_path: Path):
+    text = (EXAMPLES / "grpo_llama32_1b.yaml").read_text(encoding="utf-8")
+    (tmp_path / "given.yaml").write_text(changed(text, (old, new)), encoding="utf-8")
+    found = foreign(str(tmp_path / "given.yaml"))
+    assert found is not None and any(line.endswith(message) for line in found.errors), found and found.errors
