@@ -10,7 +10,7 @@ import torch
 
 from msrl.algorithms.mismatch import Correction
 from msrl.trainer.launch import run_ranks
-from msrl.trainer.settings import Layout
+from msrl.trainer.settings import Layout, Recompute
 from support import python_path
 from training_ranks import NUM_SEQUENCES, VOCAB, Case, Result, sequences
 
@@ -28,12 +28,18 @@ LAYOUTS = {
     "tp2 sp cp2": Case("", Path(), Layout(tp=2, sp=True, cp=2)),
     "dp2": Case("", Path(), dp=2),
     "tp2 dp2": Case("", Path(), Layout(tp=2), dp=2),
+    "full recompute": Case("", Path(), Layout(tp=2, sp=True), more={"recompute": Recompute("full", "block", 3)}),
+    "selective recompute": Case("", Path(), Layout(pp=2), more={"recompute": Recompute("selective", modules=("core_attn", "mlp"))}),
+    "chunked logits": Case("", Path(), Layout(tp=2), more={"chunk": 7}),
+    "chunked logits cp2": Case("", Path(), Layout(cp=2), more={"chunk": 5}),
+    "offload": Case("", Path(), dp=2, more={"offload": frozenset({"optimizer", "grads", "params"})}),
     "micro-batches of 1": Case("", Path(), micro_batch=1),
     "micro-batches of 8": Case("", Path(), micro_batch=8),
     "micro-batches by tokens": Case("", Path(), max_tokens=64),
 }
 
 
+SAVING = {"recompute": Recompute("full"), "offload": frozenset({"optimizer", "grads", "params"})}
 FROZEN = ("model.embed_tokens.*", "decoder.layers.[01].*", "*.mlp.*")
 # Every policy loss with each ratio that it takes, the aggregations spread over them.
 POLICIES = [
@@ -120,12 +126,12 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         Case("saved tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), steps=4, save_at=4, save_to=saves / "cut"),
         Case("resumed dp2 from tp2 pp2", folders["qwen2 tied"], dp=2, first_step=4, resume_from=saves / "cut"),
         Case("frozen", folders["qwen2 tied"], freeze=FROZEN, steps=4, save_at=2, save_to=saves / "frozen"),
-        Case("frozen tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), freeze=FROZEN, steps=4),
+        Case("frozen tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), freeze=FROZEN, steps=4, more={"recompute": Recompute("full")}),
         Case("frozen resumed dp2", folders["qwen2 tied"], dp=2, freeze=FROZEN, first_step=2, steps=4, resume_from=saves / "frozen"),
         Case("poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", steps=3, poison_at=0),
         Case("not poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", first_step=1, steps=3),
         Case("bf16", folders["qwen2"], dtype="bfloat16", steps=6, save_at=3, save_to=saves / "bf16"),
-        Case("bf16 resumed", folders["qwen2"], dtype="bfloat16", steps=6, first_step=3, resume_from=saves / "bf16"),
+        Case("bf16 resumed", folders["qwen2"], dtype="bfloat16", steps=6, first_step=3, resume_from=saves / "bf16", more=SAVING),
         Case("bf16 tp2 dp2", folders["qwen2"], Layout(tp=2), dp=2, dtype="bfloat16", steps=6),
     ]
     return cases

@@ -45,6 +45,7 @@ class Case:
     first_step: int = 0
     lr: float = 1e-3
     freeze: tuple[str, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)  # further settings of the ranks
     poison_at: int | None = None  # the step whose batch has a NaN among its advantages
 
     @property
@@ -99,7 +100,7 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     settings = WorkerSettings(
         "cpu", saved.root if saved else case.model, case.layout, case.dtype, seed=0, timeout_s=120,
         iteration=saved.step if saved else None, optimizer=OptimizerSettings(lr=case.lr), reference=case.reference,
-        freeze=case.freeze,
+        freeze=case.freeze, **case.more,
     )  # fmt: skip
     worker = TrainWorker(settings, context.rank, case.world, init_method)
     if saved:
@@ -117,6 +118,7 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
         groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
         batches = micro_batches(batch, groups, limits)
         reports.append(worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr))
+        worker.host.rest()
         if case.save_at == step + 1:
             assert case.save_to is not None
             checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)

@@ -181,6 +181,25 @@ def _sft_only(resolved: Resolved) -> Iterator[str]:
             yield resolved.mistake(key, "is for train-sft; train-grpo does not read it")
 
 
+def _memory(resolved: Resolved) -> Iterator[str]:
+    recompute, shape = resolved.config.train.recompute, _shape_or_none(resolved)
+    used = {"none": (), "full": ("method", "layers"), "selective": ("modules",)}[recompute.granularity]
+    for name in ("method", "layers", "modules"):
+        if name not in used and resolved.is_set(f"train.recompute.{name}"):
+            yield resolved.mistake(f"train.recompute.{name}", f"has no effect with train.recompute.granularity={recompute.granularity}")
+    if shape is not None and recompute.granularity == "selective":
+        if shape.mla is not None and "core_attn" in recompute.modules:
+            yield resolved.mistake("train.recompute.modules", "core_attn is not for latent attention; name mlp or moe, or set full")
+        if shape.moe is None and "moe" in recompute.modules:
+            yield resolved.mistake("train.recompute.modules", "the model has no mixture of experts; leave moe out")
+
+
+def _rollout_offload(resolved: Resolved) -> Iterator[str]:
+    for kind in ("grads", "params"):
+        if getattr(resolved.config.train.offload, kind):
+            yield resolved.mistake(f"train.offload.{kind}", "rests while train-grpo generates; train-sft needs it all the time")
+
+
 def _frozen(resolved: Resolved) -> Iterator[str]:
     shape = _shape_or_none(resolved)
     if shape is not None and resolved.config.train.freeze:
@@ -374,10 +393,10 @@ def _chat(resolved: Resolved) -> Iterator[str]:
     yield from _template(resolved, "chat.template")
 
 
-_TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model, _frozen)
+_TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model, _frozen, _memory)
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "train-sft": (*_TRAINING, _examples, _one_node, _sft_batches),
+    "train-sft": (*_TRAINING, _examples, _one_node, _sft_batches, _rollout_offload),
     "train-grpo": (*_TRAINING, _prompts, _sft_only, _rewards, _algorithm, _grpo_batches, _grpo_lengths, _engines),
     "convert-ckpt": (_convert,),
     "preprocess": (_preprocess,),

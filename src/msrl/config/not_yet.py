@@ -24,8 +24,6 @@ NOT_YET: dict[str, str] = {
     "train.parallel.etp": "",
     "train.parallel.num_layer_list": "",
     "train.parallel.noop_layers": "",
-    "train.recompute": "",
-    "train.offload": "",
     "train.lora": "",
     "train.optimizer.name": "it is AdamW",
     "checkpoint.async": "",

@@ -352,6 +352,27 @@ class ParallelConfig(Section):
     sp: Bool = Field(default=False, description="Sequence parallel: activations of the norms are spread over the tensor-parallel ranks")
 
 
+class RecomputeConfig(Section):
+    """Activations that are made again in the backward pass instead of kept."""
+
+    granularity: Literal["none", "full", "selective"] = Field(
+        default="none", description="full: whole layers, by method and layers; selective: the parts in modules, of every layer"
+    )
+    method: Literal["uniform", "block"] = Field(
+        default="uniform", description="Of full: uniform keeps the input of every `layers`-th layer; block makes the first `layers` again"
+    )
+    layers: Count = Field(default=1, description="Of full: layers in a unit (uniform), or layers of each stage (block)")
+    modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = Field(default=("core_attn",), description="Of selective: parts of a layer")
+
+
+class OffloadConfig(Section):
+    """What waits in the machine's memory while it is not needed; gains where devices have memory of their own."""
+
+    optimizer: Bool = Field(default=False, description="Moments and master weights, but for the optimizer's own step")
+    grads: Bool = Field(default=False, description="Buffers of gradients, while train-grpo generates")
+    params: Bool = Field(default=False, description="Weights of policy and reference, while train-grpo generates")
+
+
 class TrainConfig(Section):
     """The optimisation."""
 
@@ -364,6 +385,11 @@ class TrainConfig(Section):
     max_tokens_per_micro_batch: Count | None = Field(
         default=None, description="Sequences are packed into passes of at most so many tokens; unset: train.micro_batch of them"
     )
+    chunk: Count | None = Field(
+        default=None, description="Positions whose logits exist at once; they are made again in the backward pass; unset: a micro-batch's"
+    )
+    recompute: RecomputeConfig = Field(default=RecomputeConfig(), description="Activations that are made again instead of kept")
+    offload: OffloadConfig = Field(default=OffloadConfig(), description="What waits in the machine's memory while it is not needed")
     freeze: tuple[Text, ...] = Field(
         default=(), description="Parameters that are not trained: patterns (* and ?) of their Hugging Face or Megatron names"
     )

@@ -39,6 +39,7 @@ def save(
     worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, retention: Retention = KEEP_ALL
 ) -> SavedTraining:
     """Write a whole checkpoint after `step` steps. `extra` is the workflow's own state (JSON); `hf_dir` has config and tokenizer."""
+    worker.host.need("params", "optimizer")
     is_first = dist.get_rank() == 0
     staged_training = training_dir(root, step).with_name(f".iter_{step:07d}.partial")
     if is_first:

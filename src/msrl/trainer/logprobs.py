@@ -20,7 +20,7 @@ _LEAST = torch.finfo(torch.float32).min  # stands for the largest of no numbers
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
+class Columns:
     """What this rank holds of softmax(logits / temperature): token ids from `first` on, of which `num_valid` are no padding."""
 
     first: int
@@ -64,65 +64,71 @@ class _Columns:
         return x
 
 
+def measure(logits: Tensor, labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probability of each label, entropy if `columns` asks for it, and log of the normaliser: [M] each, the same on every rank."""
+    top, total, weighted = columns.sums(logits)
+    highest = columns.all_reduce(top.clone(), dist.ReduceOp.MAX)
+    # From "relative to the largest of this rank" to "relative to the largest of all".
+    below = top - highest
+    scale = below.exp()
+    local, is_here = columns.place(labels)
+    mine = logits.gather(-1, local).squeeze(-1).float() / columns.temperature
+    picked = (mine - highest).masked_fill_(~is_here, 0.0)
+    parts = torch.stack((total * scale, picked, (weighted + total * below) * scale))
+    total, picked, weighted = columns.all_reduce(parts, dist.ReduceOp.SUM)
+    log_total = total.log()
+    entropy = log_total - weighted / total if columns.with_entropy else None
+    return picked - log_total, entropy, highest + log_total
+
+
+def gradient_in_place(
+    logits: Tensor,  # [M, V]; what they were is lost
+    labels: Tensor,  # [M]
+    normaliser: Tensor,  # [M], as `measure` gave it
+    entropy: Tensor | None,  # [M], as `measure` gave it
+    columns: Columns,
+    for_logprobs: Tensor | None,  # [M]
+    for_entropy: Tensor | None,  # [M]
+) -> None:
+    """Write the gradient by the logits over them, from those by log-probabilities and entropies."""
+    local, is_here = columns.place(labels)
+    slope = torch.zeros_like(normaliser) if for_logprobs is None else for_logprobs / columns.temperature
+    at_label = slope.masked_fill(~is_here, 0.0)[:, None]
+    for rows in columns.parts(len(logits)):
+        surprise = columns.shifted(logits[rows], normaliser[rows])  # log p
+        grad = surprise.exp()
+        if for_entropy is None:
+            grad.mul_(-slope[rows, None])
+        else:
+            assert entropy is not None
+            # The entropy's derivative by a logit is -p (log p + H).
+            weight = for_entropy[rows, None] / columns.temperature
+            grad.mul_(surprise.add_(entropy[rows, None]).mul_(weight).add_(slope[rows, None]).neg_())
+        logits[rows, : columns.num_valid] = grad.scatter_add_(-1, local[rows], at_label[rows])
+    logits[:, columns.num_valid :] = 0.0
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: _Columns) -> tuple[Tensor, Tensor | None]:
-        top, total, weighted = columns.sums(logits)
-        highest = columns.all_reduce(top.clone(), dist.ReduceOp.MAX)
-        # From "relative to the largest of this rank" to "relative to the largest of all".
-        below = top - highest
-        scale = below.exp()
-        local, is_here = columns.place(labels)
-        mine = logits.gather(-1, local).squeeze(-1).float() / columns.temperature
-        picked = (mine - highest).masked_fill_(~is_here, 0.0)
-        parts = torch.stack((total * scale, picked, (weighted + total * below) * scale))
-        total, picked, weighted = columns.all_reduce(parts, dist.ReduceOp.SUM)
-        log_total = total.log()
-        entropy = log_total - weighted / total if columns.with_entropy else None
-        ctx.save_for_backward(logits, labels, highest + log_total, entropy)
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor | None]:
+        logprobs, entropy, normaliser = measure(logits, labels, columns)
+        ctx.save_for_backward(logits, labels, normaliser, entropy)
         ctx.columns = columns
         ctx.set_materialize_grads(False)
-        return picked - log_total, entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, labels, normaliser, entropy = ctx.saved_tensors
-        columns, (for_logprobs, for_entropy) = ctx.columns, grads
-        local, is_here = columns.place(labels)
-        slope = torch.zeros_like(normaliser) if for_logprobs is None else for_logprobs / columns.temperature
-        at_label = slope.masked_fill(~is_here, 0.0)[:, None]
-        for rows in columns.parts(len(logits)):
-            surprise = columns.shifted(logits[rows], normaliser[rows])  # log p
-            grad = surprise.exp()
-            if for_entropy is None:
-                grad.mul_(-slope[rows, None])
-            else:
-                # The entropy's derivative by a logit is -p (log p + H).
-                weight = for_entropy[rows, None] / columns.temperature
-                grad.mul_(surprise.add_(entropy[rows, None]).mul_(weight).add_(slope[rows, None]).neg_())
-            logits[rows, : columns.num_valid] = grad.scatter_add_(-1, local[rows], at_label[rows])
-        logits[:, columns.num_valid :] = 0.0
+        gradient_in_place(logits, labels, normaliser, entropy, ctx.columns, *grads)
         return logits, None, None
 
 
-def vocab_parallel_logprobs(
-    logits: Tensor,  # [M, V]; the backward pass writes its gradient over it
-    labels: Tensor,  # [M], token ids of the whole vocabulary
-    *,
-    vocab_size: int,
-    tp_rank: int,
-    temperature: float,
-    with_entropy: bool,
-    elements_at_once: int,
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor | None]:  # [M], [M]
-    """Of softmax(logits / temperature) over the true vocabulary: log-probability of each label and, if asked for, entropy of each row.
-
-    Columns that pad the vocabulary are left out, so that the numbers are those of the Hugging Face model. Temporary tensors have
-    about `elements_at_once` elements.
-    """
-    width = logits.shape[-1]
-    columns = _Columns(
+def columns_of(
+    width: int, *, vocab_size: int, tp_rank: int, temperature: float, with_entropy: bool, elements_at_once: int, group: dist.ProcessGroup
+) -> Columns:
+    """The columns of a rank that has `width` of them, padding included. Temporary tensors have about `elements_at_once` elements."""
+    return Columns(
         first=tp_rank * width,
         num_valid=min(max(vocab_size - tp_rank * width, 0), width),
         temperature=temperature,
@@ -130,4 +136,15 @@ def vocab_parallel_logprobs(
         with_entropy=with_entropy,
         group=group,
     )
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,  # [M, V]; the backward pass writes its gradient over it
+    labels: Tensor,  # [M], token ids of the whole vocabulary
+    columns: Columns,
+) -> tuple[Tensor, Tensor | None]:  # [M], [M]
+    """Of softmax(logits / temperature) over the true vocabulary: log-probability of each label and, if asked for, entropy of each row.
+
+    Columns that pad the vocabulary are left out, so that the numbers are those of the Hugging Face model.
+    """
     return _VocabParallelLogprobs.apply(logits, labels, columns)  # pyright: ignore[reportReturnType]

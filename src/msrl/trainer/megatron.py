@@ -16,7 +16,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -38,7 +38,7 @@ from msrl.trainer.attention import CoreAttention
 from msrl.trainer.experts import mixture_spec
 from msrl.trainer.latent_attention import LatentAttention
 from msrl.trainer.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
-from msrl.trainer.settings import Layout, OptimizerSettings, sequence_multiple
+from msrl.trainer.settings import Layout, OptimizerSettings, Recompute, sequence_multiple
 
 
 class PolicyModel(GPTModel):
@@ -50,6 +50,7 @@ class PolicyModel(GPTModel):
     def __init__(self, *, shape: Shape, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._shape = shape
+        self.gives_hidden = False  # in place of logits: for `chunked_logprobs`
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None = None, **kwargs: Any) -> Any:
         scale = self._shape.embedding_scale
@@ -66,9 +67,15 @@ class PolicyModel(GPTModel):
         hidden = hidden_states.squeeze(1)  # [N, hidden]
         if loss_mask is not None:
             hidden = hidden[loss_mask]
+        if self.gives_hidden:
+            return copy_to_tensor_model_parallel_region(hidden)  # [M, hidden]
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self._output_weight())
         softcap = self._shape.logit_softcap
         return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)  # [M, vocabulary of this rank]
+
+    def head(self) -> Tensor:
+        """The output weights of this rank, [vocabulary of this rank, hidden]."""
+        return cast("Tensor", _there(self._output_weight(), self.output_layer.weight))
 
     def _output_weight(self) -> Tensor | None:
         """What takes the place of the output layer's own weight; None: nothing."""
@@ -76,6 +83,10 @@ class PolicyModel(GPTModel):
         if self._shape.normalized_head:
             return F.normalize(cast("Tensor", self.output_layer.weight if weight is None else weight))
         return weight
+
+
+def _there(value: Tensor | None, other: Any) -> Any:
+    return other if value is None else value
 
 
 def initialize(platform: Platform, *, rank: int, world_size: int, init_method: str, layout: Layout, seed: int, timeout_s: float) -> None:
@@ -118,7 +129,9 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def transformer_config(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
+def transformer_config(
+    shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, recompute: Recompute | None = None
+) -> TransformerConfig:
     """The Megatron settings of a shape."""
     settings = transformer_settings(shape)
     return TransformerConfig(
@@ -143,7 +156,16 @@ def transformer_config(shape: Shape, layout: Layout, dtype: torch.dtype, device:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         deallocate_pipeline_outputs=True,
+        **_recompute_settings(recompute),
     )
+
+
+def _recompute_settings(recompute: Recompute | None) -> dict[str, Any]:
+    if recompute is None:
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    return {"recompute_granularity": "full", "recompute_method": recompute.method, "recompute_num_layers": recompute.layers}
 
 
 def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
@@ -178,9 +200,11 @@ def _latent_attention_spec(shape: Shape, mla: Mla) -> ModuleSpec:
     return ModuleSpec(module=LatentAttention, params={"mla": mla, "scale": shape.attention.scale})
 
 
-def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, padded_vocab_size: int) -> PolicyModel:
+def build_model(
+    shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, padded_vocab_size: int, recompute: Recompute | None = None
+) -> PolicyModel:
     """This rank's part of the model, weights not yet set."""
-    config = transformer_config(shape, layout, dtype, device)
+    config = transformer_config(shape, layout, dtype, device, recompute)
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     (layers,) = layout.chunks(shape.num_layers, parallel_state.get_pipeline_model_parallel_rank())
     specs = [_layer_spec(shape, layer) for layer in layers if layer is not None]
@@ -197,11 +221,18 @@ def build_model(shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="none",
     )
+    if is_first:
+        model.embedding.register_forward_hook(_with_gradient)
     if is_last:
         # The sequence is gathered before positions are selected, hence before this layer.
         model.output_layer.sequence_parallel = False
     _mark_shards(model, shape, layout)
     return model.to(device)
+
+
+def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """Megatron's recomputation passes gradients on only to parameters behind an input that has one, and frozen embeddings give none."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -45,6 +45,14 @@ def collect(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
             yield f"{kind}.{name}", whole.view(parameter.shape)
 
 
+def tensors(optimizer: Any, *, is_bf16: bool) -> Iterator[Tensor]:
+    """The moments, and the masters where they are not the parameters themselves."""
+    for main, state in optimizer.optimizer.state.items():
+        yield from (state[moment] for moment in MOMENTS if moment in state)
+        if is_bf16:
+            yield main
+
+
 def num_updates(worker: TrainWorker) -> int:
     """AdamW's own count of steps, which its bias correction uses."""
     states = worker.optimizer.optimizer.state.values()

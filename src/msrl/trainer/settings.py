@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from msrl.models.cut import Cut
 from msrl.models.shape import Shape
@@ -44,6 +45,16 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Recompute:
+    """Activations that are made again in the backward pass instead of kept (Megatron's settings of these names)."""
+
+    granularity: Literal["full", "selective"]
+    method: Literal["uniform", "block"] = "uniform"
+    layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """What every rank of a training run is told. `optimizer` None: forward passes only."""
 
@@ -59,3 +70,6 @@ class WorkerSettings:
     freeze: tuple[str, ...] = ()  # patterns of names, as `models/select.py` reads them
     max_skipped: int = 3  # updates in a row with a gradient that is not finite; the last ends the run
     bad_batch_dir: Path | None = None  # where the batch of that last one is written
+    recompute: Recompute | None = None
+    chunk: int | None = None  # positions whose logits exist at once; None: those of a micro-batch
+    offload: frozenset[str] = frozenset()  # of "optimizer", "grads", "params": what waits on the host

@@ -25,6 +25,7 @@ def export(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
     Every tensor-parallel rank of the stage must go through the iterator; those other than 0 get nothing from it. The vocabulary comes
     without its padding. A tied output layer is not sent: it has no name of its own.
     """
+    worker.host.need("params")
     parameters = dict(worker.policy.named_parameters())
     for placed in stage_tensors(worker.shape, worker.layout, worker.coords):
         if placed.is_tied_copy:

@@ -6,7 +6,7 @@ Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batc
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.models.cut import Coords
 from msrl.models.shape import Shape
 from msrl.platforms import resolve
-from msrl.trainer import megatron
+from msrl.trainer import megatron, optimizer_state
+from msrl.trainer.chunked import chunked_logprobs
 from msrl.trainer.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.guard import GradientGuard
-from msrl.trainer.logprobs import vocab_parallel_logprobs
+from msrl.trainer.logprobs import columns_of, vocab_parallel_logprobs
 from msrl.trainer.losses import Loss, Outputs
 from msrl.trainer.megatron import PolicyModel
+from msrl.trainer.offload import HostMemory
 from msrl.trainer.rope import RotaryTable
 from msrl.trainer.settings import WorkerSettings, sequence_multiple
 from msrl.types import Floats, MicroBatch
@@ -53,6 +55,7 @@ class TrainWorker:
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self.policy, self.shape = self._load_model(settings.model, settings.iteration)
         self.rotary = RotaryTable(self.shape, self.dtype, self.device)
+        self._running = self.policy  # the model whose pass is under way
         self.reference = self._load_model(settings.reference)[0].eval() if settings.reference else None
         self.wrapped: DistributedDataParallel | None = None
         self.guard = GradientGuard(settings.max_skipped, settings.bad_batch_dir, rank)
@@ -60,16 +63,27 @@ class TrainWorker:
             megatron.freeze(self.policy, self.shape, self.layout, settings.freeze)
             self.wrapped = megatron.wrap(self.policy, self.platform)
             self.optimizer = megatron.build_optimizer(self.wrapped, settings.optimizer, is_bf16=self.dtype == torch.bfloat16)
+        self.host = HostMemory(self._restful(), forgotten=frozenset({"grads"}))
 
     @property
     def sequence_multiple(self) -> int:
         """What the tokens of a micro-batch must be a multiple of: sequence parallelism cuts them over the tensor-parallel ranks."""
         return sequence_multiple(self.layout, self.shape)
 
+    def _restful(self) -> dict[str, Callable[[], Iterable[Tensor]]]:
+        """What waits on the host while it is not needed, by the settings' names."""
+        models = torch.nn.ModuleList(model for model in (self.policy, self.reference) if model is not None)
+        kinds: dict[str, Callable[[], Iterable[Tensor]]] = {"params": models.parameters}
+        if self.wrapped is not None:
+            wrapped = self.wrapped
+            kinds["grads"] = lambda: (buffer.grad_data for buffer in wrapped.buffers)
+            kinds["optimizer"] = lambda: optimizer_state.tensors(self.optimizer, is_bf16=self.dtype == torch.bfloat16)
+        return {kind: tensors for kind, tensors in kinds.items() if kind in self.settings.offload}
+
     def _load_model(self, path: Path, iteration: int | None = None) -> tuple[PolicyModel, Shape]:
         source = open_weights(path) if iteration is None else open_mcore(path, iteration=iteration)
         padded = source.shape.padded_vocab_size(self.layout.tp)
-        model = megatron.build_model(source.shape, self.layout, self.dtype, self.device, padded)
+        model = megatron.build_model(source.shape, self.layout, self.dtype, self.device, padded, self.settings.recompute)
         tensors = source.local_tensors(self.layout, self.coords, dtype=self.dtype)
         missing = megatron.named_weights(model)
         with torch.no_grad():
@@ -88,6 +102,7 @@ class TrainWorker:
         """
         assert self.wrapped is not None and self.settings.optimizer is not None, "made without an optimizer"
         self.policy.train()
+        self.host.need("params", "grads")
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self._run(self.wrapped, micro_batches, functools.partial(_minimise, loss, num_tokens), loss, forward_only=False)
@@ -97,7 +112,9 @@ class TrainWorker:
         grad_norm = float(self.optimizer.clip_grad_norm(self.settings.optimizer.grad_clip or float("inf")))
         is_skipped = self.guard.must_skip(grad_norm, micro_batches)
         if not is_skipped:
+            self.host.need("optimizer")
             self.optimizer.step_with_ready_grads()
+            self.host.rest("optimizer")
         return {**self._reduce(sums, num_tokens), "grad_norm": grad_norm, "lr": lr, "skipped": float(is_skipped)}
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int) -> dict[str, float]:
@@ -125,7 +142,7 @@ class TrainWorker:
         def keep(logits: Tensor, batch: DeviceBatch, worker: TrainWorker) -> dict[str, Tensor]:
             return {"logits": batch.whole(logits)}
 
-        found = self._run(self.policy, everywhere, keep, _Collect(1.0), forward_only=True)
+        found = self._run(self.policy, everywhere, keep, _Collect(1.0), forward_only=True, is_chunked=False)
         return [self._join_vocabulary(row["logits"].float()) for row in found] if self.is_last_stage else None
 
     def _join_vocabulary(self, logits: Tensor) -> Tensor:
@@ -134,9 +151,22 @@ class TrainWorker:
         return torch.cat(parts, -1)[:, : self.shape.vocab_size]
 
     def _run(
-        self, model: torch.nn.Module, micro_batches: Sequence[MicroBatch], finish: Any, loss: Any, *, forward_only: bool
+        self,
+        model: torch.nn.Module,
+        micro_batches: Sequence[MicroBatch],
+        finish: Any,
+        loss: Any,
+        *,
+        forward_only: bool,
+        is_chunked: bool | None = None,
     ) -> list[dict[str, Tensor]]:
         """Megatron's schedule over the micro-batches; what `finish` returned for each, on the last stage."""
+
+        self.host.need("params")
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        assert isinstance(inner, PolicyModel)
+        self._running = inner
+        self._running.gives_hidden = self.settings.chunk is not None if is_chunked is None else is_chunked
 
         def forward_step(batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = to_device(next(batches), self.rotary, self.device, cp=self.layout.cp, multiple=self.sequence_multiple)
@@ -163,14 +193,21 @@ class TrainWorker:
         return torch.zeros((), device=self.device), no_count, outcome
 
     def label_logprobs(
-        self, logits: Tensor, batch: DeviceBatch, temperature: float, *, with_entropy: bool = False
+        self, output: Tensor, batch: DeviceBatch, temperature: float, *, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the labels and, if asked for, entropies, [M] each. A backward pass uses the logits up."""
-        logprobs, entropy = vocab_parallel_logprobs(
-            logits, batch.labels, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
-            with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once,
-            group=megatron.tp_group(),
+        """Log-probabilities of the labels and, if asked for, entropies, [M] each, from the model's output: logits, which a backward pass
+        uses up, or hidden states where `chunk` is set.
+        """
+        head = self._running.head() if self._running.gives_hidden else output.new_empty((0, 0))
+        columns = columns_of(
+            len(head) or output.shape[-1], vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
+            with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once, group=megatron.tp_group(),
         )  # fmt: skip
+        if self.settings.chunk is not None and self._running.gives_hidden:
+            cap = self.shape.logit_softcap
+            logprobs, entropy = chunked_logprobs(output, head, batch.labels, columns, num_rows=self.settings.chunk, softcap=cap)
+        else:
+            logprobs, entropy = vocab_parallel_logprobs(output, batch.labels, columns)
         return batch.whole(logprobs), None if entropy is None else batch.whole(entropy)
 
     def _reduce(self, rows: Sequence[dict[str, Tensor]], num_tokens: int) -> dict[str, float]:

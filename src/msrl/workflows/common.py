@@ -12,7 +12,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.trainer.resume import Retention, SavedTraining
 from msrl.trainer.schedule import Schedule
-from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.settings import Layout, OptimizerSettings, Recompute, WorkerSettings
 from msrl.types import DatasetManifest
 
 
@@ -92,7 +92,15 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
         freeze=config.train.freeze,
         max_skipped=config.train.max_skipped,
         bad_batch_dir=run_path(config).absolute() / "bad_batch",
+        recompute=_recompute(config),
+        chunk=config.train.chunk,
+        offload=frozenset(kind for kind, is_on in config.train.offload.model_dump().items() if is_on),
     )
+
+
+def _recompute(config: Config) -> Recompute | None:
+    asked = config.train.recompute
+    return None if asked.granularity == "none" else Recompute(asked.granularity, asked.method, asked.layers, asked.modules)
 
 
 def retention(config: Config, best: int | None = None) -> Retention:

@@ -65,7 +65,9 @@ class TrainActor:
         """This stage's weights under their Hugging Face names on its first rank; nothing on the others, which take part."""
         from msrl.trainer.weights import export
 
-        return pack(export(self._worker)) if self._worker.is_first_replica else ()
+        parcels = pack(export(self._worker)) if self._worker.is_first_replica else ()
+        self._worker.host.rest()
+        return parcels
 
     def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, retention: Retention) -> SavedTraining:
         from msrl.trainer import checkpoints

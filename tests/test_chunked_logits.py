@@ -1,0 +1,49 @@
+"""Log-probabilities in chunks: the memory that they take, for the vocabulary of Qwen. That they are right is held in `test_training.py`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys, tempfile
+import torch, torch.distributed as dist
+from msrl.trainer.chunked import chunked_logprobs
+from msrl.trainer.logprobs import columns_of, vocab_parallel_logprobs
+
+vocab, channels = 151936, 32
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+options = {"tp_rank": 0, "temperature": 1.0, "with_entropy": True, "elements_at_once": 1 << 18, "group": dist.group.WORLD}
+columns = columns_of(vocab, vocab_size=vocab, **options)
+weight = torch.randn(vocab, channels, requires_grad=True)
+
+def peak(rows, num_rows):
+    hidden, labels = torch.randn(rows, channels, requires_grad=True), torch.arange(rows)
+    if num_rows:
+        logprobs, entropy = chunked_logprobs(hidden, weight, labels, columns, num_rows=num_rows)
+    else:
+        logprobs, entropy = vocab_parallel_logprobs(hidden @ weight.t(), labels, columns)
+    (logprobs.sum() + 0.1 * entropy.sum()).backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, hidden.grad
+
+short = [peak(128, 32) for _ in range(3)][-1][0]
+long = peak(512, 32)[0]
+torch.manual_seed(1)
+_, grad = peak(512, 32)
+torch.manual_seed(1)
+whole, other = peak(512, None)
+torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
+print(short, long, whole)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_positions():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    short, long, whole = map(float, done.stdout.split())  # MiB; the logits of 512 positions are 297
+    assert long - short < 40, done.stdout  # two chunks are 37; logits of 384 more positions would be 223
+    assert whole - long > 200, done.stdout
+    print(done.stdout)
