@@ -45,6 +45,7 @@ def test_a_program_reads_its_input_and_each_case_is_a_run_of_its_own():
     assert [(c.status, c.stdout) for c in cases] == [("ok", "4\n"), ("error", "9\n"), ("ok", "16\n")]
     assert [c.status for c in run("1 / int(input())", ["1", "0", "1"], SMALL, stop=True)] == ["ok", "error"]
     assert "ZeroDivisionError" in one("1/0").stderr
+    assert one("import sys; print(len(sys.stdin.read()))", "x" * (10 << 20)).stdout == f"{10 << 20}\n"
     assert one("import math, json, decimal, collections, heapq; print('é')").stdout == "é\n"
 
 

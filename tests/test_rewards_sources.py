@@ -111,6 +111,20 @@ def test_a_row_that_no_source_is_for_is_refused():
             scorer.score([group("a", index=3)])
 
 
+def test_rows_that_cannot_be_scored_are_found_before_any_is():
+    sources = [Source("acc", tags=("math",)), Source(url="http://a", tags=("chat",), options={"prompt_column": "question"})]
+    fine = [group(tag="math").prompt, group(answer="", tag="chat", question="why?").prompt]
+    with Scorer(sources, 1) as scorer:
+        scorer.check(fine)
+        for bad, message in (
+            (group(tag="code", index=5), "none is for row 5"),
+            (group(answer=" ", tag="math", index=6), "acc compares with the ground truth, but row 6 of the data has none"),
+            (group(tag="chat", index=7), "prompt_column=question: a row has no such column"),
+        ):
+            with pytest.raises(MsrlError, match=message):
+                scorer.check([*fine, bad.prompt])
+
+
 def test_a_failure_is_wrong_or_undecided_or_the_end_as_configured(own):
     def source(**options):
         return Source(function=f"{own}:stuck_at_b", timeout_s=0.4, **options)

@@ -78,6 +78,14 @@ class Scorer:
             if end is not None:
                 end.close()
 
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Whether every row can be scored, before any is. Raises MsrlError for the first that cannot: no source is for its tag, its ground
+        truth or a column that a server or model reads is missing.
+        """
+        for prompt in prompts:
+            for number in self._of_prompt(prompt):
+                Item("", "", "", prompt.extra).with_prompt_of(str(self._sources[number].options.get("prompt_column", "")))
+
     def score(self, groups: Sequence[RolloutGroup]) -> Scores:
         """The rewards of all completions, by their decoded text and their prompt's answer.
 

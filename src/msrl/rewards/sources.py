@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from types import ModuleType
 from typing import Any, Literal
 
@@ -80,7 +81,7 @@ class Source:
     def module(self) -> ModuleType:
         """The verifier's. Raises MsrlError when there is none of this name."""
         assert self.verifier is not None
-        return registry.load(VERIFIERS, self.verifier, key="verifier")
+        return _verifier(self.verifier)
 
     def applies_to(self, extra: Mapping[str, str]) -> bool:
         return not self.tags or extra.get(TAG) in self.tags
@@ -106,6 +107,11 @@ class Source:
         assert self.function is not None
         file, name = functions.split(self.function)
         return Function(f"msrl_function_{number}", name, dict(self.options), self.limit_s, file)
+
+
+@cache
+def _verifier(name: str) -> ModuleType:
+    return registry.load(VERIFIERS, name, key="verifier")
 
 
 def checked(sources: Sequence[Source]) -> tuple[Source, ...]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 from msrl.cluster.session import ray_session
@@ -100,6 +101,7 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
     settings = worker_settings(config, platform.name, resume=job.resume, reference=reference)
     with ExitStack() as stack:
         scorer = stack.enter_context(_scorer(job))
+        scorer.check(chain((job.prompts.dataset[row] for row in job.prompts.rows), job.eval_prompts))
         session = stack.enter_context(
             ray_session(
                 config.cluster.address, num_devices=job.placement.num_devices, resource_name=platform.ray_resource, env=config.cluster.env
