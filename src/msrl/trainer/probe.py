@@ -27,12 +27,18 @@ class _Job:
     token_ids: tuple[tuple[int, ...], ...]
     platform: str
     cut: Cut
+    layerwise: bool
 
 
-def megatron_logits(checkpoint_dir: Path, token_ids: Sequence[Sequence[int]], cut: Cut, *, platform: str = "cpu") -> list[torch.Tensor]:
-    """Logits of each sequence, [T, vocabulary] float32, as the ranks of a cut compute them from the checkpoint."""
+def megatron_logits(
+    checkpoint_dir: Path, token_ids: Sequence[Sequence[int]], cut: Cut, *, platform: str = "cpu", layerwise: bool = False
+) -> list[torch.Tensor]:
+    """Logits of each sequence, [T, vocabulary] float32, as the ranks of a cut compute them from the checkpoint.
+
+    With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and the cut must be that of one rank.
+    """
     device = resolve(platform)
-    job = _Job(checkpoint_dir, tuple(tuple(ids) for ids in token_ids), device.name, cut)
+    job = _Job(checkpoint_dir, tuple(tuple(ids) for ids in token_ids), device.name, cut, layerwise)
     (found,) = run_ranks("msrl.trainer.probe:rank", job, num_ranks=cut.ranks_per_model, platform=device)
     import torch
 
@@ -44,14 +50,21 @@ def rank(context: RankContext, job: _Job) -> None:
     from msrl.trainer.settings import Layout, WorkerSettings
     from msrl.trainer.worker import TrainWorker
 
+    if job.layerwise:
+        from msrl.trainer.layerwise import LayerwiseWorker as Worker
+    else:
+        Worker = TrainWorker  # noqa: N806 - a class
+
     settings = WorkerSettings(job.platform, job.checkpoint, Layout(**job.cut.as_json()), "float32", seed=0, timeout_s=600)
-    worker = TrainWorker(settings, context.rank, context.world_size, context.init_method)
-    batches = [_batch(ids) for ids in job.token_ids]
-    logits = worker.logits(batches)
+    worker = Worker(settings, context.rank, context.world_size, context.init_method)
+    groups = [job.token_ids] if job.layerwise else [(ids,) for ids in job.token_ids]  # one pass over the weights, or one per sequence
+    logits = worker.logits([_batch(group) for group in groups])
     if logits is not None and worker.tp_rank == 0:
-        context.report([row.cpu().numpy() for row in logits])
+        rows = [row for group, packed in zip(groups, logits, strict=True) for row in packed.split([len(ids) for ids in group])]
+        context.report([row.cpu().numpy() for row in rows])
     worker.close()
 
 
-def _batch(ids: Sequence[int]) -> Any:
-    return micro_batch([np.asarray(ids, np.int64)], [np.ones(len(ids), bool)], {})
+def _batch(sequences: Sequence[Sequence[int]]) -> Any:
+    """The sequences packed into one micro-batch."""
+    return micro_batch([np.asarray(ids, np.int64) for ids in sequences], [np.ones(len(ids), bool) for ids in sequences], {})

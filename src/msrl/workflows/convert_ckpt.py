@@ -60,6 +60,8 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     _print_carried(source)
     if convert.verify:
         _verify(config, source, load, save)
+    else:
+        print("not verified: neither the files nor what the model computes have been compared with the source")
 
 
 def _open(convert: ConvertConfig, load: Path) -> WeightSource:
@@ -110,7 +112,9 @@ def _print_carried(source: WeightSource) -> None:
 
 def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> None:
     """Print what was compared. A result that is not exact is put aside under another name and raises VerificationError."""
+    start = time.perf_counter()
     checks = proof.checks(config, source, load, save)
+    print(f"verified in {duration_text(time.perf_counter() - start)}:")
     _print_table([("check", "compared", "result"), *((check.name, check.compared, check.result) for check in checks)])
     if all(check.passed for check in checks):
         return

@@ -5,37 +5,36 @@ A mistake that conversion and read-back share (gate and up swapped both ways, sa
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from msrl import platforms
-from msrl.checkpoint.carried import carried_tensors
 from msrl.checkpoint.convert import hf_specs
-from msrl.checkpoint.dtypes import CHOICES, cast_to
-from msrl.checkpoint.found import find_checkpoint
+from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.lora import MergedSource
-from msrl.checkpoint.mcore import SIDECAR
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.checkpoint.verify import compare
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.models.cut import Cut
-from msrl.models.families import all_rules, load_shape, num_parameters
-from msrl.models.hf_config import read_hf_config
-from msrl.models.rules import Rule
+from msrl.models.families import all_rules, num_parameters
 from msrl.models.shape import Shape
 from msrl.tracking.progress import amount_text, progress
+from msrl.workflows import convert_layerwise as layerwise
+from msrl.workflows.convert_agreement import MAX_DIVERGENCE, compare_logits
+from msrl.workflows.convert_logits import Sides
 
-MAX_LOGIT_DIFFERENCE = 1e-4
-_NUM_SEQUENCES, _MAX_TOKENS = 2, 32
+MAX_LOGIT_DIFFERENCE = 1e-4  # of logits whose standard deviation is at most 1; in proportion above
+_NUM_DRAWS, _MAX_TOKENS = 2, 32
+_TEXTS = (
+    "The capital of France is Paris, and the river that runs through it is called",
+    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
+    "Natalia sold 48 clips in April and half as many in May. Altogether she sold 48 + 24 =",
+    "\u5df2\u77e5\u4e09\u89d2\u5f62\u7684\u5e95\u662f 6\uff0c\u9ad8\u662f 4\uff0c\u5b83\u7684\u9762\u79ef\u662f",
+)
+_ROOM = 3.0  # of one layer in float32: it, what it is made from, and the activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,21 @@ class Check:
     passed: bool
 
 
-def refuse_without_memory(shape: Shape) -> None:
-    """Raises MsrlError when the model does not fit into memory once in float32: better known before a conversion than after it."""
+def fits_whole(shape: Shape) -> bool:
+    """Whether the model fits into memory once in float32."""
     import psutil
 
-    needed, available = int(num_parameters(shape) * 4 * 1.2), psutil.virtual_memory().available
+    return num_parameters(shape) * 4 * 1.2 <= psutil.virtual_memory().available
+
+
+def refuse_without_memory(shape: Shape) -> None:
+    """Raises MsrlError when a model that does not fit into memory whole cannot be proven layer by layer: known before a conversion."""
+    import psutil
+
+    if fits_whole(shape):
+        return
+    available = psutil.virtual_memory().available
+    needed = int(layerwise.largest_part(shape) * 4 * _ROOM) if layerwise.is_possible(shape) else int(num_parameters(shape) * 4 * 1.2)
     if needed > available:
         sizes = f"about {amount_text(needed, 'B')} of memory, {amount_text(available, 'B')} are free"
         raise MsrlError(f"verification needs {sizes}; convert on a larger machine, or without it (--no-verify)")
@@ -61,25 +70,27 @@ def refuse_without_memory(shape: Shape) -> None:
 def checks(config: Config, source: WeightSource, load: Path, save: Path) -> list[Check]:
     """All comparisons of what was written to `save` with the `source` in `load`."""
     convert, dtype = config.convert, CHOICES[config.convert.dtype]
-    to_hf, merged = convert.command in ("mcore2hf", "hf2hf"), isinstance(source, MergedSource)
+    to_hf = convert.command in ("mcore2hf", "hf2hf")
     result: WeightSource = HfSource(save) if to_hf else open_mcore(save)
     first = [_round_trip(source, result, dtype), *([_merge(source)] if isinstance(source, MergedSource) else [])]
     if not all(check.passed for check in first):
         return first
-    if _class_of(source.shape) is None:
+    if layerwise.class_of(source.shape) is None:
         return [*first, _not_compared(source.shape)]
-    tokens = sample_tokens(source.shape)
-    if to_hf and (merged or convert.command == "hf2hf"):
-        loaded = _pretrained(save, tokens, None), _filled(source, tokens, dtype)
-        return [*first, _logits(source.shape, *loaded, sides="transformers: the result, the source")]
-    if convert.command == "hf2mcore" and not merged:
-        transformers, megatron = _as_converted(source, load, tokens, dtype), _megatron(config, save, tokens)
-    elif not to_hf:
-        transformers, megatron = _filled(source, tokens, dtype), _megatron(config, save, tokens)
-    else:  # a cast is proven by the round trip, so that the two sides are compared as they were before it
-        transformers = _pretrained(save, tokens, None) if dtype is None else _filled(source, tokens, None)
-        megatron = _megatron(config, load, tokens, source.hf_dir)
-    return [*first, _logits(source.shape, transformers, megatron)]
+    samples, whole = sample_tokens(source.shape, source.hf_dir), fits_whole(source.shape)
+    if not whole:
+        print("the model does not fit into memory whole: its logits are computed layer by layer")
+    sides = Sides(config, samples.token_ids, whole)
+    if to_hf and (isinstance(source, MergedSource) or convert.command == "hf2hf"):
+        left, right, names = sides.loaded(result, save), sides.filled(source, dtype), "transformers: the result, the source"
+    elif to_hf:  # a cast is proven by the round trip, so that the two sides are compared as they were before it
+        left = sides.loaded(result, save) if dtype is None else sides.filled(source, None)
+        right, names = sides.megatron(load, source.hf_dir), "transformers, Megatron"
+    else:
+        is_plain = isinstance(source, HfSource) and dtype is None
+        left = sides.loaded(source, load) if is_plain else sides.filled(source, dtype)
+        right, names = sides.megatron(save), "transformers, Megatron"
+    return [*first, *_logits(source.shape, samples, left, right, names)]
 
 
 def _round_trip(source: WeightSource, result: WeightSource, dtype: torch.dtype | None) -> Check:
@@ -102,18 +113,22 @@ def _merge(source: MergedSource) -> Check:
     return Check("merge", compared, f"largest difference {worst:.1e} of the largest weight (limit {limit:.0e})", worst <= limit)
 
 
-def _logits(shape: Shape, transformers: Sequence[Tensor], megatron: Sequence[Tensor], sides: str = "transformers, Megatron") -> Check:
-    largest = max_difference(transformers, megatron, shape.vocab_size)
-    compared = f"{sides}: {len(megatron)} x {megatron[0].shape[0]} tokens x {shape.vocab_size:,}"
-    outcome = f"largest difference {largest:.1e} (limit {MAX_LOGIT_DIFFERENCE:.0e})"
-    return Check("logits, fp32", compared, outcome, largest <= MAX_LOGIT_DIFFERENCE)
-
-
-def _class_of(shape: Shape) -> Any:
-    """transformers' class of the model; None where its code comes with its checkpoints (which is never run)."""
-    import transformers
-
-    return getattr(transformers, shape.architecture, None)
+def _logits(shape: Shape, samples: Samples, left: Sequence[Tensor], right: Sequence[Tensor], sides: str) -> list[Check]:
+    """Two lines: the logits themselves, and what is sampled from them."""
+    found = compare_logits(left, right, shape.vocab_size, tie=MAX_LOGIT_DIFFERENCE)
+    limit = MAX_LOGIT_DIFFERENCE * max(1.0, found.spread)
+    compared = f"{sides}: {samples.origin}, {found.num_positions} positions x {shape.vocab_size:,}"
+    outcome = f"largest difference {found.largest:.1e} (limit {limit:.0e}), standard deviation {found.spread:.2g}"
+    likeliest = f"same likeliest token {found.same_choice}/{found.num_positions}"
+    return [
+        Check("logits, fp32", compared, outcome, found.largest <= limit),
+        Check(
+            "distributions",
+            "of the next token, at each position",
+            f"largest KL {found.divergence:.1e} (limit {MAX_DIVERGENCE:.0e}), {likeliest}",
+            found.divergence <= MAX_DIVERGENCE and found.same_choice == found.num_positions,
+        ),
+    ]
 
 
 def _not_compared(shape: Shape) -> Check:
@@ -121,95 +136,30 @@ def _not_compared(shape: Shape) -> Check:
     return Check("logits, fp32", compared, "not compared", passed=True)
 
 
-def max_difference(left: Sequence[Tensor], right: Sequence[Tensor], vocab_size: int) -> float:
-    """The largest absolute difference of two sides' logits, each [T, vocabulary or more]; NaN anywhere is infinite."""
-    differences = [(a[:, :vocab_size].double() - b[:, :vocab_size].double()).abs() for a, b in zip(left, right, strict=True)]
-    return max(float(torch.nan_to_num(d, nan=float("inf")).max()) for d in differences)
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Token ids to compare on, and where they are from."""
+
+    token_ids: list[list[int]]
+    origin: str
 
 
-def sample_tokens(shape: Shape) -> list[list[int]]:
-    """Token ids to compare on: drawn from the whole vocabulary, its first and last entries included."""
+def sample_tokens(shape: Shape, hf_dir: Path) -> Samples:
+    """Texts as the model's tokenizer reads them, and rows drawn from the whole vocabulary, its first and last entries included."""
     length = min(_MAX_TOKENS, shape.max_position_embeddings)
     draw = torch.Generator().manual_seed(0)
-    rows = torch.randint(shape.vocab_size, (_NUM_SEQUENCES, length), generator=draw)
+    rows = torch.randint(shape.vocab_size, (_NUM_DRAWS, length), generator=draw)
     rows[0, 0], rows[-1, -1] = 0, shape.vocab_size - 1
-    return rows.tolist()
+    texts = [ids[:length] for ids in _texts(hf_dir) if ids and max(ids) < shape.vocab_size]
+    return Samples([*texts, *rows.tolist()], f"{len(texts)} texts and {_NUM_DRAWS} rows of random tokens")
 
 
-def _megatron(config: Config, checkpoint: Path, tokens: list[list[int]], hf_dir: Path | None = None) -> list[Tensor]:
-    """Logits of real Megatron ranks in the layout of the checkpoint; on the CPU where there are fewer devices than ranks.
+def _texts(hf_dir: Path) -> list[list[int]]:
+    """Token ids of the texts; none where there is no tokenizer that can be read, which the table then shows."""
+    from transformers import AutoTokenizer
 
-    `hf_dir` is where the config lies, if not in the checkpoint.
-    """
-    from msrl.trainer.probe import megatron_logits
-
-    found = find_checkpoint(checkpoint)
-    platform = platforms.resolve(config.cluster.platform)
-    cut = Cut(tp=found.cut.tp)
-    enough = platform.name == "cpu" or platform.device_count() >= cut.ranks_per_model
-    name = platform.name if enough else "cpu"
-    with _with_config(checkpoint, hf_dir) as folder:
-        return megatron_logits(folder, tokens, cut, platform=name)
-
-
-@contextlib.contextmanager
-def _with_config(checkpoint: Path, hf_dir: Path | None) -> Iterator[Path]:
-    """A checkpoint folder that has its config: itself, or links to it and to the config elsewhere."""
-    if hf_dir is None or hf_dir == checkpoint / SIDECAR:
-        yield checkpoint
-        return
-    with tempfile.TemporaryDirectory(prefix="msrl_") as folder:
-        linked = {entry.name: entry for entry in checkpoint.iterdir()} | {SIDECAR: hf_dir}
-        for entry, target in linked.items():
-            (Path(folder) / entry).symlink_to(target.absolute())
-        yield Path(folder)
-
-
-def _as_converted(source: WeightSource, load: Path, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
-    """Logits of transformers from a Hugging Face folder; those of packed weights, which it takes on some devices alone, as we read them."""
-    is_packed = "quantization_config" in read_hf_config(load).values
-    return _filled(source, tokens, dtype) if is_packed else _pretrained(load, tokens, dtype)
-
-
-def _pretrained(folder: Path, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
-    """Logits of transformers, loading the folder as any user would; weights rounded to `dtype` unless it is None."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = _class_of(load_shape(folder)).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    if dtype is not None:
-        for parameter in model.parameters():
-            parameter.data.copy_(parameter.data.to(dtype))
-    return _forward(model, tokens)
-
-
-def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
-    """Logits of transformers with the tensors of `source` put into it; rounded to `dtype` unless it is None."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(source.hf_dir, local_files_only=True)
-    vars(config).pop("quantization_config", None)  # the tensors are what the packed ones stand for
-    weights = {name: tensor for rule in all_rules(source.shape) for name, tensor in _cast(source, rule, dtype)}
-    weights |= {name: tensor.read() for name, tensor in carried_tensors(source.hf_dir, source.shape).items()}
-    model_class = _class_of(source.shape)
-    model, found = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True)
-    astray = sorted(name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in map(str, found[kind]))
-    if astray:
-        raise RuntimeError(f"transformers' {source.shape.architecture} and the rules disagree on {', '.join(astray[:5])}")
-    return _forward(model, tokens)
-
-
-def _cast(source: WeightSource, rule: Rule, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    kind = cast_to(rule, dtype)
-    for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
-        yield name, tensor if kind is None else tensor.to(kind)
-
-
-def _forward(model: Any, tokens: list[list[int]]) -> list[Tensor]:
-    """Each sequence's logits, [T, vocabulary]; the model is let go of afterwards."""
-    model.eval()
-    with torch.inference_mode():
-        logits = [model(torch.tensor([ids])).logits[0].clone() for ids in tokens]
-    del model
-    gc.collect()
-    return logits
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True)
+        return [list(tokenizer(text)["input_ids"]) for text in _TEXTS]
+    except Exception:  # whatever a tokenizer's own code raises
+        return []
