@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -20,6 +20,7 @@ import numpy as np
 
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
+from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
@@ -275,10 +276,29 @@ def _start(arguments: dict[str, Any], settings: EngineSettings) -> Any:
             logging.getLogger("vllm").setLevel(logging.ERROR)
         import vllm
 
+        _check_known(settings)
         try:
             return vllm.LLM(**arguments)
         except ValueError as error:  # what vLLM raises for a configuration that it refuses
             raise MsrlError(f"{settings.model_dir}: vLLM does not start with these settings: {error}") from error
+
+
+def _check_known(settings: EngineSettings) -> None:
+    """vLLM has the model's class, and transformers or vLLM one for its config: code that comes with a checkpoint is never run."""
+    from transformers import CONFIG_MAPPING
+    from vllm import ModelRegistry, __version__
+    from vllm.transformers_utils import config as vllm_configs
+
+    config = read_hf_config(settings.model_dir)
+    architecture, kind = config.architecture(), config.values.get("model_type")
+    own_configs: Mapping[str, object] = getattr(vllm_configs, "_CONFIG_REGISTRY", {})
+    if architecture not in ModelRegistry.get_supported_archs():
+        missing = f"vLLM {__version__} has no {architecture}"
+    elif isinstance(kind, str) and kind not in CONFIG_MAPPING and kind not in own_configs:
+        missing = f"neither vLLM {__version__} nor transformers reads a config of model_type {kind} without running code of the checkpoint"
+    else:
+        return
+    raise MsrlError(f"{settings.model_dir}: {missing}; the model can be converted and trained (train-sft), but not generated with")
 
 
 def _shared_memory() -> str | None:

@@ -1,0 +1,68 @@
+"""Families on a real vLLM engine: the log-probabilities of their reference, or a refusal that says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import families
+import parity_ranks
+import reference_models
+import tiny_qwen2
+from families import FAMILIES
+from msrl.errors import MsrlError
+from msrl.platforms import get
+from msrl.rollout.engine import EngineSettings
+from msrl.rollout.vllm import VllmEngine
+from test_families import transformers_logits
+
+
+def _save(folder: Path, name: str) -> tuple[Path, dict]:
+    """A model of the row whose heads vLLM has kernels for on CPU (32 channels), and whose vocabulary holds the byte tokenizer's."""
+    config = {**FAMILIES[name].config, "hidden_size": 128}
+    config |= {key: 32 for key in ("head_dim", "kv_channels") if key in config}
+    config |= {key: tiny_qwen2.VOCAB_SIZE for key in ("vocab_size", "padded_vocab_size") if key in config}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(families.weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    tiny_qwen2.make_tokenizer().save_pretrained(folder)
+    return folder, config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("baichuan 2", "has no BaichuanForCausalLM"),
+        ("internlm 2", "reads a config of model_type internlm2 without running code of the checkpoint"),
+    ],
+)
+def test_a_family_that_vllm_cannot_serve_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+    folder, _ = _save(tmp_path, name)
+    with pytest.raises(MsrlError, match=rf"vLLM .*{reason}.*; the model can be converted and trained"):
+        VllmEngine(EngineSettings(folder, dtype="float32", max_model_len=64), get("cpu"))
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma 2", "mistral v0.1", "glm 4", "glm 4 remote code"])
+def test_the_engine_has_the_logprobs_of_the_reference(tmp_path: Path, name: str) -> None:
+    folder, config = _save(tmp_path, name)
+    reference, ids = FAMILIES[name].reference, parity_ranks.sequences(190)
+    if reference == "transformers":
+        logits = transformers_logits(folder, ids)
+    else:
+        logits = getattr(reference_models, reference)(config, families.weights(config), ids)
+    engine = VllmEngine(EngineSettings(folder, dtype="float32", max_model_len=64, max_num_seqs=4), get("cpu"))
+    found = engine.score(ids)
+    engine.close()
+    start = 0
+    for row, logprobs in zip(ids, found, strict=True):
+        exact = torch.from_numpy(np.asarray(logits[start : start + len(row) - 1])).double().log_softmax(-1)
+        picked = exact.gather(-1, torch.from_numpy(row[1:])[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(logprobs, picked, rtol=0, atol=1e-4)
+        start += len(row)
