@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny_checkpoints as tiny
+from msrl.checkpoint import mcore
 from msrl.checkpoint.source import open_weights
+from msrl.errors import ManyErrors, MsrlError
+from msrl.models.cut import Coords, Cut
 from msrl.models.families import num_parameters
 from msrl.workflows import convert_layerwise, convert_logits, convert_proof
 from msrl.workflows.convert_agreement import compare_logits
-from test_convert import run, save_real
+from test_cli import msrl
+from test_convert import run, save_real, to_mcore
 
 
 def test_agreement_by_hand() -> None:
@@ -61,3 +66,64 @@ def test_a_model_larger_than_memory_is_proven_layer_by_layer(
     assert said.count("logits are computed layer by layer") == 2 and said.count("verified in") == 2
     assert said.count("transformers, Megatron: 0 texts and 2 rows of random tokens, 64 positions x 99") == 2
     assert said.count("same likeliest token 64/64") == 2
+
+
+# --- files that are not as they were written ----------------------------------------------------------------------------------------------
+
+
+def _rank(folder: Path, tp_rank: int) -> Path:
+    return mcore.rank_file(folder, 1, Cut(2), Coords(tp_rank))
+
+
+def test_inspect_names_every_file_that_is_missing_cut_short_or_altered(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
+    contents = bytearray(_rank(tmp_path / "mcore", 0).read_bytes())
+    _rank(tmp_path / "mcore", 0).write_bytes(contents[:-100])
+    _rank(tmp_path / "mcore", 1).unlink()
+    with pytest.raises(ManyErrors) as error:
+        run(command="inspect", load=tmp_path / "mcore")
+    first, second = error.value.messages
+    assert f"mp_rank_00/model_optim_rng.pt: has {len(contents) - 100} bytes, not {len(contents)}" in first
+    assert "mp_rank_01/model_optim_rng.pt: is missing" in second
+
+
+def test_a_checkpoint_written_again_by_other_means_is_told_from_the_one_of_the_manifest(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
+    path = _rank(tmp_path / "mcore", 1)
+    contents = mcore.read_rank_file(path, mmap=False)
+    contents["model"]["decoder.final_layernorm.weight"][0] += 1
+    mcore.write_rank_file(path, contents["model"], contents["args"], 1)
+    with pytest.raises(MsrlError, match=r"mp_rank_01/model_optim_rng\.pt: has (been altered|\d+ bytes)"):
+        run(command="inspect", load=tmp_path / "mcore")
+
+
+@pytest.mark.parametrize("command", ["mcore2hf", "reshard"])
+def test_an_altered_checkpoint_is_not_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tmp_path / "hf")
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
+    contents = bytearray(_rank(tmp_path / "mcore", 1).read_bytes())
+    contents[len(contents) // 2] ^= 1
+    _rank(tmp_path / "mcore", 1).write_bytes(contents)
+    assert msrl("convert-ckpt", command, "--load", "mcore", "--save", "out") == 2
+    said = capsys.readouterr()
+    assert "does not match its checksum" in said.err and "mp_rank_01" in said.err and said.out == ""
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "mcore"]
+
+
+def test_what_is_not_converted_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.save(tmp_path / "hf")
+    to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(), Coords())
+    contents = torch.load(path, weights_only=False)
+    torch.save({**contents, "optimizer": {"step": 3}, "rng_state": [1]}, path)
+    (tmp_path / "mcore" / "msrl_manifest.json").unlink()
+    (path.parent / "distrib_optim.pt").write_bytes(b"x")
+    run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back", verify=False)
+    said = capsys.readouterr().out
+    assert "left out, as only weights are converted: optimizer state, random number generators, distrib_optim.pt" in said
+    assert "not verified" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,20 +12,18 @@ import torch
 from msrl.checkpoint.carried import carried_bytes, carried_tensors
 from msrl.checkpoint.convert import McoreTarget, hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES
-from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.lora import MergedSource
 from msrl.checkpoint.lora_files import read_adapter, read_mcore_lora, read_peft, write_peft
-from msrl.checkpoint.mcore import SIDECAR, read_rank_file
+from msrl.checkpoint.mcore import SIDECAR
 from msrl.checkpoint.names import Naming
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
-from msrl.checkpoint.verify import damaged_files
 from msrl.config.derived import cut_of
 from msrl.config.schema import Config, ConvertConfig
-from msrl.errors import ManyErrors, MsrlError, VerificationError
-from msrl.models.cut import Coords
+from msrl.errors import MsrlError, VerificationError
 from msrl.models.families import load_shape, num_parameters
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.workflows import convert_proof as proof
+from msrl.workflows.convert_inspect import inspect, print_left_out, print_table, refuse_altered
 
 FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf")
 
@@ -47,6 +45,8 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     """Convert with a progress bar, then verify."""
     torch.set_num_threads(1)  # the conversion has a thread per file
     convert = config.convert
+    if convert.command not in FROM_HF:
+        refuse_altered(load, thorough=convert.verify)
     source = _open(convert, load)
     if convert.verify:
         proof.refuse_without_memory(source.shape)
@@ -58,6 +58,8 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     layout = "" if convert.command in TO_HF else f"{cut_of(convert)}, "
     print(f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}")
     _print_carried(source)
+    if convert.command not in FROM_HF:
+        print_left_out(load)
     if convert.verify:
         _verify(config, source, load, save)
     else:
@@ -115,7 +117,7 @@ def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> Non
     start = time.perf_counter()
     checks = proof.checks(config, source, load, save)
     print(f"verified in {duration_text(time.perf_counter() - start)}:")
-    _print_table([("check", "compared", "result"), *((check.name, check.compared, check.result) for check in checks)])
+    print_table([("check", "compared", "result"), *((check.name, check.compared, check.result) for check in checks)])
     if all(check.passed for check in checks):
         return
     rejected = save.with_name(f"{save.name}.failed-verification")
@@ -123,38 +125,3 @@ def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> Non
     save.rename(rejected)
     failed = "; ".join(f"{check.name}: {check.result}" for check in checks if not check.passed)
     raise VerificationError(f"the conversion is not exact ({failed}); what was written is in {rejected}")
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def inspect(save: Path, *, verify: bool) -> None:
-    """Print what an mcore checkpoint holds; with `verify`, its files are compared with the manifest. Raises MsrlError for damage."""
-    found = find_checkpoint(save)
-    print(f"{save}: iteration {found.iteration}, {found.cut}")
-    rows = [("file", "tensors", "parameters", "types", "size"), *(_file_row(save, path) for _, path in sorted(found.files.items()))]
-    _print_table(rows)
-    args = vars(read_rank_file(found.files[Coords()])["args"])
-    print("arguments: " + ", ".join(f"{name}={args[name]}" for name in _TELLING if name in args))
-    if not verify:
-        return
-    damaged = damaged_files(save, found.iteration)
-    if damaged:
-        raise ManyErrors([f"{save}: {damage}" for damage in damaged])
-    print("files: no manifest to compare with" if damaged is None else "files: all as the manifest says")
-
-
-_TELLING = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "padded_vocab_size",
-    "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "rotary_base", "transformer_impl",
-)  # fmt: skip
-
-
-def _file_row(save: Path, path: Path) -> tuple[str, ...]:
-    model = read_rank_file(path)["model"]
-    types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.values()})
-    elements = sum(tensor.numel() for tensor in model.values())
-    return str(path.relative_to(save)), f"{len(model)}", f"{elements:,}", ", ".join(types), amount_text(path.stat().st_size, "B")
