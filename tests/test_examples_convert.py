@@ -1,0 +1,46 @@
+"""The conversions of the guides, as examples/convert has them, are right for the real configurations of their models."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from config_inputs import make_mcore
+from support import shared_data
+from test_cli import msrl
+from test_examples import EXAMPLES, commands_of
+
+CONFIGS = {
+    "Qwen2.5-0.5B": "Qwen2.5-0.5B-Instruct.config.json",
+    "Qwen2.5-7B": "Qwen2.5-7B-Instruct.config.json",
+    "Qwen2.5-32B": "Qwen2.5-32B.transcribed.config.json",
+}
+
+
+def make_models(folder: Path) -> None:
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir()
+        shutil.copyfile(shared_data("configs", config), folder / name / "config.json")
+
+
+@pytest.mark.parametrize("heading", ["Hugging Face to Megatron", "Back, and to another cut", "LoRA"])
+def test_the_commands_of_the_guides_are_right(
+    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_models(tmp_path)
+    for name in () if heading == "Hugging Face to Megatron" else ("qwen2.5_7b", "qwen2.5_7b_lora"):
+        folder = make_mcore(tmp_path / "mcore" / name)
+        shutil.copyfile(tmp_path / "Qwen2.5-7B" / "config.json", folder / "hf" / "config.json")
+    (tmp_path / "qwen2.5_7b_peft").mkdir()
+    lines = [shlex.split(line) for line in commands_of(EXAMPLES / "convert" / "README.md", heading)]
+    for line in lines:
+        if "lora2hf" in line:
+            (tmp_path / "qwen2.5_7b_peft").rmdir()  # a later line reads what this one writes
+        assert msrl(*line[1:], "--dry-run") == 0, f"{shlex.join(line)}\n{capsys.readouterr().err}"
+        if "lora2hf" in line:
+            (tmp_path / "qwen2.5_7b_peft").mkdir()
+    assert "nothing was started" in capsys.readouterr().out
