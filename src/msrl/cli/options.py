@@ -186,3 +186,6 @@ For = Annotated[CommandName | None, typer.Option("--for", help="Command to check
 From = Annotated[SystemName, typer.Option("--from", help="The system that the file or the flags are of.")]
 Foreign = Annotated[list[str], typer.Argument(metavar="FILE|FLAGS...", help="A .yaml file, a shell script, or the words of a command.")]
 NativeFile = Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="YAML to write; unset: standard output.")]
+
+# Doctor.
+Imports = Annotated[bool, typer.Option("--imports/--no-imports", help="Import every library in a process of its own.")]

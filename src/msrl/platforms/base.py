@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
+
+# Versions of what every platform needs besides; pyproject's extra `engine`.
+COMMON_STACK = {"ray": ">=2.54,<2.61", "datasets": ">=3,<6", "math-verify": ">=0.8,<0.10", "safetensors": ">=0.4.5"}
 
 
 class Platform(ABC):
@@ -20,6 +23,10 @@ class Platform(ABC):
     overlap_communication: bool  # whether overlapping gradient reduction with the backward pass gains anything
     elements_at_once: int = 1 << 26  # of a temporary tensor that is made piece by piece: small enough to be nothing beside the logits
     shares_main_memory: bool = False  # whether the device's memory is the machine's own
+    stack: ClassVar[Mapping[str, str]] = (
+        COMMON_STACK  # packages and the versions that are known to fit together, as the README's table has them
+    )
+    libraries: tuple[str, ...] = ("torch", "transformers", "ray", "megatron.core", "vllm")  # what the workers import
     engine_head_dims: tuple[int, ...] = ()  # sizes of a head that vLLM has attention kernels for; empty where it decides by itself
 
     @abstractmethod
@@ -29,6 +36,10 @@ class Platform(ABC):
     @abstractmethod
     def device_count(self) -> int:
         """How many devices this machine offers. On CPU a device is a process: as many as there are cores."""
+
+    def memory_bytes(self) -> int | None:
+        """Memory of one device, in bytes; where devices share the machine's, all of it. None where it cannot be told."""
+        return None
 
     @abstractmethod
     def prepare(self) -> None:

