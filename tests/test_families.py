@@ -156,6 +156,16 @@ def test_a_vision_tower_is_carried_and_the_language_model_is_proven(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False])
+def test_capped_scores_are_in_both_sides_of_a_proof(
+    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    monkeypatch.setattr("msrl.workflows.convert_proof.fits_whole", lambda shape: whole)
+    _convert(command="hf2mcore", load=folders["gemma 2"], save=tmp_path / "mcore")
+    assert ("layer by layer" in capsys.readouterr().out) is not whole
+
+
+@pytest.mark.slow
 def test_a_family_with_code_of_its_own_says_that_its_logits_were_not_compared(
     tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,8 @@ from msrl.checkpoint.source import WeightSource
 from msrl.models.families import all_rules, num_experts
 from msrl.models.shape import Shape
 
+ATTENTION = "eager"  # transformers' fused attention leaves out the caps of scores (Gemma 2) without a word
+
 
 def largest_part(shape: Shape) -> int:
     """Parameters of the largest thing that is in memory at once: a layer, or a table of the vocabulary."""
@@ -45,7 +47,7 @@ def transformers_logits(source: WeightSource, tokens: list[list[int]], dtype: to
     config = AutoConfig.from_pretrained(source.hf_dir, local_files_only=True)
     vars(config).pop("quantization_config", None)  # the tensors are what the packed ones stand for
     with parameters_without_memory():
-        model = class_of(source.shape)._from_config(config, dtype=torch.float32)
+        model = class_of(source.shape)._from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
     stream_weights(model, _fetcher(source, dtype))
     model.eval()
     longest = max(map(len, tokens))

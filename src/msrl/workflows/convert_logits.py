@@ -80,7 +80,8 @@ def _pretrained(folder: Path, tokens: list[list[int]]) -> list[Tensor]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = layerwise.class_of(load_shape(folder)).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model_class = layerwise.class_of(load_shape(folder))
+    model = model_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True, attn_implementation=layerwise.ATTENTION)
     return _forward(model, tokens)
 
 
@@ -92,7 +93,9 @@ def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | 
     weights = {name: tensor for rule in all_rules(source.shape) for name, tensor in _cast(source, rule, dtype)}
     weights |= {name: tensor.read() for name, tensor in carried_tensors(source.hf_dir, source.shape).items()}
     model_class = layerwise.class_of(source.shape)
-    model, found = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True)
+    model, found = model_class.from_pretrained(
+        None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation=layerwise.ATTENTION, output_loading_info=True
+    )
     astray = sorted(name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in map(str, found[kind]))
     if astray:
         raise RuntimeError(f"transformers' {source.shape.architecture} and the rules disagree on {', '.join(astray[:5])}")
