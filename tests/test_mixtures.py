@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from mixture_families import MIXTURES
 from msrl.checkpoint.plan import make_plan
 from msrl.checkpoint.source import ShardedSource, open_weights
 from msrl.checkpoint.verify import compare
+from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, load_shape, num_parameters
 from msrl.trainer.settings import Layout
+from msrl.workflows.convert_ckpt import run as convert
 from parity_ranks import Case
 from support import python_path, shared_data
 from test_families import transformers_logits
@@ -36,6 +39,12 @@ LAYOUTS = {
     "tp2 ep2 etp2": Layout(tp=2, ep=2, etp=2),
     "pp2 ep2": Layout(pp=2, ep=2),
 }
+
+USUAL = (
+    ("qwen3 moe", "ep2"), ("qwen3 moe, every second layer", "whole"), ("mixtral", "tp2 ep2 etp1"), ("deepseek v2 lite", "tp2 ep2 etp2"),
+    ("deepseek v2", "whole"), ("deepseek v3", "tp2 pp2"), ("deepseek v3", "pp2 ep2"),
+)  # fmt: skip
+REST = tuple((name, cut) for name in MIXTURES for cut in LAYOUTS if (name, cut) not in USUAL)
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +60,54 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
-    """Logits of every row at every layout, [tokens, vocabulary]."""
+    """Logits of rows at layouts, [tokens, vocabulary]."""
+    return _logits(folders, USUAL)
+
+
+@pytest.fixture(scope="module")
+def more_megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
+    return _logits(folders, REST)
+
+
+def _logits(folders: dict[str, Path], rows: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
 
-    cases = [Case(f"{name}, {cut}", folder, layout) for cut, layout in LAYOUTS.items() for name, folder in folders.items()]
+    cases = [Case(f"{name}, {cut}", folders[name], LAYOUTS[cut]) for name, cut in rows]
     return dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MIXTURES)
-def test_logits_are_those_of_transformers_at_every_layout(folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str) -> None:
-    expected = transformers_logits(folders[name], parity_ranks.sequences(MIXTURES[name].config["vocab_size"]))
+def _assert_logits_of_transformers(found: np.ndarray, folder: Path, name: str) -> None:
+    expected = transformers_logits(folder, parity_ranks.sequences(MIXTURES[name].config["vocab_size"]))
     assert expected.std() > 0.3, "logits so small that nothing is compared"
-    differences = {cut: float(np.abs(megatron[f"{name}, {cut}"] - expected).max()) for cut in LAYOUTS}
-    assert max(differences.values()) < 1e-4, differences
+    assert np.abs(found - expected).max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cut"), USUAL)
+def test_logits_are_those_of_transformers(folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str, cut: str) -> None:
+    _assert_logits_of_transformers(megatron[f"{name}, {cut}"], folders[name], name)
+
+
+@pytest.mark.slow
+def test_a_conversion_of_a_mixture_proves_itself(tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Over experts spread and cut: real ranks of the cut against transformers, then back to the same bits."""
+    there = {"command": "hf2mcore", "load": str(folders["deepseek v3"]), "save": str(tmp_path / "mcore"), "tp": 2, "ep": 2, "etp": 1}
+    convert(Config.model_validate({"convert": there}))
+    back = {"command": "mcore2hf", "load": str(tmp_path / "mcore"), "save": str(tmp_path / "back")}
+    convert(Config.model_validate({"convert": back}))
+    assert capsys.readouterr().out.count("equal bit for bit") == 2
+    before, after = (load_file(folder / "model.safetensors") for folder in (folders["deepseek v3"], tmp_path / "back"))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "cut"), REST)
+def test_logits_are_those_of_transformers_at_all_layouts(
+    folders: dict[str, Path], more_megatron: dict[str, np.ndarray], name: str, cut: str
+) -> None:
+    _assert_logits_of_transformers(more_megatron[f"{name}, {cut}"], folders[name], name)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

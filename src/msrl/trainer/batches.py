@@ -56,3 +56,9 @@ def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None
     weights = sequence_weights(loss_token_counts(sequences), mode, constant=constant)
     field = tuple(np.full(len(ids), weight, np.float32) for ids, weight in zip(sequences.token_ids, weights, strict=True))
     return sequences._replace(fields={**sequences.fields, "weights": field})
+
+
+def filler(length: int) -> MicroBatch:
+    """A micro-batch of `length` tokens that is run for the sake of other ranks and counts for nothing."""
+    ids = np.zeros(length, np.int64)
+    return MicroBatch(ids, ids, np.ones(length, np.bool_), np.array([0, length], np.int32))

@@ -29,6 +29,7 @@ from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.models.cut import Coords, Cut
 from msrl.trainer import optimizer_state
+from msrl.trainer.megatron import named_weights
 from msrl.trainer.resume import KEEP_ALL, STATE, Retention, SavedTraining, training_dir
 
 if TYPE_CHECKING:
@@ -61,14 +62,14 @@ def save(
 
 
 def _write_rank(worker: TrainWorker, root: Path, step: int, staged_training: Path) -> tuple[str, WrittenFile] | None:
-    """This rank's part; the first of those with the same part of the model writes for all. Returns what it wrote."""
+    """This rank's part; the first of the ranks that hold the same writes for all. Returns what it wrote."""
     states = {name: state.cpu() for name, state in optimizer_state.collect(worker)}
     save_file({"rng": torch.get_rng_state()}, _random_file(staged_training))
-    if not worker.is_first_replica:
+    if not worker.is_writer:
         return None
     path = mcore.rank_file(root, step, worker.layout, worker.coords, staged=True)
     args = mcore.namespace(worker.shape, worker.layout, dtype=worker.settings.dtype)
-    model = {name: parameter.detach() for name, parameter in worker.policy.named_parameters()}
+    model = {name: weight.detach() for name, weight in named_weights(worker.policy).items()}
     written = mcore.write_rank_file(path, model, args, step)
     save_file(states, staged_training / _optimizer_file(worker.coords))
     name = path.relative_to(mcore.staging_dir(root, step))
@@ -133,9 +134,9 @@ def _random_file(folder: Path) -> Path:
 
 
 def _of_kind(worker: TrainWorker, cut: Cut, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
-    """What one rank's file has of a kind; frozen parameters, which have no state, as zeros that take no memory."""
+    """What one rank's file has of a kind; what has no state (frozen parameters, biases of experts) as zeros that take no memory."""
     found = {name.removeprefix(f"{kind}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{kind}.")}  # noqa: SIM118
-    if not worker.settings.freeze:
+    if not worker.settings.freeze and not (worker.shape.moe and worker.shape.moe.expert_bias):
         return found
     planned = rank_plan(worker.shape, cut, at, worker.shape.padded_vocab_size(cut.tp)).tensors
     return {name: found.get(name, torch.zeros(()).expand(size)) for name, size in planned.items()}

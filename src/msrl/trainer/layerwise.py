@@ -36,6 +36,9 @@ class LayerwiseWorker(TrainWorker):
             return source.shard(rules[name], 0, 1, padded)
 
         stream_weights(model, fetch)
+        for name, weight in megatron.named_weights(model).items():
+            if not isinstance(weight, nn.Parameter):  # the biases of experts, a number for each
+                weight.copy_(fetch(name))
         if source.shape.tie_word_embeddings:
             model.output_layer.register_forward_pre_hook(_tied(fetch), with_kwargs=True)
         return model, source.shape

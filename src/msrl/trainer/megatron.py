@@ -14,8 +14,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -38,7 +36,7 @@ from msrl.trainer.attention import CoreAttention
 from msrl.trainer.experts import mixture_spec
 from msrl.trainer.latent_attention import LatentAttention
 from msrl.trainer.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
-from msrl.trainer.settings import Layout, OptimizerSettings, Recompute, sequence_multiple
+from msrl.trainer.settings import Layout, Recompute, sequence_multiple
 
 
 class PolicyModel(GPTModel):
@@ -120,6 +118,16 @@ def cp_group() -> dist.ProcessGroup:
 def dp_group() -> dist.ProcessGroup:
     """The ranks that hold the same part of the model: data-parallel and context-parallel ones."""
     return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def expert_dp_group() -> dist.ProcessGroup:
+    """The ranks that hold the same part of the same experts."""
+    return cast("dist.ProcessGroup", parallel_state.get_expert_data_parallel_group())
+
+
+def expert_group() -> dist.ProcessGroup:
+    """The ranks of a stage that hold each part of each expert once, in the order (part of the experts, part of each)."""
+    return cast("dist.ProcessGroup", parallel_state.get_expert_tensor_and_model_parallel_group())
 
 
 def shutdown() -> None:
@@ -279,31 +287,3 @@ def wrap(model: PolicyModel, platform: Platform) -> DistributedDataParallel:
 
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)
-
-
-def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSettings, *, is_bf16: bool) -> DistributedOptimizer:
-    """Megatron's distributed AdamW over fp32 master weights."""
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        adam_eps=settings.eps,
-        clip_grad=settings.grad_clip or 0.0,
-        bf16=is_bf16,
-        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
-        use_distributed_optimizer=True,
-    )
-    overrides = get_standard_config_overrides(config)  # no decay of biases and norms
-    chain = get_megatron_optimizer(config, [wrapped], overrides, use_gloo_process_groups=False)
-    assert isinstance(chain, ChainedOptimizer)
-    (optimizer,) = chain.chained_optimizers  # a second one would hold the experts of a mixture
-    assert isinstance(optimizer, DistributedOptimizer)
-    for group in optimizer.param_groups:
-        # Megatron leaves it to its own scheduler to multiply this out; learning rates are set by ours.
-        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-        if next(wrapped.parameters()).is_cpu:
-            # torch's AdamW in one pass over each shard instead of ten; on accelerators Megatron or MindSpeed bring a fused one.
-            group["fused"], group["foreach"] = True, False
-    return optimizer

@@ -5,14 +5,17 @@ The state of a parameter has the parameter's shape, so the weight layouts hold f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from msrl.trainer import megatron
+from msrl.trainer.optimizer import parts
 
 if TYPE_CHECKING:
     from msrl.trainer.worker import TrainWorker
@@ -35,27 +38,28 @@ def collect(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
     """("exp_avg.NAME", tensor of the parameter's shape), one at a time, the same on every data-parallel rank; all must take part."""
     for name, parameter in trained(worker.policy):
         owned = _owned(worker.optimizer, parameter)
+        group = megatron.dp_group() if getattr(parameter, "allreduce", True) else megatron.expert_dp_group()
         for kind in kinds(worker.dtype):
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if owned is not None:
-                main, start, end = owned
-                whole[start:end] = (main.detach() if kind == MASTER else worker.optimizer.optimizer.state[main][kind]).flatten()
-            if dist.get_world_size(megatron.dp_group()) > 1:
-                dist.all_reduce(whole, group=megatron.dp_group())
+                whole[owned.start : owned.end] = (owned.main.detach() if kind == MASTER else owned.state[owned.main][kind]).flatten()
+            if group.size() > 1:
+                dist.all_reduce(whole, group=group)
             yield f"{kind}.{name}", whole.view(parameter.shape)
 
 
-def tensors(optimizer: Any, *, is_bf16: bool) -> Iterator[Tensor]:
+def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
     """The moments, and the masters where they are not the parameters themselves."""
-    for main, state in optimizer.optimizer.state.items():
-        yield from (state[moment] for moment in MOMENTS if moment in state)
-        if is_bf16:
-            yield main
+    for part in parts(chain):
+        for main, state in part.optimizer.state.items():
+            yield from (state[moment] for moment in MOMENTS if moment in state)
+            if is_bf16:
+                yield main
 
 
 def num_updates(worker: TrainWorker) -> int:
     """AdamW's own count of steps, which its bias correction uses."""
-    states = worker.optimizer.optimizer.state.values()
+    states = [state for part in parts(worker.optimizer) for state in part.optimizer.state.values()]
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
@@ -66,20 +70,31 @@ def restore(worker: TrainWorker, states: Mapping[str, Mapping[str, Tensor]], upd
         owned = _owned(worker.optimizer, parameter)
         if owned is None:
             continue
-        main, start, end = owned
-        parts = {kind: states[kind][name].to(main.device).flatten()[start:end].float() for kind in kinds(worker.dtype)}
-        if MASTER in parts:
-            main.data.copy_(parts.pop(MASTER).view_as(main))
-        state: dict[str, Any] = {kind: part.view_as(main).clone() for kind, part in parts.items()}
+        main = owned.main
+        pieces = {kind: states[kind][name].to(main.device).flatten()[owned.start : owned.end].float() for kind in kinds(worker.dtype)}
+        if MASTER in pieces:
+            main.data.copy_(pieces.pop(MASTER).view_as(main))
+        state: dict[str, Any] = {kind: piece.view_as(main).clone() for kind, piece in pieces.items()}
         state["step"] = torch.tensor(float(updates))
-        worker.optimizer.optimizer.state[main] = state
+        owned.state[main] = state
 
 
-def _owned(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[Tensor, int, int] | None:
-    """The main parameter that this rank updates, and its range in the flattened parameter; None when other ranks own all of it."""
-    place = optimizer.model_param_group_index_map.get(parameter)
-    if place is None:
-        return None
-    group, order = place
-    piece = optimizer._get_model_param_range_map(parameter)["param"]
-    return optimizer.optimizer.param_groups[group]["params"][order], piece.start, piece.end
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """The part of a parameter that this rank updates: the main parameter, its range in the flattened parameter, and where its state is."""
+
+    main: Tensor
+    start: int
+    end: int
+    state: MutableMapping[Tensor, Any]
+
+
+def _owned(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Owned | None:
+    """None when other ranks own all of the parameter."""
+    for part in parts(chain):
+        place = part.model_param_group_index_map.get(parameter)
+        if place is not None:
+            group, order = place
+            piece = part._get_model_param_range_map(parameter)["param"]
+            return _Owned(part.optimizer.param_groups[group]["params"][order], piece.start, piece.end, part.optimizer.state)
+    return None

@@ -58,13 +58,18 @@ def rank(context: RankContext, job: _Job) -> None:
     settings = WorkerSettings(job.platform, job.checkpoint, Layout(**job.cut.as_json()), "float32", seed=0, timeout_s=600)
     worker = Worker(settings, context.rank, context.world_size, context.init_method)
     groups = [job.token_ids] if job.layerwise else [(ids,) for ids in job.token_ids]  # one pass over the weights, or one per sequence
-    logits = worker.logits([_batch(group) for group in groups])
-    if logits is not None and worker.tp_rank == 0:
-        rows = [row for group, packed in zip(groups, logits, strict=True) for row in packed.split([len(ids) for ids in group])]
+    logits = worker.logits([_batch(group, worker.sequence_multiple) for group in groups])
+    if logits is not None and worker.stage_rank == 0:
+        rows = [
+            row
+            for group, packed in zip(groups, logits, strict=True)
+            for row in packed[: sum(map(len, group))].split([len(ids) for ids in group])
+        ]
         context.report([row.cpu().numpy() for row in rows])
     worker.close()
 
 
-def _batch(sequences: Sequence[Sequence[int]]) -> Any:
+def _batch(sequences: Sequence[Sequence[int]], multiple: int) -> Any:
     """The sequences packed into one micro-batch."""
-    return micro_batch([np.asarray(ids, np.int64) for ids in sequences], [np.ones(len(ids), bool) for ids in sequences], {})
+    everywhere = [np.ones(len(ids), bool) for ids in sequences]
+    return micro_batch([np.asarray(ids, np.int64) for ids in sequences], everywhere, {}, pad_to_multiple=multiple)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from msrl.checkpoint.layouts import join, unfuse
-from msrl.models.rules import Replicated
-from msrl.models.stages import stage_tensors
+from msrl.models.rules import Replicated, Rule
+from msrl.models.stages import Placed, stage_tensors
 from msrl.trainer import megatron
 
 if TYPE_CHECKING:
@@ -20,27 +19,59 @@ if TYPE_CHECKING:
 
 
 def export(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of this pipeline stage, one Megatron tensor at a time, on tp_rank 0 of each stage.
+    """(Hugging Face name, tensor) of this pipeline stage, one Megatron tensor at a time, on the first rank of each stage.
 
-    Every tensor-parallel rank of the stage must go through the iterator; those other than 0 get nothing from it. The vocabulary comes
+    Every rank must go through the iterator; those other than the first of a stage get nothing from it. The vocabulary comes
     without its padding. A tied output layer is not sent: it has no name of its own.
     """
     worker.host.need("params")
-    parameters = dict(worker.policy.named_parameters())
-    for placed in stage_tensors(worker.shape, worker.layout, worker.coords):
-        if placed.is_tied_copy:
-            continue
-        shard = parameters[placed.name].detach()
-        shards = [shard] if isinstance(placed.layout, Replicated) else _gather(shard, worker)
-        if worker.tp_rank == 0:
-            yield from zip(placed.rule.hf, unfuse(placed.layout, join(placed.layout, shards)), strict=True)
+    weights = megatron.named_weights(worker.policy)
+    placed = [each for each in stage_tensors(worker.shape, worker.layout, worker.coords) if not each.is_tied_copy]
+    if worker.stage_rank < worker.layout.tp:
+        for each in placed:
+            if each.rule.expert is None:
+                yield from _joined(each.rule, _gather(weights[each.name], each, worker), worker)
+    if worker.stage_rank < worker.layout.etp_size * worker.layout.ep:
+        yield from _experts(worker, {each.name: weights[each.name] for each in placed if each.rule.expert is not None}, placed)
 
 
-def _gather(shard: Tensor, worker: TrainWorker) -> list[Tensor]:
+def _joined(rule: Rule, shards: Sequence[Tensor], worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
+    if worker.stage_rank == 0:
+        yield from zip(rule.hf, unfuse(rule.layout, join(rule.layout, shards)), strict=True)
+
+
+def _gather(weight: Tensor, placed: Placed, worker: TrainWorker) -> list[Tensor]:
     """The shards of all tensor-parallel ranks, on tp_rank 0."""
-    if worker.layout.tp == 1:
-        return [shard]
-    group = megatron.tp_group()
-    shards = [torch.empty_like(shard) for _ in range(worker.layout.tp)] if worker.tp_rank == 0 else None
-    dist.gather(shard.contiguous(), shards, dst=parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+    if worker.layout.tp == 1 or isinstance(placed.layout, Replicated):
+        return [weight.detach()]
+    return _gathered(weight, megatron.tp_group())
+
+
+def _gathered(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The tensors of all ranks of a group, on its first."""
+    shard = weight.detach().contiguous()
+    shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(shard, shards, group=group, group_dst=0)
     return shards or []
+
+
+def _experts(worker: TrainWorker, weights: Mapping[str, Tensor], placed: Sequence[Placed]) -> Iterator[tuple[str, Tensor]]:
+    """The experts of a stage. A rank's first expert comes with the first one of every other rank, and so on."""
+    group, size = megatron.expert_group(), worker.layout.etp_size
+    elsewhere = _experts_by_name(worker)
+    for each in placed:
+        if each.name in weights:
+            shards = [weights[each.name].detach()] if group.size() == 1 else _gathered(weights[each.name], group)
+            for number, rule in enumerate(elsewhere[each.name]):
+                yield from _joined(rule, shards[number * size : (number + 1) * size], worker)
+
+
+def _experts_by_name(worker: TrainWorker) -> dict[str, list[Rule]]:
+    """What a name inside a rank stands for on the ranks of each part of the experts, in their order."""
+    layout, found = worker.layout, dict[str, list[Rule]]()
+    for number in range(layout.ep):
+        at = layout.coords(worker.pp_rank, number * layout.etp_size)
+        for placed in stage_tensors(worker.shape, layout, at):
+            if placed.rule.expert is not None:
+                found.setdefault(placed.name, []).append(placed.rule)
+    return found

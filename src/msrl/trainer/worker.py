@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from msrl.checkpoint.source import open_mcore, open_weights
-from msrl.models.cut import Coords
 from msrl.models.shape import Shape
 from msrl.platforms import resolve
 from msrl.trainer import megatron, optimizer_state
+from msrl.trainer.batches import filler
 from msrl.trainer.chunked import chunked_logprobs
 from msrl.trainer.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.guard import GradientGuard
@@ -31,6 +31,7 @@ from msrl.trainer.logprobs import columns_of, vocab_parallel_logprobs
 from msrl.trainer.losses import Loss, Outputs
 from msrl.trainer.megatron import PolicyModel
 from msrl.trainer.offload import HostMemory
+from msrl.trainer.optimizer import build_optimizer, clip_gradients
 from msrl.trainer.rope import RotaryTable
 from msrl.trainer.settings import WorkerSettings, sequence_multiple
 from msrl.types import Floats, MicroBatch
@@ -49,9 +50,9 @@ class TrainWorker:
             timeout_s=settings.timeout_s,
         )  # fmt: skip
         self.tp_rank, self.pp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-        self.coords = Coords(self.tp_rank, self.pp_rank, parallel_state.get_expert_model_parallel_rank())
         self.dp_rank, self.dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        self.is_first_replica = self.dp_rank == 0 and parallel_state.get_context_parallel_rank() == 0
+        self.stage_rank = rank % (world_size // self.layout.pp)
+        self.coords = self.layout.coords(self.pp_rank, self.stage_rank)
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self.policy, self.shape = self._load_model(settings.model, settings.iteration)
         self.rotary = RotaryTable(self.shape, self.dtype, self.device)
@@ -62,7 +63,7 @@ class TrainWorker:
         if settings.optimizer:
             megatron.freeze(self.policy, self.shape, self.layout, settings.freeze)
             self.wrapped = megatron.wrap(self.policy, self.platform)
-            self.optimizer = megatron.build_optimizer(self.wrapped, settings.optimizer, is_bf16=self.dtype == torch.bfloat16)
+            self.optimizer = build_optimizer(self.wrapped, settings.optimizer, is_bf16=self.dtype == torch.bfloat16)
         self.host = HostMemory(self._restful(), forgotten=frozenset({"grads"}))
 
     @property
@@ -76,7 +77,9 @@ class TrainWorker:
         kinds: dict[str, Callable[[], Iterable[Tensor]]] = {"params": models.parameters}
         if self.wrapped is not None:
             wrapped = self.wrapped
-            kinds["grads"] = lambda: (buffer.grad_data for buffer in wrapped.buffers)
+            kinds["grads"] = lambda: (
+                buffer.grad_data for buffer in [*cast("list[Any]", wrapped.buffers), *wrapped.expert_parallel_buffers]
+            )
             kinds["optimizer"] = lambda: optimizer_state.tensors(self.optimizer, is_bf16=self.dtype == torch.bfloat16)
         return {kind: tensors for kind, tensors in kinds.items() if kind in self.settings.offload}
 
@@ -109,7 +112,7 @@ class TrainWorker:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.clip_grad_norm(self.settings.optimizer.grad_clip or float("inf")))
+        grad_norm = clip_gradients(self.optimizer, self.settings.optimizer.grad_clip or float("inf"))
         is_skipped = self.guard.must_skip(grad_norm, micro_batches)
         if not is_skipped:
             self.host.need("optimizer")
@@ -161,6 +164,7 @@ class TrainWorker:
         is_chunked: bool | None = None,
     ) -> list[dict[str, Tensor]]:
         """Megatron's schedule over the micro-batches; what `finish` returned for each, on the last stage."""
+        fillers = [filler(self.sequence_multiple)] * (self._rounds(len(micro_batches)) - len(micro_batches))
 
         self.host.need("params")
         inner = model.module if isinstance(model, DistributedDataParallel) else model
@@ -168,21 +172,31 @@ class TrainWorker:
         self._running = inner
         self._running.gives_hidden = self.settings.chunk is not None if is_chunked is None else is_chunked
 
-        def forward_step(batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, Any]:
-            batch = to_device(next(batches), self.rotary, self.device, cp=self.layout.cp, multiple=self.sequence_multiple)
+        def forward_step(batches: Iterator[tuple[int, MicroBatch]], module: torch.nn.Module) -> tuple[Tensor, Any]:
+            number, micro_batch = next(batches)
+            batch = to_device(micro_batch, self.rotary, self.device, cp=self.layout.cp, multiple=self.sequence_multiple)
             output = module(batch.tokens, None, None, packed_seq_params=batch.packed, loss_mask=batch.mask)
-            return output, functools.partial(self._finish, finish, loss, batch)
+            return output, functools.partial(self._finish, finish if number < len(micro_batches) else _nothing, loss, batch)
 
         with torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
+            found = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
+                data_iterator=enumerate([*micro_batches, *fillers]),
                 model=[model],
-                num_microbatches=len(micro_batches),
+                num_microbatches=len(micro_batches) + len(fillers),
                 seq_length=max(len(batch.token_ids) for batch in micro_batches),
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+        return found[: len(micro_batches)]
+
+    def _rounds(self, num_micro_batches: int) -> int:
+        """How many micro-batches this rank runs: ranks that share experts run as many as the one that has most, for they meet in each."""
+        if self.shape.moe is not None and self.dp_size > 1:
+            most = torch.tensor(num_micro_batches, device=self.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=megatron.dp_group())
+            num_micro_batches = int(most.item())
+        return num_micro_batches
 
     def _finish(self, finish: Any, loss: Any, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The last stage's end of a micro-batch, in the form that Megatron's schedules take (loss, token count, data)."""
@@ -223,6 +237,11 @@ class TrainWorker:
             dist.broadcast_object_list(means, src=last, group=megatron.pp_group())
         return means[0]
 
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank is the first that holds its part of the model."""
+        return self.stage_rank < self.layout.ranks_per_stage
+
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says yes; all ranks must ask."""
         said = torch.tensor(float(flag), device=self.device)
@@ -246,3 +265,8 @@ class _Collect:
 
     def __call__(self, logits: Tensor, batch: DeviceBatch, worker: TrainWorker) -> dict[str, Tensor]:
         return {"logprobs": worker.label_logprobs(logits, batch, self.temperature)[0]}
+
+
+def _nothing(logits: Tensor, batch: DeviceBatch, worker: TrainWorker) -> tuple[Tensor, dict[str, Tensor]]:
+    """The end of a micro-batch that counts for nothing; its gradients are zero."""
+    return logits.sum() * 0.0, {}

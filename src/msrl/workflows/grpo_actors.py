@@ -65,7 +65,7 @@ class TrainActor:
         """This stage's weights under their Hugging Face names on its first rank; nothing on the others, which take part."""
         from msrl.trainer.weights import export
 
-        parcels = pack(export(self._worker)) if self._worker.is_first_replica else ()
+        parcels = pack(export(self._worker))
         self._worker.host.rest()
         return parcels
 

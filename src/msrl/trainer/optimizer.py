@@ -1,0 +1,59 @@
+"""Megatron's distributed AdamW over fp32 master weights: one optimizer, and a second one for the experts of a mixture.
+
+Experts are data parallel over other ranks than the rest of a model, hence the two; they share one gradient norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from msrl.trainer.settings import OptimizerSettings
+
+
+def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSettings, *, is_bf16: bool) -> ChainedOptimizer:
+    """The optimizer of a rank's model."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        clip_grad=settings.grad_clip or 0.0,
+        bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        use_distributed_optimizer=True,
+    )
+    overrides = get_standard_config_overrides(config)  # no decay of biases and norms
+    chain = get_megatron_optimizer(config, [wrapped], overrides, use_gloo_process_groups=False)
+    assert isinstance(chain, ChainedOptimizer)
+    for group in chain.param_groups:
+        # Megatron leaves it to its own scheduler to multiply this out; learning rates are set by ours.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        if wrapped.config.use_cpu_initialization:
+            # torch's AdamW in one pass over each shard instead of ten; on accelerators Megatron or MindSpeed bring a fused one.
+            group["fused"], group["foreach"] = True, False
+    return chain
+
+
+def parts(chain: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
+    """The optimizers that have parameters on this rank."""
+    for optimizer in chain.chained_optimizers:
+        if not getattr(optimizer, "is_stub_optimizer", False):
+            yield cast("DistributedOptimizer", optimizer)
+
+
+def clip_gradients(chain: ChainedOptimizer, max_norm: float) -> float:
+    """Scale all gradients so that their norm, over all ranks, is at most `max_norm`. Returns the norm that they had."""
+    norm = float(chain.get_grad_norm() or 0.0)
+    for optimizer in parts(chain):
+        clip_grad_by_total_norm_fp32(cast("list[Tensor]", optimizer.get_parameters()), max_norm, norm)
+    return norm

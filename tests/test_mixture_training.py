@@ -1,0 +1,171 @@
+"""Mixtures of experts in training: spread over ranks and cut, they walk the path of the whole model, which is that of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import families
+from mixture_families import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3_MOE
+from msrl.trainer.settings import Layout
+from support import python_path
+from training_ranks import Case, Result, sequences
+
+pytestmark = pytest.mark.slow
+STEPS = 10
+MODELS = {
+    "qwen3 moe": QWEN3_MOE,
+    "deepseek v2 lite": {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2},  # with two stages, the first one has no experts
+}  # fmt: skip
+LAYOUTS = {
+    "tp2": Case("", Path(), Layout(tp=2)),
+    "tp2 etp1": Case("", Path(), Layout(tp=2, etp=1)),
+    "ep2": Case("", Path(), Layout(ep=2)),
+    "ep2, micro-batches by tokens": Case("", Path(), Layout(ep=2), max_tokens=48),
+    "dp2 ep2": Case("", Path(), Layout(ep=2), dp=2, micro_batch=1),
+    "tp2 ep2 etp1": Case("", Path(), Layout(tp=2, ep=2, etp=1)),
+    "tp2 ep2 etp2": Case("", Path(), Layout(tp=2, ep=2, etp=2)),
+    "pp2 ep2": Case("", Path(), Layout(pp=2, ep=2)),
+    "cp2 ep2": Case("", Path(), Layout(ep=2, cp=2)),
+    "tp2 cp2 ep2": Case("", Path(), Layout(tp=2, ep=2, cp=2)),
+    "pp2 vpp1 ep2": Case("", Path(), Layout(pp=2, vpp=1, ep=2)),
+}
+
+USUAL = (
+    ("qwen3 moe", "ep2, micro-batches by tokens"), ("qwen3 moe", "tp2 ep2 etp2"), ("deepseek v3", "ep2"), ("deepseek v3", "tp2 ep2 etp1"),
+    ("deepseek v3", "pp2 ep2"), ("deepseek v3", "tp2 cp2 ep2"),
+)  # fmt: skip
+REST = tuple((name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in USUAL)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small random model of each as a Hugging Face folder."""
+    root = tmp_path_factory.mktemp("mixtures")
+    for name, config in MODELS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+        save_file(families.weights(config), root / name / "model.safetensors", metadata={"format": "pt"})
+    return {name: root / name for name in MODELS}
+
+
+def _row(name: str, layout: str, folders: dict[str, Path]) -> Case:
+    case = Case("", Path()) if layout == "whole" else LAYOUTS[layout]
+    return dataclasses.replace(case, name=f"{name}, {layout}", model=folders[name], steps=STEPS)
+
+
+def _usual_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
+    model = folders["deepseek v3"]
+    return [
+        *[_row(name, "whole", folders) for name in MODELS],
+        *[_row(name, layout, folders) for name, layout in USUAL],
+        Case("saved ep2", model, Layout(ep=2), steps=4, save_at=4, save_to=saves / "ep2"),
+        Case("resumed ep2", model, Layout(ep=2), first_step=4, steps=STEPS, resume_from=saves / "ep2"),
+        Case("resumed whole from ep2", model, first_step=4, steps=STEPS, resume_from=saves / "ep2"),
+        Case("resumed tp2 ep2 etp1 from ep2", model, Layout(tp=2, ep=2, etp=1), first_step=4, steps=STEPS, resume_from=saves / "ep2"),
+        Case("saved tp2 ep2 etp2", model, Layout(tp=2, ep=2), steps=4, save_at=4, save_to=saves / "tp2"),
+        Case("resumed pp2 ep2 from tp2 ep2 etp2", model, Layout(pp=2, ep=2), first_step=4, steps=STEPS, resume_from=saves / "tp2"),
+        Case("bf16 ep2", model, Layout(ep=2), dtype="bfloat16", steps=4, save_at=2, save_to=saves / "bf16"),
+        Case("bf16 resumed", model, Layout(ep=2), dtype="bfloat16", first_step=2, steps=4, resume_from=saves / "bf16"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return _trained(_usual_cases(folders, tmp_path_factory.mktemp("saves")))
+
+
+@pytest.fixture(scope="module")
+def more_results(folders: dict[str, Path]) -> dict[str, Result]:
+    return _trained([_row(name, layout, folders) for name, layout in REST])
+
+
+def _trained(cases: list[Case]) -> dict[str, Result]:
+    from msrl.platforms import get
+    from msrl.trainer.launch import run_ranks
+
+    found = run_ranks("training_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()})
+    return {result.name: result for result in found}
+
+
+def _losses(result: Result) -> list[float]:
+    return [report["loss"] for report in result.reports]
+
+
+def _transformers_losses(folder: Path) -> list[float]:
+    """The same batches through transformers, one sequence at a time, with torch's own AdamW and clipping."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    losses: list[float] = []
+    for step in range(STEPS):
+        batch, total, count = sequences(step), torch.zeros(()), 0
+        for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
+            logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
+            total = total - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][torch.from_numpy(mask[1:])].sum()
+            count += int(mask[1:].sum())
+        optimizer.zero_grad()
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append((total / count).item())
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_are_those_of_transformers_with_adamw(results: dict[str, Result], folders: dict[str, Path], name: str) -> None:
+    np.testing.assert_allclose(_losses(results[f"{name}, whole"]), _transformers_losses(folders[name]), rtol=0, atol=1e-4)
+
+
+def _assert_same(found: Result, whole: Result, steps: slice = slice(None)) -> None:
+    """Losses to 1e-5, gradient norms to 1e-4, weights to 1e-5 of their own norm."""
+    np.testing.assert_allclose(_losses(found), _losses(whole)[steps], rtol=1e-5)
+    norms = [[report["grad_norm"] for report in result.reports] for result in (found, whole)]
+    np.testing.assert_allclose(norms[0], norms[1][steps], rtol=1e-4)
+    assert found.weights.keys() == whole.weights.keys()
+    for name, value in whole.weights.items():
+        distance = np.linalg.norm(found.weights[name] - value) / max(np.linalg.norm(value), 1e-30)
+        assert distance < 1e-5, (name, distance)
+
+
+@pytest.mark.parametrize(("name", "layout"), USUAL)
+def test_a_mixture_learns_the_same_at_every_layout(results: dict[str, Result], name: str, layout: str) -> None:
+    _assert_same(results[f"{name}, {layout}"], results[f"{name}, whole"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "layout"), REST)
+def test_all_mixtures_learn_the_same_at_all_layouts(
+    results: dict[str, Result], more_results: dict[str, Result], name: str, layout: str
+) -> None:
+    _assert_same(more_results[f"{name}, {layout}"], results[f"{name}, whole"])
+
+
+@pytest.mark.parametrize("name", ["resumed whole from ep2", "resumed tp2 ep2 etp1 from ep2", "resumed pp2 ep2 from tp2 ep2 etp2"])
+def test_another_layout_resumes_the_same_run(results: dict[str, Result], name: str) -> None:
+    _assert_same(results[name], results["deepseek v3, whole"], slice(4, None))
+
+
+def test_the_same_layout_resumes_to_the_bit(results: dict[str, Result]) -> None:
+    assert _losses(results["resumed ep2"]) == _losses(results["deepseek v3, ep2"])[4:]
+    for name, value in results["deepseek v3, ep2"].weights.items():
+        np.testing.assert_array_equal(results["resumed ep2"].weights[name], value)
+    assert _losses(results["bf16 resumed"]) == _losses(results["bf16 ep2"])[2:]
+
+
+def test_the_biases_of_experts_stay_as_they_were(results: dict[str, Result]) -> None:
+    biases = [name for name in results["deepseek v3, ep2"].weights if name.endswith("e_score_correction_bias")]
+    before = families.weights(MODELS["deepseek v3"])
+    assert len(biases) == 2
+    for name in biases:
+        np.testing.assert_array_equal(results["deepseek v3, ep2"].weights[name], before[name].numpy())
