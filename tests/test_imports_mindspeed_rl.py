@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from config_inputs import make_data, make_model
+from guides import guide
 from msrl.config.derived import derived
 from msrl.config.imports.built import refusal
 from msrl.config.imports.systems import foreign
@@ -99,6 +101,20 @@ def test_an_example_runs_as_it_is_and_says_what_became_of_every_key(file: Path, 
     assert captured.err.startswith(f"{file}: read as MindSpeed-RL (grpo): of ")
     keys = [line.split(":", 1)[0].strip() for line in file.read_text(encoding="utf-8").splitlines() if ":" in line and line[0] in " -"]
     assert all(key.lstrip("- ") in captured.err for key in keys if key not in ("num_npus", "- model"))
+
+
+def test_the_complete_example_of_the_r1_zero_guide_has_no_key_that_is_not_told(folder: Path):
+    block = re.search(r"^```shell\n(defaults:.*?)^```", guide("mindspeed-rl-r1-zero"), re.S | re.M)
+    assert block is not None
+    text = re.sub(r" +<--.*", "", re.sub(r"^ *\.\.\.\n", "", block[1], flags=re.M))
+    (folder / "guide.yaml").write_text(text, encoding="utf-8")
+    found = foreign(str(folder / "guide.yaml"))
+    assert found is not None and not found.errors and not found.refused()
+    keys = set(re.findall(r"^ +([a-z_]+):", text, re.M)) - {"num_npus"}
+    assert keys == {outcome.given.key for outcome in found.outcomes} - {"defaults"} and len(keys) > 45
+    tree = plain(found.whole())
+    assert tree["train"]["updates"]["samples_per_update"] == 512 and tree["rollout"]["prompts_per_step"] == 64
+    assert tree["cluster"]["devices_per_node"] == 8  # the reference, on 8 others there, shares them here
 
 
 def test_an_example_is_found_by_its_name(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -212,6 +228,17 @@ def test_a_checkpoint_is_gone_on_from_where_megatron_would(folder: Path):
     assert same.config.checkpoint.save is None
     (line,) = mistakes(PRESENT, folder, actor_config__finetune=False, actor_config__no_load_optim=False)
     assert "no_load_rng=true: a resumed run goes on with its random state" in line
+
+
+def test_a_checkpoint_of_mindspeed_has_no_config_of_its_own_and_takes_the_models(folder: Path):
+    from msrl.workflows.common import hf_files, weights_path
+
+    config = load([str(PRESENT)]).config
+    assert (weights_path(config), hf_files(config)) == (folder / "ckpt", folder / "ckpt")
+    (folder / "ckpt" / "config.json").unlink()
+    (folder / "ckpt" / "latest_checkpointed_iteration.txt").write_text("1", encoding="utf-8")
+    assert (weights_path(config), hf_files(config)) == (folder / "ckpt", folder / "Qwen2.5-7B")
+    assert load([str(PRESENT)], command="train-grpo")
 
 
 def test_the_reference_starts_from_the_actors_weights_or_is_refused(folder: Path):

@@ -65,6 +65,7 @@ class WorkerSettings:
     seed: int
     timeout_s: float
     iteration: int | None = None  # of an mcore checkpoint; None: its latest
+    hf_dir: Path | None = None  # with config.json, for an mcore checkpoint that brings none
     optimizer: OptimizerSettings | None = None
     reference: Path | None = None
     freeze: tuple[str, ...] = ()  # patterns of names, as `models/select.py` reads them

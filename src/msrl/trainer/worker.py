@@ -84,7 +84,7 @@ class TrainWorker:
         return {kind: tensors for kind, tensors in kinds.items() if kind in self.settings.offload}
 
     def _load_model(self, path: Path, iteration: int | None = None) -> tuple[PolicyModel, Shape]:
-        source = open_weights(path) if iteration is None else open_mcore(path, iteration=iteration)
+        source = open_weights(path, self.settings.hf_dir) if iteration is None else open_mcore(path, iteration=iteration)
         padded = source.shape.padded_vocab_size(self.layout.tp)
         model = megatron.build_model(source.shape, self.layout, self.dtype, self.device, padded, self.settings.recompute)
         tensors = source.local_tensors(self.layout, self.coords, dtype=self.dtype)

@@ -24,13 +24,18 @@ def weights_path(config: Config) -> Path:
     return Path(path).absolute()
 
 
-def hf_files(weights: Path) -> Path:
-    """The folder with config.json and tokenizer that goes with weights: itself, or what a conversion carried along."""
-    return weights if (weights / "config.json").is_file() else weights / "hf"
+def hf_files(config: Config) -> Path:
+    """The folder with config.json and tokenizer that goes with the weights: their own, or what a conversion carried along.
+
+    A checkpoint of other systems has neither: then it is `model.path`.
+    """
+    weights = weights_path(config)
+    places = [weights, weights / "hf", *([Path(config.model.path).absolute()] if config.model.path else [])]
+    return next((place for place in places if (place / "config.json").is_file()), weights / "hf")
 
 
 def tokenizer_path(config: Config) -> Path:
-    return Path(config.model.tokenizer).absolute() if config.model.tokenizer else hf_files(weights_path(config))
+    return Path(config.model.tokenizer).absolute() if config.model.tokenizer else hf_files(config)
 
 
 def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, prefix: str) -> None:
@@ -80,6 +85,7 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
     return WorkerSettings(
         platform=platform,
         model=resume.root if resume else weights_path(config),
+        hf_dir=hf_files(config),
         iteration=resume.step if resume else None,
         layout=Layout(tp=parallel.tp, pp=parallel.pp, sp=parallel.sp, cp=parallel.cp),
         dtype=config.model.dtype,

@@ -17,7 +17,7 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.trainer.resume import SavedTraining, check_room, resume_from
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.common import check_data, check_order, hf_files, tokenizer_path, weights_path
+from msrl.workflows.common import check_data, check_order, hf_files, tokenizer_path
 from msrl.workflows.run_log import checkpoint_root
 
 
@@ -58,7 +58,7 @@ def prepare(config: Config) -> Job:
     if config.data.train is None:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
     platform = resolve(config.cluster.platform)
-    hf_dir = hf_files(weights_path(config))
+    hf_dir = hf_files(config)
     tokenizer = open_tokenizer(tokenizer_path(config))
     prompts = _prompts(config, config.data.train, tokenizer)
     check_data(prompts.dataset.manifest, config, hf_dir, config.data.train)

@@ -18,7 +18,7 @@ from msrl.platforms import resolve
 from msrl.trainer.launch import LocalRanks
 from msrl.trainer.resume import SavedTraining, check_room, resume_from
 from msrl.types import StepReport
-from msrl.workflows.common import check_data, check_order, hf_files, schedule, weights_path, worker_settings
+from msrl.workflows.common import check_data, check_order, hf_files, schedule, worker_settings
 from msrl.workflows.interrupts import Interrupts
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import SftJob, check_lengths, training_rows
@@ -53,8 +53,7 @@ def prepare(config: Config, platform: str) -> SftJob:
     """Everything that the ranks need to know. Raises MsrlError."""
     if config.data.train is None:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
-    weights = weights_path(config)
-    rows = _checked_rows(config, hf_files(weights))
+    rows = _checked_rows(config, hf_files(config))
     num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * len(rows) / config.train.global_batch)
     resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
     start_step = resume.step if resume else 0
@@ -73,7 +72,7 @@ def prepare(config: Config, platform: str) -> SftJob:
         start_step=start_step,
         resume=resume,
         checkpoint_dir=checkpoint_root(config),
-        hf_dir=hf_files(weights),
+        hf_dir=hf_files(config),
     )
 
 
