@@ -163,6 +163,36 @@ def test_the_same_layout_resumes_to_the_bit(results: dict[str, Result]) -> None:
     assert _losses(results["bf16 resumed"]) == _losses(results["bf16 ep2"])[2:]
 
 
+def test_train_sft_spreads_experts_as_it_is_told(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """The command: two ranks at EP 2, then two at TP 2, which cut each expert; the same losses."""
+    from msrl.cli import app
+    from test_train_sft import run_in_process
+    from tiny_qwen2 import save_model
+
+    save_model(tmp_path / "hf", tied=False, positions=256)  # for its tokenizer
+    vocab = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
+    config = {**MODELS["qwen3 moe"], "vocab_size": vocab}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    for file in (tmp_path / "hf").glob("*.safetensors*"):
+        file.unlink()
+    save_file(families.weights(config), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    rows = [json.dumps({"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)}) for i in range(16)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    arguments = ["preprocess", "--input", str(tmp_path / "data.jsonl"), "--tokenizer", str(tmp_path / "hf"), "--handler", "alpaca"]
+    app.app([*arguments, "--template", "qwen", "--output-prefix", str(tmp_path / "data")], standalone_mode=False)
+    losses: list[list[float]] = []
+    for name, parallel in (("ep2", {"ep": 2}), ("tp2", {"tp": 2})):
+        settings = {
+            "run": {"dir": str(tmp_path / "runs"), "name": name},
+            "model": {"path": str(tmp_path / "hf"), "dtype": "float32"},
+            "data": {"train": str(tmp_path / "data")},
+            "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "optimizer": {"lr": 1e-3}, "parallel": parallel},
+            "cluster": {"platform": "cpu", "devices_per_node": 2},
+        }
+        losses.append([row["train/loss"] for row in run_in_process(settings) if "train/loss" in row])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
 def test_the_biases_of_experts_stay_as_they_were(results: dict[str, Result]) -> None:
     biases = [name for name in results["deepseek v3, ep2"].weights if name.endswith("e_score_correction_bias")]
     before = families.weights(MODELS["deepseek v3"])

@@ -33,8 +33,12 @@ def world_size(config: Config) -> int:
 
 
 def dp_size(config: Config) -> int:
-    """Data-parallel size: copies of the model that train together. 0 when the devices don't hold one copy."""
-    return world_size(config) // replica_size(config)
+    """Data-parallel size: ranks, or groups of them, that train on rows of their own. 0 when the devices don't hold one copy of the model.
+
+    Expert parallelism spreads experts over these ranks, and makes them no fewer.
+    """
+    parallel, world = config.train.parallel, world_size(config)
+    return world // (parallel.tp * parallel.pp * parallel.cp) if world >= replica_size(config) else 0
 
 
 def samples_per_step(config: Config) -> int:

@@ -20,8 +20,6 @@ NOT_YET: dict[str, str] = {
     "algo.advantage.lambda": "it belongs to gae, which needs a critic",
     "algo.value": "there is no critic",
     "train.parallel.vpp": "",
-    "train.parallel.ep": "",
-    "train.parallel.etp": "",
     "train.parallel.num_layer_list": "",
     "train.parallel.noop_layers": "",
     "train.lora": "",

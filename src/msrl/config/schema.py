@@ -345,6 +345,8 @@ class ParallelConfig(Section):
 
     tp: Count = Field(default=1, description="Tensor-parallel size")
     pp: Count = Field(default=1, description="Pipeline-parallel size")
+    ep: Count = Field(default=1, description="Expert-parallel size: ranks that the experts of a layer are spread over")
+    etp: Count | None = Field(default=None, description="Ranks that one expert is cut over; unset: tp")
     cp: Count = Field(default=1, description="Context-parallel size: ranks that share the tokens of every sequence")
     cp_algo: Literal["allgather"] = Field(
         default="allgather", description="How context-parallel ranks get the keys and values of the others"

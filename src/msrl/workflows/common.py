@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from msrl.config.derived import cut_of, model_shape
 from msrl.config.schema import Config
 from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
@@ -79,6 +80,12 @@ def check_order(saved: SavedTraining, order: RowOrder, *, rows_per_step: str) ->
         )
 
 
+def _is_mixture(config: Config) -> bool:
+    """Whether the model has experts, which need sequence parallelism beside tensor parallelism."""
+    shape = model_shape(config)
+    return shape is not None and shape.moe is not None
+
+
 def worker_settings(config: Config, platform: str, *, resume: SavedTraining | None, reference: Path | None = None) -> WorkerSettings:
     """What the training ranks are told."""
     parallel, optimizer = config.train.parallel, config.train.optimizer
@@ -87,7 +94,7 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
         model=resume.root if resume else weights_path(config),
         hf_dir=hf_files(config),
         iteration=resume.step if resume else None,
-        layout=Layout(tp=parallel.tp, pp=parallel.pp, sp=parallel.sp, cp=parallel.cp),
+        layout=Layout(**cut_of(parallel).as_json(), sp=parallel.sp or _is_mixture(config), cp=parallel.cp),
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,
