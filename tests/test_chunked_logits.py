@@ -22,9 +22,9 @@ weight = torch.randn(vocab, channels, requires_grad=True)
 def peak(rows, num_rows):
     hidden, labels = torch.randn(rows, channels, requires_grad=True), torch.arange(rows)
     if num_rows:
-        logprobs, entropy = chunked_logprobs(hidden, weight, labels, columns, num_rows=num_rows)
+        logprobs, entropy, _ = chunked_logprobs(hidden, weight, labels, columns, num_rows=num_rows)
     else:
-        logprobs, entropy = vocab_parallel_logprobs(hidden @ weight.t(), labels, columns)
+        logprobs, entropy, _ = vocab_parallel_logprobs(hidden @ weight.t(), labels, columns)
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, hidden.grad
 

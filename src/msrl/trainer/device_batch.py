@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msrl.trainer import context, megatron
+from msrl.trainer.logprobs import Distribution
 from msrl.trainer.rope import PackedSequences, RotaryTable
 from msrl.types import MicroBatch
 
@@ -30,6 +31,7 @@ class DeviceBatch:
     rows: Tensor | None  # [m], which of the M positions they are; None without context parallelism, where they are all
     sequences: Tensor  # [M], number of the sequence in the micro-batch
     fields: dict[str, Tensor]  # each [M]
+    reference: Distribution | None = None  # of the m positions, where an exact divergence is wanted
 
     def whole(self, values: Tensor) -> Tensor:
         """[m, ...] values of this rank as the [M, ...] of all: every context-parallel rank then computes the same loss.

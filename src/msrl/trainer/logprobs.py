@@ -1,6 +1,7 @@
-"""Log-probabilities and entropies from logits whose vocabulary is cut over tensor-parallel ranks.
+"""Log-probabilities, entropies and divergences from logits whose vocabulary is cut over tensor-parallel ranks.
 
-Letters: M positions, V vocabulary columns of this rank, R rows that are worked on at once. Numbers are float32 whatever the logits are.
+Letters: M positions, V vocabulary columns of this rank, c channels, R rows that are worked on at once. Numbers are float32 whatever the
+logits are.
 
 Logits are the largest tensors of a step, so no second tensor of their size is ever made: rows are taken a few at a time, the
 probabilities are computed again in the backward pass, and the gradient is written over the logits, which nobody needs by then.
@@ -8,7 +9,7 @@ probabilities are computed again in the backward pass, and the gradient is writt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 _LEAST = torch.finfo(torch.float32).min  # stands for the largest of no numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What another model says at the same positions, kept as its last hidden states: logits are made again, R rows at a time."""
+
+    hidden: Tensor  # [M, c], on any device
+    project: Callable[[Tensor], Tensor]  # [R, c] -> [R, V]: logits of this rank's part of the vocabulary
+    normaliser: Tensor  # [M], log of the sum over the whole vocabulary of exp(logits / temperature)
+
+    def logprobs(self, rows: slice, columns: Columns) -> Tensor:  # [R, V], float32
+        """Log-probabilities of this rank's part of the vocabulary."""
+        return columns.shifted(self.project(self.hidden[rows].to(self.normaliser.device)), self.normaliser[rows])
+
+    def part(self, rows: slice) -> Distribution:
+        """The same of some positions."""
+        return Distribution(self.hidden[rows], self.project, self.normaliser[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +76,21 @@ class Columns:
                 weighted[rows] = grown.mul_(shifted).sum(-1)
         return top, total, weighted
 
+    def normaliser(self, logits: Tensor) -> Tensor:
+        """Log of the sum over the whole vocabulary of exp(logits / temperature), [M]."""
+        top, total, _ = self.sums(logits)
+        highest = self.all_reduce(top.clone(), dist.ReduceOp.MAX)
+        return highest + self.all_reduce(total * (top - highest).exp(), dist.ReduceOp.SUM).log()
+
+    def divergence(self, logits: Tensor, normaliser: Tensor, other: Distribution) -> Tensor:
+        """Sum over the vocabulary of p (log p - log q), [M]."""
+        total = torch.zeros_like(normaliser)
+        for rows in self.parts(len(logits)):
+            surprise = self.shifted(logits[rows], normaliser[rows])
+            ratio = other.logprobs(rows, self).neg_().add_(surprise)
+            total[rows] = surprise.exp_().mul_(ratio).sum(-1)
+        return self.all_reduce(total, dist.ReduceOp.SUM)
+
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(x, op=op, group=self.group)
@@ -89,39 +122,51 @@ def gradient_in_place(
     columns: Columns,
     for_logprobs: Tensor | None,  # [M]
     for_entropy: Tensor | None,  # [M]
+    for_divergence: Tensor | None = None,  # [M]
+    divergence: Tensor | None = None,  # [M], as `Columns.divergence` gave it
+    other: Distribution | None = None,
 ) -> None:
-    """Write the gradient by the logits over them, from those by log-probabilities and entropies."""
+    """Write the gradient by the logits over them, from those by log-probabilities, entropies and divergences."""
     local, is_here = columns.place(labels)
     slope = torch.zeros_like(normaliser) if for_logprobs is None else for_logprobs / columns.temperature
     at_label = slope.masked_fill(~is_here, 0.0)[:, None]
     for rows in columns.parts(len(logits)):
         surprise = columns.shifted(logits[rows], normaliser[rows])  # log p
-        grad = surprise.exp()
-        if for_entropy is None:
-            grad.mul_(-slope[rows, None])
-        else:
+        # By a logit, the derivative of the entropy is -p (log p + H), that of the divergence p (log p - log q - D).
+        factor: Tensor = -slope[rows, None]
+        if for_divergence is not None:
+            assert divergence is not None and other is not None
+            ratio = other.logprobs(rows, columns).neg_().add_(surprise).sub_(divergence[rows, None])
+            factor = ratio.mul_(for_divergence[rows, None] / columns.temperature).add_(factor)
+        if for_entropy is not None:
             assert entropy is not None
-            # The entropy's derivative by a logit is -p (log p + H).
             weight = for_entropy[rows, None] / columns.temperature
-            grad.mul_(surprise.add_(entropy[rows, None]).mul_(weight).add_(slope[rows, None]).neg_())
+            factor = torch.addcmul(factor, surprise + entropy[rows, None], weight, value=-1.0)
+        grad = surprise.exp_().mul_(factor)
         logits[rows, : columns.num_valid] = grad.scatter_add_(-1, local[rows], at_label[rows])
     logits[:, columns.num_valid :] = 0.0
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, columns: Columns, other: Distribution | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logprobs, entropy, normaliser = measure(logits, labels, columns)
-        ctx.save_for_backward(logits, labels, normaliser, entropy)
-        ctx.columns = columns
+        divergence = columns.divergence(logits, normaliser, other) if other else None
+        ctx.save_for_backward(logits, labels, normaliser, entropy, divergence)
+        ctx.columns, ctx.other = columns, other
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, divergence
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, labels, normaliser, entropy = ctx.saved_tensors
-        gradient_in_place(logits, labels, normaliser, entropy, ctx.columns, *grads)
-        return logits, None, None
+        logits, labels, normaliser, entropy, divergence = ctx.saved_tensors
+        for_logprobs, for_entropy, for_divergence = grads
+        gradient_in_place(
+            logits, labels, normaliser, entropy, ctx.columns, for_logprobs, for_entropy, for_divergence, divergence, ctx.other
+        )  # fmt: skip
+        return logits, None, None, None
 
 
 def columns_of(
@@ -142,9 +187,11 @@ def vocab_parallel_logprobs(
     logits: Tensor,  # [M, V]; the backward pass writes its gradient over it
     labels: Tensor,  # [M], token ids of the whole vocabulary
     columns: Columns,
-) -> tuple[Tensor, Tensor | None]:  # [M], [M]
-    """Of softmax(logits / temperature) over the true vocabulary: log-probability of each label and, if asked for, entropy of each row.
+    other: Distribution | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
+    """Of p = softmax(logits / temperature) over the true vocabulary: log-probability of each label and, if asked for, entropy of each row,
+    and, if another distribution q is given, the exact divergence, sum of p (log p - log q).
 
     Columns that pad the vocabulary are left out, so that the numbers are those of the Hugging Face model.
     """
-    return _VocabParallelLogprobs.apply(logits, labels, columns)  # pyright: ignore[reportReturnType]
+    return _VocabParallelLogprobs.apply(logits, labels, columns, other)  # pyright: ignore[reportReturnType]

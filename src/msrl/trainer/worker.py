@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,8 +26,9 @@ from msrl.trainer import megatron, optimizer_state
 from msrl.trainer.batches import filler
 from msrl.trainer.chunked import chunked_logprobs
 from msrl.trainer.device_batch import DeviceBatch, spread, to_device
+from msrl.trainer.divergence import KeepDistribution
 from msrl.trainer.guard import GradientGuard
-from msrl.trainer.logprobs import columns_of, vocab_parallel_logprobs
+from msrl.trainer.logprobs import Columns, Distribution, columns_of, vocab_parallel_logprobs
 from msrl.trainer.losses import Loss, Outputs
 from msrl.trainer.megatron import PolicyModel
 from msrl.trainer.offload import HostMemory
@@ -58,6 +59,7 @@ class TrainWorker:
         self.rotary = RotaryTable(self.shape, self.dtype, self.device)
         self._running = self.policy  # the model whose pass is under way
         self.reference = self._load_model(settings.reference)[0].eval() if settings.reference else None
+        self._references: dict[int, Distribution] = {}  # by the identity of the micro-batch in work
         self.wrapped: DistributedDataParallel | None = None
         self.guard = GradientGuard(settings.max_skipped, settings.bad_batch_dir, rank)
         if settings.optimizer:
@@ -108,7 +110,10 @@ class TrainWorker:
         self.host.need("params", "grads")
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if loss.needs_divergence:
+            self._references = self._reference_distributions(micro_batches, loss.temperature)
         sums = self._run(self.wrapped, micro_batches, functools.partial(_minimise, loss, num_tokens), loss, forward_only=False)
+        self._references = {}
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.prepare_grads()
@@ -136,6 +141,15 @@ class TrainWorker:
         if not self.is_last_stage:
             return None
         return [spread(batch, row["logprobs"]).numpy() for batch, row in zip(micro_batches, found, strict=True)]
+
+    def _reference_distributions(self, micro_batches: Sequence[MicroBatch], temperature: float) -> dict[int, Distribution]:
+        """What the reference says over the whole vocabulary, by the identity of the micro-batch; empty except on the last stage."""
+        assert self.reference is not None, "made without a reference"
+        self.reference.eval()
+        keep = KeepDistribution(self.reference, temperature)
+        found: list[Any] = [*self._run(self.reference, micro_batches, keep, keep, forward_only=True, is_chunked=True)]
+        pairs = zip(micro_batches, found, strict=True) if self.is_last_stage else ()
+        return {id(batch): row["distribution"] for batch, row in pairs}
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Logits over the true vocabulary, [N, vocabulary] float32 per micro-batch. None except on the last stage."""
@@ -175,6 +189,7 @@ class TrainWorker:
         def forward_step(batches: Iterator[tuple[int, MicroBatch]], module: torch.nn.Module) -> tuple[Tensor, Any]:
             number, micro_batch = next(batches)
             batch = to_device(micro_batch, self.rotary, self.device, cp=self.layout.cp, multiple=self.sequence_multiple)
+            batch = replace(batch, reference=self._references.get(id(micro_batch)))
             output = module(batch.tokens, None, None, packed_seq_params=batch.packed, loss_mask=batch.mask)
             return output, functools.partial(self._finish, finish if number < len(micro_batches) else _nothing, loss, batch)
 
@@ -208,21 +223,28 @@ class TrainWorker:
 
     def label_logprobs(
         self, output: Tensor, batch: DeviceBatch, temperature: float, *, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the labels and, if asked for, entropies, [M] each, from the model's output: logits, which a backward pass
-        uses up, or hidden states where `chunk` is set.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities of the labels and, if asked for, entropies and divergences from the reference, [M] each, from the model's
+        output: logits, which a backward pass uses up, or hidden states where `chunk` is set.
         """
         head = self._running.head() if self._running.gives_hidden else output.new_empty((0, 0))
-        columns = columns_of(
-            len(head) or output.shape[-1], vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
-            with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once, group=megatron.tp_group(),
-        )  # fmt: skip
+        columns = self.columns(len(head) or output.shape[-1], temperature, with_entropy=with_entropy)
         if self.settings.chunk is not None and self._running.gives_hidden:
             cap = self.shape.logit_softcap
-            logprobs, entropy = chunked_logprobs(output, head, batch.labels, columns, num_rows=self.settings.chunk, softcap=cap)
+            found = chunked_logprobs(
+                output, head, batch.labels, columns, num_rows=self.settings.chunk, softcap=cap, other=batch.reference
+            )  # fmt: skip
         else:
-            logprobs, entropy = vocab_parallel_logprobs(output, batch.labels, columns)
-        return batch.whole(logprobs), None if entropy is None else batch.whole(entropy)
+            found = vocab_parallel_logprobs(output, batch.labels, columns, batch.reference)
+        entropy, divergence = (None if values is None else batch.whole(values) for values in found[1:])
+        return batch.whole(found[0]), entropy, divergence
+
+    def columns(self, width: int, temperature: float, *, with_entropy: bool = False) -> Columns:
+        """This rank's columns of the vocabulary, `width` of them with padding."""
+        return columns_of(
+            width, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
+            with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once, group=megatron.tp_group(),
+        )  # fmt: skip
 
     def _reduce(self, rows: Sequence[dict[str, Tensor]], num_tokens: int) -> dict[str, float]:
         """Sums over micro-batches and data-parallel ranks as means per token, told to every pipeline stage."""
@@ -253,8 +275,8 @@ class TrainWorker:
 
 
 def _minimise(loss: Loss, num_tokens: int, logits: Tensor, batch: DeviceBatch, worker: TrainWorker) -> tuple[Tensor, dict[str, Tensor]]:
-    logprobs, entropy = worker.label_logprobs(logits, batch, loss.temperature, with_entropy=loss.needs_entropy)
-    return loss(Outputs(logprobs, batch.sequences, entropy), batch.fields, num_tokens)
+    logprobs, entropy, divergence = worker.label_logprobs(logits, batch, loss.temperature, with_entropy=loss.needs_entropy)
+    return loss(Outputs(logprobs, batch.sequences, entropy, divergence), batch.fields, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,81 @@
+"""Log-probabilities, entropies and exact divergences of one rank against plain torch in float64, values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from msrl.trainer.chunked import chunked_logprobs
+from msrl.trainer.logprobs import Columns, Distribution, columns_of, vocab_parallel_logprobs
+
+ROWS, HIDDEN, VOCAB, PADDED, TEMPERATURE = 7, 5, 11, 16, 0.7
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def columns(group: dist.ProcessGroup, elements_at_once: int, *, with_entropy: bool = True) -> Columns:
+    return columns_of(
+        PADDED, vocab_size=VOCAB, tp_rank=0, temperature=TEMPERATURE, with_entropy=with_entropy, elements_at_once=elements_at_once,
+        group=group,
+    )  # fmt: skip
+
+
+def other_model(cut: Columns, rows: int = ROWS) -> tuple[Distribution, torch.Tensor]:
+    """A distribution, and its logits."""
+    hidden, weight = torch.randn(rows, HIDDEN), torch.randn(PADDED, HIDDEN)
+    logits = hidden @ weight.t()
+    return Distribution(hidden, lambda part: part @ weight.t(), cut.normaliser(logits)), logits
+
+
+def plain(logits: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    p, q = ((x[:, :VOCAB] / TEMPERATURE).log_softmax(-1) for x in (logits, reference))
+    return p.gather(1, labels[:, None])[:, 0], -(p.exp() * p).sum(-1), (p.exp() * (p - q)).sum(-1)
+
+
+@pytest.mark.parametrize("elements_at_once", [16, 40, 10_000])
+@pytest.mark.parametrize("num_rows", [None, 3, 7])
+@pytest.mark.parametrize("weights", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, -0.3, 0.2)])
+def test_values_and_gradients_equal_plain_torch_however_few_rows_are_taken_at_once(group, elements_at_once, num_rows, weights):
+    torch.manual_seed(0)
+    cut = columns(group, elements_at_once)
+    hidden, head, labels, factors = (
+        torch.randn(ROWS, HIDDEN),
+        2 * torch.randn(PADDED, HIDDEN),
+        torch.randint(0, VOCAB, (ROWS,)),
+        torch.randn(ROWS),
+    )
+    other, reference = other_model(cut)
+
+    exact = hidden.double().requires_grad_()
+    expected = plain(exact @ head.double().t(), reference.double(), labels)
+    sum(w * (x * factors).sum() for w, x in zip(weights, expected, strict=True)).backward()
+
+    leaf = hidden.clone().requires_grad_()
+    if num_rows is None:
+        got = vocab_parallel_logprobs(leaf @ head.t(), labels, cut, other)
+    else:
+        got = chunked_logprobs(leaf, head, labels, cut, num_rows=num_rows, other=other)
+    for value, wanted in zip(got, expected, strict=True):
+        assert value is not None
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-4, atol=1e-5)
+    sum(w * (x * factors).sum() for w, x in zip(weights, got, strict=True) if w).backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_distribution_does_not_diverge_from_itself_and_is_not_compared_unasked(group):
+    cut = columns(group, 100, with_entropy=False)
+    other, logits = other_model(cut)
+    labels = torch.zeros(ROWS, dtype=torch.int64)
+    _, entropy, divergence = vocab_parallel_logprobs(logits, labels, cut, other)
+    assert entropy is None and divergence is not None
+    assert divergence.abs().max() < 1e-5
+    assert vocab_parallel_logprobs(logits, labels, cut)[2] is None
