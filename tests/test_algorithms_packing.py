@@ -63,6 +63,12 @@ def test_sft_examples_keep_their_mask():
     assert batch.labels[batch.loss_mask].tolist() == [7]
 
 
+def test_a_sample_that_is_masked_out_is_packed_and_teaches_nothing():
+    sample = TrainingSample(ints(1, 2), ints(3, 4), advantages=floats(7, 8), sampler_logprobs=floats(-1, -2), is_learnt=False)
+    batch = micro_batch(*rl_sequences([sample]))
+    assert batch.token_ids.tolist() == [1, 2, 3, 4] and not batch.loss_mask.any()
+
+
 def test_samples_learn_exactly_their_response_with_their_numbers():
     sample = TrainingSample(ints(1, 2), ints(3, 4, 5), advantages=floats(7, 8, 9), sampler_logprobs=floats(-1, -2, -3))
     batch = micro_batch(*rl_sequences([sample, sample]))

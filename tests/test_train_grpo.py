@@ -82,11 +82,17 @@ def settings(inputs: Path, name: str, model: str, **sections: Any) -> dict[str, 
     }  # fmt: skip
 
 
+# Divergences of some 0.01 are above the target, so the coefficient grows by a fifth for every 32 samples.
+ADAPTIVE: dict[str, Any] = {
+    "kl": {"loss": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32}}, "clip": {"low": 0.02, "high": 0.02},
+}  # fmt: skip
+
+
 def several_updates(inputs: Path, name: str, resume: str = "none") -> dict[str, Any]:
-    """Untied, TP 2, two updates of 8 samples a step, KL to the reference."""
+    """Untied, TP 2, two updates of 8 samples a step, KL to the reference with a coefficient that grows."""
     train = {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 3e-4}, "parallel": {"tp": 2}, "updates": {"samples_per_update": 8}}
     return settings(
-        inputs, name, "untied", train=train, algo={"kl": {"loss": {"coef": 0.05}}, "clip": {"low": 0.02, "high": 0.02}},
+        inputs, name, "untied", train=train, algo=ADAPTIVE,
         eval={"every_steps": STEPS},
         checkpoint={"every_steps": 1, "export_hf": True, "resume": resume},
     )  # fmt: skip
@@ -234,6 +240,7 @@ def test_a_later_update_of_a_rollout_is_clipped_and_the_policy_leaves_the_refere
     found = metrics(whole)
     assert max(step["train/clip_fraction"] for step in found) > 0.01
     assert found[-1]["train/kl"] > 1e-3
+    np.testing.assert_allclose([step["train/kl_factor"] for step in found], 1.1 ** np.arange(STEPS))
     assert [step["train/lr"] for step in found] == [3e-4] * STEPS
     assert min(step["reward/equal_groups"] for step in found) < 1
 
@@ -297,3 +304,57 @@ def test_a_dead_rank_is_named_and_the_resumed_run_ends_as_the_whole_one(whole, i
     assert metrics(run) == metrics(whole)
     for step in range(1, STEPS + 1):
         assert rollouts(run, step) == rollouts(whole, step)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gspo": {"train": {"updates": {"samples_per_update": 8}}, "algo": {"mismatch": {"weight": "sequence", "filter": "token"}}},
+    "dr_grpo": {"algo": {"kl": {"loss": {"coef": 0.05, "estimator": "full"}}, "sample_weight": {"length": True}}},
+    "reinforce_pp": {
+        "rollout": {"samples_per_prompt": 1, "prompts_per_step": 8, "max_response_tokens": 10},
+        "algo": {
+            "mask": {"truncated": True}, "advantage": {"gamma": 0.99}, "sft": {"coef": 0.01},
+            "kl": {"reward": {"coef": 0.05, "estimator": "k3"}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 16}},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=sorted(PRESETS))
+def preset_run(request, inputs) -> tuple[str, Path]:
+    """Three steps of a preset."""
+    name = request.param
+    base, changes = settings(inputs, name, "tied"), PRESETS[name]
+    base["train"] = {"steps": 3, "micro_batch": 2, "optimizer": {"lr": 3e-4}, **changes.get("train", {})}
+    base["algo"] = {"preset": name, **changes["algo"]}
+    base["rollout"] |= changes.get("rollout", {})
+    succeed("train-grpo", "-c", str(write_config(inputs / f"{name}.yaml", base)), log=inputs / f"{name}.log")
+    return name, inputs / "runs" / name
+
+
+@pytest.mark.full
+def test_presets_run_and_their_first_step_is_the_one_of_their_formula(preset_run):
+    name, run = preset_run
+    found, samples = metrics(run), rollouts(run, 1)
+    assert len(found) == 3 and all(np.isfinite(value) for step in found for value in step.values())
+    rewards = np.array([row["reward"] for row in samples])
+    advantages = np.array([row["advantage"] for row in samples])
+    lengths = np.array([len(row["response_ids"]) for row in samples])
+    if name == "gspo":
+        groups = rewards.reshape(-1, 4)
+        expected = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+        np.testing.assert_allclose(advantages, expected.ravel(), atol=1e-5)
+        assert max(step["train/clip_fraction"] for step in found) > 0
+        assert found[0]["train/mismatch_weight"] == pytest.approx(1.0, abs=1e-3) and found[0]["train/mismatch_filtered"] == 0
+    if name == "dr_grpo":
+        weights = 1.5 - (lengths - lengths.min()) / max(lengths.max() - lengths.min(), 1)
+        groups = rewards.reshape(-1, 4)
+        np.testing.assert_allclose(advantages, (groups - groups.mean(1, keepdims=True)).ravel() * weights / weights.mean(), atol=1e-5)
+        assert found[0]["train/policy_loss"] == pytest.approx(-(advantages * lengths).sum() / (16 * 16), abs=1e-6)
+        assert abs(found[0]["train/kl"]) < 1e-6 < found[2]["train/kl"]
+    if name == "reinforce_pp":
+        is_learnt = [row["is_learnt"] for row in samples]
+        assert is_learnt == [row["finish_reason"] == "stop" for row in samples]
+        assert found[0].get("train/masked", 0.0) == pytest.approx(1 - np.mean(is_learnt))
+        assert (advantages * lengths).sum() == pytest.approx(0, abs=1e-4), "z-scores over tokens"
+        assert abs(found[0]["train/reward_kl"]) < 1e-6 < found[2]["train/reward_kl"]
+        assert [step["train/kl_factor"] for step in found] == pytest.approx([1.0, 0.9, 0.99]), "no divergence yet, then some"

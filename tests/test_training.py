@@ -118,6 +118,13 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
     for number, (name, aggregate, options) in enumerate(POLICIES):
         losses = Case(f"{name} whole", folders["qwen2"], loss="policy", policy=options, aggregate=aggregate, steps=2)
         cases += [losses, _with(losses, name=f"{name} cut", layout=Layout(tp=2) if number % 2 else Layout(cp=2), dp=2, micro_batch=1)]
+    full = Case("full whole", folders["qwen2"], reference=folders["qwen2 tied"], loss="policy", policy={"kl_estimator": "full"}, steps=2)
+    cases += [
+        full,
+        _with(full, name="full tp2 dp2", layout=Layout(tp=2), dp=2),
+        _with(full, name="full tp2 pp2", layout=Layout(tp=2, pp=2)),
+        _with(full, name="full tp2 cp2", layout=Layout(tp=2, cp=2)),
+    ]
     cases += [
         Case("saved", folders["qwen2 tied"], steps=4, save_at=4, save_to=saves / "whole"),
         Case("resumed", folders["qwen2 tied"], first_step=4, resume_from=saves / "whole"),
@@ -128,7 +135,8 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         Case("frozen", folders["qwen2 tied"], freeze=FROZEN, steps=4, save_at=2, save_to=saves / "frozen"),
         Case("frozen tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), freeze=FROZEN, steps=4, more={"recompute": Recompute("full")}),
         Case("frozen resumed dp2", folders["qwen2 tied"], dp=2, freeze=FROZEN, first_step=2, steps=4, resume_from=saves / "frozen"),
-        Case("poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", steps=3, poison_at=0),
+        Case("poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", steps=3, poison_at=0, save_at=1, save_to=saves / "unmoved"),
+        Case("resumed unmoved", folders["qwen2"], dp=2, loss="policy", first_step=1, steps=3, resume_from=saves / "unmoved"),
         Case("not poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", first_step=1, steps=3),
         Case("bf16", folders["qwen2"], dtype="bfloat16", steps=6, save_at=3, save_to=saves / "bf16"),
         Case("bf16 resumed", folders["qwen2"], dtype="bfloat16", steps=6, first_step=3, resume_from=saves / "bf16", more=SAVING),
@@ -225,6 +233,34 @@ def test_no_policy_loss_depends_on_tensor_context_and_data_parallelism_or_the_mi
             assert cut[metric] == pytest.approx(whole[metric], rel=5e-5, abs=5e-7), metric
 
 
+@pytest.mark.parametrize("cut", ["tp2 dp2", "tp2 pp2", "tp2 cp2"])
+def test_the_exact_divergence_does_not_depend_on_the_layout(results, cut):
+    for found, whole in zip(results[f"full {cut}"].reports, results["full whole"].reports, strict=True):
+        assert set(found) == set(whole)
+        for metric in whole:
+            assert found[metric] == pytest.approx(whole[metric], rel=5e-5, abs=5e-7), metric
+
+
+@torch.no_grad()
+def test_the_exact_divergence_is_that_of_the_distributions_of_transformers(results, folders):
+    from transformers import AutoModelForCausalLM
+
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32, attn_implementation="eager")
+        for name in ("qwen2", "qwen2 tied")
+    )
+    batch, found = sequences(0, with_fields=True), []
+    for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
+        p, q = (
+            (model(torch.from_numpy(ids)[None]).logits[0, :-1][torch.from_numpy(mask[1:])].double() / 0.7).log_softmax(-1)
+            for model in (policy, reference)
+        )
+        found.append((p.exp() * (p - q)).sum(-1))
+    exact = torch.cat(found).mean().item()
+    assert exact > 0.1
+    assert results["full whole"].reports[0]["kl"] == pytest.approx(exact, rel=1e-4)
+
+
 def test_a_resumed_run_goes_on_to_the_bit(results):
     assert _losses(results["resumed"]) == _losses(results["whole qwen2 tied"])[4:]
     for name, value in results["whole qwen2 tied"].weights.items():
@@ -254,6 +290,10 @@ def test_an_update_whose_gradient_is_not_finite_leaves_no_trace(results):
     assert others == results["not poisoned"].reports
     for name, value in results["not poisoned"].weights.items():
         np.testing.assert_array_equal(results["poisoned"].weights[name], value)
+
+
+def test_a_checkpoint_from_before_the_first_update_starts_the_optimizer_anew(results):
+    np.testing.assert_allclose(_losses(results["resumed unmoved"]), _losses(results["not poisoned"]), rtol=1e-5)
 
 
 def test_bf16_keeps_fp32_masters_through_a_resume_and_close_to_fp32(results):

@@ -42,7 +42,10 @@ def collect(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
         for kind in kinds(worker.dtype):
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if owned is not None:
-                whole[owned.start : owned.end] = (owned.main.detach() if kind == MASTER else owned.state[owned.main][kind]).flatten()
+                moments = owned.state.get(owned.main, {})  # none before the first update
+                found = owned.main.detach() if kind == MASTER else moments.get(kind)
+                if found is not None:
+                    whole[owned.start : owned.end] = found.flatten()
             if group.size() > 1:
                 dist.all_reduce(whole, group=group)
             yield f"{kind}.{name}", whole.view(parameter.shape)

@@ -76,7 +76,9 @@ class Updater:
             fields["old_logprobs"] = found["policy"]
         if algo.kl.loss.coef and algo.kl.loss.estimator != "full":
             fields["reference_logprobs"] = found["reference"]
-        return Prepared(samples, sequences._replace(fields=fields), {**metrics, "masked": 1.0 - float(keep.mean())})
+        if not keep.all():
+            metrics["masked"] = 1.0 - float(keep.mean())
+        return Prepared(samples, sequences._replace(fields=fields), metrics)
 
     def update(self, prepared: Prepared, step: int, clock: Clock) -> dict[str, float]:
         """All updates of a step. Returns their mean report; the learning rate is the last update's.

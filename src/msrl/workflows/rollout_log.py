@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
 from msrl.types import ScoredGroup, TrainingSample
@@ -38,7 +40,8 @@ class RolloutLog:
             "answer": prompt.answer,
             "reward": reward.total,
             "scores": dict(reward.scores),
-            "advantage": float(sample.advantages[0]) if len(sample.advantages) else 0.0,
+            "advantage": float(sample.advantages.mean(dtype=np.float64)) if len(sample.advantages) else 0.0,
+            "is_learnt": sample.is_learnt,
             "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
