@@ -19,7 +19,7 @@ import yaml
 
 from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_mcore
-from msrl.checkpoint.found import latest_iteration
+from msrl.checkpoint.found import find_checkpoint, latest_iteration
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
 from msrl.models.cut import Cut
@@ -254,6 +254,23 @@ def test_rows_packed_by_preprocess_give_the_losses_of_single_examples(inputs, co
     packed = SftDataset(inputs / "packed")
     assert sum(len(row) for row in packed) == 24 and len(packed) < 24
     assert_same_path(packed_like(inputs, config, "packed before", len(packed), data={"train": str(inputs / "packed")}), unpacked)
+
+
+def test_adapters_are_saved_alone_resumed_and_exported_merged(inputs, config):
+    sections = {"model": {"path": str(inputs / "hf")}, "checkpoint": {"every_steps": 2, "keep": 1, "export_hf": True, "resume": "auto"}}
+    settings = named(config, "adapters", **sections)
+    lora = {**ONE_BATCH, "optimizer": {"lr": 1e-2}, "lora": {"rank": 4, "targets": ["q_proj", "linear_fc2"], "dropout": 0.1}}
+    run_in_process({**settings, "train": {**lora, "steps": 2}})
+    run_in_process({**settings, "train": lora})
+    whole = run_in_process({**named(settings, "adapters at once"), "train": lora})
+    resumed = metrics(inputs / "runs" / "adapters")
+    assert [row["train/loss"] for row in resumed] == [row["train/loss"] for row in whole]  # dropout included
+    saved = find_checkpoint(inputs / "runs" / "adapters" / "checkpoints").files
+    assert all(".lora_" in name for path in saved.values() for name in mcore.read_rank_file(path)["model"])
+    before, after = weights(inputs / "hf"), weights(inputs / "runs" / "adapters" / "hf")
+    changed = {name.split(".")[-2] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {"q_proj", "down_proj"}
+    assert_same_weights(inputs / "runs" / "adapters" / "hf", inputs / "runs" / "adapters at once" / "hf")
 
 
 def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoint(inputs, config, capfd):

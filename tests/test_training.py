@@ -10,7 +10,7 @@ import torch
 
 from msrl.algorithms.mismatch import Correction
 from msrl.trainer.launch import run_ranks
-from msrl.trainer.settings import Layout, Recompute
+from msrl.trainer.settings import Layout, Lora, Recompute
 from support import python_path
 from training_ranks import NUM_SEQUENCES, VOCAB, Case, Result, sequences
 
@@ -40,6 +40,11 @@ LAYOUTS = {
 
 
 SAVING = {"recompute": Recompute("full"), "offload": frozenset({"optimizer", "grads", "params"})}
+LORA = {"lora": Lora(4, 8.0, ("q_proj", "v_proj", "linear_proj", "linear_fc1", "down_proj"))}
+LORAS = {
+    "lora whole": (Layout(), 1), "lora tp2": (Layout(tp=2), 1), "lora tp2 sp": (Layout(tp=2, sp=True), 2),
+    "lora pp2 cp2": (Layout(pp=2, cp=2), 1),
+}  # fmt: skip
 FROZEN = ("model.embed_tokens.*", "decoder.layers.[01].*", "*.mlp.*")
 # Every policy loss with each ratio that it takes, the aggregations spread over them.
 POLICIES = [
@@ -137,6 +142,9 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         Case("frozen resumed dp2", folders["qwen2 tied"], dp=2, freeze=FROZEN, first_step=2, steps=4, resume_from=saves / "frozen"),
         Case("poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", steps=3, poison_at=0, save_at=1, save_to=saves / "unmoved"),
         Case("resumed unmoved", folders["qwen2"], dp=2, loss="policy", first_step=1, steps=3, resume_from=saves / "unmoved"),
+        *[Case(name, folders["qwen2 tied"], layout, dp=dp, steps=5, lr=1e-2, more=LORA) for name, (layout, dp) in LORAS.items()],
+        Case("lora saved", folders["qwen2 tied"], Layout(tp=2, pp=2), steps=3, lr=1e-2, more=LORA, save_at=3, save_to=saves / "lora"),
+        Case("lora resumed", folders["qwen2 tied"], dp=2, first_step=3, steps=5, lr=1e-2, more=LORA, resume_from=saves / "lora"),
         Case("not poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", first_step=1, steps=3),
         Case("bf16", folders["qwen2"], dtype="bfloat16", steps=6, save_at=3, save_to=saves / "bf16"),
         Case("bf16 resumed", folders["qwen2"], dtype="bfloat16", steps=6, first_step=3, resume_from=saves / "bf16", more=SAVING),
@@ -175,21 +183,24 @@ def _transformers_losses(folder: Path, steps: int) -> tuple[list[float], dict[st
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
-    losses = []
-    for step in range(steps):
-        batch, total, count = sequences(step), torch.zeros(()), 0
-        for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
-            logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
-            picked = logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0]
-            total = total - picked[torch.from_numpy(mask[1:])].sum()
-            count += int(mask[1:].sum())
-        loss = total / count
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
+    losses = [_transformers_step(model, optimizer, list(model.parameters()), step) for step in range(steps)]
     return losses, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def _transformers_step(model, optimizer, parameters, step: int) -> float:
+    """One step on the batch of that number, one sequence at a time; its loss."""
+    batch, total, count = sequences(step), torch.zeros(()), 0
+    for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
+        logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
+        picked = logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0]
+        total = total - picked[torch.from_numpy(mask[1:])].sum()
+        count += int(mask[1:].sum())
+    loss = total / count
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    return loss.item()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2 tied", "qwen3", "llama", "gemma2", "glm"])
@@ -282,6 +293,44 @@ def test_frozen_parameters_stay_and_the_others_learn_alike_in_every_layout_and_a
     for name, value in results["frozen tp2 pp2"].weights.items():
         is_frozen = "embed" in name or "mlp" in name or ".layers.0." in name or ".layers.1." in name
         assert np.array_equal(value, before[name].numpy()) == is_frozen, name
+
+
+@pytest.mark.parametrize("name", [*LORAS, "lora resumed"])
+def test_adapters_learn_alike_in_every_layout_and_after_a_resume_in_another(results, name):
+    whole, cut = results["lora whole"], results[name]
+    np.testing.assert_allclose(_losses(cut), _losses(whole)[-len(cut.reports) :], rtol=1e-5)
+    for weight, value in whole.weights.items():
+        # Adam turns rounding into a step of the learning rate where a gradient is nearly zero.
+        assert np.mean(np.abs(cut.weights[weight] - value)) < 2e-5, weight
+
+
+def test_adapters_learn_as_they_do_in_transformers(results, folders):
+    """The same batches through transformers with W x + s B A x written out and torch's AdamW; A's first values are taken from ours."""
+    from transformers import AutoModelForCausalLM
+
+    from msrl.trainer.lora import _initial
+
+    model = AutoModelForCausalLM.from_pretrained(folders["qwen2 tied"], dtype=torch.float32, attn_implementation="eager")
+    model.requires_grad_(False)
+    fused = {"q_proj": "linear_qkv", "v_proj": "linear_qkv", "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "o_proj": "linear_proj"}
+    fused["down_proj"] = "linear_fc2"
+    factors: dict[str, torch.Tensor] = {}
+
+    def adapt(linear: torch.nn.Linear, a: torch.Tensor, b: torch.Tensor) -> None:
+        linear.register_forward_hook(lambda module, inputs, output: output + 2.0 * (inputs[0] @ a.T) @ b.T)
+
+    for name, linear in model.named_modules():
+        last = name.rsplit(".", 1)[-1]
+        if last in fused:
+            part = "mlp" if "mlp" in name else "self_attention"
+            key = f"decoder.layers.{name.split('.')[2]}.{part}.{fused[last]}.weight"
+            if key not in factors:
+                factors[key] = _initial(4, linear.in_features, 0, key).requires_grad_()
+            factors[name] = torch.zeros(linear.out_features, 4, requires_grad=True)
+            adapt(linear, factors[key], factors[name])
+    optimizer = torch.optim.AdamW(factors.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    losses = [_transformers_step(model, optimizer, list(factors.values()), step) for step in range(5)]
+    np.testing.assert_allclose(_losses(results["lora whole"]), losses, atol=1e-4)
 
 
 def test_an_update_whose_gradient_is_not_finite_leaves_no_trace(results):

@@ -97,9 +97,10 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     while case.resume_from and not resume_from("auto", case.resume_from):
         time.sleep(0.1)  # ranks that had no part in the case that saves are early
     saved = resume_from("auto", case.resume_from) if case.resume_from else None
+    weights = None if "lora" in case.more else saved  # a checkpoint of adapters has no other weights
     settings = WorkerSettings(
-        "cpu", saved.root if saved else case.model, case.layout, case.dtype, seed=0, timeout_s=120,
-        iteration=saved.step if saved else None, optimizer=OptimizerSettings(lr=case.lr), reference=case.reference,
+        "cpu", weights.root if weights else case.model, case.layout, case.dtype, seed=0, timeout_s=120,
+        iteration=weights.step if weights else None, optimizer=OptimizerSettings(lr=case.lr), reference=case.reference,
         freeze=case.freeze, **case.more,
     )  # fmt: skip
     worker = TrainWorker(settings, context.rank, case.world, init_method)

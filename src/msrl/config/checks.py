@@ -21,7 +21,7 @@ from msrl.config.templates import find_template
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.cut import Cut
 from msrl.models.families import all_rules, load_shape
-from msrl.models.select import chosen
+from msrl.models.select import check_layers, chosen
 from msrl.models.shape import Shape
 
 Check = Callable[[Resolved], Iterator[str]]
@@ -192,6 +192,22 @@ def _memory(resolved: Resolved) -> Iterator[str]:
             yield resolved.mistake("train.recompute.modules", "core_attn is not for latent attention; name mlp or moe, or set full")
         if shape.moe is None and "moe" in recompute.modules:
             yield resolved.mistake("train.recompute.modules", "the model has no mixture of experts; leave moe out")
+
+
+def _lora(resolved: Resolved) -> Iterator[str]:
+    lora, shape = resolved.config.train.lora, _shape_or_none(resolved)
+    if lora.rank is None:
+        for name in ("alpha", "targets", "dropout"):
+            if resolved.is_set(f"train.lora.{name}"):
+                yield resolved.mistake(f"train.lora.{name}", "has no effect without train.lora.rank; set it")
+        return
+    if resolved.config.train.freeze:
+        yield resolved.mistake("train.freeze", "stands beside train.lora, which freezes the whole model; set only one of them")
+    if shape is not None:
+        try:
+            check_layers(shape, lora.targets, key="train.lora.targets")
+        except MsrlError as error:
+            yield str(error)
 
 
 def _rollout_offload(resolved: Resolved) -> Iterator[str]:
@@ -393,7 +409,7 @@ def _chat(resolved: Resolved) -> Iterator[str]:
     yield from _template(resolved, "chat.template")
 
 
-_TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model, _frozen, _memory)
+_TRAINING: tuple[Check, ...] = (_training_inputs, _length_of_training, _devices, _model, _frozen, _memory, _lora)
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     "train-sft": (*_TRAINING, _examples, _one_node, _sft_batches, _rollout_offload),

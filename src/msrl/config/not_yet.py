@@ -22,7 +22,6 @@ NOT_YET: dict[str, str] = {
     "train.parallel.vpp": "",
     "train.parallel.num_layer_list": "",
     "train.parallel.noop_layers": "",
-    "train.lora": "",
     "train.optimizer.name": "it is AdamW",
     "checkpoint.async": "",
     "checkpoint.save_optimizer": "it is always saved",

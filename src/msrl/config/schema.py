@@ -375,6 +375,18 @@ class OffloadConfig(Section):
     params: Bool = Field(default=False, description="Weights of policy and reference, while train-grpo generates")
 
 
+class LoraConfig(Section):
+    """Adapters that are trained in place of the model."""
+
+    rank: Count | None = Field(default=None, description="Rank of the adapters; unset: the model itself is trained")
+    alpha: Positive = Field(default=16.0, description="Adapters count alpha / rank")
+    targets: tuple[Text, ...] = Field(
+        default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        description="Layers that get one, by Megatron's or Hugging Face's names (linear_qkv, q_proj, ...)",
+    )
+    dropout: BelowOne = Field(default=0.0, description="Share of an adapter's inputs that is left out at random while training")
+
+
 class TrainConfig(Section):
     """The optimisation."""
 
@@ -392,6 +404,7 @@ class TrainConfig(Section):
     )
     recompute: RecomputeConfig = Field(default=RecomputeConfig(), description="Activations that are made again instead of kept")
     offload: OffloadConfig = Field(default=OffloadConfig(), description="What waits in the machine's memory while it is not needed")
+    lora: LoraConfig = Field(default=LoraConfig(), description="Adapters that are trained in place of the model")
     freeze: tuple[Text, ...] = Field(
         default=(), description="Parameters that are not trained: patterns (* and ?) of their Hugging Face or Megatron names"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
-from msrl.errors import MsrlError
-from msrl.models.families import all_rules
+from msrl.errors import MsrlError, nearest
+from msrl.models.families import all_rules, rules_for
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 
@@ -23,6 +23,20 @@ def chosen(shape: Shape, patterns: Iterable[str], *, key: str) -> frozenset[str]
             examples = ", ".join((rules[1].hf[0], rules[1].mcore))
             raise MsrlError(f"{key}: {pattern!r} matches no parameter of {shape.architecture}; names are such as {examples}")
     return frozenset(rule.mcore for rule in rules if _is_chosen(rule, patterns, key))
+
+
+def is_layer(mcore: str, hf: Iterable[str], targets: Collection[str]) -> bool:
+    """Whether a weight is that of a layer which `targets` names by the last part of its name (`linear_qkv`, `q_proj`)."""
+    return any(name.endswith(".weight") and name.split(".")[-2] in targets for name in (mcore, *hf) if "." in name)
+
+
+def check_layers(shape: Shape, targets: Iterable[str], *, key: str) -> None:
+    """Raises MsrlError, which names the setting `key`, for a target that is no linear layer inside the model's layers."""
+    rules = [rule for layer in rules_for(shape).layers for rule in layer if len(rule.shapes[0]) == 2 and rule.expert is None]
+    layers = {name.split(".")[-2] for rule in rules for name in (rule.mcore, *rule.hf) if name.endswith(".weight")}
+    for target in targets:
+        if target not in layers:
+            raise MsrlError(f"{key}: {target} is no linear layer of {shape.architecture}; {nearest(target, sorted(layers))}")
 
 
 def _matches(names: Iterable[str], pattern: str) -> bool:

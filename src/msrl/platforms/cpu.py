@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -266,6 +267,8 @@ def _redirect_megatron_rng() -> None:
     import torch
     from megatron.core.tensor_parallel import random as megatron_random
 
+    # It warns where a device's generator is in use and the CPU's has moved: here they are one.
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 

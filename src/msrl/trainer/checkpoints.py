@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,6 +32,8 @@ from msrl.models.cut import Coords, Cut
 from msrl.trainer import optimizer_state
 from msrl.trainer.megatron import named_weights
 from msrl.trainer.resume import KEEP_ALL, STATE, Retention, SavedTraining, training_dir
+
+_TRACKED = "tracked."
 
 if TYPE_CHECKING:
     from msrl.trainer.worker import TrainWorker
@@ -64,12 +67,16 @@ def save(
 def _write_rank(worker: TrainWorker, root: Path, step: int, staged_training: Path) -> tuple[str, WrittenFile] | None:
     """This rank's part; the first of the ranks that hold the same writes for all. Returns what it wrote."""
     states = {name: state.cpu() for name, state in optimizer_state.collect(worker)}
-    save_file({"rng": torch.get_rng_state()}, _random_file(staged_training))
+    save_file(_random_states(), _random_file(staged_training))
     if not worker.is_writer:
         return None
     path = mcore.rank_file(root, step, worker.layout, worker.coords, staged=True)
     args = mcore.namespace(worker.shape, worker.layout, dtype=worker.settings.dtype)
-    model = {name: weight.detach() for name, weight in named_weights(worker.policy).items()}
+    if worker.settings.lora:
+        lora = worker.settings.lora
+        vars(args).update(lora_r=lora.rank, lora_alpha=lora.alpha, lora_target_modules=list(lora.targets))
+    saved = named_weights(worker.policy) if worker.adapters is None else worker.adapters.named()
+    model = {name: weight.detach() for name, weight in saved.items()}
     written = mcore.write_rank_file(path, model, args, step)
     save_file(states, staged_training / _optimizer_file(worker.coords))
     name = path.relative_to(mcore.staging_dir(root, step))
@@ -93,7 +100,8 @@ def _publish(
         carry(hf_dir, root / mcore.SIDECAR, worker.shape)
     mcore.publish(root, step)
     plan = make_plan(worker.shape, worker.layout)
-    mcore.write_manifest(root, step, mcore.manifest_entry(worker.shape, plan, worker.settings.dtype, dict(files), LOCAL, versions()))
+    entry = mcore.manifest_entry(worker.shape, plan, worker.settings.dtype, dict(files), LOCAL, versions())
+    mcore.write_manifest(root, step, {**entry, "adapters_only": True} if worker.adapters else entry)
 
 
 def _prune(root: Path, retention: Retention) -> None:
@@ -109,11 +117,16 @@ def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, 
     if tuple(state.get("freeze", ())) != worker.settings.freeze:
         before = state.get("freeze", [])
         raise MsrlError(f"train.freeze: {saved.training_dir} was trained with {before}; set it so, or start anew with checkpoint.load")
+    if worker.adapters is not None:
+        worker.adapters.load(saved.root, saved.step)
     cut = Cut.from_json(state["cut"])
     files = {at: safe_open(saved.training_dir / _optimizer_file(at), "pt") for at in cut.ranks()}
     mine: dict[str, dict[str, Tensor]] = {}
     for kind in optimizer_state.kinds(worker.dtype):
         shards = {at: _of_kind(worker, cut, at, file, kind) for at, file in files.items()}
+        if worker.adapters is not None:
+            mine[kind] = worker.adapters.recut(cut, shards, str(saved.training_dir))
+            continue
         source = ShardedSource(worker.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
         mine[kind] = dict(source.local_tensors(worker.layout, worker.coords))
     optimizer_state.restore(worker, mine, state["updates"])
@@ -127,6 +140,17 @@ def _restore_random(saved: SavedTraining) -> None:
     if path.is_file():
         with safe_open(path, "pt") as file:
             torch.set_rng_state(file.get_tensor("rng"))
+            tracked = {name.removeprefix(_TRACKED): file.get_tensor(name) for name in file.keys() if name.startswith(_TRACKED)}  # noqa: SIM118
+        if tracked:
+            tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+            tracker.set_states(tracked)
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Of torch's generator, and of Megatron's, from which parts of a tensor that differ by rank are drawn."""
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    tracked: dict[str, Tensor] = tracker.get_states()
+    return {"rng": torch.get_rng_state(), **{_TRACKED + name: state.cpu().clone() for name, state in tracked.items()}}
 
 
 def _random_file(folder: Path) -> Path:

@@ -55,6 +55,20 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters that are trained in place of the model; targets are layers by Megatron's or Hugging Face's names."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """What every rank of a training run is told. `optimizer` None: forward passes only."""
 
@@ -72,5 +86,6 @@ class WorkerSettings:
     max_skipped: int = 3  # updates in a row with a gradient that is not finite; the last ends the run
     bad_batch_dir: Path | None = None  # where the batch of that last one is written
     recompute: Recompute | None = None
+    lora: Lora | None = None
     chunk: int | None = None  # positions whose logits exist at once; None: those of a micro-batch
     offload: frozenset[str] = frozenset()  # of "optimizer", "grads", "params": what waits on the host

@@ -30,7 +30,8 @@ def export(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
     if worker.stage_rank < worker.layout.tp:
         for each in placed:
             if each.rule.expert is None:
-                yield from _joined(each.rule, _gather(weights[each.name], each, worker), worker)
+                merged = worker.adapters.merged(each.name) if worker.adapters is not None else None
+                yield from _joined(each.rule, _gather(weights[each.name] if merged is None else merged, each, worker), worker)
     if worker.stage_rank < worker.layout.etp_size * worker.layout.ep:
         yield from _experts(worker, {each.name: weights[each.name] for each in placed if each.rule.expert is not None}, placed)
 

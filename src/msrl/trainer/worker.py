@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,7 @@ from msrl.trainer.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.divergence import KeepDistribution
 from msrl.trainer.guard import GradientGuard
 from msrl.trainer.logprobs import Columns, Distribution, columns_of, vocab_parallel_logprobs
+from msrl.trainer.lora import Adapters
 from msrl.trainer.losses import Loss, Outputs
 from msrl.trainer.megatron import PolicyModel
 from msrl.trainer.offload import HostMemory
@@ -58,12 +60,15 @@ class TrainWorker:
         self.policy, self.shape = self._load_model(settings.model, settings.iteration)
         self.rotary = RotaryTable(self.shape, self.dtype, self.device)
         self._running = self.policy  # the model whose pass is under way
-        self.reference = self._load_model(settings.reference)[0].eval() if settings.reference else None
+        self.reference = self._load_model(settings.reference)[0].eval() if settings.reference and not settings.lora else None
         self._references: dict[int, Distribution] = {}  # by the identity of the micro-batch in work
         self.wrapped: DistributedDataParallel | None = None
+        self.adapters: Adapters | None = None
         self.guard = GradientGuard(settings.max_skipped, settings.bad_batch_dir, rank)
         if settings.optimizer:
             megatron.freeze(self.policy, self.shape, self.layout, settings.freeze)
+            if settings.lora:
+                self.adapters = Adapters(self.policy, self.shape, self.layout, self.coords, settings.lora, settings.seed)
             self.wrapped = megatron.wrap(self.policy, self.platform)
             self.optimizer = build_optimizer(self.wrapped, settings.optimizer, is_bf16=self.dtype == torch.bfloat16)
         self.host = HostMemory(self._restful(), forgotten=frozenset({"grads"}))
@@ -75,13 +80,13 @@ class TrainWorker:
 
     def _restful(self) -> dict[str, Callable[[], Iterable[Tensor]]]:
         """What waits on the host while it is not needed, by the settings' names."""
-        models = torch.nn.ModuleList(model for model in (self.policy, self.reference) if model is not None)
-        kinds: dict[str, Callable[[], Iterable[Tensor]]] = {"params": models.parameters}
+        models = torch.nn.ModuleList([self.policy] if self.reference is None else [self.policy, self.reference])
+        kinds: dict[str, Callable[[], Iterable[Tensor]]] = {"params": lambda: list(models.parameters())}
         if self.wrapped is not None:
             wrapped = self.wrapped
-            kinds["grads"] = lambda: (
+            kinds["grads"] = lambda: [
                 buffer.grad_data for buffer in [*cast("list[Any]", wrapped.buffers), *wrapped.expert_parallel_buffers]
-            )
+            ]
             kinds["optimizer"] = lambda: optimizer_state.tensors(self.optimizer, is_bf16=self.dtype == torch.bfloat16)
         return {kind: tensors for kind, tensors in kinds.items() if kind in self.settings.offload}
 
@@ -106,12 +111,12 @@ class TrainWorker:
         for an update that was left out, because its gradient was not finite. Raises MsrlError when too many of these follow one another.
         """
         assert self.wrapped is not None and self.settings.optimizer is not None, "made without an optimizer"
-        self.policy.train()
         self.host.need("params", "grads")
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         if loss.needs_divergence:
             self._references = self._reference_distributions(micro_batches, loss.temperature)
+        self.policy.train()  # after the reference, which may be the same model
         sums = self._run(self.wrapped, micro_batches, functools.partial(_minimise, loss, num_tokens), loss, forward_only=False)
         self._references = {}
         for group in self.optimizer.param_groups:
@@ -133,21 +138,28 @@ class TrainWorker:
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float, *, of_reference: bool = False) -> list[Floats] | None:
         """Log-probability of every label, [N] per micro-batch, 0 where the mask is not set. None except on the last stage."""
-        model = self.reference if of_reference else self.policy
-        assert model is not None, "made without a reference"
-        model.eval()
         collect = _Collect(temperature)
-        found = self._run(model, micro_batches, collect, collect, forward_only=True)
+        with self._as_reference() if of_reference else nullcontext(self.policy) as model:
+            found = self._run(model.eval(), micro_batches, collect, collect, forward_only=True)
         if not self.is_last_stage:
             return None
         return [spread(batch, row["logprobs"]).numpy() for batch, row in zip(micro_batches, found, strict=True)]
 
+    @contextmanager
+    def _as_reference(self) -> Iterator[PolicyModel]:
+        """The model that the policy is compared with: the reference, or the policy without its adapters."""
+        if self.adapters is not None:
+            with self.adapters.off():
+                yield self.policy
+        else:
+            assert self.reference is not None, "made without a reference"
+            yield self.reference
+
     def _reference_distributions(self, micro_batches: Sequence[MicroBatch], temperature: float) -> dict[int, Distribution]:
         """What the reference says over the whole vocabulary, by the identity of the micro-batch; empty except on the last stage."""
-        assert self.reference is not None, "made without a reference"
-        self.reference.eval()
-        keep = KeepDistribution(self.reference, temperature)
-        found: list[Any] = [*self._run(self.reference, micro_batches, keep, keep, forward_only=True, is_chunked=True)]
+        with self._as_reference() as model:
+            keep = KeepDistribution(model, temperature)
+            found: list[Any] = [*self._run(model.eval(), micro_batches, keep, keep, forward_only=True, is_chunked=True)]
         pairs = zip(micro_batches, found, strict=True) if self.is_last_stage else ()
         return {id(batch): row["distribution"] for batch, row in pairs}
 

@@ -13,7 +13,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.trainer.resume import Retention, SavedTraining
 from msrl.trainer.schedule import Schedule
-from msrl.trainer.settings import Layout, OptimizerSettings, Recompute, WorkerSettings
+from msrl.trainer.settings import Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
 from msrl.types import DatasetManifest
 
 
@@ -89,11 +89,12 @@ def _is_mixture(config: Config) -> bool:
 def worker_settings(config: Config, platform: str, *, resume: SavedTraining | None, reference: Path | None = None) -> WorkerSettings:
     """What the training ranks are told."""
     parallel, optimizer = config.train.parallel, config.train.optimizer
+    weights = resume if config.train.lora.rank is None else None  # a checkpoint of adapters has no other weights
     return WorkerSettings(
         platform=platform,
-        model=resume.root if resume else weights_path(config),
+        model=weights.root if weights else weights_path(config),
         hf_dir=hf_files(config),
-        iteration=resume.step if resume else None,
+        iteration=weights.step if weights else None,
         layout=Layout(**cut_of(parallel).as_json(), sp=parallel.sp or _is_mixture(config), cp=parallel.cp),
         dtype=config.model.dtype,
         seed=config.run.seed,
@@ -106,9 +107,20 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
         max_skipped=config.train.max_skipped,
         bad_batch_dir=run_path(config).absolute() / "bad_batch",
         recompute=_recompute(config),
+        lora=_lora(config),
         chunk=config.train.chunk,
         offload=frozenset(kind for kind, is_on in config.train.offload.model_dump().items() if is_on),
     )
+
+
+def adapted_base(config: Config) -> Path | None:
+    """The weights that a checkpoint's adapters belong to; None where the model itself is trained."""
+    return None if config.train.lora.rank is None else weights_path(config)
+
+
+def _lora(config: Config) -> Lora | None:
+    asked = config.train.lora
+    return None if asked.rank is None else Lora(asked.rank, asked.alpha, asked.targets, asked.dropout)
 
 
 def _recompute(config: Config) -> Recompute | None:

@@ -8,12 +8,21 @@ from pathlib import Path
 from msrl.trainer.resume import SavedTraining
 
 
-def export_hf(saved: SavedTraining, target: Path) -> Path:
-    """Write the model of a checkpoint to `target` (replaced when a run was resumed and exports again)."""
+def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None) -> Path:
+    """Write the model of a checkpoint to `target` (replaced when a run was resumed and exports again).
+
+    `base` has the weights that the checkpoint's adapters belong to, where it has adapters alone.
+    """
     from msrl.checkpoint.convert import write_hf
-    from msrl.checkpoint.source import open_mcore
+    from msrl.checkpoint.lora import MergedSource
+    from msrl.checkpoint.lora_files import read_mcore_lora
+    from msrl.checkpoint.source import open_mcore, open_weights
 
     if target.exists():
         shutil.rmtree(target)
-    write_hf(open_mcore(saved.root, iteration=saved.step), target, None)
+    if base is None:
+        write_hf(open_mcore(saved.root, iteration=saved.step), target, None)
+    else:
+        weights = open_weights(base)
+        write_hf(MergedSource(weights, read_mcore_lora(saved.root, weights.shape)), target, None)
     return target

@@ -18,7 +18,7 @@ from msrl.platforms import resolve
 from msrl.trainer.launch import LocalRanks
 from msrl.trainer.resume import SavedTraining, check_room, resume_from
 from msrl.types import StepReport
-from msrl.workflows.common import check_data, check_order, hf_files, schedule, worker_settings
+from msrl.workflows.common import adapted_base, check_data, check_order, hf_files, schedule, worker_settings
 from msrl.workflows.interrupts import Interrupts
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import SftJob, check_lengths, training_rows
@@ -95,5 +95,5 @@ def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_d
     if saved and is_done and config.checkpoint.export_hf:
         from msrl.workflows.export import export_hf
 
-        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf"))
+        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf", base=adapted_base(config)))
     return results
