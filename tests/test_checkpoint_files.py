@@ -26,7 +26,7 @@ from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.hf import HfCheckpoint, HfWriter, copy_sidecars
 from msrl.checkpoint.names import local_name, te_name
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_file import ALIGNMENT, Foreign, TensorSpec, check_records, read_torch_file, spec_of, write_torch_file
+from msrl.checkpoint.torch_file import ALIGNMENT, Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of, write_torch_file
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from test_models import LLAMA, QWEN2, shape
@@ -78,6 +78,18 @@ def test_tensors_larger_than_a_block_are_written_whole(tmp_path: Path, monkeypat
 def test_tensors_that_were_not_announced_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was announced"):
         write_torch_file(tmp_path / "f.pt", {"a": TensorSpec(torch.float32, (2,))}, [("a", torch.zeros(3))], lambda model: model)
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 20, 10])
+def test_a_tensor_in_pieces_is_written_as_one_and_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    monkeypatch.setattr("msrl.checkpoint.torch_file.BLOCK_BYTES", block_bytes)
+    parts = [torch.randn(3, 4), torch.randn(4, 5).t()[:, :4], torch.randn(4, 4)[1:3]]
+    expected = torch.cat(parts).bfloat16()
+    spec = spec_of(expected)
+    write_torch_file(tmp_path / "f.pt", {"a": spec}, [("a", Pieces(spec, iter(parts)))], lambda model: model)
+    assert torch.equal(read_torch_file(tmp_path / "f.pt")["a"], expected)
+    with pytest.raises(ValueError, match="bytes were given where"):
+        write_torch_file(tmp_path / "g.pt", {"a": spec}, [("a", Pieces(spec, parts[:2]))], lambda model: model)
 
 
 class Harmful:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from msrl.checkpoint.layouts import fuse, join, shard, shard_shape, split, unfuse
+from msrl.checkpoint.layouts import fuse, join, pieces, shard, shard_shape, split, unfuse
 from msrl.checkpoint.plan import make_plan
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
@@ -83,7 +83,17 @@ def test_every_layout_comes_back_from_any_number_of_ranks(layout: Layout, shapes
     assert all(torch.equal(a, b) for a, b in zip(unfuse(layout, canonical), tensors, strict=True))
     for rank in range(tp):
         assert torch.equal(shard(layout, tensors, rank, tp), ranks[rank])
+        assert torch.equal(torch.cat(list(pieces(layout, tensors, rank, tp))), ranks[rank])
         assert tuple(ranks[rank].shape) == shard_shape(layout, shapes, tp)
+
+
+def test_a_shard_is_made_of_views_of_its_sources_and_of_padding() -> None:
+    tensors = [torch.randn(8, 5), torch.randn(4, 5), torch.randn(4, 5)]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    for layout, sources in ((QKV, tensors), (GateUp(), tensors[1:]), (Sharded(1), [tensors[0].t()]), (Vocab(8), tensors[:1])):
+        assert {piece.untyped_storage().data_ptr() for piece in pieces(layout, sources, 1, 2)} <= storages
+    parts = list(pieces(Vocab(8), tensors[:1], 1, 2, 12))
+    assert [len(part) for part in parts] == [2, 4] and parts[0].untyped_storage().data_ptr() in storages and not parts[1].any()
 
 
 def test_stages_are_equal_blocks_that_count_their_own_layers() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from msrl.checkpoint.carried import carried_bytes, carried_tensors, carry
 from msrl.checkpoint.dtypes import cast_to, hf_name
@@ -35,7 +34,7 @@ from msrl.checkpoint.mcore import (
 from msrl.checkpoint.names import LOCAL, Naming, entries, repacked, specs_of
 from msrl.checkpoint.plan import Plan, RankPlan, make_plan
 from msrl.checkpoint.source import WeightSource
-from msrl.checkpoint.torch_file import TensorSpec, WrittenFile
+from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile
 from msrl.models.cut import WHOLE, Cut
 from msrl.models.families import all_rules
 from msrl.models.rules import Rule
@@ -114,7 +113,7 @@ def _write_rank(
     """Write one rank's file; its name relative to `folder`, size and checksum."""
     ours = _rank_specs(source, target, rank)
     found = entries(ours, target.naming)
-    tensors = source.local_tensors(target.cut, rank.at, target.dtype, target.vocab_multiple)
+    tensors = source.local_pieces(target.cut, rank.at, target.dtype, target.vocab_multiple)
     dtype = hf_name(target.dtype or source.main_dtype())
     args = namespace(source.shape, target.cut, padded_vocab=plan.padded_vocab, dtype=dtype, naming=target.naming)
     path = rank_file(folder, ITERATION, target.cut, rank.at)
@@ -135,11 +134,11 @@ def _write_carried(name: str, tensor: StoredTensor, writer: HfWriter, advance: A
     advance(tensor.spec.num_bytes)
 
 
-def _counted(tensors: Iterable[tuple[str, Tensor]], advance: Advance) -> Iterator[tuple[str, Tensor]]:
-    """`tensors`, saying how many bytes went through after each was taken."""
+def _counted(tensors: Iterable[tuple[str, Pieces]], advance: Advance) -> Iterator[tuple[str, Pieces]]:
+    """`tensors`, saying how many bytes went through after each was written."""
     for name, tensor in tensors:
         yield name, tensor
-        advance(tensor.nbytes)
+        advance(tensor.spec.num_bytes)
 
 
 def _in_parallel(jobs: list[Callable[[], Any]]) -> list[Any]:

@@ -9,8 +9,7 @@ Megatron's shapes: 2-D weights, 1-D biases. Nothing here communicates or casts, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -81,18 +80,33 @@ def join(layout: Layout, shards: Sequence[Tensor]) -> Tensor:
 def shard(layout: Layout, tensors: Sequence[Tensor], tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> Tensor:
     """One rank's shard straight from the Hugging Face `tensors`, of which only this rank's part is read.
 
-    Equal to `split(layout, fuse(layout, tensors), tp_size, padded_vocab)[tp_rank]`: each source is cut along its own axis first, and a
-    rank's rows of q, k, v (gate, up) are contiguous because a rank holds whole groups (a range of feed-forward rows).
+    Equal to `split(layout, fuse(layout, tensors), tp_size, padded_vocab)[tp_rank]`.
+    """
+    parts = list(pieces(layout, tensors, tp_rank, tp_size, padded_vocab))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def pieces(layout: Layout, tensors: Sequence[Tensor], tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> Iterator[Tensor]:
+    """What `shard` consists of, one above the other: views of the Hugging Face `tensors`, and the zeros that pad a vocabulary.
+
+    Each source is cut along its own axis: a rank holds whole query groups, and its rows of gate and of up are ranges.
     """
     layout, tensors = _unpacked(layout, tensors)
     if isinstance(layout, Replicated):
-        return fuse(layout, tensors)
-    if isinstance(layout, Vocab):
-        return _vocab_shard(layout, tensors[0], tp_rank, tp_size, padded_vocab)
-    axis = layout.axis if isinstance(layout, Sharded) else 0
-    sizes = [divided(t.shape[axis], tp_size) for t in tensors]
-    parts = [t.narrow(axis, tp_rank * size, size) for t, size in zip(tensors, sizes, strict=True)]
-    return _flat(layout, fuse(local_layout(layout, tp_size), parts))
+        yield from tensors
+    elif isinstance(layout, Vocab):
+        yield from _vocab_pieces(layout, tensors[0], tp_rank, tp_size, padded_vocab)
+    else:
+        axis = layout.axis if isinstance(layout, Sharded) else 0
+        sizes = [divided(t.shape[axis], tp_size) for t in tensors]
+        parts = [t.narrow(axis, tp_rank * size, size) for t, size in zip(tensors, sizes, strict=True)]
+        yield from _by_group(divided(layout.num_groups, tp_size), parts) if isinstance(layout, Qkv) else parts
+
+
+def _by_group(num_groups: int, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The rows of q, k and v of the first group, then those of the second, and so on."""
+    for group in zip(*(part.unflatten(0, (num_groups, -1)) for part in parts), strict=True):
+        yield from group
 
 
 def shard_shape(layout: Layout, shapes: Sequence[tuple[int, ...]], tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
@@ -108,11 +122,6 @@ def shard_shape(layout: Layout, shapes: Sequence[tuple[int, ...]], tp_size: int,
         rows = padded_vocab or -(-layout.vocab_size // tp_size) * tp_size
         return (divided(rows, tp_size), *first[1:])
     return (divided(sum(shape[0] for shape in shapes), tp_size), *first[1:])
-
-
-def local_layout(layout: Layout, tp_size: int) -> Layout:
-    """The layout of what one rank holds, seen as a whole."""
-    return replace(layout, num_groups=divided(layout.num_groups, tp_size)) if isinstance(layout, Qkv) else layout
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -148,9 +157,12 @@ def _unflat(layout: Layout, shard: Tensor, tp_size: int) -> Tensor:
     return shard.unflatten(0, (2, -1)) if isinstance(layout, GateUp) else shard
 
 
-def _vocab_shard(layout: Vocab, table: Tensor, tp_rank: int, tp_size: int, padded_vocab: int | None) -> Tensor:
+def _vocab_pieces(layout: Vocab, table: Tensor, tp_rank: int, tp_size: int, padded_vocab: int | None) -> Iterator[Tensor]:
     """This rank's rows; those past the vocabulary are zeros."""
     rows = divided(padded_vocab or -(-layout.vocab_size // tp_size) * tp_size, tp_size)
     begin = min(tp_rank * rows, layout.vocab_size)
     end = min(begin + rows, layout.vocab_size)
-    return pad_rows(table[begin:end], rows)
+    if begin < end:
+        yield table[begin:end]
+    if end - begin < rows:
+        yield table.new_zeros((rows - (end - begin), *table.shape[1:]))

@@ -6,7 +6,7 @@ taken in float32 and rounded once to the type of W. Files of adapters: `lora_fil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +103,12 @@ class MergedSource(WeightSource):
         if self._touches(rule):
             return layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
         return self.base.shard(rule, rank, size, padded_vocab)
+
+    def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
+        if self._touches(rule):
+            yield from layouts.pieces(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
+        else:
+            yield from self.base.pieces(rule, rank, size, padded_vocab)
 
     def merged(self, rule: Rule, compute: torch.dtype) -> tuple[Tensor, ...]:
         """The Hugging Face tensors of a rule with the sum taken in `compute`."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from msrl.checkpoint.arguments import num_local_experts
 from msrl.checkpoint.names import Naming, is_fused, local_name, unfused
 from msrl.checkpoint.plan import Plan, padded_vocab_size
-from msrl.checkpoint.torch_file import TensorSpec, WrittenFile, read_torch_file, spec_of, write_torch_file
+from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile, read_torch_file, spec_of, write_torch_file
 from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.models.cut import Coords, Cut
@@ -69,9 +69,13 @@ def write_rank_file(path: Path, model: Mapping[str, Tensor], args: argparse.Name
 
 
 def stream_rank_file(
-    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], args: argparse.Namespace, iteration: int | str
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    tensors: Iterable[tuple[str, Tensor | Pieces]],
+    args: argparse.Namespace,
+    iteration: int | str,
 ) -> WrittenFile:
-    """`write_rank_file` for tensors that come one at a time, in the order of `specs`."""
+    """`write_rank_file` for tensors that come one at a time, or in pieces, in the order of `specs`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number = iteration if isinstance(iteration, int) else 0
 

@@ -8,13 +8,13 @@ Engine's still one by one. Letters: E experts of a rank, H hidden, F feed-forwar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from msrl.checkpoint.torch_file import TensorSpec
+from msrl.checkpoint.torch_file import Pieces, TensorSpec
 
 _LAYER = r"(?P<layer>(?:model\d+\.)?decoder\.layers\.\d+\.)"
 _PARAMETER = re.compile(_LAYER + r"(?P<rest>.+)")
@@ -107,32 +107,34 @@ def local_name(name: str) -> str:
 
 def specs_of(found: Iterable[Entry], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """Types and shapes of a file's tensors from those of ours."""
-    return {entry.name: _fused_spec(entry, specs) if entry.fused else specs[entry.sources[0]] for entry in found}
+    return {entry.name: _spec(entry, [specs[name] for name in entry.sources]) for entry in found}
 
 
-def _fused_spec(entry: Entry, specs: Mapping[str, TensorSpec]) -> TensorSpec:
-    first, count = specs[entry.sources[0]], len(entry.sources)
-    rows, columns = first.shape
-    shape = (columns, count * rows) if entry.name.endswith(_FUSED["linear_fc1"]) else (count * columns, rows)
-    return TensorSpec(first.dtype, shape)
+def _spec(entry: Entry, sources: Sequence[TensorSpec]) -> TensorSpec:
+    return _fused_spec(entry.name, sources) if entry.fused else sources[0]
 
 
-def repacked(tensors: Iterable[tuple[str, Tensor]], found: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors, in its order, from ours; no more are held than one layer's experts on a rank."""
-    waiting: dict[str, Tensor] = {}
+def _fused_spec(name: str, experts: Sequence[TensorSpec]) -> TensorSpec:
+    rows, columns = experts[0].shape
+    shape = (columns, len(experts) * rows) if name.endswith(_FUSED["linear_fc1"]) else (len(experts) * columns, rows)
+    return TensorSpec(experts[0].dtype, shape)
+
+
+def repacked(tensors: Iterable[tuple[str, Pieces]], found: Iterable[Entry]) -> Iterator[tuple[str, Pieces]]:
+    """A file's tensors, in its order, from ours; of fused experts one at a time is in memory."""
+    waiting: dict[str, Pieces] = {}
     given = iter(tensors)
     for entry in found:
         while any(name not in waiting for name in entry.sources):
-            name, tensor = next(given)
-            waiting[name] = tensor
-        parts = [waiting.pop(name) for name in entry.sources]
-        yield entry.name, fuse_experts(entry.name, parts) if entry.fused else parts[0]
+            name, pieces = next(given)
+            waiting[name] = pieces
+        sources = [waiting.pop(name) for name in entry.sources]
+        yield entry.name, fused_experts(entry.name, sources) if entry.fused else sources[0]
 
 
-def fuse_experts(name: str, tensors: list[Tensor]) -> Tensor:
+def fused_experts(name: str, experts: list[Pieces]) -> Pieces:
     """`weight1` [H, E * 2F] of fc1's [2F, H], `weight2` [E * F, H] of fc2's [H, F]; in memory [E, H, 2F] and [E, F, H]."""
-    stacked = torch.stack([tensor.t() for tensor in tensors])
-    return stacked.view(stacked.shape[1], -1) if name.endswith(_FUSED["linear_fc1"]) else stacked.flatten(0, 1)
+    return Pieces(_fused_spec(name, [expert.spec for expert in experts]), (torch.cat(list(expert.parts)).t() for expert in experts))
 
 
 def unfused(name: str, tensor: Tensor, num_experts: int) -> Iterator[tuple[str, Tensor]]:

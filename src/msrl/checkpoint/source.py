@@ -20,7 +20,7 @@ from msrl.checkpoint.found import Found, empty_positions, find_checkpoint, lates
 from msrl.checkpoint.hf import HfCheckpoint
 from msrl.checkpoint.mcore import SIDECAR, read_rank_file
 from msrl.checkpoint.plan import padded_vocab_size, rank_plan
-from msrl.checkpoint.torch_file import TensorSpec, spec_of
+from msrl.checkpoint.torch_file import Pieces, TensorSpec, spec_of
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, load_shape
@@ -51,6 +51,10 @@ class WeightSource(ABC):
     def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
         """Shard number `rank` of `size` in Megatron's shape."""
 
+    def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
+        """What `shard` consists of, one above the other; nothing is read before it is asked for."""
+        yield self.shard(rule, rank, size, padded_vocab)
+
     def local_tensors(
         self, cut: Cut, at: Coords, dtype: torch.dtype | None = None, vocab_multiple: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -64,6 +68,13 @@ class WeightSource(ABC):
             tensor = self.shard(placed.rule, placed.shard, placed.num_shards, padded)
             kind = cast_to(placed.rule, dtype)
             yield placed.name, tensor if kind is None else tensor.to(kind)
+
+    def local_pieces(self, cut: Cut, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> Iterator[tuple[str, Pieces]]:
+        """`local_tensors` to be written: no piece is read or made before the writer asks for it."""
+        padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
+        specs = self.local_specs(cut, at, dtype, vocab_multiple)
+        for placed in stage_tensors(self.shape, cut, at):
+            yield placed.name, Pieces(specs[placed.name], self.pieces(placed.rule, placed.shard, placed.num_shards, padded))
 
     def local_specs(self, cut: Cut, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> dict[str, TensorSpec]:
         """Types and shapes of what `local_tensors` gives, without reading it."""
@@ -98,6 +109,9 @@ class HfSource(WeightSource):
 
     def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
         return layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
+
+    def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
+        yield from layouts.pieces(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
 
 
 Shards = Mapping[Coords, Mapping[str, Tensor]]

@@ -57,14 +57,25 @@ class WrittenFile:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tensor that is to be written: its parts, which lie one above the other and need not have its type yet.
+
+    Parts may be made as they are asked for, once. The parts' rows together are the tensor's bytes in C order, whatever its shape.
+    """
+
+    spec: TensorSpec
+    parts: Iterable[Tensor]
+
+
 def spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(tensor.dtype, tuple(tensor.shape))
 
 
 def write_torch_file(
-    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], wrap: Callable[[dict[str, Any]], object]
+    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor | Pieces]], wrap: Callable[[dict[str, Any]], object]
 ) -> WrittenFile:
-    """Write what `torch.save(wrap(dict(tensors)), path, pickle_protocol=4)` would, one tensor at a time.
+    """Write what `torch.save(wrap(dict(tensors)), path, pickle_protocol=4)` would, one tensor (or piece of one) at a time.
 
     `tensors` come in the order of `specs`; anything else is a ValueError. The file stands under its final name from the start: the
     caller writes into a folder that is not visible yet.
@@ -74,9 +85,10 @@ def write_torch_file(
         _add_bytes(archive, "data.pkl", _pickled(wrap(dict(stand_ins))))
         _add_bytes(archive, "byteorder", sys.byteorder.encode())
         for (name, stand_in), (given, tensor) in zip(stand_ins.items(), tensors, strict=True):
-            if name != given or spec_of(tensor) != stand_in.spec:
-                raise ValueError(f"{given} {spec_of(tensor)} was given where {name} {stand_in.spec} was announced")
-            _add(archive, f"data/{stand_in.key}", tensor_blocks(tensor), tensor.nbytes)
+            whole = tensor if isinstance(tensor, Pieces) else Pieces(spec_of(tensor), (tensor,))
+            if name != given or whole.spec != stand_in.spec:
+                raise ValueError(f"{given} {whole.spec} was given where {name} {stand_in.spec} was announced")
+            _add(archive, f"data/{stand_in.key}", piece_blocks(whole), whole.spec.num_bytes)
         _add_bytes(archive, "version", b"3\n")
         digest = _digest(archive)
     return WrittenFile(path.stat().st_size, digest)
@@ -101,21 +113,34 @@ def _digest(archive: zipfile.ZipFile) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def tensor_blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a CPU tensor in C order, in blocks of at most `BLOCK_BYTES` (or one row).
+def piece_blocks(pieces: Pieces) -> Iterator[memoryview]:
+    """The bytes of a tensor that comes in parts, as `tensor_blocks` gives them. Raises ValueError where they are too few or too many."""
+    num_bytes = 0
+    for part in pieces.parts:
+        for block in tensor_blocks(part, pieces.spec.dtype):
+            num_bytes += len(block)
+            yield block
+    if num_bytes != pieces.spec.num_bytes:
+        raise ValueError(f"{num_bytes} bytes were given where {pieces.spec} was announced")
 
-    Nothing is copied where the tensor is contiguous; else block by block, in memory that stays small and is used again.
+
+def tensor_blocks(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
+    """The bytes of a CPU tensor in C order, cast to `dtype` unless it is None, in blocks of at most `BLOCK_BYTES` (or one row).
+
+    Nothing is copied where the tensor is contiguous and has the type; else block by block, in memory that stays small and is used again.
     """
     tensor = tensor.detach().cpu()
+    dtype = dtype or tensor.dtype
     if not tensor.numel():
         return
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and tensor.dtype == dtype:
         data = tensor.view(-1).view(torch.uint8).numpy().data
         yield from (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))
         return
-    rows = max(1, BLOCK_BYTES * tensor.shape[0] // tensor.nbytes)
+    tensor = tensor if tensor.dim() else tensor[None]
+    rows = max(1, BLOCK_BYTES * tensor.shape[0] // (tensor.numel() * dtype.itemsize))
     for block in tensor.split(rows):
-        yield block.contiguous().view(-1).view(torch.uint8).numpy().data
+        yield block.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
