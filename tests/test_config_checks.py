@@ -81,6 +81,7 @@ def test_missing_files_are_named_by_key(folder: Path):
         ),
         (("train.parallel.tp=8",), "--set: train.parallel.tp=8: must divide the model's 4 query groups"),
         (("train.parallel.ep=2",), "--set: train.parallel.ep=2: the model has no experts; leave it out"),
+        (("train.parallel.pp=2", "train.parallel.vpp=2"), "--set: train.parallel.vpp=2: is all of the 2 layers of a stage; fewer make virtual stages, or leave it out"),
         (("train.parallel.pp=3",), "--set: train.parallel.pp=3: must divide the model's 4 layers"),
         (("train.parallel.sp=true",), "--set: train.parallel.sp=true: spreads over tensor-parallel ranks; set train.parallel.tp above 1, or false"),
         (("data.seq_length=513",), "--set: data.seq_length=513: the model takes at most 512 tokens"),

@@ -253,13 +253,19 @@ def save_real(folder: Path, family: str, *, tied: bool, dtype: str = "float32") 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tied", "tp", "pp"), [("qwen2", True, 1, 2), ("qwen2", False, 2, 1), ("qwen3", True, 2, 2), ("llama", False, 2, 2)]
+    ("family", "tied", "cut"),
+    [
+        ("qwen2", True, {"pp": 2, "vpp": 1}),
+        ("qwen2", False, {"tp": 2}),
+        ("qwen3", True, {"tp": 1, "pp": 3, "noop_layers": (0, 5)}),
+        ("llama", False, {"tp": 2, "pp": 2, "num_layer_list": (1, 3)}),
+    ],
 )
 def test_a_conversion_proves_itself_on_real_megatron_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, tied: bool, tp: int, pp: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, tied: bool, cut: dict[str, Any]
 ) -> None:
     save_real(tmp_path / "hf", family, tied=tied)
-    run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=tp, pp=pp)
+    run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", **cut)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back")
     proofs = capsys.readouterr().out
     assert proofs.count("equal bit for bit") == 2 and proofs.count("largest difference") == 2 and proofs.count("largest KL") == 2

@@ -26,6 +26,12 @@ LAYOUTS = {
     "tp2 pp2": Case("", Path(), Layout(tp=2, pp=2)),
     "cp2": Case("", Path(), Layout(cp=2)),
     "tp2 sp cp2": Case("", Path(), Layout(tp=2, sp=True, cp=2)),
+    "uneven": Case("", Path(), Layout(pp=2, num_layer_list=(3, 1))),
+    "tp2 empty": Case("", Path(), Layout(tp=2, pp=2, noop_layers=(0, 3))),
+    "tp2 vpp": Case("", Path(), Layout(tp=2, pp=2, vpp=1)),
+    "vpp with empty": Case("", Path(), Layout(pp=2, vpp=2, noop_layers=(2, 3, 6, 7))),
+    "vpp dp2": Case("", Path(), Layout(pp=2, vpp=1), dp=2),
+    "pp4 empty": Case("", Path(), Layout(pp=4, vpp=1, noop_layers=(0, 2, 5, 7))),
     "dp2": Case("", Path(), dp=2),
     "tp2 dp2": Case("", Path(), Layout(tp=2), dp=2),
     "full recompute": Case("", Path(), Layout(tp=2, sp=True), more={"recompute": Recompute("full", "block", 3)}),
@@ -135,6 +141,9 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         Case("resumed", folders["qwen2 tied"], first_step=4, resume_from=saves / "whole"),
         Case("resumed tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), first_step=4, resume_from=saves / "whole"),
         Case("resumed pp2 cp2", folders["qwen2 tied"], Layout(pp=2, cp=2), first_step=4, resume_from=saves / "whole"),
+        Case("saved vpp", folders["qwen2 tied"], LAYOUTS["tp2 vpp"].layout, steps=4, save_at=4, save_to=saves / "vpp"),
+        Case("resumed uneven from vpp", folders["qwen2 tied"], LAYOUTS["uneven"].layout, first_step=4, resume_from=saves / "vpp"),
+        Case("resumed vpp from vpp", folders["qwen2 tied"], LAYOUTS["vpp with empty"].layout, first_step=4, resume_from=saves / "vpp"),
         Case("saved tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), steps=4, save_at=4, save_to=saves / "cut"),
         Case("resumed dp2 from tp2 pp2", folders["qwen2 tied"], dp=2, first_step=4, resume_from=saves / "cut"),
         Case("frozen", folders["qwen2 tied"], freeze=FROZEN, steps=4, save_at=2, save_to=saves / "frozen"),
@@ -278,7 +287,9 @@ def test_a_resumed_run_goes_on_to_the_bit(results):
         np.testing.assert_array_equal(results["resumed"].weights[name], value)
 
 
-@pytest.mark.parametrize("name", ["resumed tp2 pp2", "resumed pp2 cp2", "resumed dp2 from tp2 pp2"])
+@pytest.mark.parametrize(
+    "name", ["resumed tp2 pp2", "resumed pp2 cp2", "resumed uneven from vpp", "resumed vpp from vpp", "resumed dp2 from tp2 pp2"]
+)
 def test_another_layout_resumes_the_same_run(results, name):
     np.testing.assert_allclose(_losses(results[name]), _losses(results["whole qwen2 tied"])[4:], rtol=1e-5)
 

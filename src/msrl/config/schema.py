@@ -351,6 +351,9 @@ class ParallelConfig(Section):
     cp_algo: Literal["allgather"] = Field(
         default="allgather", description="How context-parallel ranks get the keys and values of the others"
     )
+    vpp: Count | None = Field(default=None, description="Layers per virtual pipeline stage; unset: a stage is one block")
+    num_layer_list: LayerNumbers | None = Field(default=None, description="Layers of each pipeline stage, as in 11,13,19,21; unset: equal")
+    noop_layers: LayerNumbers = Field(default=(), description="Positions in the pipeline that hold no layer, as in 0,47")
     sp: Bool = Field(default=False, description="Sequence parallel: activations of the norms are spread over the tensor-parallel ranks")
 
 

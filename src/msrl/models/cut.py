@@ -46,6 +46,12 @@ class Cut:
     etp: int | None = None
     moe_tp_extend_ep: bool = False
 
+    def trained(self) -> Cut:
+        """The cut by which Megatron's own ranks hold the same parts: it knows no `moe_tp_extend_ep`, only whole experts over more ranks."""
+        if not self.moe_tp_extend_ep:
+            return self
+        return dataclasses.replace(self, ep=self.ep * self.tp, etp=1 if self.tp > 1 else None, moe_tp_extend_ep=False)
+
     # Ranks
 
     @property
@@ -93,15 +99,18 @@ class Cut:
     def num_positions(self, num_layers: int) -> int:
         return num_layers + len(self.noop_layers)
 
+    def positions(self, num_layers: int) -> tuple[int | None, ...]:
+        """The layer at each position of the pipeline; None for an empty one."""
+        empty, numbers = frozenset(self.noop_layers), iter(range(num_layers))
+        return tuple(None if position in empty else next(numbers) for position in range(self.num_positions(num_layers)))
+
     def num_chunks(self, num_layers: int) -> int:
         """Virtual stages of a rank; 1 without them."""
         return 1 if self.vpp is None else self.num_positions(num_layers) // self.pp // self.vpp
 
     def chunks(self, num_layers: int, pp_rank: int) -> tuple[tuple[int | None, ...], ...]:
         """The layers of each virtual stage of a rank, in order, as numbers of the model's layers; None is an empty one."""
-        empty = frozenset(self.noop_layers)
-        numbers = iter(range(num_layers))
-        layers = [None if position in empty else next(numbers) for position in range(self.num_positions(num_layers))]
+        layers = self.positions(num_layers)
         return tuple(tuple(layers[start:end]) for start, end in self._blocks(num_layers, pp_rank))
 
     def _blocks(self, num_layers: int, pp_rank: int) -> list[tuple[int, int]]:

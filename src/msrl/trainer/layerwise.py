@@ -30,6 +30,7 @@ class LayerwiseWorker(TrainWorker):
         source = open_weights(path)
         padded = source.shape.padded_vocab_size(1)
         model = megatron.build_model(source.shape, self.layout, self.dtype, self.device, padded)
+        assert isinstance(model, PolicyModel)
         rules: dict[str, Rule] = {placed.name: placed.rule for placed in stage_tensors(source.shape, WHOLE, Coords())}
 
         def fetch(name: str) -> Tensor:

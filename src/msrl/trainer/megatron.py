@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,6 +37,7 @@ from msrl.trainer.attention import CoreAttention
 from msrl.trainer.experts import mixture_spec
 from msrl.trainer.latent_attention import LatentAttention
 from msrl.trainer.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
+from msrl.trainer.pipeline import Chunks, EmptyLayer, chunks_of
 from msrl.trainer.settings import Layout, Recompute, sequence_multiple
 
 
@@ -141,9 +143,15 @@ def transformer_config(
     shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, recompute: Recompute | None = None
 ) -> TransformerConfig:
     """The Megatron settings of a shape."""
-    settings = transformer_settings(shape)
+    settings = {**transformer_settings(shape), "num_layers": layout.num_positions(shape.num_layers)}
+    if shape.moe is not None:
+        kinds = settings["moe_layer_freq"]
+        settings["moe_layer_freq"] = [0 if layer is None else kinds[layer] for layer in layout.positions(shape.num_layers)]
+    num_chunks = layout.num_chunks(shape.num_layers)
     return TransformerConfig(
         **{**settings, "activation_func": ACTIVATIONS[settings["activation_func"]]},
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        pipeline_model_parallel_layout=_uneven(layout),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
@@ -174,6 +182,16 @@ def _recompute_settings(recompute: Recompute | None) -> dict[str, Any]:
     if recompute.granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
     return {"recompute_granularity": "full", "recompute_method": recompute.method, "recompute_num_layers": recompute.layers}
+
+
+def _uneven(layout: Layout) -> PipelineParallelLayerLayout | None:
+    """Megatron's description of stages of different sizes."""
+    if layout.num_layer_list is None:
+        return None
+    stages = [["decoder"] * count for count in layout.num_layer_list]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return PipelineParallelLayerLayout(stages, layout.pp)
 
 
 def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
@@ -210,12 +228,26 @@ def _latent_attention_spec(shape: Shape, mla: Mla) -> ModuleSpec:
 
 def build_model(
     shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, padded_vocab_size: int, recompute: Recompute | None = None
-) -> PolicyModel:
-    """This rank's part of the model, weights not yet set."""
+) -> torch.nn.Module:
+    """This rank's part of the model, weights not yet set: a PolicyModel, or `Chunks` of several under virtual stages.
+
+    Parameters have the names of `stage_tensors`.
+    """
     config = transformer_config(shape, layout, dtype, device, recompute)
-    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    (layers,) = layout.chunks(shape.num_layers, parallel_state.get_pipeline_model_parallel_rank())
-    specs = [_layer_spec(shape, layer) for layer in layers if layer is not None]
+    chunks = layout.chunks(shape.num_layers, parallel_state.get_pipeline_model_parallel_rank())
+    models = [_build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size) for number, layers in enumerate(chunks)]
+    model = models[0] if len(models) == 1 else Chunks(models)
+    _mark_shards(model, shape, layout)
+    return model.to(device)
+
+
+def _build_chunk(
+    shape: Shape, config: TransformerConfig, number: int, num_chunks: int, layers: Sequence[int | None], padded_vocab_size: int
+) -> PolicyModel:
+    """One virtual stage of this rank; `layers` are its layers by their numbers in the model, None an empty one."""
+    is_first = parallel_state.is_pipeline_first_stage() and number == 0
+    is_last = parallel_state.is_pipeline_last_stage() and number == num_chunks - 1
+    specs = [ModuleSpec(module=EmptyLayer) if layer is None else _layer_spec(shape, layer) for layer in layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # pyright: ignore[reportArgumentType] - a class is taken too
     model = PolicyModel(
         shape=shape,
@@ -228,14 +260,14 @@ def build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="none",
+        vp_stage=number if num_chunks > 1 else None,
     )
     if is_first:
         model.embedding.register_forward_hook(_with_gradient)
     if is_last:
         # The sequence is gathered before positions are selected, hence before this layer.
         model.output_layer.sequence_parallel = False
-    _mark_shards(model, shape, layout)
-    return model.to(device)
+    return model
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
@@ -248,7 +280,7 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
-def _mark_shards(model: PolicyModel, shape: Shape, layout: Layout) -> None:
+def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
     """Tell Megatron which parameters are cut: it does so itself only where it initialises them, and its gradient norm rests on it."""
     weights = named_weights(model)
     at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
@@ -261,7 +293,7 @@ def _mark_shards(model: PolicyModel, shape: Shape, layout: Layout) -> None:
             vars(weights[placed.name]).update(allreduce=False)
 
 
-def freeze(model: PolicyModel, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
+def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
     """Leave out of the training what the patterns choose. Raises MsrlError as `models.select.chosen` does, and where nothing is left."""
     names = chosen(shape, patterns, key="train.freeze")
     parameters = dict(model.named_parameters())
@@ -271,17 +303,19 @@ def freeze(model: PolicyModel, shape: Shape, layout: Layout, patterns: Sequence[
             parameters[placed.name].requires_grad_(False)
 
 
-def wrap(model: PolicyModel, platform: Platform) -> DistributedDataParallel:
-    """Megatron's data-parallel wrapper; gradients are summed, not averaged, since losses come with global denominators."""
-    config = DistributedDataParallelConfig(
+def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataParallel]:
+    """Megatron's data-parallel wrapper of each virtual stage; gradients are summed, not averaged: losses have global denominators."""
+    settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         overlap_grad_reduce=platform.overlap_communication,
         check_for_nan_in_grad=False,
     )
-    wrapped = DistributedDataParallel(model.config, config, model)
-    model.config.finalize_model_grads_func = functools.partial(_finalize)
-    model.config.no_sync_func = wrapped.no_sync
+    chunks = cast("list[PolicyModel]", chunks_of(model))
+    config = chunks[0].config
+    wrapped = [DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
+    config.finalize_model_grads_func = functools.partial(_finalize)
+    config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]  # pyright: ignore[reportAttributeAccessIssue] - Megatron takes a list too
     return wrapped
 
 

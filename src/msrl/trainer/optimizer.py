@@ -5,7 +5,7 @@ Experts are data parallel over other ranks than the rest of a model, hence the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 from msrl.trainer.settings import OptimizerSettings
 
 
-def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSettings, *, is_bf16: bool) -> ChainedOptimizer:
-    """The optimizer of a rank's model."""
+def build_optimizer(wrapped: Sequence[DistributedDataParallel], settings: OptimizerSettings, *, is_bf16: bool) -> ChainedOptimizer:
+    """The optimizer of a rank's model, which may be of several virtual stages."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -33,12 +33,12 @@ def build_optimizer(wrapped: DistributedDataParallel, settings: OptimizerSetting
         use_distributed_optimizer=True,
     )
     overrides = get_standard_config_overrides(config)  # no decay of biases and norms
-    chain = get_megatron_optimizer(config, [wrapped], overrides, use_gloo_process_groups=False)
+    chain = get_megatron_optimizer(config, list(wrapped), overrides, use_gloo_process_groups=False)
     assert isinstance(chain, ChainedOptimizer)
     for group in chain.param_groups:
         # Megatron leaves it to its own scheduler to multiply this out; learning rates are set by ours.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-        if wrapped.config.use_cpu_initialization:
+        if wrapped[0].config.use_cpu_initialization:
             # torch's AdamW in one pass over each shard instead of ten; on accelerators Megatron or MindSpeed bring a fused one.
             group["fused"], group["foreach"] = True, False
     return chain

@@ -55,7 +55,7 @@ def rank(context: RankContext, job: _Job) -> None:
     else:
         Worker = TrainWorker  # noqa: N806 - a class
 
-    settings = WorkerSettings(job.platform, job.checkpoint, Layout(**job.cut.as_json()), "float32", seed=0, timeout_s=600)
+    settings = WorkerSettings(job.platform, job.checkpoint, Layout(**job.cut.trained().as_json()), "float32", seed=0, timeout_s=600)
     worker = Worker(settings, context.rank, context.world_size, context.init_method)
     groups = [job.token_ids] if job.layerwise else [(ids,) for ids in job.token_ids]  # one pass over the weights, or one per sequence
     logits = worker.logits([_batch(group, worker.sequence_multiple) for group in groups])

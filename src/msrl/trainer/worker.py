@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.models.shape import Shape
 from msrl.platforms import resolve
-from msrl.trainer import megatron, optimizer_state
+from msrl.trainer import megatron, optimizer_state, pipeline
 from msrl.trainer.batches import filler
 from msrl.trainer.chunked import chunked_logprobs
 from msrl.trainer.device_batch import DeviceBatch, spread, to_device
@@ -58,11 +57,14 @@ class TrainWorker:
         self.coords = self.layout.coords(self.pp_rank, self.stage_rank)
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self.policy, self.shape = self._load_model(settings.model, settings.iteration)
+        self.num_chunks = self.layout.num_chunks(self.shape.num_layers)
+        config: Any = pipeline.chunks_of(self.policy)[0].config
+        self.links = pipeline.Links(config, self.device, settings.timeout_s) if self.num_chunks > 1 else None
         self.rotary = RotaryTable(self.shape, self.dtype, self.device)
-        self._running = self.policy  # the model whose pass is under way
+        self._running = self._last_chunk(pipeline.chunks_of(self.policy))  # of the model whose pass is under way
         self.reference = self._load_model(settings.reference)[0].eval() if settings.reference and not settings.lora else None
         self._references: dict[int, Distribution] = {}  # by the identity of the micro-batch in work
-        self.wrapped: DistributedDataParallel | None = None
+        self.wrapped: list[DistributedDataParallel] | None = None
         self.adapters: Adapters | None = None
         self.guard = GradientGuard(settings.max_skipped, settings.bad_batch_dir, rank)
         if settings.optimizer:
@@ -83,14 +85,12 @@ class TrainWorker:
         models = torch.nn.ModuleList([self.policy] if self.reference is None else [self.policy, self.reference])
         kinds: dict[str, Callable[[], Iterable[Tensor]]] = {"params": lambda: list(models.parameters())}
         if self.wrapped is not None:
-            wrapped = self.wrapped
-            kinds["grads"] = lambda: [
-                buffer.grad_data for buffer in [*cast("list[Any]", wrapped.buffers), *wrapped.expert_parallel_buffers]
-            ]
+            buffers = [buffer for chunk in self.wrapped for buffer in [*cast("list[Any]", chunk.buffers), *chunk.expert_parallel_buffers]]
+            kinds["grads"] = lambda: [buffer.grad_data for buffer in buffers]
             kinds["optimizer"] = lambda: optimizer_state.tensors(self.optimizer, is_bf16=self.dtype == torch.bfloat16)
         return {kind: tensors for kind, tensors in kinds.items() if kind in self.settings.offload}
 
-    def _load_model(self, path: Path, iteration: int | None = None) -> tuple[PolicyModel, Shape]:
+    def _load_model(self, path: Path, iteration: int | None = None) -> tuple[torch.nn.Module, Shape]:
         source = open_weights(path, self.settings.hf_dir) if iteration is None else open_mcore(path, iteration=iteration)
         padded = source.shape.padded_vocab_size(self.layout.tp)
         model = megatron.build_model(source.shape, self.layout, self.dtype, self.device, padded, self.settings.recompute)
@@ -112,7 +112,8 @@ class TrainWorker:
         """
         assert self.wrapped is not None and self.settings.optimizer is not None, "made without an optimizer"
         self.host.need("params", "grads")
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if loss.needs_divergence:
             self._references = self._reference_distributions(micro_batches, loss.temperature)
@@ -146,7 +147,7 @@ class TrainWorker:
         return [spread(batch, row["logprobs"]).numpy() for batch, row in zip(micro_batches, found, strict=True)]
 
     @contextmanager
-    def _as_reference(self) -> Iterator[PolicyModel]:
+    def _as_reference(self) -> Iterator[torch.nn.Module]:
         """The model that the policy is compared with: the reference, or the policy without its adapters."""
         if self.adapters is not None:
             with self.adapters.off():
@@ -158,7 +159,7 @@ class TrainWorker:
     def _reference_distributions(self, micro_batches: Sequence[MicroBatch], temperature: float) -> dict[int, Distribution]:
         """What the reference says over the whole vocabulary, by the identity of the micro-batch; empty except on the last stage."""
         with self._as_reference() as model:
-            keep = KeepDistribution(model, temperature)
+            keep = KeepDistribution(self._last_chunk(pipeline.chunks_of(model)), temperature)
             found: list[Any] = [*self._run(model.eval(), micro_batches, keep, keep, forward_only=True, is_chunked=True)]
         pairs = zip(micro_batches, found, strict=True) if self.is_last_stage else ()
         return {id(batch): row["distribution"] for batch, row in pairs}
@@ -181,7 +182,7 @@ class TrainWorker:
 
     def _run(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
         micro_batches: Sequence[MicroBatch],
         finish: Any,
         loss: Any,
@@ -193,9 +194,8 @@ class TrainWorker:
         fillers = [filler(self.sequence_multiple)] * (self._rounds(len(micro_batches)) - len(micro_batches))
 
         self.host.need("params")
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        assert isinstance(inner, PolicyModel)
-        self._running = inner
+        models = pipeline.chunks_of(model) if isinstance(model, torch.nn.Module) else model
+        self._running = self._last_chunk(models)
         self._running.gives_hidden = self.settings.chunk is not None if is_chunked is None else is_chunked
 
         def forward_step(batches: Iterator[tuple[int, MicroBatch]], module: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -206,24 +206,27 @@ class TrainWorker:
             return output, functools.partial(self._finish, finish if number < len(micro_batches) else _nothing, loss, batch)
 
         with torch.set_grad_enabled(not forward_only):
-            found = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=enumerate([*micro_batches, *fillers]),
-                model=[model],
-                num_microbatches=len(micro_batches) + len(fillers),
-                seq_length=max(len(batch.token_ids) for batch in micro_batches),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
+            batches = [*micro_batches, *fillers]
+            found = pipeline.run(forward_step, models, batches, pp_size=self.layout.pp, links=self.links, forward_only=forward_only)
         return found[: len(micro_batches)]
 
     def _rounds(self, num_micro_batches: int) -> int:
-        """How many micro-batches this rank runs: ranks that share experts run as many as the one that has most, for they meet in each."""
+        """How many micro-batches this rank runs.
+
+        Ranks that share experts run as many as the one that has most, for they meet in each. Virtual stages take turns in groups of as many
+        micro-batches as there are stages.
+        """
         if self.shape.moe is not None and self.dp_size > 1:
             most = torch.tensor(num_micro_batches, device=self.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=megatron.dp_group())
             num_micro_batches = int(most.item())
-        return num_micro_batches
+        return -(-num_micro_batches // self.layout.pp) * self.layout.pp if self.num_chunks > 1 else num_micro_batches
+
+    @staticmethod
+    def _last_chunk(models: Sequence[torch.nn.Module]) -> PolicyModel:
+        last = models[-1].module if isinstance(models[-1], DistributedDataParallel) else models[-1]
+        assert isinstance(last, PolicyModel)
+        return last
 
     def _finish(self, finish: Any, loss: Any, batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The last stage's end of a micro-batch, in the form that Megatron's schedules take (loss, token count, data)."""

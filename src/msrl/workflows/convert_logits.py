@@ -20,7 +20,7 @@ from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.mcore import SIDECAR
 from msrl.checkpoint.source import WeightSource
 from msrl.config.schema import Config
-from msrl.models.cut import WHOLE, Cut
+from msrl.models.cut import WHOLE
 from msrl.models.families import all_rules, load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.rules import Rule
@@ -51,11 +51,11 @@ class Sides:
     def megatron(self, checkpoint: Path, hf_dir: Path | None = None) -> list[Tensor]:
         """Megatron from an mcore checkpoint; `hf_dir` is where the config lies, if not in the checkpoint.
 
-        Ranks as many as the checkpoint's tensor-parallel size, on the CPU where there are fewer devices; layer by layer, one.
+        Ranks as the checkpoint is cut for, on the CPU where there are fewer devices; layer by layer, one.
         """
         from msrl.trainer.probe import megatron_logits
 
-        cut = Cut(tp=find_checkpoint(checkpoint).cut.tp) if self.whole else WHOLE
+        cut = find_checkpoint(checkpoint).cut if self.whole else WHOLE
         platform = platforms.resolve(self.config.cluster.platform)
         enough = self.whole and (platform.name == "cpu" or platform.device_count() >= cut.ranks_per_model)
         with _with_config(checkpoint, hf_dir) as folder:

@@ -1,0 +1,180 @@
+"""Pipelines of virtual stages: the module that holds a rank's chunks, and how activations and gradients travel between ranks.
+
+Megatron's own communicator puts what goes forward and what goes backward through one group. With two stages both run between the same
+pair of ranks, where messages are matched in order alone: shapes and tensors of the two directions get into each other's place, and
+gradients come out wrong without a word. Here each direction has a group of its own, so that a message has one possible successor.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from msrl.types import MicroBatch
+
+_NUM_DIMENSIONS = 3  # [tokens, 1, hidden]
+
+
+class Chunks(torch.nn.Module):
+    """The virtual stages of a rank as one module, whose parameters' names begin with `model0.`, `model1.`, ..."""
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        for number, model in enumerate(models):
+            self.add_module(f"model{number}", model)
+
+
+def chunks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The virtual stages of a rank's model; the model itself where it has none."""
+    return list(model.children()) if isinstance(model, Chunks) else [model]
+
+
+class EmptyLayer(torch.nn.Module):
+    """A place in the pipeline without a layer: what comes in goes out."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int = 1, **_: object) -> None:
+        super().__init__()
+        self.config, self.layer_number = config, layer_number
+
+    def forward(self, hidden_states: Tensor, context: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor | None]:
+        # A tensor of its own: the schedule frees what a stage has sent on, and keeps what came in for the way back.
+        return hidden_states.clone(), context
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One direction of travel: where messages of a rank go, where its own come from, and the group that carries nothing else."""
+
+    group: dist.ProcessGroup
+    target: int
+    source: int
+
+
+class Links(P2PCommunicator):
+    """The neighbours of a rank in a pipeline of virtual stages, which is a ring. All ranks make it together.
+
+    A rank waits for what it is to receive and never for what it sent: one that is through with its forward passes sends without
+    receiving, while its neighbour has already turned round.
+    """
+
+    def __init__(self, config: TransformerConfig, device: torch.device, timeout_s: float) -> None:
+        super().__init__(cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group()), config)
+        self._device = device
+        next_rank, previous = cast("int", self.next_rank), cast("int", self.prev_rank)
+        forward, backward = _groups(self.pp_group, datetime.timedelta(seconds=timeout_s))
+        self._lanes = (_Lane(forward, next_rank, previous), _Lane(backward, previous, next_rank))
+        self._sent: list[tuple[Any, Tensor]] = []  # on the way; the tensors must outlive the schedule's interest in them
+
+    def _communicate(
+        self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool, **_: object
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        """Send to and receive from both neighbours; shapes travel first, since micro-batches differ in length."""
+        self._sent = [(request, tensor) for request, tensor in self._sent if not request.is_completed()]
+        sent = [None if tensor is None else tensor.detach().contiguous() for tensor in (tensor_send_next, tensor_send_prev)]
+        shapes = [self._shape(torch.empty(_NUM_DIMENSIONS)) if asked else None for asked in (recv_prev, recv_next)]
+        coming = [
+            self._post(lane, None if tensor is None else self._shape(torch.tensor(tensor.shape)), shape)
+            for lane, tensor, shape in zip(self._lanes, sent, shapes, strict=True)
+        ]
+        received: list[Tensor | None] = []
+        for i, lane in enumerate(self._lanes):
+            _wait(coming[i])
+            shape = shapes[i]
+            room = None if shape is None else torch.empty(shape.tolist(), device=self._device, dtype=self.config.pipeline_dtype)
+            coming[i] = self._post(lane, sent[i], room)
+            received.append(room)
+        for requests in coming:
+            _wait(requests)
+        return _leaf(received[0]), _leaf(received[1]), None
+
+    def _shape(self, sizes: Tensor) -> Tensor:
+        return sizes.to(self._device, torch.int64)
+
+    def _post(self, lane: _Lane, out: Tensor | None, room: Tensor | None) -> list[Any]:
+        """Begin to send `out` and to fill `room`; the requests that stand for the latter."""
+        operations = [] if out is None else [dist.P2POp(dist.isend, out, lane.target, lane.group)]
+        operations += [] if room is None else [dist.P2POp(dist.irecv, room, lane.source, lane.group)]
+        requests: list[Any] = dist.batch_isend_irecv(operations) if operations else []
+        if out is not None:
+            self._sent.append((requests[0], out))
+        return requests[-1:] if room is not None else []
+
+    def flush(self) -> None:
+        """Wait until all that was sent has arrived."""
+        _wait([request for request, _ in self._sent])
+        self._sent.clear()
+
+
+def _wait(requests: Sequence[Any]) -> None:
+    for request in requests:
+        request.wait()
+
+
+def _leaf(tensor: Tensor | None) -> Tensor | None:
+    """What was received, as the schedules want it: something to differentiate by."""
+    return None if tensor is None else tensor.requires_grad_()
+
+
+def _groups(pipeline: dist.ProcessGroup, timeout: datetime.timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Two more groups of the ranks of each pipeline; this rank's are returned."""
+    mine = dist.get_process_group_ranks(pipeline)
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    found: list[dist.ProcessGroup] = []
+    for ranks in sorted({tuple(ranks) for ranks in everybody}):
+        for _ in range(2):
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if list(ranks) == mine:
+                found.append(cast("dist.ProcessGroup", group))
+    return found[0], found[1]
+
+
+def _groups_of_schedule() -> ProcessGroupCollection:
+    """The process groups that a schedule with links of its own must be told; the same that it would look up."""
+    found: Any = ProcessGroupCollection()
+    found.tp = parallel_state.get_tensor_model_parallel_group()
+    found.cp = parallel_state.get_context_parallel_group()
+    found.pp = parallel_state.get_pipeline_model_parallel_group()
+    found.embd = parallel_state.get_embedding_group(check_initialized=False)
+    found.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    found.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return found
+
+
+def run(
+    forward_step: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]],
+    models: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    *,
+    pp_size: int,
+    links: Links | None,
+    forward_only: bool,
+) -> list[Any]:
+    """Megatron's schedule over the micro-batches, which `forward_step` gets with their numbers; what it returned, on the last stage."""
+    numbered = list(enumerate(batches))
+    own = {"p2p_communicator": links, "pg_collection": _groups_of_schedule()} if links else {}
+    schedule: Any = get_forward_backward_func(pp_size, len(models) if len(models) > 1 else None)
+    found = schedule(
+        forward_step_func=forward_step,
+        data_iterator=[iter(numbered) for _ in models] if len(models) > 1 else iter(numbered),
+        model=list(models),
+        num_microbatches=len(numbered),
+        seq_length=max(len(batch.token_ids) for batch in batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        **own,
+    )
+    if links:
+        links.flush()
+    return found
