@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from msrl.models.rules import GateUp, Joined, Layout, Packed, Qkv, Replicated, Sharded, Vocab
+from msrl.models.rules import GateUp, Joined, Layout, Packed, Qkv, Replicated, Sharded, Vocab, Zeros
 
 
 def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
@@ -26,6 +26,8 @@ def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(tensors))
     if isinstance(layout, Joined):
         return torch.cat(list(tensors))
+    if isinstance(layout, Zeros):
+        return torch.zeros(layout.rows)
     (tensor,) = tensors
     return tensor
 
@@ -41,6 +43,8 @@ def unfuse(layout: Layout, canonical: Tensor) -> tuple[Tensor, ...]:
         return tuple(canonical.unbind(0))
     if isinstance(layout, Joined):
         return canonical.split(list(layout.rows))
+    if isinstance(layout, Zeros):
+        return ()
     return (canonical,)
 
 
@@ -92,7 +96,9 @@ def pieces(layout: Layout, tensors: Sequence[Tensor], tp_rank: int, tp_size: int
     Each source is cut along its own axis: a rank holds whole query groups, and its rows of gate and of up are ranges.
     """
     layout, tensors = _unpacked(layout, tensors)
-    if isinstance(layout, Replicated):
+    if isinstance(layout, Zeros):
+        yield torch.zeros(layout.rows)
+    elif isinstance(layout, Replicated):
         yield from tensors
     elif isinstance(layout, Vocab):
         yield from _vocab_pieces(layout, tensors[0], tp_rank, tp_size, padded_vocab)
@@ -111,6 +117,8 @@ def _by_group(num_groups: int, parts: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def shard_shape(layout: Layout, shapes: Sequence[tuple[int, ...]], tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
     """The shape of a rank's shard, from the shapes of the Hugging Face tensors alone."""
+    if isinstance(layout, Zeros):
+        return (layout.rows,)
     first = shapes[0]
     if isinstance(layout, Joined):
         return (sum(layout.rows), *first[1:])

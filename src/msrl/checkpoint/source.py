@@ -24,7 +24,8 @@ from msrl.checkpoint.torch_file import Pieces, TensorSpec, spec_of
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, load_shape
-from msrl.models.rules import Rule
+from msrl.models.reward_head import OUTPUT_LAYER
+from msrl.models.rules import Rule, Zeros
 from msrl.models.shape import Shape
 from msrl.models.stages import TIED_OUTPUT, chunk_name, stage_tensors
 
@@ -96,6 +97,8 @@ class HfSource(WeightSource):
         self.shape, self.hf_dir = self._checkpoint.shape, folder
 
     def dtype(self, rule: Rule) -> torch.dtype:
+        if not rule.hf:
+            return self.main_dtype()
         kinds = {self._checkpoint.specs[name].dtype for name in rule.hf}
         if len(kinds) > 1:
             raise MsrlError(f"{self.hf_dir}: {', '.join(rule.hf)} have different types; choose one with --dtype")
@@ -130,6 +133,8 @@ class ShardedSource(WeightSource):
         for at in cut.ranks():
             self._check_rank(at, shards[at])
             for placed in stage_tensors(shape, cut, at):
+                if isinstance(placed.layout, Zeros) and shards[at][placed.name].any():
+                    raise MsrlError(f"{where}: {placed.name} is not zero, and {shape.architecture} has no place for it")
                 if not placed.is_tied_copy:
                     self._places.setdefault(placed.rule.mcore, {}).setdefault(placed.shard, (at, placed.name))
 
@@ -203,6 +208,8 @@ def open_mcore(
     contents = {rank: read_rank_file(path) for rank, path in found.files.items()}
     shape = load_shape(config_dir)
     models = {rank: _base_weights(content["model"], save, beside_adapter) for rank, content in contents.items()}
+    if shape.reward_head:
+        models = {rank: _without_output_layer(model) for rank, model in models.items()}
     found = dataclasses.replace(found, cut=with_empty_layers(found.cut, contents[Coords()]["args"], shape, models))
     for rank, content in contents.items():
         _check_args(found, rank, vars(content["args"]), shape)
@@ -229,6 +236,11 @@ def _base_weights(model: Mapping[str, Tensor], save: Path, beside_adapter: bool)
     if len(weights) < len(model) and not beside_adapter:
         raise MsrlError(f"{save}: holds a LoRA adapter beside the weights; merge it (convert-ckpt mcore2hf or reshard, with --lora {save})")
     return {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+
+
+def _without_output_layer(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """MindSpeed's reward models keep an output layer that is neither used nor trained."""
+    return {name: tensor for name, tensor in model.items() if not name.endswith(OUTPUT_LAYER)}
 
 
 def _check_args(found: Found, rank: Coords, args: Mapping[str, object], shape: Shape) -> None:

@@ -126,7 +126,10 @@ def model_shape(config: Config) -> Shape | None:
     load, path = config.checkpoint.load, config.model.path
     if load is not None and (path is None or (config_dir(load) / "config.json").is_file()):
         path = load
-    return None if path is None else load_shape(config_dir(path))
+    shape = None if path is None else load_shape(config_dir(path))
+    if shape is not None and shape.reward_head:
+        raise MsrlError(f"{path}: {shape.architecture} gives scores, no text; it can be a reward.sources model, and be converted")
+    return shape
 
 
 def _elements(placed: Placed) -> int:

@@ -12,6 +12,7 @@ from types import ModuleType
 from msrl import registry
 from msrl.errors import MsrlError
 from msrl.models.hf_config import HfConfig, read_hf_config
+from msrl.models.reward_head import base_architecture, base_config, is_scoring, with_score, with_score_rules
 from msrl.models.rules import Rule, Rules
 from msrl.models.shape import Shape
 
@@ -36,17 +37,20 @@ def load_shape(hf_dir: Path) -> Shape:
 def shape_of(config: HfConfig) -> Shape:
     """The shape that a config describes. Raises MsrlError as `load_shape` does."""
     architecture = config.architecture()
-    family = families().get(architecture)
+    family = families().get(base_architecture(architecture))
     if family is None:
         known = ", ".join(sorted(families()))
         raise MsrlError(f"{config.where}: architecture {architecture} is not supported; supported: {known}")
+    if is_scoring(architecture):
+        return with_score(family.shape(base_config(config)), architecture)
     return family.shape(config)
 
 
 @functools.lru_cache(maxsize=16)
 def rules_for(shape: Shape) -> Rules:
     """The weight rules of a model."""
-    return families()[shape.architecture].rules(shape)
+    rules = families()[base_architecture(shape.architecture)].rules(shape)
+    return with_score_rules(rules, shape) if shape.reward_head else rules
 
 
 @functools.lru_cache(maxsize=16)

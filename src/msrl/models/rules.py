@@ -22,6 +22,13 @@ class Joined(Replicated):
 
 
 @dataclass(frozen=True, slots=True)
+class Zeros(Replicated):
+    """`rows` numbers that Megatron has and Hugging Face has not: zero in every conversion, the same on every tensor-parallel rank."""
+
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sharded:
     """One Hugging Face tensor, cut along `axis`: 0 for column-parallel weights, 1 for row-parallel ones.
 

@@ -123,6 +123,7 @@ class Shape:
     `embedding_scale` multiplies embeddings. `normalized_head` scales each row of the output layer to length 1. `logit_softcap` caps
     logits as `Attention.softcap` caps scores. `carried` are the prefixes of Hugging Face tensors that belong to the model but are neither
     cut nor trained: they go through conversions as they are. `may_lack_carried` says that a folder without any of them is whole too.
+    `reward_head`: one score per token in place of logits (see `reward_head.py`).
     """
 
     family: str
@@ -155,6 +156,12 @@ class Shape:
     may_lack_carried: bool = False
     moe: Moe | None = None
     mla: Mla | None = None
+    reward_head: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the model gives per token: a logit for each token of the vocabulary, or one score."""
+        return 1 if self.reward_head else self.vocab_size
 
     @property
     def heads_per_group(self) -> int:

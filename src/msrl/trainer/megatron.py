@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 from collections.abc import Sequence
@@ -50,6 +51,9 @@ class PolicyModel(GPTModel):
     def __init__(self, *, shape: Shape, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._shape = shape
+        if shape.reward_head and self.post_process:
+            del self.output_layer
+            self.rm_head = _score_head(self.config)
         self.gives_hidden = False  # in place of logits: for `chunked_logprobs`
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None = None, **kwargs: Any) -> Any:
@@ -67,6 +71,8 @@ class PolicyModel(GPTModel):
         hidden = hidden_states.squeeze(1)  # [N, hidden]
         if loss_mask is not None:
             hidden = hidden[loss_mask]
+        if self._shape.reward_head:
+            return self.rm_head(hidden.unsqueeze(1))[0].squeeze(1)  # [M, 1]
         if self.gives_hidden:
             return copy_to_tensor_model_parallel_region(hidden)  # [M, hidden]
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self._output_weight())
@@ -83,6 +89,15 @@ class PolicyModel(GPTModel):
         if self._shape.normalized_head:
             return F.normalize(cast("Tensor", self.output_layer.weight if weight is None else weight))
         return weight
+
+
+def _score_head(config: TransformerConfig) -> RowParallelLinear:
+    """MindSpeed's head of reward models: hidden channels are cut over the tensor-parallel ranks, the score is on all of them."""
+    plain = copy.copy(config)
+    plain.sequence_parallel = False
+    return RowParallelLinear(
+        config.hidden_size, 1, config=plain, init_method=torch.nn.init.zeros_, bias=True, input_is_parallel=False, skip_bias_add=False
+    )
 
 
 def _there(value: Tensor | None, other: Any) -> Any:
@@ -264,7 +279,7 @@ def _build_chunk(
     )
     if is_first:
         model.embedding.register_forward_hook(_with_gradient)
-    if is_last:
+    if is_last and not shape.reward_head:
         # The sequence is gathered before positions are selected, hence before this layer.
         model.output_layer.sequence_parallel = False
     return model

@@ -178,7 +178,7 @@ class TrainWorker:
     def _join_vocabulary(self, logits: Tensor) -> Tensor:
         parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
         dist.all_gather(parts, logits.contiguous(), group=megatron.tp_group())
-        return torch.cat(parts, -1)[:, : self.shape.vocab_size]
+        return torch.cat(parts, -1)[:, : self.shape.num_outputs]
 
     def _run(
         self,

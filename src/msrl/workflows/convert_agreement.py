@@ -32,7 +32,10 @@ class Agreement:
 
 
 def compare_logits(left: Sequence[Tensor], right: Sequence[Tensor], vocab_size: int, *, tie: float) -> Agreement:
-    """Compare the logits of the same sequences, each [T, V or more]. `tie`: how near two logits are that may change places."""
+    """Compare the logits of the same sequences, each [T, V or more]; V is 1 for scores.
+
+    `tie`: how near two logits are that may change places.
+    """
     largest, divergence, same, squares, positions = 0.0, 0.0, 0, 0.0, 0
     for a, b in zip(left, right, strict=True):
         a, b = a[:, :vocab_size].float(), b[:, :vocab_size].float()
@@ -40,9 +43,14 @@ def compare_logits(left: Sequence[Tensor], right: Sequence[Tensor], vocab_size: 
         largest = max(largest, float(difference.max()))
         divergence = max(divergence, _divergence(a, b))
         same += _same_choices(a, b, tie)
-        squares += float(a.double().var(dim=1).sum())
+        squares += float(_variance(a.double())) * len(a)
         positions += len(a)
     return Agreement(len(left), positions, largest, (squares / positions) ** 0.5, divergence, same)
+
+
+def _variance(a: Tensor) -> Tensor:
+    """Of a position's logits, the mean over positions; of scores, of which a position has one, over all positions."""
+    return a.var(dim=1).mean() if a.shape[1] > 1 else a.var(correction=0)
 
 
 def _divergence(a: Tensor, b: Tensor) -> float:

@@ -10,6 +10,8 @@ from msrl.checkpoint.mcore import read_rank_file
 from msrl.checkpoint.verify import damaged_files
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.cut import Coords
+from msrl.models.reward_head import OUTPUT_LAYER, WEIGHT
+from msrl.models.stages import chunk_of
 from msrl.tracking.progress import amount_text
 
 _TELLING = (
@@ -59,7 +61,14 @@ def not_weights(save: Path) -> list[str]:
     contents = read_rank_file(first)
     found = [what for key, what in _NOT_WEIGHTS.items() if contents.get(key)]
     beside = sorted(path.name for path in first.parent.iterdir() if path != first)
+    if any(_has_unused_output_layer(path) for path in find_checkpoint(save).files.values()):
+        found.append("output layer, which a reward model does not use")
     return [*found, *beside]
+
+
+def _has_unused_output_layer(path: Path) -> bool:
+    names = {chunk_of(name)[1] for name in read_rank_file(path)["model"]}
+    return {WEIGHT, OUTPUT_LAYER} <= names
 
 
 def print_left_out(save: Path) -> None:

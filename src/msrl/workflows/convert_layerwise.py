@@ -53,8 +53,18 @@ def transformers_logits(source: WeightSource, tokens: list[list[int]], dtype: to
     longest = max(map(len, tokens))
     rows = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens])  # in one pass; attention is causal, the filling comes last
     with torch.inference_mode():
-        logits = model(rows, use_cache=False).logits
+        logits = outputs(model, rows, source.shape)
     return [row[: len(ids)].clone() for row, ids in zip(logits, tokens, strict=True)]
+
+
+def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
+    """What transformers' `model` gives at every position of token ids [B, T]: logits [B, T, vocabulary], or scores [B, T, 1].
+
+    A reward model's own forward pass keeps the score of the last token alone.
+    """
+    if shape.reward_head:
+        return model.score(model.base_model(rows, use_cache=False).last_hidden_state)
+    return model(rows, use_cache=False).logits
 
 
 def _fetcher(source: WeightSource, dtype: torch.dtype | None) -> Callable[[str], Tensor]:

@@ -24,6 +24,7 @@ from msrl.models.cut import WHOLE
 from msrl.models.families import all_rules, load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.rules import Rule
+from msrl.models.shape import Shape
 from msrl.workflows import convert_layerwise as layerwise
 
 
@@ -80,9 +81,10 @@ def _pretrained(folder: Path, tokens: list[list[int]]) -> list[Tensor]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model_class = layerwise.class_of(load_shape(folder))
+    shape = load_shape(folder)
+    model_class = layerwise.class_of(shape)
     model = model_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True, attn_implementation=layerwise.ATTENTION)
-    return _forward(model, tokens)
+    return _forward(model, tokens, shape)
 
 
 def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
@@ -99,7 +101,7 @@ def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | 
     astray = sorted(name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in map(str, found[kind]))
     if astray:
         raise RuntimeError(f"transformers' {source.shape.architecture} and the rules disagree on {', '.join(astray[:5])}")
-    return _forward(model, tokens)
+    return _forward(model, tokens, source.shape)
 
 
 def _cast(source: WeightSource, rule: Rule, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -108,11 +110,11 @@ def _cast(source: WeightSource, rule: Rule, dtype: torch.dtype | None) -> Iterat
         yield name, tensor if kind is None else tensor.to(kind)
 
 
-def _forward(model: Any, tokens: list[list[int]]) -> list[Tensor]:
-    """Each sequence's logits, [T, vocabulary]; the model is let go of afterwards."""
+def _forward(model: Any, tokens: list[list[int]], shape: Shape) -> list[Tensor]:
+    """Each sequence's logits, [T, vocabulary], or scores, [T, 1]; the model is let go of afterwards."""
     model.eval()
     with torch.inference_mode():
-        logits = [model(torch.tensor([ids])).logits[0].clone() for ids in tokens]
+        logits = [layerwise.outputs(model, torch.tensor([ids]), shape)[0].clone() for ids in tokens]
     del model
     gc.collect()
     return logits

@@ -114,11 +114,13 @@ def _merge(source: MergedSource) -> Check:
 
 
 def _logits(shape: Shape, samples: Samples, left: Sequence[Tensor], right: Sequence[Tensor], sides: str) -> list[Check]:
-    """Two lines: the logits themselves, and what is sampled from them."""
-    found = compare_logits(left, right, shape.vocab_size, tie=MAX_LOGIT_DIFFERENCE)
+    """Two lines: the logits themselves, and what is sampled from them; of a reward model the scores alone."""
+    found = compare_logits(left, right, shape.num_outputs, tie=MAX_LOGIT_DIFFERENCE)
     limit = MAX_LOGIT_DIFFERENCE * max(1.0, found.spread)
-    compared = f"{sides}: {samples.origin}, {found.num_positions} positions x {shape.vocab_size:,}"
+    compared = f"{sides}: {samples.origin}, {found.num_positions} positions x {shape.num_outputs:,}"
     outcome = f"largest difference {found.largest:.1e} (limit {limit:.0e}), standard deviation {found.spread:.2g}"
+    if shape.reward_head:
+        return [Check("scores, fp32", compared, outcome, found.largest <= limit)]
     likeliest = f"same likeliest token {found.same_choice}/{found.num_positions}"
     return [
         Check("logits, fp32", compared, outcome, found.largest <= limit),
