@@ -1,0 +1,1 @@
+"""The sections of the configuration, a module for each part of the work; `config.schema` puts them together."""

@@ -1,0 +1,83 @@
+"""What every training shares: the run, the model, data, the cluster, checkpoints, logs, evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict
+
+from msrl.config.sections.base import BelowOne, Bool, Count, Dtype, Platform, Positive, Seconds, Section, Size, Text
+
+
+class RunConfig(Section):
+    """Everything that a run writes lives under `dir/name`."""
+
+    name: Text = Field(default="run", description="Name of the run; its folder is run.dir/run.name")
+    seed: Size = Field(default=0, description="Seed of initialisation, shuffling and sampling where no other seed is given")
+    dir: Text = Field(default="runs", description="Folder that holds the folders of all runs")
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: Text | None = Field(default=None, description="Hugging Face folder or mcore checkpoint folder to start from")
+    tokenizer: Text | None = Field(default=None, description="Folder of the tokenizer; unset: the one that comes with model.path")
+    dtype: Dtype = Field(default="bfloat16", description="Type of weights and activations; bfloat16 keeps fp32 master weights")
+    template: Text | None = Field(default=None, description="Prompt template that the data must have been rendered with; unset: any")
+
+
+class DataConfig(Section):
+    """Data that `msrl preprocess` wrote, named by its output prefix."""
+
+    train: Text | None = Field(default=None, description="Prefix of the training data: examples for train-sft, prompts for train-grpo")
+    eval: Text | None = Field(default=None, description="Prefix of the held-out data")
+    eval_fraction: BelowOne = Field(default=0.0, description="Share of data.train that is held out instead of data.eval, drawn by run.seed")
+    seq_length: Count | None = Field(default=None, description="Longest row in tokens; unset: as the data was preprocessed")
+    too_long: Literal["refuse", "drop", "truncate"] = Field(
+        default="refuse",
+        description="What train-sft does with rows longer than data.seq_length; what is dropped or cut is counted and said",
+    )
+    pack: Bool = Field(default=False, description="Lay several examples end to end into rows of data.seq_length tokens")
+    shuffle: Bool = Field(default=True, description="New order of the rows in every epoch, from run.seed")
+
+
+class ClusterConfig(Section):
+    """The devices and how workers reach each other."""
+
+    platform: Platform = Field(default="auto", description="Kind of device; auto: npu, else cuda, else cpu, by what the machine has")
+    address: Text | None = Field(default=None, description="HOST:PORT of a cluster made by `msrl cluster up`; unset: a local Ray")
+    nodes: Count = Field(default=1, description="Machines of the cluster that the run takes; train-sft runs on one")
+    devices_per_node: Count | None = Field(default=None, description="Training ranks per node, one per device; unset: tp * pp")
+    rpc_timeout_s: Seconds = Field(default=600.0, description="Seconds to wait for a worker, or a collective, before the run is ended")
+    env: dict[str, Annotated[str, Strict()]] = Field(default_factory=dict[str, str], description="Environment variables of every worker")
+
+
+class CheckpointConfig(Section):
+    """What is loaded, saved and resumed."""
+
+    load: Text | None = Field(default=None, description="mcore checkpoint whose weights replace those of model.path")
+    save: Text | None = Field(default=None, description="Folder of the run's checkpoints; unset: checkpoints in the folder of the run")
+    every_steps: Count | None = Field(default=None, description="Steps between two checkpoints; unset: only after the last step")
+    keep: Count | None = Field(default=None, description="Newest checkpoints that stay; unset: all")
+    max_gb: Positive | None = Field(default=None, description="Gigabytes (1e9) that checkpoints may take; older ones go, the newest stays")
+    keep_best: Bool = Field(default=False, description="Save after every evaluation with a new lowest loss, and keep that checkpoint too")
+    resume: Text = Field(default="none", description="none: start anew; auto: go on from the newest checkpoint, if any; or the path of one")
+    export_hf: Bool = Field(default=False, description="Write the final model as a Hugging Face folder, hf in the folder of the run")
+
+
+class LogConfig(Section):
+    """What is written while training."""
+
+    every_steps: Count = Field(default=1, description="Steps between two lines on the terminal; metrics.jsonl has every step")
+    trackers: tuple[Literal["tensorboard"], ...] = Field(default=("tensorboard",), description="Where metrics go besides metrics.jsonl")
+    save_rollouts: Bool = Field(default=True, description="Write every prompt and completion with its rewards to rollouts/*.jsonl")
+
+
+class EvalConfig(Section):
+    """Evaluation on data.eval while training."""
+
+    every_steps: Count | None = Field(default=None, description="Steps between two evaluations; unset: none")
+    prompts: Count | None = Field(default=None, description="Rows of data.eval that are used, from its start; unset: all")
+    patience: Count | None = Field(
+        default=None, description="Evaluations without a new lowest loss after which train-sft ends early; unset: it does not"
+    )
