@@ -296,8 +296,9 @@ def _k_and_v_swapped(layout: Any, tensors: Any) -> Any:
 def test_a_swap_in_both_directions_fails_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: Any) -> None:
     """Gate with up, or k with v, both ways: the round trip stays equal, the logits tell."""
     save_real(tmp_path / "hf", "qwen2", tied=True)
-    fuse, unfuse = layouts.fuse, layouts.unfuse
+    fuse, unfuse, pieces = layouts.fuse, layouts.unfuse, layouts.pieces
     monkeypatch.setattr(layouts, "fuse", lambda layout, tensors: fuse(layout, swap(layout, tuple(tensors))))
+    monkeypatch.setattr(layouts, "pieces", lambda layout, tensors, *ranks: pieces(layout, swap(layout, tuple(tensors)), *ranks))
     monkeypatch.setattr(layouts, "unfuse", lambda layout, canonical: swap(layout, unfuse(layout, canonical)))
     with pytest.raises(VerificationError, match="logits, fp32: largest difference"):
         run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore")
