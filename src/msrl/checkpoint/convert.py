@@ -22,6 +22,7 @@ from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free, staged_folder
 from msrl.checkpoint.hf import HfWriter, copy_sidecars
 from msrl.checkpoint.hf_files import StoredTensor
+from msrl.checkpoint.legacy import refuse_unnamed
 from msrl.checkpoint.mcore import (
     SIDECAR,
     manifest_entry,
@@ -38,6 +39,7 @@ from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile
 from msrl.models.cut import WHOLE, Cut
 from msrl.models.families import all_rules
 from msrl.models.rules import Rule
+from msrl.models.stages import chunk_of
 
 ITERATION = 1
 Advance = Callable[[int], None]
@@ -54,8 +56,13 @@ class McoreTarget:
 
 
 def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
-    """What would be written and its bytes. Raises ManyErrors when the layout does not divide the model."""
+    """What would be written and its bytes.
+
+    Raises ManyErrors when the layout does not divide the model, MsrlError when the names that are asked for do not cover it.
+    """
     plan = make_plan(source.shape, target.cut, target.vocab_multiple)
+    if target.naming.legacy:
+        refuse_unnamed([chunk_of(name)[1] for rank in plan.ranks for name in rank.tensors], source.shape.architecture)
     carried = carried_bytes(carried_tensors(source.hf_dir, source.shape))
     return plan, carried + sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
 

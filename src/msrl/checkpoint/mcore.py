@@ -5,7 +5,8 @@
     <save>/msrl_manifest.json                                             ours: layout, sizes and checksums per iteration
     <save>/hf/                                                            ours: config.json and tokenizer of the model
 
-A file is a dict of args, checkpoint_version, iteration and model (or model0, model1, ... for virtual stages). MindSpeed takes any entry of
+A file is a dict of args, checkpoint_version, iteration and model (or model0, model1, ... for virtual stages), whose names are those of
+megatron-core or of the models before it (`legacy`, told apart by themselves). MindSpeed takes any entry of
 an iteration's folder for a rank, so nothing else may lie there.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from msrl.checkpoint import legacy
 from msrl.checkpoint.arguments import num_local_experts
 from msrl.checkpoint.names import Naming, is_fused, local_name, unfused
 from msrl.checkpoint.plan import Plan, padded_vocab_size
@@ -84,6 +86,9 @@ def stream_rank_file(
         for name, value in model.items():
             chunk, inside = chunk_of(name)
             chunks.setdefault("model" if chunk is None else f"model{chunk}", {})[inside] = value
+        if not getattr(args, "use_mcore_models", True):
+            tied = not args.untie_embeddings_and_output_weights
+            chunks = {key: legacy.nested(chunk, tied=tied) for key, chunk in chunks.items()}
         return {"args": args, "checkpoint_version": 3.0, "iteration": number, **(chunks or {"model": {}})}
 
     return write_torch_file(path, specs, tensors, whole_file)
@@ -104,7 +109,7 @@ def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
     tensors = [
         (name if key == "model" else f"{key}.{name}", value)
         for key, chunk in chunks.items()
-        for name, value in chunk.items()
+        for name, value in (legacy.flat(path, chunk) if legacy.is_legacy(chunk) else chunk).items()
         if _is_weight(path, name, value)
     ]
     others = {key: value for key, value in contents.items() if key not in chunks}
@@ -173,7 +178,7 @@ def namespace(
         use_rotary_position_embeddings=True,
         **rope_arguments(shape),
         transformer_impl="transformer_engine" if naming.te else "local",
-        use_mcore_models=True,
+        use_mcore_models=not naming.legacy,
         bf16=dtype == "bfloat16",
         fp16=dtype == "float16",
         iteration=1,

@@ -30,10 +30,11 @@ _FUSED = {"linear_fc1": "weight1", "linear_fc2": "weight2"}
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How a file names its tensors: by Transformer Engine's layer spec (`te`), with `grouped` experts."""
+    """How a file names its tensors: by Transformer Engine's layer spec (`te`), with `grouped` experts, or as `legacy` models did."""
 
     te: bool = False
     grouped: bool = False
+    legacy: bool = False
 
 
 LOCAL = Naming()

@@ -30,6 +30,7 @@ class ModelDtype(str, Enum):
 class WeightNames(str, Enum):
     local = "local"
     te = "te"
+    legacy = "legacy"
 
 
 class CheckpointLayout(str, Enum):
@@ -122,7 +123,7 @@ TpExtendEp = Annotated[
 ]
 Dtype = Annotated[ConvertDtype | None, typer.Option("--dtype", "--params-dtype", help="Type of the written tensors.")]
 Layout = Annotated[CheckpointLayout | None, typer.Option("--layout", help="On-disk layout of the mcore checkpoint.")]
-Names = Annotated[WeightNames | None, typer.Option("--names", help="Tensor names: local or Transformer Engine.")]
+Names = Annotated[WeightNames | None, typer.Option("--names", help="Tensor names: local, Transformer Engine, or before megatron-core.")]
 PadVocab = Annotated[int | None, typer.Option("--pad-vocab-to-multiple", metavar="N", help="Pad the vocabulary to a multiple; unset: TP.")]
 HfConfig = Annotated[
     str | None, typer.Option("--hf-config", "--hf-cfg-dir", metavar="DIR", help="Folder with config.json and tokenizer, if not in --load.")

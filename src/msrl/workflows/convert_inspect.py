@@ -16,7 +16,8 @@ from msrl.tracking.progress import amount_text
 
 _TELLING = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "padded_vocab_size",
-    "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "rotary_base", "transformer_impl", "lora_r", "lora_alpha",
+    "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "rotary_base", "transformer_impl", "use_mcore_models",
+    "lora_r", "lora_alpha",
 )  # fmt: skip
 _NOT_WEIGHTS = {"optimizer": "optimizer state", "opt_param_scheduler": "learning-rate schedule", "rng_state": "random number generators"}
 

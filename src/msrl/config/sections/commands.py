@@ -42,7 +42,9 @@ class ConvertConfig(Section):
     moe_tp_extend_ep: Bool = Field(default=False, description="Spread whole experts over ep * tp ranks, in MindSpeed's order")
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(default="keep", description="Type of the written tensors")
     layout: Literal["mindspeed"] = Field(default="mindspeed", description="On-disk layout of the mcore checkpoint")
-    names: Literal["local", "te"] = Field(default="local", description="Tensor names: Megatron's local or Transformer Engine layer spec")
+    names: Literal["local", "te", "legacy"] = Field(
+        default="local", description="Tensor names: Megatron's local or Transformer Engine layer spec, or its models before megatron-core"
+    )
     pad_vocab_to_multiple: Count | None = Field(default=None, description="Vocabulary is padded to a multiple of it; unset: tp")
     lora: Text | None = Field(default=None, description="Folder of a LoRA adapter (PEFT's or mcore's) to merge; it may be `load` itself")
     verify: Bool = Field(default=True, description="Prove the result: bitwise round trip, and equal logits in fp32")
