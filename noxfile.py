@@ -92,6 +92,13 @@ def bench(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "benchmarks", "--peers", str(peers), *session.posargs, env=QUIET)
 
 
+@nox.session
+def learning(session: nox.Session) -> None:
+    """Does every preset learn the quickstart's task: `nox -s learning -- [PRESET...] [--seeds N...]`; goes on where it was stopped."""
+    install(session, "cpu,dev")
+    python(session, "-m", "benchmarks.learning", *session.posargs)
+
+
 def python(session: nox.Session, *args: str) -> None:
     """Runs this environment's Python, offline and with one quiet thread per process."""
     session.run(sys.executable, *args, env=QUIET | ONE_THREAD)

@@ -72,7 +72,16 @@ def main() -> None:
 
 def run(runner: Runner) -> dict[str, float]:
     """The pipeline. Returns the accuracy after each stage."""
-    folder, seed = runner.folder, ("--set", f"run.seed={runner.seed}")
+    accuracies = fine_tune(runner)
+    runner.msrl("train-grpo", "train-grpo", "-c", "grpo.yaml", "--set", f"run.seed={runner.seed}")
+    runner.msrl("convert-ckpt", "convert-ckpt", "mcore2hf", "--load", "runs/grpo/checkpoints", "--save", "reinforced")
+    accuracies["after GRPO"] = runner.accuracy("grpo", "reinforced")
+    return accuracies
+
+
+def fine_tune(runner: Runner) -> dict[str, float]:
+    """All that comes before reinforcement: inputs, conversion, SFT, prompts. Returns the accuracy before and after SFT."""
+    folder = runner.folder
     if folder.exists():
         shutil.rmtree(folder)
     make_inputs(folder / "inputs", runner.seed)
@@ -83,12 +92,9 @@ def run(runner: Runner) -> dict[str, float]:
     accuracies = {"before": runner.accuracy("before", "inputs/model")}
     runner.preprocess("sft", "alpaca", {})
     runner.msrl("convert-ckpt", "convert-ckpt", "hf2mcore", "--load", "inputs/model", "--save", "mcore", "--tp", "2")
-    runner.msrl("train-sft", "train-sft", "-c", "sft.yaml", *seed)
+    runner.msrl("train-sft", "train-sft", "-c", "sft.yaml", "--set", f"run.seed={runner.seed}")
     accuracies["after SFT"] = runner.accuracy("sft", "runs/sft/checkpoints")
     runner.preprocess("rl", "r1", {"prompt": "question", "response": "answer"})
-    runner.msrl("train-grpo", "train-grpo", "-c", "grpo.yaml", *seed)
-    runner.msrl("convert-ckpt", "convert-ckpt", "mcore2hf", "--load", "runs/grpo/checkpoints", "--save", "reinforced")
-    accuracies["after GRPO"] = runner.accuracy("grpo", "reinforced")
     return accuracies
 
 

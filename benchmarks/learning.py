@@ -1,0 +1,87 @@
+"""`nox -s learning -- [PRESET...] [--seeds N...]`: does every preset learn, and not only run?
+
+One SFT checkpoint of the quickstart is the start of all; each preset then has the quickstart's 30 steps, whose learning rate and batch
+stay as they are. Held-out accuracy must rise by 10 points. `flipped` is grpo with the signs of its rewards turned: it must not pass, or
+the check would let anything through. What is done is kept in results.jsonl and not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from msrl.config.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
+
+from run import Runner, fine_tune  # noqa: E402 (stands beside its inputs' maker, which it imports by name)
+
+NEEDED = 0.10
+FLIPPED = "flipped"
+_FLIP = ("--set", "reward.sources.0.weight=-0.9", "--set", "reward.sources.1.weight=-0.1")
+
+
+def main() -> int:
+    """Runs what is missing and prints the table; 1 when a preset did not learn, or the flipped one did."""
+    parser = argparse.ArgumentParser(prog="nox -s learning --", description=__doc__)
+    known = [*PRESETS, FLIPPED]
+    parser.add_argument("presets", nargs="*", help=f"of {', '.join(known)} (default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the reinforcement (default: 0 1 2)")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs (default: %(default)s)")
+    args = parser.parse_args()
+    unknown = sorted(set(args.presets) - set(known))
+    if unknown:
+        parser.error(f"there is no preset {', '.join(unknown)}; known: {', '.join(known)}")
+    presets = args.presets or known
+    runner = Runner(args.out, seed=0)
+    start = sft_accuracy(runner)
+    found = {preset: [accuracy(runner, preset, seed) for seed in args.seeds] for preset in presets}
+    print("\n".join(table(start, found, args.seeds)))
+    return int(any(learnt(start, values) == (preset == FLIPPED) for preset, values in found.items()))
+
+
+def sft_accuracy(runner: Runner) -> float:
+    """Accuracy of the shared start, which is made where it is absent."""
+    kept = runner.folder / "start.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(fine_tune(runner)["after SFT"]))
+    return float(json.loads(kept.read_text()))
+
+
+def accuracy(runner: Runner, preset: str, seed: int) -> float:
+    """Held-out accuracy after 30 steps of a preset; from the results, if it is there."""
+    results = runner.folder / "results.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    for row in rows:
+        if (row["preset"], row["seed"]) == (preset, seed):
+            return float(row["accuracy"])
+    name = f"{preset}-{seed}"
+    algorithm = _FLIP if preset == FLIPPED else ("--set", f"algo.preset={preset}")
+    runner.msrl(name, "train-grpo", "-c", "grpo.yaml", "--set", f"run.name={name}", "--set", f"run.seed={seed}", *algorithm)
+    reached = runner.accuracy(name, f"runs/{name}/checkpoints")
+    with results.open("a") as file:
+        file.write(json.dumps({"preset": preset, "seed": seed, "accuracy": reached}) + "\n")
+    return reached
+
+
+def learnt(start: float, accuracies: list[float]) -> bool:
+    """Whether every seed gained enough."""
+    return min(accuracies) >= start + NEEDED
+
+
+def table(start: float, found: dict[str, list[float]], seeds: list[int]) -> list[str]:
+    """The results as Markdown."""
+    head = ["| preset | " + " | ".join(f"seed {seed}" for seed in seeds) + " | median gain |", "|---" * (len(seeds) + 2) + "|"]
+    rows = [
+        f"| {preset} | {' | '.join(f'{value:.1%}' for value in values)} | {100 * (statistics.median(values) - start):+.1f} points |"
+        for preset, values in found.items()
+    ]
+    return [f"Held-out accuracy after SFT, the start of all: {start:.1%}", "", *head, *rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
