@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msrl.checkpoint.stacks import put_together
+from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, shape_of
 from msrl.models.hf_config import HfConfig
 
@@ -146,6 +148,7 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         for name, size in zip(rule.hf, rule.shapes, strict=True):
             is_norm = "norm" in rule.mcore
             result[name] = torch.randn(size) * (0.15 if len(size) > 1 else 0.2) + (one if is_norm else 0.0)
+    result = dict(put_together(result.items(), stack_sizes(found)))
     return result | (_vision_weights(config) if found.carried else {})
 
 

@@ -31,6 +31,14 @@ DEEPSEEK_V3 = {
     "topk_method": "noaux_tc", "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 0, "rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
 }  # fmt: skip
+GPT_OSS = {
+    **COMMON, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32, "attention_bias": True, "rms_norm_eps": 1e-5,
+    "rope_theta": 150000, "sliding_window": 8, "swiglu_limit": 1.0, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
 MIXTURES = {
     "qwen3 moe": Family(QWEN3_MOE, "aic/Qwen--Qwen3-30B-A3B_config.json"),
     "qwen3 moe, every second layer": Family(
@@ -49,5 +57,6 @@ MIXTURES = {
         "DeepSeek-V2-Lite.config.json, with the latent queries and groups of the whole V2 (arXiv:2405.04434, section 3.1.2)",
     ),
     "deepseek v3": Family(DEEPSEEK_V3, "aic/deepseek-ai--DeepSeek-V3_config.json"),
+    "gpt-oss": Family(GPT_OSS, "aic/openai--gpt-oss-20b_config.json, its clamp so low that it shows"),
     "kimi k2": Family({**DEEPSEEK_V3, "n_group": 1, "topk_group": 1}, "aic/moonshotai--Kimi-K2-Instruct_config.json"),
 }  # fmt: skip

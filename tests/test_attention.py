@@ -21,7 +21,10 @@ def _inputs() -> list[torch.Tensor]:
     return [torch.randn(N, heads, D, dtype=torch.float64, requires_grad=True) for heads in (H, G, G)]
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """One masked softmax over the whole micro-batch."""
     sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     position = torch.cat([torch.arange(length) for length in LENGTHS])
@@ -30,7 +33,9 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wind
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
     scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    weights = scores.masked_fill(~visible, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+    return torch.einsum("hnm,mhd->nhd", weights / total, v)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
@@ -49,6 +54,19 @@ def test_attention_and_its_gradient_are_those_of_one_masked_softmax(
     mine, theirs = (torch.autograd.grad((mixed * weight).sum(), inputs) for mixed in (found, expected))
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_sink_takes_its_share_of_every_softmax(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_BLOCK", 5)
+    inputs, sinks = _inputs(), torch.tensor([-1.0, 0.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    found = block_diagonal_attention(*inputs, LENGTHS, 0.3, window, sinks=sinks)
+    expected = _plain(*inputs, 0.3, window, None, sinks)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    weight = torch.randn(N, H, D, dtype=torch.float64)
+    mine, theirs = (torch.autograd.grad((mixed * weight).sum(), (*inputs, sinks)) for mixed in (found, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 1.5), (4, 1.5)])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import families
-from mixture_families import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3_MOE
+from mixture_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
 from msrl.trainer.settings import Layout
 from support import python_path
 from training_ranks import Case, Result, sequences
@@ -22,6 +22,7 @@ STEPS = 10
 MODELS = {
     "qwen3 moe": QWEN3_MOE,
     "deepseek v2 lite": {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "gpt-oss": GPT_OSS,
     "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2},  # with two stages, the first one has no experts
 }  # fmt: skip
 LAYOUTS = {
@@ -41,6 +42,7 @@ LAYOUTS = {
 USUAL = (
     ("qwen3 moe", "ep2, micro-batches by tokens"), ("qwen3 moe", "tp2 ep2 etp2"), ("deepseek v3", "ep2"), ("deepseek v3", "tp2 ep2 etp1"),
     ("deepseek v3", "pp2 ep2"), ("deepseek v3", "tp2 cp2 ep2"),
+    ("gpt-oss", "tp2 ep2 etp1"), ("gpt-oss", "tp2 ep2 etp2"),
 )  # fmt: skip
 REST = tuple((name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in USUAL)
 
@@ -104,8 +106,9 @@ def _transformers_losses(folder: Path) -> list[float]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": vectors, "weight_decay": 0.0}]
+    vectors = {p for name, p in model.named_parameters() if p.dim() == 1 or name.endswith("_bias")}  # of all experts in one matrix
+    matrices = [p for p in model.parameters() if p not in vectors]
+    groups = [{"params": matrices}, {"params": list(vectors), "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
     losses: list[float] = []
     for step in range(STEPS):

@@ -42,7 +42,8 @@ LAYOUTS = {
 
 USUAL = (
     ("qwen3 moe", "ep2"), ("qwen3 moe, every second layer", "whole"), ("mixtral", "tp2 ep2 etp1"), ("deepseek v2 lite", "tp2 ep2 etp2"),
-    ("deepseek v2", "whole"), ("deepseek v3", "tp2 pp2"), ("deepseek v3", "pp2 ep2"),
+    ("deepseek v2", "whole"), ("deepseek v3", "tp2 pp2"), ("deepseek v3", "pp2 ep2"), ("gpt-oss", "whole"), ("gpt-oss", "tp2"),
+    ("gpt-oss", "ep2"), ("gpt-oss", "tp2 ep2 etp1"), ("gpt-oss", "tp2 ep2 etp2"),
 )  # fmt: skip
 REST = tuple((name, cut) for name in MIXTURES for cut in LAYOUTS if (name, cut) not in USUAL)
 
@@ -118,7 +119,7 @@ def test_a_mixture_comes_back_from_every_cut(folders: dict[str, Path], name: str
     source = open_weights(folders[name])
     shards = {at: dict(source.local_tensors(cut, at)) for at in cut.ranks()}
     found = compare(source, ShardedSource(source.shape, cut, shards, folders[name], "shards"), None)
-    assert found.different == () and found.num_tensors == len(load_file(folders[name] / "model.safetensors"))
+    assert found.different == () and found.num_tensors == sum(len(rule.hf) for rule in all_rules(source.shape))
 
 
 def test_an_expert_goes_to_its_rank_and_is_cut_there(folders: dict[str, Path]) -> None:
@@ -152,6 +153,8 @@ def test_the_bias_of_experts_stays_in_float32(folders: dict[str, Path]) -> None:
         ("aic/Qwen--Qwen3-235B-A22B_config.json", 235_093_634_560, Cut(tp=4, pp=2, ep=32, etp=1)),
         ("aic/mistralai--Mixtral-8x22B-v0.1_config.json", 140_620_634_112, Cut(tp=8, pp=4, ep=8, etp=1)),
         ("DeepSeek-V2-Lite.config.json", 15_706_484_224, Cut(ep=8)),
+        ("aic/openai--gpt-oss-20b_config.json", 20_914_757_184, Cut(tp=4, ep=8, etp=1)),
+        ("aic/openai--gpt-oss-120b_config.json", 116_829_156_672, Cut(tp=4, pp=4, ep=16, etp=1)),
         ("aic/deepseek-ai--DeepSeek-V3_config.json", 671_026_419_200, Cut(tp=4, pp=8, num_layer_list=(7, *[8] * 6, 6), ep=32, etp=1)),
     ],
 )  # fmt: skip
@@ -186,6 +189,10 @@ def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
         ("deepseek v3", {"num_key_value_heads": 2}, "must be num_attention_heads=4"),
         ("deepseek v3", {"qk_rope_head_dim": 15}, "must be an even number"),
         ("deepseek v2", {"norm_topk_prob": True}, "norm_topk_prob=true: is not supported"),
+        ("gpt-oss", {"attention_bias": False}, "attention_bias=false: is not supported"),
+        ("gpt-oss", {"swiglu_limit": 0}, "swiglu_limit=0: must be a number above 0"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "fp8"}}, "supported: quant_method mxfp4, or leaving it out"),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "supported: quant_method fp8 with a weight_block_size"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: is not supported"),
     ],
 )  # fmt: skip

@@ -36,6 +36,7 @@ from msrl.checkpoint.names import LOCAL, Naming, entries, repacked, specs_of
 from msrl.checkpoint.plan import Plan, RankPlan, make_plan
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile
+from msrl.errors import MsrlError
 from msrl.models.cut import WHOLE, Cut
 from msrl.models.families import all_rules
 from msrl.models.rules import Rule
@@ -60,6 +61,8 @@ def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
 
     Raises ManyErrors when the layout does not divide the model, MsrlError when the names that are asked for do not cover it.
     """
+    if target.naming.grouped and not target.naming.te and source.shape.moe and source.shape.moe.biases:
+        raise MsrlError("--moe-grouped-gemm: fused experts have no biases in Megatron, and this model's do; leave it out or add --names te")
     plan = make_plan(source.shape, target.cut, target.vocab_multiple)
     if target.naming.legacy:
         refuse_unnamed([chunk_of(name)[1] for rank in plan.ranks for name in rank.tensors], source.shape.architecture)

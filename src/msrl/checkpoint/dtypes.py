@@ -8,7 +8,13 @@ from msrl.models.rules import Rule
 
 CHOICES: dict[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BY_HF_NAME = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-BY_SAFETENSORS_NAME = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+BY_SAFETENSORS_NAME = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
 SAFETENSORS_NAMES = {dtype: name for name, dtype in BY_SAFETENSORS_NAME.items()}
 
 

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msrl.checkpoint import fp8, mxfp4
 from msrl.checkpoint.dtypes import SAFETENSORS_NAMES, hf_name
-from msrl.checkpoint.fp8 import dequantised
 from msrl.checkpoint.hf_files import INDEX, SINGLE, open_weight_files, some
+from msrl.checkpoint.stacks import stacked_specs, taken_apart
 from msrl.checkpoint.torch_file import TensorSpec, spec_of, tensor_blocks
 from msrl.errors import ManyErrors, MsrlError
+from msrl.models.entries import stack_of, stack_sizes
 from msrl.models.families import all_rules, load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.rules import Rule
@@ -44,7 +46,9 @@ class HfCheckpoint:
             raise MsrlError(f"{folder}: there is no such folder")
         self.folder = folder
         self.shape: Shape = load_shape(folder)
-        self._stored = dequantised(open_weight_files(folder), read_hf_config(folder))
+        config = read_hf_config(folder)
+        stored = fp8.dequantised(mxfp4.dequantised(open_weight_files(folder), config), config)
+        self._stored = taken_apart(stored, stack_sizes(self.shape))
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
         self._check_against(self.shape)
 
@@ -97,7 +101,7 @@ def sidecar_files(folder: Path) -> list[Path]:
 def copy_sidecars(source: Path, target: Path, dtype: torch.dtype | None) -> None:
     """Copy config and tokenizer files; config.json names `dtype` as the type of the weights unless it is None.
 
-    A `quantization_config` is left out: weights that were read in FP8 are what they stand for from then on.
+    A `quantization_config` is left out: weights that were read in FP8 or MXFP4 are what they stand for from then on.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in sidecar_files(source):
@@ -127,7 +131,8 @@ class HfWriter:
     def __init__(
         self, folder: Path, specs: Mapping[str, TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES, *, single: str | None = None
     ) -> None:
-        """With `single`, everything goes into one file of that name."""
+        """With `single`, everything goes into one file of that name. Entries of a stack (see `stacks`) are written one by one."""
+        entries, specs = specs, stacked_specs(specs)
         shards = [list(specs)] if single else _shards(specs, max_shard_bytes)
         count = len(shards)
         names = [single or SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -140,6 +145,17 @@ class HfWriter:
             weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
             index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs.values())}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        self._find_entries(entries)
+
+    def _find_entries(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Give every entry its place in its stack, which has none as a whole."""
+        for name, spec in specs.items():
+            found = stack_of(name)
+            if found is not None:
+                stack = self._places[found[0]]
+                self._places[name] = _Place(stack.file, stack.offset + found[1] * spec.num_bytes, spec)
+        for stack in {found[0] for name in specs if (found := stack_of(name))}:
+            del self._places[stack]
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put a tensor where it belongs. Raises ValueError when it is not the one that was announced."""

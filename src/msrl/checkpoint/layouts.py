@@ -35,7 +35,9 @@ def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
 def unfuse(layout: Layout, canonical: Tensor) -> tuple[Tensor, ...]:
     """The Hugging Face tensors of a canonical one; the way back of `fuse`."""
     if isinstance(layout, Packed):
-        return (torch.cat(unfuse(layout.layout, canonical)),)
+        parts = unfuse(layout.layout, canonical)
+        whole = torch.stack(parts, 1).flatten(0, 1) if layout.alternating else torch.cat(parts)
+        return (whole.mT if layout.transposed else whole,)
     if isinstance(layout, Qkv):
         sizes = [layout.heads_per_group * layout.head_dim, layout.head_dim, layout.head_dim]
         return tuple(part.flatten(0, 1) for part in canonical.split(sizes, dim=1))
@@ -50,7 +52,12 @@ def unfuse(layout: Layout, canonical: Tensor) -> tuple[Tensor, ...]:
 
 def _unpacked(layout: Layout, tensors: Sequence[Tensor]) -> tuple[Layout, Sequence[Tensor]]:
     """The parts of a packed tensor and their layout; anything else as it is."""
-    return (layout.layout, tensors[0].split(list(layout.rows))) if isinstance(layout, Packed) else (layout, tensors)
+    if not isinstance(layout, Packed):
+        return layout, tensors
+    whole = tensors[0].mT if layout.transposed else tensors[0]
+    if layout.alternating:
+        return layout.layout, whole.unflatten(0, (-1, len(layout.rows))).unbind(1)
+    return layout.layout, whole.split(list(layout.rows))
 
 
 def _inner(layout: Layout) -> Layout:
@@ -119,6 +126,8 @@ def shard_shape(layout: Layout, shapes: Sequence[tuple[int, ...]], tp_size: int,
     """The shape of a rank's shard, from the shapes of the Hugging Face tensors alone."""
     if isinstance(layout, Zeros):
         return (layout.rows,)
+    if isinstance(layout, Packed):
+        layout, shapes = layout.layout, layout.shapes(shapes[0])
     first = shapes[0]
     if isinstance(layout, Joined):
         return (sum(layout.rows), *first[1:])

@@ -32,7 +32,7 @@ from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import num_experts
-from msrl.models.megatron import latent_attention_arguments, mixture_arguments, rope_arguments
+from msrl.models.megatron import activation_arguments, latent_attention_arguments, mixture_arguments, rope_arguments
 from msrl.models.shape import Shape
 from msrl.models.stages import chunk_of
 
@@ -170,8 +170,8 @@ def namespace(
         untie_embeddings_and_output_weights=not shape.tie_word_embeddings,
         normalization="RMSNorm",
         norm_epsilon=shape.norm_eps,
-        swiglu=True,
-        add_bias_linear=False,
+        **activation_arguments(shape),
+        add_bias_linear=shape.output_bias,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         position_embedding_type="rope",

@@ -18,8 +18,8 @@ from msrl.checkpoint.torch_file import Pieces, TensorSpec
 
 _LAYER = r"(?P<layer>(?:model\d+\.)?decoder\.layers\.\d+\.)"
 _PARAMETER = re.compile(_LAYER + r"(?P<rest>.+)")
-_EXPERT = re.compile(_LAYER + r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12])\.weight")
-_TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_EXPERT = re.compile(_LAYER + r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)")
+_TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 _TE_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -88,7 +88,7 @@ def _file_name(name: str, naming: Naming, mixtures: set[str]) -> str:
         return name  # Transformer Engine fuses this norm with a linear layer, and a router follows here
     expert = _EXPERT.fullmatch(name)
     if expert and naming.grouped:
-        return f"{layer}mlp.experts.{expert['linear']}.weight{expert['number']}"
+        return f"{layer}mlp.experts.{expert['linear']}.{expert['kind']}{expert['number']}"
     return layer + _TE_NORMS.get(rest, rest)
 
 
@@ -102,7 +102,7 @@ def local_name(name: str) -> str:
     match = _PARAMETER.fullmatch(name)
     if match is None:
         return name
-    rest = _TE_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", match["rest"])
+    rest = _TE_EXPERT.sub(r"mlp.experts.local_experts.\3.\1.\2", match["rest"])
     return match["layer"] + _LOCAL_NORMS.get(rest, rest)
 
 

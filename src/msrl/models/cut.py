@@ -194,7 +194,8 @@ class Cut:
             yield "etp", "has no effect beside moe_tp_extend_ep, which leaves experts whole; set only one of them"
         if self.tp % self.etp_size:
             yield "etp", f"must divide tp={self.tp}"
-        sizes = {rule.shapes[0][0] for rule in _distinct(shape) if rule.expert is not None and isinstance(rule.layout, GateUp)}
+        rules = [rule.unpacked for rule in _distinct(shape) if rule.expert is not None]
+        sizes = {shapes[0][0] for layout, shapes in rules if isinstance(layout, GateUp)}
         for size in sorted(sizes):
             if size % self.etp_size:
                 yield "tp" if self.etp is None else "etp", f"must divide the model's {size} expert ffn columns"

@@ -31,14 +31,16 @@ def decoder_shape(
     attention: Attention = PLAIN,
     hidden_act: str = "silu",
     moe: Moe | None = None,
+    quantisation: str = "fp8",
 ) -> Shape:
     """The shape of a dense decoder. From `head_dim` on, arguments are the defaults of the family's config class.
 
     `head_dim` None is hidden / heads; `partial_rotary_factor` None says that the family always rotates whole heads. `attention` is
-    what `switched_window` and its like read, `hidden_act` the only one that the family has. Raises MsrlError for numbers that are missing
-    or do not fit together and for features that are not supported.
+    what `switched_window` and its like read, `hidden_act` and `quantisation` the only ones that the family has. Raises MsrlError for
+    numbers that are missing or do not fit together and for features that are not supported.
     """
     _refuse_unsupported(config, hidden_act)
+    config.check_quantisation(quantisation)
     if moe is None:
         config.refuse("num_experts", 0)
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
@@ -95,7 +97,6 @@ def _refuse_unsupported(config: HfConfig, hidden_act: str) -> None:
     config.refuse("attention_dropout", 0, 0.0)
     for key in ("mlp_bias", "use_mrope", "use_bidirectional_attention"):
         config.refuse(key, False)
-    config.check_quantisation()
 
 
 def switched_window(config: HfConfig, first_layer: int = 28) -> Attention:

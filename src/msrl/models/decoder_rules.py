@@ -70,6 +70,9 @@ def attention_rules(shape: Shape, names: Names = LLAMA) -> tuple[Rule, ...]:
     if shape.qk_norm:
         rules += [_norm(names, f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", shape.head_dim) for x in ("q", "k")]
     rules.append(_row_parallel(names, "self_attention.linear_proj", names.attention_output, (hidden, _rows(shape)[0])))
+    if shape.output_bias:
+        bias = f"{names.layer}{names.attention_output}.bias"
+        rules.append(Rule(f"{_MCORE}self_attention.linear_proj.bias", (bias,), Replicated(), ((hidden,),)))
     if shape.post_norms:
         rules.append(_norm(names, "post_attn_norm", names.post_attention_norm, hidden))
     return tuple(rules)

@@ -69,14 +69,15 @@ class HfConfig:
         if value is not None and value not in allowed:
             self.fail(key, f"is not supported; supported: {', '.join(json.dumps(a) for a in allowed) or 'leaving it out'}")
 
-    def check_quantisation(self) -> None:
-        """Refuses weights that are packed in a way that is not read; FP8 in blocks is (see `checkpoint/fp8.py`)."""
+    def check_quantisation(self, method: str = "fp8") -> None:
+        """Refuses weights that are packed in another way than `method`: fp8 in blocks (see `checkpoint/fp8.py`) or mxfp4."""
+        if self._quantisation() not in (None, method):
+            needs = " with a weight_block_size" if method == "fp8" else ""
+            self.fail("quantization_config", f"is not supported; supported: quant_method {method}{needs}, or leaving it out")
+
+    def _quantisation(self) -> object:
         value: object = self.values.get("quantization_config")
-        if value is None:
-            return
-        method = cast("dict[str, object]", value).get("quant_method") if isinstance(value, dict) else value
-        if method != "fp8":
-            self.fail("quantization_config", "is not supported; supported: quant_method fp8 with a weight_block_size, or leaving it out")
+        return cast("dict[str, object]", value).get("quant_method", "") if isinstance(value, dict) else value
 
     def architecture(self) -> str:
         names = self.values.get("architectures")
@@ -85,11 +86,11 @@ class HfConfig:
         return names[0]
 
     def dtype(self) -> str:
-        """The type of the weights; float32 where the config names none, as in transformers."""
+        """The type of the weights; where the config names none, bfloat16 if they are MXFP4, else float32, as in transformers."""
         key = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
         value = self.values.get(key)
         if value is None:
-            return "float32"
+            return "bfloat16" if self._quantisation() == "mxfp4" else "float32"
         if not isinstance(value, str) or value not in DTYPES:
             self.fail(key, f"is not supported; supported: {', '.join(DTYPES)}")
         return value

@@ -24,7 +24,10 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": shape.activation,
-        "add_bias_linear": False,
+        "glu_linear_offset": shape.gate_offset,
+        "activation_func_clamp_value": shape.gate_limit,
+        "softmax_type": softmax_type(shape),
+        "add_bias_linear": shape.output_bias,
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
         "layernorm_zero_centered_gamma": shape.zero_centered_norm,
@@ -32,6 +35,11 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         "attention_dropout": 0.0,
         **({} if shape.moe is None else _mixture_settings(shape.moe)),
     }
+
+
+def softmax_type(shape: Shape) -> str:
+    """Megatron's name of an attention's softmax: with sinks (its `softmax_offset`) or without."""
+    return "learnable" if shape.attention.sinks else "vanilla"
 
 
 def _mixture_settings(moe: Moe) -> dict[str, Any]:
@@ -89,6 +97,17 @@ def rope_arguments(shape: Shape) -> dict[str, Any]:
             "rope_scaling_original_max_position_embeddings": scaling.original_max_position_embeddings,
         }
     return arguments
+
+
+def activation_arguments(shape: Shape) -> dict[str, Any]:
+    """Megatron's command-line arguments of the gate and of the attention's softmax, for the record of a checkpoint."""
+    return {
+        "swiglu": shape.activation != "quick_gelu",
+        "quick_geglu": shape.activation == "quick_gelu",
+        "glu_linear_offset": shape.gate_offset,
+        "activation_func_clamp_value": shape.gate_limit,
+        "softmax_type": softmax_type(shape),
+    }
 
 
 def mixture_arguments(moe: Moe | None) -> dict[str, Any]:

@@ -62,10 +62,20 @@ class GateUp:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One Hugging Face tensor that holds the parts of `layout` one above the other, `rows` of each."""
+    """One Hugging Face tensor that holds the parts of `layout`, `rows` of each: one above the other or, `alternating`, row by row in turn.
 
-    layout: Qkv | GateUp
+    `transposed` says that they lie side by side, as columns.
+    """
+
+    layout: Qkv | GateUp | Sharded
     rows: tuple[int, ...]
+    alternating: bool = False
+    transposed: bool = False
+
+    def shapes(self, packed: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the parts of a tensor of the shape `packed`."""
+        rest = (packed[::-1] if self.transposed else packed)[1:]
+        return tuple((rows, *rest) for rows in self.rows)
 
 
 Layout = Replicated | Sharded | Vocab | Qkv | GateUp | Packed
@@ -75,7 +85,8 @@ Layout = Replicated | Sharded | Vocab | Qkv | GateUp | Packed
 class Rule:
     """One Megatron tensor and the Hugging Face tensors it is made of.
 
-    `{layer}` in the names is the global layer number. `shapes` are those of the Hugging Face tensors, in the order of `hf`.
+    `{layer}` in the names is the global layer number. `shapes` are those of the Hugging Face tensors, in the order of `hf`; `NAME[3]` is
+    entry 3 along the first axis of the tensor NAME (see `entries.py`).
     A tensor of one expert has its global number as `expert`, and `{expert}` in its names; Megatron's own, in sequential order, are
     `decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight` and `linear_fc2`.
     `dtype` is the type that the tensor has whatever the type of the model, if there is one.
@@ -92,7 +103,7 @@ class Rule:
     def unpacked(self) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
         """Layout and shapes of what is put together, whether it lies in tensors of its own or packed in one."""
         if isinstance(self.layout, Packed):
-            return self.layout.layout, tuple((rows, *self.shapes[0][1:]) for rows in self.layout.rows)
+            return self.layout.layout, self.layout.shapes(self.shapes[0])
         return self.layout, self.shapes
 
     def at(self, layer: int, expert: int | None = None) -> Rule:

@@ -54,13 +54,15 @@ RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnR
 class Attention:
     """How scores are made: `scale` q k (None: 1/sqrt(head_dim)), capped by `softcap` tanh(score / softcap), within a window.
 
-    In the layers that `window_layers` lists (counted from 0), a position sees itself and the `window` - 1 positions before it.
+    In the layers that `window_layers` lists (counted from 0), a position sees itself and the `window` - 1 positions before it. With
+    `sinks`, every head has a learnt score that takes part in its softmax and in nothing else (arXiv:2309.17453, section 3.3).
     """
 
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
     window_layers: tuple[int, ...] = ()
+    sinks: bool = False
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer; None where it sees everything before it."""
@@ -80,7 +82,7 @@ class Moe:
 
     Experts are chosen from the best `num_chosen_groups` of `num_groups` equal groups; a group is as good as its best expert
     (`group_score` max, DeepSeek V2) or as its best two together (top2, DeepSeek V3). With `expert_bias` (arXiv:2408.15664) a number
-    per expert is added to the scores for the choice alone.
+    per expert is added to the scores for the choice alone. With `biases`, the router and the matrices of every expert have biases.
     """
 
     num_experts: int
@@ -95,6 +97,7 @@ class Moe:
     num_chosen_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
     expert_bias: bool = False
+    biases: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,9 @@ class Shape:
     """Sizes count elements; `dtype` is the name that the config gives its weights (bfloat16, float16, float32).
 
     `rotary_dim` channels of a head are rotated (None: all of them), in pairs of halves or, `rotary_interleaved`, of neighbours.
-    `zero_centered_norm` multiplies by 1 + weight. `post_norms` adds a norm behind the attention and behind the feed-forward part.
+    A gated feed-forward part computes activation(gate) * (up + `gate_offset`), gate and up held between -`gate_limit` and `gate_limit`
+    (gate from above only) where there is one. `output_bias` is one behind the attention. `zero_centered_norm` multiplies by 1 + weight.
+    `post_norms` adds a norm behind the attention and behind the feed-forward part.
     `embedding_scale` multiplies embeddings. `normalized_head` scales each row of the output layer to length 1. `logit_softcap` caps
     logits as `Attention.softcap` caps scores. `carried` are the prefixes of Hugging Face tensors that belong to the model but are neither
     cut nor trained: they go through conversions as they are. `may_lack_carried` says that a folder without any of them is whole too.
@@ -145,7 +150,10 @@ class Shape:
     dtype: str
     rotary_dim: int | None = None
     rotary_interleaved: bool = False
-    activation: str = "silu"  # or gelu_tanh
+    activation: str = "silu"  # or gelu_tanh, quick_gelu
+    gate_offset: float = 0.0
+    gate_limit: float | None = None
+    output_bias: bool = False
     attention: Attention = PLAIN
     zero_centered_norm: bool = False
     post_norms: bool = False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from msrl.errors import MsrlError
-from msrl.models.families import all_rules
+from msrl.models.entries import file_names
 from msrl.models.shape import Shape
 from msrl.types import Floats, Ints, Prompt, RolloutGroup, SamplingParams
 
@@ -126,7 +126,7 @@ def check_prompt(prompt: Prompt, vocab_size: int, max_model_len: int) -> None:
 
 def expected_weights(shape: Shape) -> frozenset[str]:
     """The Hugging Face names that a whole model of this shape consists of."""
-    return frozenset(name for rule in all_rules(shape) for name in rule.hf)
+    return file_names(shape)
 
 
 def checked_weights(tensors: Iterable[tuple[str, Tensor]], expected: frozenset[str]) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The one core attention: causal within each sequence of a packed micro-batch, with a window or capped scores where the model has them.
+"""The one core attention: causal within each sequence of a packed micro-batch, with windows, capped scores or sinks where a model has them.
 
 It is handed to Megatron through the layer spec in place of its own, which knows neither packing nor fast kernels on CPU.
 Letters: N tokens of a packed micro-batch, h query heads and g key/value groups of this rank, d head size, S sequences of L tokens.
@@ -26,16 +26,18 @@ _BLOCK = 512  # queries at once where scores must be seen: what bounds the memor
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None, first: int = 0
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None, sinks: Tensor | None,
+    first: int = 0,
+) -> Tensor:  # fmt: skip
     """[S, h, Q, d] queries of positions `first` on against [S, g, L, d] keys and values of positions 0 on, L = first + Q."""
     is_grouped = query.shape[1] != key.shape[1]
-    if window is None and softcap is None and first == 0:
+    is_usual = softcap is None and sinks is None
+    if window is None and is_usual and first == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
-    if softcap is None:
+    if is_usual:
         return _in_blocks(partial(_masked, scale=scale, enable_gqa=is_grouped), query, key, value, window, first)
-    capped = partial(_capped, scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
-    return _in_blocks(capped, query, key, value, window, first)
+    in_the_open = partial(_in_the_open, scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks=sinks)
+    return _in_blocks(in_the_open, query, key, value, window, first)
 
 
 class _Kernel(Protocol):
@@ -64,22 +66,33 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scale
     return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=enable_gqa)
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scale: float, softcap: float) -> Tensor:
-    """Attention with capped scores (Gemma 2, arXiv:2408.00118, section 2), which no fused kernel of torch has.
+def _in_the_open(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with capped scores (Gemma 2, arXiv:2408.00118, section 2) or sinks (see `Attention`): no fused kernel of torch has them.
 
     Scores are not kept for the backward pass but made again.
     """
-    mixed = checkpoint(_capped_scores, query, key, value, visible, scale, softcap, use_reentrant=False, preserve_rng_state=False)
-    return cast("Tensor", mixed)
+    inputs = query, key, value, visible, scale, softcap, sinks
+    return cast("Tensor", checkpoint(_by_scores, *inputs, use_reentrant=False, preserve_rng_state=False))
 
 
-def _capped_scores(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
-    """The same in the open, softmax in float32."""
+def _by_scores(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """The same, softmax in float32; the share of the scores that a sink takes goes nowhere."""
     groups = key.shape[1]
     queries = query.unflatten(1, (groups, -1))  # [S, g, h / g, queries, d]
     scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)).float() * scale
-    scores = (scores / softcap).tanh() * softcap
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(value.dtype)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.float().unflatten(0, (groups, -1))[:, :, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    weights = weights.to(value.dtype)
     return torch.matmul(weights, value.unsqueeze(2)).flatten(1, 2)
 
 
@@ -91,17 +104,19 @@ def block_diagonal_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,  # [h]
 ) -> Tensor:  # [N, h, d]
     """Causal attention inside each sequence; no token sees another sequence. One kernel call per run of equal lengths.
 
     With `window`, a token sees itself and the `window` - 1 tokens before it. With `softcap`, a score s becomes softcap * tanh(s / softcap).
+    With `sinks`, the softmax of a head is over its scores and its sink.
     """
     outputs: list[Tensor] = []
     start = 0
     for length, count in _runs(lengths):
         stop = start + length * count
         q, k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
-        mixed = _attend(q, k, v, scale, window if window and window < length else None, softcap)
+        mixed = _attend(q, k, v, scale, window if window and window < length else None, softcap, sinks)
         outputs.append(mixed.transpose(1, 2).flatten(0, 1))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -115,6 +130,7 @@ def context_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,  # [h]
 ) -> Tensor:  # [n, h, d]
     """`block_diagonal_attention` for the tokens of one rank of a context-parallel group; keys and values are gathered from all."""
     key, value = gather_sequences(key, context), gather_sequences(value, context)
@@ -126,7 +142,7 @@ def context_attention(
         k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
         both = query[start // num_ranks : stop // num_ranks].unflatten(0, (count, 2, size)).transpose(2, 3)  # [count, 2, h, size, d]
         mixed = [
-            _attend(both[:, half], k[:, :, : first + size], v[:, :, : first + size], scale, window, softcap, first)
+            _attend(both[:, half], k[:, :, : first + size], v[:, :, : first + size], scale, window, softcap, sinks, first)
             for half, first in enumerate((rank * size, (2 * num_ranks - 1 - rank) * size))
         ]
         outputs.append(torch.stack(mixed, 1).transpose(2, 3).flatten(0, 2))
@@ -142,11 +158,12 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,  # [h]
 ) -> Tensor:  # [n, h, v]
     """The attention of this rank's tokens, rotated already."""
     if packed.context is not None:
-        return context_attention(query, key, value, packed.context, scale, window, softcap)
-    return block_diagonal_attention(query, key, value, packed.lengths, scale, window, softcap)
+        return context_attention(query, key, value, packed.context, scale, window, softcap, sinks)
+    return block_diagonal_attention(query, key, value, packed.lengths, scale, window, softcap, sinks)
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -175,6 +192,9 @@ class CoreAttention(MegatronModule):
         self.scale = softmax_scale if traits.scale is None else traits.scale
         self.softcap = traits.softcap
         self.window = traits.window_of(layer)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype)) if traits.sinks else None
+        self.register_parameter("softmax_offset", sinks)  # Megatron's name
 
     def forward(
         self,
@@ -189,5 +209,7 @@ class CoreAttention(MegatronModule):
         assert packed_seq_params is not None, "every micro-batch is packed"
         packed = packed_seq_params
         query, key = (rotate(x, packed.cos, packed.sin, interleaved=packed.interleaved) for x in (query, key))
-        mixed = packed_attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed, self.scale, self.window, self.softcap)
+        query, key, value = (x.squeeze(1) for x in (query, key, value))
+        sinks = cast("Tensor | None", self.softmax_offset)
+        mixed = packed_attention(query, key, value, packed, self.scale, self.window, self.softcap, sinks)
         return mixed.flatten(1).unsqueeze(1)

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_size
 from torch import Tensor
 
 from msrl.models.shape import Moe
@@ -57,7 +58,7 @@ class Router(TopKRouter):
         self.moe = moe
 
     def gating(self, input: Tensor) -> Tensor:  # [n, 1, c] -> [n, 1, E]
-        return F.linear(input.float(), self.weight.float())
+        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[n, 1, E] logits -> [n, E] weights, 0 for experts that were not chosen, and [n, E] whether they were."""
@@ -69,14 +70,27 @@ class Router(TopKRouter):
         return probs, chosen
 
 
+class ExpertOutput(RowParallelLinear):
+    """The second matrix of an expert. Where an expert is cut, each part adds its share of the bias, since their outputs are summed.
+
+    The share has the gradient of the whole bias, so that the copies on the ranks stay equal.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # [n, f] -> [n, c]
+        output, bias = super().forward(input_)
+        parts = get_pg_size(self.tp_group)
+        return output, bias if bias is None or parts == 1 else bias + (bias / parts - bias).detach()
+
+
 def mixture_spec(moe: Moe) -> ModuleSpec:
     """The feed-forward part of a layer that is a mixture."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertOutput)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
             router=functools.partial(Router, moe=moe),  # pyright: ignore[reportArgumentType]
-            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            experts=ModuleSpec(module=SequentialMLP, submodules=experts),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )

@@ -163,8 +163,8 @@ def transformer_config(
         kinds = settings["moe_layer_freq"]
         settings["moe_layer_freq"] = [0 if layer is None else kinds[layer] for layer in layout.positions(shape.num_layers)]
     num_chunks = layout.num_chunks(shape.num_layers)
-    return TransformerConfig(
-        **{**settings, "activation_func": ACTIVATIONS[settings["activation_func"]]},
+    config = TransformerConfig(
+        **{**settings, "activation_func": ACTIVATIONS[settings["activation_func"]], "add_bias_linear": False},
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         pipeline_model_parallel_layout=_uneven(layout),
         tensor_model_parallel_size=layout.tp,
@@ -189,6 +189,9 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         **_recompute_settings(recompute),
     )
+    # Megatron refuses biases of experts that are cut, which it would add once per part; `ExpertOutput` does not.
+    config.add_bias_linear = shape.output_bias
+    return config
 
 
 def _recompute_settings(recompute: Recompute | None) -> dict[str, Any]:
@@ -300,12 +303,22 @@ def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
     weights = named_weights(model)
     at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
     for placed in stage_tensors(shape, layout, at):
-        if not isinstance(placed.layout, Replicated):
-            axis = placed.layout.axis if isinstance(placed.layout, Sharded) else 0
+        form, _ = placed.rule.unpacked
+        if not isinstance(form, Replicated):
+            axis = form.axis if isinstance(form, Sharded) else 0
             vars(weights[placed.name]).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
         if placed.rule.expert is not None:
             # Experts are data parallel over other ranks than the rest; Megatron itself says so only where they are spread over ranks.
             vars(weights[placed.name]).update(allreduce=False)
+            if isinstance(form, Replicated):
+                _mark_expert_bias(weights[placed.name])
+
+
+def _mark_expert_bias(bias: Tensor) -> None:
+    """What the parts of one expert hold alike. Megatron takes it for what all tensor-parallel ranks hold alike: it would sum the gradients
+    of different experts, and count those of the first rank's alone."""
+    is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
+    vars(bias).update(sequence_parallel=False, tensor_model_parallel=is_first, partition_dim=0, partition_stride=1)
 
 
 def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:

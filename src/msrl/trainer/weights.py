@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msrl.checkpoint.layouts import join, unfuse
+from msrl.checkpoint.stacks import put_together
+from msrl.models.entries import stack_sizes
 from msrl.models.rules import Replicated, Rule
 from msrl.models.stages import Placed, stage_tensors
 from msrl.trainer import megatron
@@ -25,6 +27,11 @@ def export(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
     without its padding. A tied output layer is not sent: it has no name of its own.
     """
     worker.host.need("params")
+    yield from put_together(_exported(worker), stack_sizes(worker.shape))
+
+
+def _exported(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
+    """The same with the experts of a layer one by one, where Hugging Face has them in one tensor."""
     weights = megatron.named_weights(worker.policy)
     placed = [each for each in stage_tensors(worker.shape, worker.layout, worker.coords) if not each.is_tied_copy]
     if worker.stage_rank < worker.layout.tp:

@@ -19,8 +19,10 @@ from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.mcore import SIDECAR
 from msrl.checkpoint.source import WeightSource
+from msrl.checkpoint.stacks import put_together
 from msrl.config.schema import Config
 from msrl.models.cut import WHOLE
+from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.rules import Rule
@@ -92,7 +94,8 @@ def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | 
 
     config = AutoConfig.from_pretrained(source.hf_dir, local_files_only=True)
     vars(config).pop("quantization_config", None)  # the tensors are what the packed ones stand for
-    weights = {name: tensor for rule in all_rules(source.shape) for name, tensor in _cast(source, rule, dtype)}
+    tensors = (each for rule in all_rules(source.shape) for each in _cast(source, rule, dtype))
+    weights = dict(put_together(tensors, stack_sizes(source.shape)))
     weights |= {name: tensor.read() for name, tensor in carried_tensors(source.hf_dir, source.shape).items()}
     model_class = layerwise.class_of(source.shape)
     model, found = model_class.from_pretrained(

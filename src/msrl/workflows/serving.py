@@ -72,9 +72,12 @@ def open_model(model: str | None, key: str) -> WeightSource:
 
 
 def hf_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
-    """All weights under their Hugging Face names, one rule at a time in memory."""
-    for rule in all_rules(source.shape):
-        yield from zip(rule.hf, source.hf_tensors(rule), strict=True)
+    """All weights under their Hugging Face names, one rule (or the experts of one layer) at a time in memory."""
+    from msrl.checkpoint.stacks import put_together
+    from msrl.models.entries import stack_sizes
+
+    tensors = (each for rule in all_rules(source.shape) for each in zip(rule.hf, source.hf_tensors(rule), strict=True))
+    yield from put_together(tensors, stack_sizes(source.shape))
 
 
 @contextlib.contextmanager
