@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import families
 from mixture_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
+from msrl.checkpoint.source import ShardedSource
+from msrl.models.cut import Coords, Cut
+from msrl.models.families import load_shape
+from msrl.trainer.resume import SavedTraining
 from msrl.trainer.settings import Layout
+from msrl.workflows.serving import hf_weights
 from support import python_path
 from training_ranks import Case, Result, sequences
 
@@ -22,7 +30,8 @@ STEPS = 10
 MODELS = {
     "qwen3 moe": QWEN3_MOE,
     "deepseek v2 lite": {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    "gpt-oss": GPT_OSS,
+    "gpt-oss": {**GPT_OSS, "swiglu_limit": 7.0},
+    "gpt-oss, clamped": GPT_OSS,  # its gradient jumps where the clamp begins, so that only one step can be compared
     "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2},  # with two stages, the first one has no experts
 }  # fmt: skip
 LAYOUTS = {
@@ -44,7 +53,9 @@ USUAL = (
     ("deepseek v3", "pp2 ep2"), ("deepseek v3", "tp2 cp2 ep2"),
     ("gpt-oss", "tp2 ep2 etp1"), ("gpt-oss", "tp2 ep2 etp2"),
 )  # fmt: skip
-REST = tuple((name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in USUAL)
+TRAINED = ("qwen3 moe", "deepseek v2 lite", "gpt-oss", "deepseek v3")
+REST = tuple((name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in USUAL)
+COMPARED = tuple((name, layout) for name in ("qwen3 moe", "gpt-oss, clamped") for layout in ("ep2", "tp2 ep2 etp1", "tp2 ep2 etp2"))
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +74,17 @@ def _row(name: str, layout: str, folders: dict[str, Path]) -> Case:
     return dataclasses.replace(case, name=f"{name}, {layout}", model=folders[name], steps=STEPS)
 
 
+def _first_step(name: str, layout: str, folders: dict[str, Path], saves: Path) -> Case:
+    row = _row(name, layout, folders)
+    return dataclasses.replace(row, name=f"{row.name}, first step", steps=1, save_at=1, save_to=saves / f"first, {row.name}")
+
+
 def _usual_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
     model = folders["deepseek v3"]
     return [
-        *[_row(name, "whole", folders) for name in MODELS],
+        *[_row(name, "whole", folders) for name in TRAINED],
         *[_row(name, layout, folders) for name, layout in USUAL],
+        *[_first_step(name, layout, folders, saves) for name, layout in COMPARED],
         Case("saved ep2", model, Layout(ep=2), steps=4, save_at=4, save_to=saves / "ep2"),
         Case("resumed ep2", model, Layout(ep=2), first_step=4, steps=STEPS, resume_from=saves / "ep2"),
         Case("resumed whole from ep2", model, first_step=4, steps=STEPS, resume_from=saves / "ep2"),
@@ -80,8 +97,13 @@ def _usual_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return _trained(_usual_cases(folders, tmp_path_factory.mktemp("saves")))
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saves")
+
+
+@pytest.fixture(scope="module")
+def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
+    return _trained(_usual_cases(folders, saves))
 
 
 @pytest.fixture(scope="module")
@@ -112,20 +134,74 @@ def _transformers_losses(folder: Path) -> list[float]:
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
     losses: list[float] = []
     for step in range(STEPS):
-        batch, total, count = sequences(step), torch.zeros(()), 0
-        for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
-            logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
-            total = total - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][torch.from_numpy(mask[1:])].sum()
-            count += int(mask[1:].sum())
         optimizer.zero_grad()
-        (total / count).backward()
+        losses.append(_backward(model, step))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append((total / count).item())
     return losses
 
 
-@pytest.mark.parametrize("name", MODELS)
+def _backward(model: Any, step: int) -> float:
+    """The loss of a step's batch, one sequence at a time; gradients are in the parameters afterwards."""
+    batch, total, count = sequences(step), torch.zeros(()), 0
+    for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
+        logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
+        total = total - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][torch.from_numpy(mask[1:])].sum()
+        count += int(mask[1:].sum())
+    (total / count).backward()
+    return (total / count).item()
+
+
+def _gradients(save: Path) -> dict[str, Tensor]:
+    """What AdamW's first moments hold after one step, under Hugging Face names: a tenth of the gradient, clipped to a norm of 1."""
+    saved = SavedTraining(save, 1)
+    cut, shards = Cut.from_json(saved.state()["cut"]), dict[Coords, dict[str, Tensor]]()
+    for at in cut.ranks():
+        file = load_file(saved.training_dir / f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors")
+        shards[at] = {name.removeprefix("exp_avg."): state for name, state in file.items() if name.startswith("exp_avg.")}
+    source = ShardedSource(load_shape(save / "hf"), cut, shards, save / "hf", str(save))
+    return {name: tensor * 10 for name, tensor in hf_weights(source)}
+
+
+@pytest.fixture(scope="module")
+def expected_gradients(folders: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
+    """transformers' gradients of the first step, clipped to a norm of 1; experts one by one or stacked, as the files have them."""
+    from transformers import AutoModelForCausalLM
+
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in dict.fromkeys(name for name, _ in COMPARED):
+        model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32, attn_implementation="eager")
+        _backward(model, 0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found[name] = {key: value for parameter in model.named_parameters() for key, value in _as_in_files(name, *parameter)}
+    return found
+
+
+def _as_in_files(family: str, name: str, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    """transformers keeps Qwen's experts in two tensors, [experts, gate above up, inputs] and [experts, outputs, inputs]."""
+    assert parameter.grad is not None, name
+    prefix, _, last = name.rpartition(".")
+    if family != "qwen3 moe" or last not in ("gate_up_proj", "down_proj"):
+        yield name, parameter.grad
+        return
+    for number, grad in enumerate(parameter.grad):
+        parts = zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True) if last == "gate_up_proj" else (("down_proj", grad),)
+        yield from ((f"{prefix}.{number}.{part}.weight", value) for part, value in parts)
+
+
+@pytest.mark.parametrize(("name", "layout"), COMPARED)
+def test_the_gradient_of_every_tensor_is_that_of_transformers(
+    results: dict[str, Result], saves: Path, expected_gradients: dict[str, dict[str, Tensor]], name: str, layout: str
+) -> None:
+    assert f"{name}, {layout}, first step" in results
+    found, expected = _gradients(saves / f"first, {name}, {layout}"), expected_gradients[name]
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        assert gradient.norm() > 0, key
+        assert (found[key] - gradient).norm() < 1e-4 * gradient.norm(), key
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_losses_are_those_of_transformers_with_adamw(results: dict[str, Result], folders: dict[str, Path], name: str) -> None:
     np.testing.assert_allclose(_losses(results[f"{name}, whole"]), _transformers_losses(folders[name]), rtol=0, atol=1e-4)
 

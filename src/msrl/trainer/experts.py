@@ -8,6 +8,7 @@ own definitions. No load-balancing loss is added in fine-tuning: the router lear
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,10 @@ class ExpertOutput(RowParallelLinear):
 
     The share has the gradient of the whole bias, so that the copies on the ranks stay equal.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = True  # the dispatcher sums; where there is nothing to sum, a view would come that no bias goes into
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # [n, f] -> [n, c]
         output, bias = super().forward(input_)
