@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import families
 import tiny_checkpoints as tiny
+from mixture_families import MIXTURES
 from msrl.checkpoint import mcore
 from msrl.checkpoint.source import open_weights
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import num_parameters
+from msrl.models.shape import Shape
 from msrl.workflows import convert_layerwise, convert_logits, convert_proof
 from msrl.workflows.convert_agreement import compare_logits
+from msrl.workflows.convert_tolerance import tolerance_of
 from test_cli import msrl
 from test_convert import run, save_real, to_mcore
 
@@ -35,6 +39,33 @@ def test_what_is_not_a_number_agrees_with_nothing() -> None:
     broken = torch.tensor([[0.0, float("nan")]])
     found = compare_logits([torch.zeros(1, 2)], [broken], 2, tie=1e-4)
     assert found.largest == float("inf") and found.divergence == float("inf")
+
+
+def test_a_mixture_may_have_few_positions_whose_experts_tied_and_a_dense_model_none() -> None:
+    """What is wrong is wrong everywhere: three of four positions off are refused of a mixture, one of four of a dense model."""
+    left = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    one, three = left.clone(), left.clone()
+    one[1] += torch.linspace(0, 0.1, 9)
+    three[1:] += torch.linspace(0, 0.1, 9)
+    samples = convert_proof.Samples([[1, 2, 3, 4]], "4 tokens")
+    dense, mixture = families.shape({**families.LLAMA, "vocab_size": 9}), mixture_shape(9)
+    for shape, right, expected in ((dense, one, False), (mixture, one, True), (mixture, three, False), (dense, left, True)):
+        checks = convert_proof._logits(shape, samples, [left], [right], "left, right")
+        assert all(check.passed for check in checks) is expected
+    (logits, distributions) = convert_proof._logits(mixture, samples, [left], [one], "left, right")
+    assert "1 positions beyond it (limit 25%" in logits.result and "3/3" in distributions.result
+
+
+def mixture_shape(vocab_size: int) -> Shape:
+    config = next(family.config for family in MIXTURES.values() if family.architecture == "Qwen3MoeForCausalLM")
+    return families.shape({**config, "vocab_size": vocab_size})
+
+
+def test_every_mixture_has_a_tolerance_of_its_own_and_no_dense_family_lets_a_position_stray() -> None:
+    for family in (families.FAMILIES | MIXTURES).values():
+        shape = families.shape(family.config)
+        assert (tolerance_of(shape).strays > 0) is (shape.moe is not None) and tolerance_of(shape).reason
+        assert tolerance_of(shape).strays < 0.5
 
 
 def test_the_largest_part_is_a_layer_or_the_vocabulary(tmp_path: Path) -> None:

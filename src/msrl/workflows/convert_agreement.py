@@ -11,24 +11,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_DIVERGENCE = 1e-6  # nats; that of differences of 1e-4 in the logits is below 1e-8
-
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Over all positions of all sequences.
+    """Position by position over all sequences, N of them together.
 
-    `largest` absolute difference of two logits (infinite where one is not a number); `spread` standard deviation of the left side's
-    logits; `divergence` KL(left || right) in nats, the largest of any position; `same_choice` positions whose likeliest token is the same
-    one, or whose two choices are a tie on the left side.
+    `spread` is the standard deviation of the left side's logits. A position's likeliest token is the same, too, where the two choices are
+    a tie on the left side.
     """
 
     num_sequences: int
-    num_positions: int
-    largest: float
+    differences: Tensor  # [N] largest absolute difference of two logits (infinite where one is not a number)
+    divergences: Tensor  # [N] KL(left || right) in nats
+    same: Tensor  # [N] whether the likeliest token is the same
     spread: float
-    divergence: float
-    same_choice: int
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.differences)
+
+    @property
+    def largest(self) -> float:
+        return float(self.differences.max())
+
+    @property
+    def divergence(self) -> float:
+        return float(self.divergences.max())
+
+    @property
+    def same_choice(self) -> int:
+        return int(self.same.sum())
+
+    def within(self, limit: float) -> Agreement:
+        """The positions whose logits differ by at most `limit`; there may be none."""
+        kept = self.differences <= limit
+        return Agreement(self.num_sequences, self.differences[kept], self.divergences[kept], self.same[kept], self.spread)
 
 
 def compare_logits(left: Sequence[Tensor], right: Sequence[Tensor], vocab_size: int, *, tie: float) -> Agreement:
@@ -36,16 +53,15 @@ def compare_logits(left: Sequence[Tensor], right: Sequence[Tensor], vocab_size: 
 
     `tie`: how near two logits are that may change places.
     """
-    largest, divergence, same, squares, positions = 0.0, 0.0, 0, 0.0, 0
+    differences, divergences, same, squares = list[Tensor](), list[Tensor](), list[Tensor](), 0.0
     for a, b in zip(left, right, strict=True):
         a, b = a[:, :vocab_size].float(), b[:, :vocab_size].float()
-        difference = torch.nan_to_num((a - b).abs(), nan=float("inf"))
-        largest = max(largest, float(difference.max()))
-        divergence = max(divergence, _divergence(a, b))
-        same += _same_choices(a, b, tie)
+        differences.append(torch.nan_to_num((a - b).abs(), nan=float("inf")).amax(-1))
+        divergences.append(_divergence(a, b))
+        same.append(_same_choice(a, b, tie))
         squares += float(_variance(a.double())) * len(a)
-        positions += len(a)
-    return Agreement(len(left), positions, largest, (squares / positions) ** 0.5, divergence, same)
+    found = torch.cat(differences)
+    return Agreement(len(left), found, torch.cat(divergences), torch.cat(same), (squares / len(found)) ** 0.5)
 
 
 def _variance(a: Tensor) -> Tensor:
@@ -53,15 +69,15 @@ def _variance(a: Tensor) -> Tensor:
     return a.var(dim=1).mean() if a.shape[1] > 1 else a.var(correction=0)
 
 
-def _divergence(a: Tensor, b: Tensor) -> float:
-    """The largest KL(a || b) of any position; infinite where a logit is not a number."""
+def _divergence(a: Tensor, b: Tensor) -> Tensor:
+    """KL(a || b) of each position; infinite where a logit is not a number."""
     log_a, log_b = a.double().log_softmax(-1), b.double().log_softmax(-1)
     found = (log_a.exp() * (log_a - log_b)).sum(-1)
-    return max(0.0, float(torch.nan_to_num(found, nan=float("inf")).max()))
+    return torch.nan_to_num(found, nan=float("inf")).clamp(min=0)
 
 
-def _same_choices(a: Tensor, b: Tensor, tie: float) -> int:
-    """Positions whose likeliest token is the same, or is nearer than `tie` to the likeliest one of `a`."""
+def _same_choice(a: Tensor, b: Tensor, tie: float) -> Tensor:
+    """Whether the likeliest token of each position is the same, or is nearer than `tie` to the likeliest one of `a`."""
     chosen = b.argmax(-1, keepdim=True)
     behind = a.max(-1, keepdim=True).values - a.gather(-1, chosen)
-    return int((behind <= tie).sum())
+    return behind[:, 0] <= tie

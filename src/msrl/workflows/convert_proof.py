@@ -23,10 +23,10 @@ from msrl.models.families import all_rules, num_parameters
 from msrl.models.shape import Shape
 from msrl.tracking.progress import amount_text, progress
 from msrl.workflows import convert_layerwise as layerwise
-from msrl.workflows.convert_agreement import MAX_DIVERGENCE, compare_logits
+from msrl.workflows.convert_agreement import Agreement, compare_logits
 from msrl.workflows.convert_logits import Sides
+from msrl.workflows.convert_tolerance import MAX_DIVERGENCE, tolerance_of
 
-MAX_LOGIT_DIFFERENCE = 1e-4  # of logits whose standard deviation is at most 1; in proportion above
 _NUM_DRAWS, _MAX_TOKENS = 2, 32
 _TEXTS = (
     "The capital of France is Paris, and the river that runs through it is called",
@@ -115,22 +115,27 @@ def _merge(source: MergedSource) -> Check:
 
 def _logits(shape: Shape, samples: Samples, left: Sequence[Tensor], right: Sequence[Tensor], sides: str) -> list[Check]:
     """Two lines: the logits themselves, and what is sampled from them; of a reward model the scores alone."""
-    found = compare_logits(left, right, shape.num_outputs, tie=MAX_LOGIT_DIFFERENCE)
-    limit = MAX_LOGIT_DIFFERENCE * max(1.0, found.spread)
+    tolerance = tolerance_of(shape)
+    found = compare_logits(left, right, shape.num_outputs, tie=tolerance.logits)
+    limit = tolerance.logits * max(1.0, found.spread)
+    near = found.within(limit)
+    strays = found.num_positions - near.num_positions
     compared = f"{sides}: {samples.origin}, {found.num_positions} positions x {shape.num_outputs:,}"
     outcome = f"largest difference {found.largest:.1e} (limit {limit:.0e}), standard deviation {found.spread:.2g}"
-    if shape.reward_head:
-        return [Check("scores, fp32", compared, outcome, found.largest <= limit)]
-    likeliest = f"same likeliest token {found.same_choice}/{found.num_positions}"
-    return [
-        Check("logits, fp32", compared, outcome, found.largest <= limit),
-        Check(
-            "distributions",
-            "of the next token, at each position",
-            f"largest KL {found.divergence:.1e} (limit {MAX_DIVERGENCE:.0e}), {likeliest}",
-            found.divergence <= MAX_DIVERGENCE and found.same_choice == found.num_positions,
-        ),
-    ]
+    if tolerance.strays:
+        outcome += f", {strays} positions beyond it (limit {tolerance.strays:.0%}, for experts that tie)"
+    name = "scores, fp32" if shape.reward_head else "logits, fp32"
+    first = Check(name, compared, outcome, strays <= tolerance.strays * found.num_positions)
+    return [first] if shape.reward_head else [first, _distributions(near if first.passed else found, strays if first.passed else 0)]
+
+
+def _distributions(found: Agreement, strays: int) -> Check:
+    """What is sampled: how far the next token's distributions are apart, and whether they have the same likeliest token."""
+    where = "of the next token, at each position" + (f" but {strays}" if strays else "")
+    outcome = (
+        f"largest KL {found.divergence:.1e} (limit {MAX_DIVERGENCE:.0e}), same likeliest token {found.same_choice}/{found.num_positions}"
+    )
+    return Check("distributions", where, outcome, found.divergence <= MAX_DIVERGENCE and found.same_choice == found.num_positions)
 
 
 def _not_compared(shape: Shape) -> Check:
