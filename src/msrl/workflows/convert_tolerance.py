@@ -29,7 +29,7 @@ class Tolerance:
 DENSE = Tolerance(1e-4, 0.0, "sums in another order: 1.4e-5")
 ROUTED = Tolerance(1e-4, 0.25, "sums in another order: 6e-6; two experts that tie to rounding change places, and later positions see it")
 LATENT = Tolerance(2e-4, 0.25, "as other mixtures, and keys, values and queries pass through latents with norms: 3.2e-5")
-TOLERANCES = {"qwen3_moe": ROUTED, "mixtral": ROUTED, "deepseek_v2": LATENT, "deepseek_v3": LATENT}
+TOLERANCES = {"qwen3_moe": ROUTED, "mixtral": ROUTED, "gpt_oss": ROUTED, "deepseek_v2": LATENT, "deepseek_v3": LATENT}
 
 
 def tolerance_of(shape: Shape) -> Tolerance:
