@@ -42,7 +42,7 @@ def test_every_session_that_documents_name_exists() -> None:
     listed = subprocess.run([sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     sessions = set(re.findall(r"^[*-] (\w+)", listed, re.M))
     assert named <= sessions
-    assert sessions == {"quickstart", "tests", "full", "lint", "types", "layers", "bench"}
+    assert sessions == {"quickstart", "tests", "full", "lint", "types", "layers", "bench", "learning"}
 
 
 def test_the_version_is_the_same_everywhere() -> None:
