@@ -12,6 +12,7 @@ from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.trainer.resume import STATE, SavedTraining, training_dir
+from msrl.trainer.sealed import sealed_json
 from msrl.workflows.common import check_order, order_state
 
 ORDER = RowOrder(num_rows=10, rows_per_step=4, seed=3, shuffle=True)
@@ -37,7 +38,7 @@ def test_a_run_that_would_go_on_with_other_rows_is_refused(tmp_path: Path):
     folder = training_dir(tmp_path, 5)
     folder.mkdir(parents=True)
     state = {"step": 5, "extra": order_state(ORDER)}
-    write_text(folder / STATE, str(state).replace("'", '"').replace("True", "true"))
+    write_text(folder / STATE, sealed_json(state))
     saved = SavedTraining(tmp_path, 5)
     check_order(saved, ORDER, rows_per_step="train.global_batch")
     with pytest.raises(MsrlError, match=r"train\.global_batch \(was 4, is 8\), run\.seed \(was 3, is 1\)"):

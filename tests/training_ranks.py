@@ -94,9 +94,9 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     from msrl.trainer.weights import export
     from msrl.trainer.worker import TrainWorker
 
-    while case.resume_from and not resume_from("auto", case.resume_from):
+    while case.resume_from and not resume_from("auto", case.resume_from)[0]:
         time.sleep(0.1)  # ranks that had no part in the case that saves are early
-    saved = resume_from("auto", case.resume_from) if case.resume_from else None
+    saved = resume_from("auto", case.resume_from)[0] if case.resume_from else None
     weights = None if "lora" in case.more else saved  # a checkpoint of adapters has no other weights
     settings = WorkerSettings(
         "cpu", weights.root if weights else case.model, case.layout, case.dtype, seed=0, timeout_s=120,

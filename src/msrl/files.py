@@ -14,8 +14,7 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
+        flush_to_disk(beside)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -25,3 +24,12 @@ def write_text(path: Path, text: str) -> None:
     """Writes `text` (UTF-8) as the whole of `path`."""
     with written_whole(path) as beside:
         beside.write_text(text, encoding="utf-8")
+
+
+def flush_to_disk(path: Path) -> None:
+    """Return when a file's contents, or a folder's names, are on the disk and not in a cache alone."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from msrl.checkpoint.names import Naming, is_fused, local_name, unfused
 from msrl.checkpoint.plan import Plan, padded_vocab_size
 from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile, read_torch_file, spec_of, write_torch_file
 from msrl.errors import MsrlError
-from msrl.files import write_text
+from msrl.files import flush_to_disk, write_text
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import num_experts
 from msrl.models.megatron import activation_arguments, latent_attention_arguments, mixture_arguments, rope_arguments
@@ -195,20 +194,12 @@ def publish(save: Path, iteration: int | str, *, durable: bool = True) -> None:
     staged, final = staging_dir(save, iteration), iteration_dir(save, iteration)
     if durable:
         for file in (staged if staged.exists() else final).rglob("*"):
-            _sync(file)
+            flush_to_disk(file)
     if staged.exists():
         staged.rename(final)
     if durable:
-        _sync(save)
+        flush_to_disk(save)
     write_text(save / TRACKER, str(iteration))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def manifest_entry(

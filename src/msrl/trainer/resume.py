@@ -3,28 +3,33 @@
     <save>/iter_0000010/, <save>/hf/, ...   the model's weights, as `checkpoint/mcore.py` lays them out
     <save>/training/iter_0000010/           ours: optimizer per parameter, random-number states, the step
 
-An iteration is whole when both folders are there: each was written beside its place and renamed, the model's last.
+An iteration is whole when both folders are there (each was written beside its place and renamed, the model's last) and every file is as
+it was written: `state.json` has the sizes and checksums of all of them, those of the weights included, and its own.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
+from msrl.trainer.sealed import damages, open_sealed_json
 
 STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTraining:
-    """A whole checkpoint of a training: its folder (`<save>`), and the steps done."""
+    """A whole checkpoint of a training: its folder (`<save>`), and the steps done.
+
+    `passed_over` are the steps of newer ones that are not whole, and that a training which goes on from here writes again.
+    """
 
     root: Path
     step: int
+    passed_over: tuple[int, ...] = ()
 
     @property
     def training_dir(self) -> Path:
@@ -34,9 +39,20 @@ class SavedTraining:
         """What was saved besides tensors. Raises MsrlError when it cannot be read."""
         path = self.training_dir / STATE
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return open_sealed_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise MsrlError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
+
+    def damage(self) -> str | None:
+        """What is not as it was written, in one line; every file is read. None where all is whole."""
+        if not (self.training_dir / STATE).is_file():
+            return f"{self.training_dir / STATE} is missing"
+        try:
+            found = damages(self.root, self.state()["files"])
+        except MsrlError as error:
+            return str(error)
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return found[0] + more if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +63,9 @@ class Retention:
     max_bytes: float | None = None
     best: int | None = None
 
-    def surplus(self, root: Path) -> list[int]:
-        """The steps of the checkpoints under `root` that go."""
-        steps = saved_steps(root)
+    def surplus(self, root: Path, up_to: int | None = None) -> list[int]:
+        """The steps of the checkpoints under `root` that go. Later ones than `up_to` were passed over in a resume and count for nothing."""
+        steps = [step for step in saved_steps(root) if up_to is None or step <= up_to]
         going, taken = list[int](), self._bytes(root, self.best) if self.best in steps else 0
         for age, step in enumerate(reversed(steps)):
             if step == self.best:
@@ -75,8 +91,8 @@ def training_dir(root: Path, step: int) -> Path:
 
 
 def saved_steps(root: Path) -> list[int]:
-    """The steps of all whole checkpoints under `root`, ascending."""
-    return [step for step in _iterations(root) if (training_dir(root, step) / STATE).is_file()]
+    """The steps of all checkpoints of a training under `root`, ascending; whether their files are as they were written is not looked at."""
+    return [step for step in _iterations(root) if training_dir(root, step).is_dir()]
 
 
 def _iterations(root: Path) -> list[int]:
@@ -84,9 +100,11 @@ def _iterations(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def check_room(root: Path, start_step: int) -> None:
-    """Raises MsrlError when `root` holds checkpoints of steps that a training from `start_step` on would write again."""
-    later = [step for step in _iterations(root) if step > start_step]
+def check_room(root: Path, resume: SavedTraining | None) -> None:
+    """Raises MsrlError when `root` holds checkpoints of steps that a training from `resume` on would write again."""
+    start_step = resume.step if resume else 0
+    replaced = resume.passed_over if resume and resume.root == root else ()
+    later = [step for step in _iterations(root) if step > start_step and step not in replaced]
     if later:
         raise MsrlError(
             f"checkpoint.save={root}: checkpoints of steps {', '.join(map(str, later))} are there, and this training starts after step"
@@ -94,21 +112,41 @@ def check_room(root: Path, start_step: int) -> None:
         )
 
 
-def resume_from(resume: str, root: Path) -> SavedTraining | None:
-    """What `checkpoint.resume` means: `none`; `auto`, the newest whole one under `root`, if any; a folder of checkpoints; or one iteration.
+def resume_from(resume: str, root: Path) -> tuple[SavedTraining | None, tuple[str, ...]]:
+    """What `checkpoint.resume` means, and what is to be said of it.
 
-    Raises MsrlError when nothing whole is there.
+    `none`; `auto`, the newest whole one under `root`, if any is there; a folder of checkpoints, the newest whole one; or one iteration.
+    Raises MsrlError when nothing whole is there, and for `auto` when checkpoints are there and none is whole.
     """
-    if resume == "none":
-        return None
-    if resume == "auto":
-        steps = saved_steps(root)
-        return SavedTraining(root, steps[-1]) if steps else None
-    path = Path(resume)
-    match = re.fullmatch(r"iter_(\d{7,})", path.name)
-    root, wanted = (path.parent, int(match[1])) if match else (path, None)
-    steps = saved_steps(root)
-    if not steps or (wanted is not None and wanted not in steps):
-        known = f"; whole there: {', '.join(map(str, steps))}" if steps else ""
+    if resume == "none" or (resume == "auto" and not saved_steps(root)):
+        return None, (f"checkpoint.resume=auto: no checkpoint is in {root}, so the training starts anew",) if resume == "auto" else ()
+    path = root if resume == "auto" else Path(resume)
+    match = re.fullmatch(r"iter_(\d{7,})", path.name) if resume != "auto" else None
+    if match is None:
+        return _newest_whole(path, resume)
+    steps = saved_steps(path.parent)
+    if int(match[1]) not in steps:
+        known = f"; there are those of steps {', '.join(map(str, steps))}" if steps else ""
         raise MsrlError(f"checkpoint.resume={resume}: no whole checkpoint of a training is there{known}")
-    return SavedTraining(root, steps[-1] if wanted is None else wanted)
+    saved = SavedTraining(path.parent, int(match[1]))
+    damage = saved.damage()
+    if damage is not None:
+        raise MsrlError(f"checkpoint.resume={resume}: {damage}; resume from another checkpoint")
+    return saved, ()
+
+
+def _newest_whole(root: Path, resume: str) -> tuple[SavedTraining, tuple[str, ...]]:
+    """The newest checkpoint whose files are all as they were written, and a sentence on each newer one and on it."""
+    passed_over = dict[int, str]()
+    for step in reversed(saved_steps(root)):
+        damage = SavedTraining(root, step).damage()
+        if damage is None:
+            said = [f"the checkpoint of step {late} is passed over: {why}" for late, why in passed_over.items()]
+            taken = f"going on after step {step}, the newest whole checkpoint in {root}"
+            return SavedTraining(root, step, tuple(passed_over)), (*said, taken)
+        passed_over[step] = damage
+    which = "; ".join(f"step {step}: {why}" for step, why in passed_over.items())
+    advice = "put the files back, or start anew in another folder (checkpoint.save)"
+    raise MsrlError(
+        f"checkpoint.resume={resume}: no whole checkpoint of a training is there" + (f" ({which}); {advice}" if passed_over else "")
+    )

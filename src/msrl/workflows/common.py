@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from msrl.config.schema import Config
 from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
-from msrl.trainer.resume import Retention, SavedTraining
+from msrl.trainer.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
 from msrl.types import DatasetManifest
@@ -78,6 +79,14 @@ def check_order(saved: SavedTraining, order: RowOrder, *, rows_per_step: str) ->
             f"checkpoint.resume: step {saved.step} in {saved.root} would not go on with the rows that come next, because of"
             f" {', '.join(changed)}; set it back, or start a new run with checkpoint.load"
         )
+
+
+def resumed(config: Config, root: Path) -> SavedTraining | None:
+    """The checkpoint to go on from, whose files are all as they were written; which one and why is said. Raises MsrlError."""
+    saved, notes = resume_from(config.checkpoint.resume, root)
+    for note in notes:
+        print(note, file=sys.stderr, flush=True)
+    return saved
 
 
 def _is_mixture(config: Config) -> bool:

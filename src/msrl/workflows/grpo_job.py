@@ -15,9 +15,9 @@ from msrl.data.tokenizer import TextTokenizer, open_tokenizer
 from msrl.errors import MsrlError
 from msrl.platforms import resolve
 from msrl.platforms.base import Platform
-from msrl.trainer.resume import SavedTraining, check_room, resume_from
+from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.common import check_data, check_order, hf_files, tokenizer_path
+from msrl.workflows.common import check_data, check_order, hf_files, resumed, tokenizer_path
 from msrl.workflows.run_log import checkpoint_root
 
 
@@ -67,12 +67,12 @@ def prepare(config: Config) -> Job:
         check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
     count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
     num_steps = config.train.steps or -(-(config.train.epochs or 1) * len(prompts.rows) // config.rollout.prompts_per_step)
-    resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
+    resume = resumed(config, checkpoint_root(config))
     if resume and resume.step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on")
     if resume:
         check_order(resume, prompts.order, rows_per_step="rollout.prompts_per_step")
-    check_room(checkpoint_root(config), resume.step if resume else 0)
+    check_room(checkpoint_root(config), resume)
     return Job(
         config=config,
         platform=platform,

@@ -16,9 +16,9 @@ from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.platforms import resolve
 from msrl.trainer.launch import LocalRanks
-from msrl.trainer.resume import SavedTraining, check_room, resume_from
+from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import StepReport
-from msrl.workflows.common import adapted_base, check_data, check_order, hf_files, schedule, worker_settings
+from msrl.workflows.common import adapted_base, check_data, check_order, hf_files, resumed, schedule, worker_settings
 from msrl.workflows.interrupts import Interrupts
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import SftJob, check_lengths, training_rows
@@ -55,14 +55,14 @@ def prepare(config: Config, platform: str) -> SftJob:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
     rows = _checked_rows(config, hf_files(config))
     num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * len(rows) / config.train.global_batch)
-    resume = resume_from(config.checkpoint.resume, checkpoint_root(config))
+    resume = resumed(config, checkpoint_root(config))
     start_step = resume.step if resume else 0
     if start_step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on")
     order = RowOrder(len(rows), config.train.global_batch, config.run.seed, config.data.shuffle)
     if resume:
         check_order(resume, order, rows_per_step="train.global_batch")
-    check_room(checkpoint_root(config), start_step)
+    check_room(checkpoint_root(config), resume)
     return SftJob(
         config=config,
         settings=worker_settings(config, platform, resume=resume),

@@ -1,0 +1,77 @@
+"""The files of a checkpoint with their sizes and checksums: recorded when they were written, compared before a training goes on.
+
+A record is {"bytes": size, "crc32": of the whole file}, or {"bytes": size, "sha256": digest of the zip records}, which is what
+`checkpoint/torch_file.py` makes of the files that hold weights. Light to import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from msrl.errors import MsrlError
+from msrl.files import flush_to_disk
+
+_BLOCK_BYTES = 4 << 20
+_DIGEST = "sha256"
+
+Record = Mapping[str, Any]
+
+
+def seal(path: Path) -> Record:
+    """Flush a finished file to disk; its record."""
+    flush_to_disk(path)
+    return {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+
+
+def _crc32(path: Path) -> str:
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            found = zlib.crc32(block, found)
+    return f"{found:08x}"
+
+
+def damages(root: Path, records: Mapping[str, Record]) -> list[str]:
+    """What is not as it was written, a sentence per file; names are relative to `root`. Several files are read at a time."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return [said for said in pool.map(lambda item: _damage(root / item[0], item[1]), records.items()) if said is not None]
+
+
+def _damage(path: Path, record: Record) -> str | None:
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    if size != record["bytes"]:
+        return f"{path} has {size} bytes instead of {record['bytes']}"
+    if "crc32" in record:
+        return None if _crc32(path) == record["crc32"] else f"{path} does not match its checksum"
+    from msrl.checkpoint.torch_file import check_records
+
+    try:
+        return None if check_records(path) == record["sha256"] else f"{path} does not match its checksum"
+    except MsrlError as error:
+        return str(error)
+
+
+def sealed_json(contents: Mapping[str, Any]) -> str:
+    """JSON that vouches for itself: its own digest stands in it."""
+    return json.dumps({**contents, _DIGEST: _digest(contents)}, indent=1) + "\n"
+
+
+def open_sealed_json(text: str) -> dict[str, Any]:
+    """What `sealed_json` was given. Raises ValueError for text that is not so, or is not as it was written."""
+    contents = json.loads(text)
+    if not isinstance(contents, dict) or contents.pop(_DIGEST, None) != _digest(contents):
+        raise ValueError("it does not match its checksum")
+    return contents
+
+
+def _digest(contents: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,141 @@
+"""Checkpoints of trainings on disk: which one is gone on from when some are damaged, and what is said of it. No rank is started."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from msrl.checkpoint.mcore import iteration_dir, namespace, rank_folder
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape
+from msrl.models.shape import Shape
+from msrl.trainer.resume import KEEP_ALL, STATE, Retention, SavedTraining, check_room, resume_from, saved_steps, training_dir
+from msrl.trainer.saving import Part, Publication, SavedModel, Weights, optimizer_file, prepare_folders, random_file
+from msrl.trainer.settings import Layout
+
+LAYOUT = Layout(tp=2)
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def write(root: Path, step: int, hf_dir: Path, shape: Shape, retention: Retention = KEEP_ALL) -> None:
+    """A checkpoint of two ranks with tensors of its own."""
+    prepare_folders(root, step)
+    for rank, at in enumerate(LAYOUT.ranks()):
+        tensors = {"exp_avg.w": torch.full((50,), float(step + rank))}
+        weights = Weights(rank_folder(LAYOUT, at), {"w": torch.ones(20) * step}, namespace(shape, LAYOUT), optimizer_file(at), tensors)
+        Part(root, step, rank, {"rng": torch.arange(9)}, weights).write()
+    model = SavedModel(shape, LAYOUT, "float32", is_adapters=False)
+    Publication(root, step, 2, {"step": step, "extra": {"best": float("nan")}}, model, hf_dir, retention).publish()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """Checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    for step in (2, 4, 6):
+        write(folder / "saves", step, folder / "hf", load_shape(folder / "hf"))
+    return folder / "saves"
+
+
+@pytest.fixture
+def saves(written, tmp_path) -> Path:
+    shutil.copytree(written, tmp_path / "saves")
+    return tmp_path / "saves"
+
+
+def flip_last_byte(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def flip_weight(path: Path) -> None:
+    data = path.read_bytes()
+    at = data.index(torch.full((20,), 6.0).numpy().tobytes())
+    path.write_bytes(data[:at] + b"\1" + data[at + 1 :])
+
+
+def alter_count(path: Path) -> None:
+    path.write_text(path.read_text().replace('"step": 6', '"step": 5'))
+
+
+FILES = {
+    "weights": "iter_0000006/mp_rank_01/model_optim_rng.pt",
+    "optimizer": "training/iter_0000006/optimizer_01_000_000.safetensors",
+    "random": "training/iter_0000006/rng_00001.safetensors",
+    "state": f"training/iter_0000006/{STATE}",
+}
+DAMAGES = [
+    ("weights", flip_weight, "does not match its checksum"),
+    ("weights", Path.unlink, "is missing"),
+    ("weights", lambda path: path.write_bytes(path.read_bytes()[:-9]), r"has \d+ bytes instead of \d+"),
+    ("optimizer", flip_last_byte, "does not match its checksum"),
+    ("optimizer", lambda path: path.write_bytes(b""), r"has 0 bytes instead of \d+"),
+    ("random", Path.unlink, "is missing"),
+    ("state", alter_count, "cannot be read .it does not match its checksum"),
+    ("state", lambda path: path.write_text("{"), "cannot be read"),
+    ("state", Path.unlink, "is missing"),
+]
+
+
+@pytest.mark.parametrize(("kind", "damage", "said"), DAMAGES)
+def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over_and_the_file_is_named(saves, kind, damage, said):
+    damage(saves / FILES[kind])
+    found, notes = resume_from("auto", saves)
+    assert found == SavedTraining(saves, 4, passed_over=(6,))
+    assert FILES[kind] in notes[0] and "step 6 is passed over" in notes[0]
+    assert re.search(said, notes[0])
+    assert notes[-1] == f"going on after step 4, the newest whole checkpoint in {saves}"
+    check_room(saves, found)
+    with pytest.raises(MsrlError, match=said):
+        resume_from(str(saves / "iter_0000006"), saves)
+
+
+def test_whole_checkpoints_are_gone_on_from_by_age_or_by_name(saves):
+    assert resume_from("none", saves) == (None, ())
+    assert resume_from("auto", saves)[0] == resume_from(str(saves), Path("elsewhere"))[0] == SavedTraining(saves, 6)
+    found, _ = resume_from(str(saves / "iter_0000002"), saves)
+    assert found == SavedTraining(saves, 2) and found.state()["step"] == 2
+    with pytest.raises(MsrlError, match="checkpoints of steps 4, 6 are there"):
+        check_room(saves, found)
+
+
+def test_where_no_checkpoint_is_whole_nothing_starts_anew_by_itself(saves):
+    for step in (2, 4, 6):
+        (training_dir(saves, step) / random_file(0)).unlink()
+    with pytest.raises(MsrlError, match=r"step 6: .*rng_00000.* is missing; step 4: .*step 2: .*put the files back"):
+        resume_from("auto", saves)
+
+
+def test_a_damaged_checkpoint_is_written_again_and_never_counts_as_the_newest(saves):
+    flip_last_byte(saves / FILES["optimizer"])
+    hf_dir = saves.parent / "hf"
+    shutil.copytree(saves / "hf", hf_dir)
+    write(saves, 5, hf_dir, load_shape(hf_dir), Retention(newest=1))
+    assert saved_steps(saves) == [5, 6] and resume_from("auto", saves)[0] == SavedTraining(saves, 5, (6,))
+    write(saves, 6, hf_dir, load_shape(hf_dir), Retention(newest=1))
+    assert saved_steps(saves) == [6] and resume_from("auto", saves)[0] == SavedTraining(saves, 6)
+
+
+def test_what_a_kill_leaves_between_the_two_renames_is_no_checkpoint(saves):
+    shutil.rmtree(iteration_dir(saves, 6))
+    assert resume_from("auto", saves)[0] == SavedTraining(saves, 4)
+
+
+def test_a_save_never_touches_the_configuration_that_earlier_checkpoints_need(saves):
+    before = {path.name: path.stat().st_mtime_ns for path in (saves / "hf").iterdir()}
+    hf_dir = saves.parent / "other"
+    shutil.copytree(saves / "hf", hf_dir)
+    write(saves, 8, hf_dir, load_shape(hf_dir))
+    assert {path.name: path.stat().st_mtime_ns for path in (saves / "hf").iterdir()} == before
+    assert not list(saves.rglob("*partial*")) and not list(saves.rglob("part_*"))
