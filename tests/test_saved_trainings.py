@@ -139,3 +139,24 @@ def test_a_save_never_touches_the_configuration_that_earlier_checkpoints_need(sa
     write(saves, 8, hf_dir, load_shape(hf_dir))
     assert {path.name: path.stat().st_mtime_ns for path in (saves / "hf").iterdir()} == before
     assert not list(saves.rglob("*partial*")) and not list(saves.rglob("part_*"))
+
+
+@pytest.mark.slow  # imports Megatron
+def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_when_it_is_asked_for(tmp_path, monkeypatch):
+    from msrl.platforms import get
+
+    get("cpu").prepare()
+    from msrl.trainer import checkpoints
+    from msrl.trainer.saver import Saver
+
+    part = Part(tmp_path / "gone", 3, 0, {"rng": torch.arange(9)})
+    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (part, None))
+    saver = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
+    assert saver.finished() == []
+    saver.save(3, {}, KEEP_ALL)
+    with pytest.raises(MsrlError, match=r"step 3 could not be saved .*; checkpoints before it are whole"):
+        saver.finished(must_wait=True)
+    prepare_folders(tmp_path / "gone", 3)
+    again = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
+    again.save(3, {}, KEEP_ALL)
+    assert [saved.step for saved in again.finished(must_wait=True)] == [3] and again.finished() == []

@@ -20,7 +20,6 @@ NOT_YET: dict[str, str] = {
     "algo.advantage.lambda": "it belongs to gae, which needs a critic",
     "algo.value": "there is no critic",
     "train.optimizer.name": "it is AdamW",
-    "checkpoint.async": "",
     "checkpoint.save_optimizer": "it is always saved",
     "checkpoint.save_rng": "it is always saved",
     "log.length_plot_every": "",

@@ -28,6 +28,15 @@ class RankPlace:
     is_reporter: bool
 
 
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Where checkpoints go, the folder with config and tokenizer, and whether they are written beside the training."""
+
+    root: Path
+    hf_dir: Path
+    in_background: bool
+
+
 class TrainActor:
     """One training rank."""
 
@@ -43,15 +52,17 @@ class TrainActor:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def start(self, init_method: str, resume: SavedTraining | None) -> tuple[RankPlace, dict[str, Any]]:
+    def start(self, init_method: str, resume: SavedTraining | None, saves: SavePlan) -> tuple[RankPlace, dict[str, Any]]:
         """Join the other ranks and load. Returns the rank's place, and the workflow's own state of the checkpoint."""
         get(self._settings.platform).prepare()
         quiet_megatron()
         from msrl.trainer import checkpoints
+        from msrl.trainer.saver import Saver
         from msrl.trainer.worker import TrainWorker
 
         self._worker = TrainWorker(self._settings, self._rank, self._world_size, init_method)
         extra = checkpoints.load_training_state(self._worker, resume) if resume else {}
+        self._saver = Saver(self._worker, saves.root, saves.hf_dir, in_background=saves.in_background)
         is_reporter = self._worker.is_last_stage and self._worker.tp_rank == 0
         return RankPlace(self._worker.dp_rank, is_reporter), extra
 
@@ -69,10 +80,14 @@ class TrainActor:
         self._worker.host.rest()
         return parcels
 
-    def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, retention: Retention) -> SavedTraining:
-        from msrl.trainer import checkpoints
+    def save(self, step: int, extra: Mapping[str, Any], retention: Retention) -> list[SavedTraining]:
+        """Save, or begin to; the saves that were finished since this was asked last."""
+        self._saver.save(step, extra, retention)
+        return self._saver.finished()
 
-        return checkpoints.save(self._worker, root, step, extra, hf_dir=hf_dir, retention=retention)
+    def finish_saves(self) -> list[SavedTraining]:
+        """Wait for the save under way, if there is one; the saves that were finished since they were asked for last."""
+        return self._saver.finished(must_wait=True)
 
 
 class RolloutActor:

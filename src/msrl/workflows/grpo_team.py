@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.resume import Retention, SavedTraining
 from msrl.trainer.settings import WorkerSettings
 from msrl.types import Floats, Prompt, RolloutGroup, SamplingParams
-from msrl.workflows.grpo_actors import RolloutActor, TrainActor
+from msrl.workflows.grpo_actors import RolloutActor, SavePlan, TrainActor
 
 if TYPE_CHECKING:
     from msrl.rollout.engine import EngineSettings
@@ -36,10 +35,10 @@ class Trainers:
         self._timeout_s = timeout_s
         self._multiple = settings.layout.tp if settings.layout.sp else 1
 
-    def start(self, resume: SavedTraining | None) -> dict[str, Any]:
+    def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
         """Load everywhere. Returns the workflow's own state of the checkpoint."""
         (address,) = self._wait([self._actors[0].rendezvous.remote()])
-        started = self._wait([actor.start.remote(address, resume) for actor in self._actors])
+        started = self._wait([actor.start.remote(address, resume, saves) for actor in self._actors])
         self._places = [place for place, _ in started]
         self._dp_size = 1 + max(place.dp_rank for place in self._places)
         return started[0][1]
@@ -82,8 +81,13 @@ class Trainers:
         """References to the new weights, a tuple of parcels per rank; most are empty."""
         return [actor.weights.remote() for actor in self._actors]
 
-    def save(self, root: Path, step: int, extra: Mapping[str, Any], hf_dir: Path, retention: Retention) -> SavedTraining:
-        return self._wait([actor.save.remote(root, step, extra, hf_dir, retention) for actor in self._actors])[0]
+    def save(self, step: int, extra: Mapping[str, Any], retention: Retention) -> list[SavedTraining]:
+        """Save, or begin to. Returns the checkpoints that became whole since this was asked last."""
+        return self._wait([actor.save.remote(step, extra, retention) for actor in self._actors])[0]
+
+    def finish_saves(self) -> list[SavedTraining]:
+        """The checkpoints that became whole since the last save, once none is under way."""
+        return self._wait([actor.finish_saves.remote() for actor in self._actors])[0]
 
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
         return wait_all(refs, timeout_s=self._timeout_s, labels=[f"training rank {rank}" for rank in range(len(refs))])

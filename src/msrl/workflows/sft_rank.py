@@ -15,6 +15,7 @@ from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.launch import RankContext
 from msrl.trainer.losses import SftLoss
 from msrl.trainer.resume import SavedTraining
+from msrl.trainer.saver import Saver
 from msrl.trainer.worker import TrainWorker
 from msrl.types import MicroBatch, StepReport
 from msrl.workflows.common import order_state, retention
@@ -28,6 +29,7 @@ def main(context: RankContext, job: SftJob) -> None:
     """The life of a rank."""
     worker = TrainWorker(job.settings, context.rank, context.world_size, context.init_method)
     extra = checkpoints.load_training_state(worker, job.resume) if job.resume is not None else {}
+    saver = Saver(worker, job.checkpoint_dir, job.hf_dir, in_background=job.config.checkpoint.in_background)
     train, held_out = training_rows(job.config)
     best, config = Best.of(extra), job.config
     for step in range(job.start_step, job.num_steps):
@@ -42,20 +44,25 @@ def main(context: RankContext, job: SftJob) -> None:
         is_stopped = worker.any_rank(context.rank == 0 and context.asked_to_stop())
         must_save = is_stopped or is_over or (config.checkpoint.keep_best and has_improved)
         if must_save or _is_due(config.checkpoint.every_steps, step + 1, job.num_steps, at_end=True):
-            saved = _save(worker, job, step + 1, best)
-            if context.rank == 0:
-                context.report(saved)
+            _save(saver, job, step + 1, best)
+        _report_saved(context, saver.finished())
         if is_over and context.rank == 0 and best is not None:
             context.report(f"ended early: {best.since} evaluations without a lower loss than {best.loss:.4f} of step {best.step}")
         if is_stopped or is_over:
             break
+    _report_saved(context, saver.finished(must_wait=True))
     worker.close()
 
 
-def _save(worker: TrainWorker, job: SftJob, step: int, best: Best | None) -> SavedTraining:
+def _report_saved(context: RankContext, finished: Sequence[SavedTraining]) -> None:
+    for saved in finished if context.rank == 0 else ():
+        context.report(saved)
+
+
+def _save(saver: Saver, job: SftJob, step: int, best: Best | None) -> None:
     extra = {**order_state(job.order), "best": None if best is None else asdict(best)}
     kept = retention(job.config, best.step if best is not None and job.config.checkpoint.keep_best else None)
-    return checkpoints.save(worker, job.checkpoint_dir, step, extra, hf_dir=job.hf_dir, retention=kept)
+    saver.save(step, extra, kept)
 
 
 def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bool:

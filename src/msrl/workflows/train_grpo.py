@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from msrl.trainer.resume import SavedTraining
 from msrl.types import Ints, SamplingParams, StepReport
 from msrl.workflows.common import adapted_base, order_state, retention, schedule, tokenizer_path, weights_path, worker_settings
 from msrl.workflows.export import export_hf
+from msrl.workflows.grpo_actors import SavePlan
 from msrl.workflows.grpo_job import Job, prepare
 from msrl.workflows.grpo_step import Clock, report_of
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
@@ -74,11 +75,17 @@ def _loop(
         log.log(StepReport(step + 1, metrics, {**clock.seconds, "step": sum(clock.seconds.values())}, scores.notes))
         if interrupts.asked or step + 1 == job.num_steps or _is_due(config.checkpoint.every_steps, step + 1, job.num_steps):
             extra = {**order_state(job.prompts.order), **updater.state()}
-            saved = trainers.save(checkpoint_root(config), step + 1, extra, job.hf_dir, retention(config))
-            print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
+            saved = _said(trainers.save(step + 1, extra, retention(config))) or saved
         if interrupts.asked:
             break
-    return saved
+    return _said(trainers.finish_saves()) or saved
+
+
+def _said(finished: Sequence[SavedTraining]) -> SavedTraining | None:
+    """Name every checkpoint that has become whole; the last of them."""
+    for saved in finished:
+        print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
+    return finished[-1] if finished else None
 
 
 def _is_due(every: int | None, step: int, num_steps: int) -> bool:
@@ -118,7 +125,8 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
 def _start(trainers: Trainers, engines: Engines, job: Job) -> None:
     """Load ranks and engines, at the same time where neither measures how much of a device's memory the other has left."""
     begun = engines.begin_start() if job.platform.shares_main_memory else None
-    trainers.start(job.resume)
+    config = job.config
+    trainers.start(job.resume, SavePlan(checkpoint_root(config), job.hf_dir, config.checkpoint.in_background))
     engines.finish_start(engines.begin_start() if begun is None else begun)
     engines.load_weights(trainers.weights())
 

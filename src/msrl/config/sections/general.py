@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, create_model
 
 from msrl.config.sections.base import BelowOne, Bool, Count, Dtype, Platform, Positive, Seconds, Section, Size, Text
 
@@ -52,7 +52,12 @@ class ClusterConfig(Section):
     env: dict[str, Annotated[str, Strict()]] = Field(default_factory=dict[str, str], description="Environment variables of every worker")
 
 
-class CheckpointConfig(Section):
+_ASYNC = Field(default=False, description="Write checkpoints while the training goes on, from copies in the machine's memory")
+_KEYWORD: dict[str, Any] = {"async": (Bool, _ASYNC)}  # a word of Python's, so no class body can have it
+_WithAsync: type[Section] = create_model("_WithAsync", __base__=Section, **_KEYWORD)
+
+
+class CheckpointConfig(_WithAsync):
     """What is loaded, saved and resumed."""
 
     load: Text | None = Field(default=None, description="mcore checkpoint whose weights replace those of model.path")
@@ -63,6 +68,11 @@ class CheckpointConfig(Section):
     keep_best: Bool = Field(default=False, description="Save after every evaluation with a new lowest loss, and keep that checkpoint too")
     resume: Text = Field(default="none", description="none: start anew; auto: go on from the newest checkpoint, if any; or the path of one")
     export_hf: Bool = Field(default=False, description="Write the final model as a Hugging Face folder, hf in the folder of the run")
+
+    @property
+    def in_background(self) -> bool:
+        """The key `async`."""
+        return getattr(self, "async")
 
 
 class LogConfig(Section):

@@ -1,0 +1,72 @@
+"""Trainings killed with SIGKILL ten times at random moments, in training and in saving, end to the bit where the uninterrupted one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from msrl.data.indexed import IndexedWriter
+from msrl.data.manifest import dataset_name
+from msrl.trainer.resume import SavedTraining
+from support import python_path
+from tiny_qwen2 import VOCAB_SIZE, save_model
+from training_runs import write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+KILLS, STEPS = 10, 40
+
+
+def write_examples(prefix: Path, num_rows: int) -> None:
+    """Rows of random tokens, all of them to be learnt."""
+    random = np.random.default_rng(3)
+    lengths = random.integers(5, 20, num_rows).astype(np.int32)
+    ids = random.integers(3, VOCAB_SIZE - 30, int(lengths.sum())).astype(np.int32)
+    for key, values in (("input_ids", ids), ("attention_mask", np.ones_like(ids)), ("labels", ids)):
+        name = dataset_name(str(prefix), "sft", key)
+        writer = IndexedWriter(Path(f"{name}.bin"), Path(f"{name}.idx"))
+        writer.add(values, lengths)
+        writer.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """The folder of three trainings at TP 2 that save every step: left alone, killed in the foreground's saves, in the background's."""
+    folder = tmp_path_factory.mktemp("killed")
+    save_model(folder / "hf", tied=True, positions=64)
+    write_examples(folder / "data", 50)
+    settings = {
+        "run": {"dir": str(folder / "runs")},
+        "model": {"path": str(folder / "hf"), "dtype": "bfloat16"},
+        "data": {"train": str(folder / "data")},
+        "cluster": {"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 60.0},
+        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 4, "parallel": {"tp": 2}, "optimizer": {"lr": 1e-3}},
+        "checkpoint": {"keep": 3},
+    }
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("killed_runs.py")),
+        str(write_config(folder / "run.yaml", settings)),
+        str(KILLS),
+    ]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-6000:]
+    (folder / "results.json").write_text(done.stdout)
+    (folder / "said.log").write_text(done.stderr)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["killed", "killed in background"])
+def test_ten_kills_change_no_loss_and_no_bit_of_weights_optimizer_and_random_numbers(runs, name):
+    results = json.loads((runs / "results.json").read_text())
+    assert results[name]["losses"] == results["whole"]["losses"] and len(results[name]["losses"]) == STEPS
+    assert results[name]["kills"] == KILLS and results[name]["kills_in_a_save"] > 0 and results[name]["repeated"] > 0
+    states = [SavedTraining(runs / folder, STEPS).state() for folder in ("whole", name)]
+    assert states[0] == states[1]  # with the checksums of all files
+    assert SavedTraining(runs / name, STEPS).damage() is None
+    assert len(list((runs / name).glob("iter_*"))) == 3 and not list((runs / name).rglob(".iter*partial"))
