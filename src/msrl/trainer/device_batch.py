@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msrl.trainer import context, megatron
+from msrl.trainer import context, groups
 from msrl.trainer.logprobs import Distribution
 from msrl.trainer.rope import PackedSequences, RotaryTable
 from msrl.types import MicroBatch
@@ -47,7 +47,7 @@ class _Whole(torch.autograd.Function):
         ctx.save_for_backward(rows)
         whole = values.new_zeros((count, *values.shape[1:]))
         whole[rows] = values
-        dist.all_reduce(whole, group=megatron.cp_group())
+        dist.all_reduce(whole, group=groups.cp_group())
         return whole
 
     @staticmethod
@@ -65,7 +65,7 @@ def to_device(batch: MicroBatch, rotary: RotaryTable, device: torch.device, *, c
     packed = rotary(tuple(np.diff(batch.cu_seqlens).tolist()))
     if cp == 1:
         return DeviceBatch(tokens[None], packed, mask, labels[mask], None, sequences, fields)
-    mine = context.share(packed.lengths, megatron.cp_group(), multiple, device)
+    mine = context.share(packed.lengths, groups.cp_group(), multiple, device)
     is_there, at = mine.rows >= 0, mine.rows.clamp(min=0)
     selected = at[mask[at] & is_there]
     numbering = mask.cumsum(0) - 1

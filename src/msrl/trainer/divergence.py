@@ -17,7 +17,7 @@ from msrl.trainer.chunked import made_logits
 from msrl.trainer.logprobs import Distribution
 
 if TYPE_CHECKING:
-    from msrl.trainer.megatron import PolicyModel
+    from msrl.trainer.policy import PolicyModel
     from msrl.trainer.worker import TrainWorker
 
 

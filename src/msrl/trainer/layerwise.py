@@ -14,7 +14,7 @@ from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
 from msrl.trainer import megatron
-from msrl.trainer.megatron import PolicyModel
+from msrl.trainer.policy import PolicyModel
 from msrl.trainer.streaming import Fetch, stream_weights
 from msrl.trainer.worker import TrainWorker
 

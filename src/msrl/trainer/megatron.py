@@ -1,21 +1,18 @@
-"""Megatron, as we use it: process groups, the model of a shape, its optimizer. Numbers come from the Shape; nothing is typed by hand."""
+"""Megatron's model as we build it: the settings of a shape, its layers, and what wraps them for data parallelism.
+
+Numbers come from the Shape; nothing is typed by hand.
+"""
 
 from __future__ import annotations
 
-import copy
-import datetime
 import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -39,119 +36,8 @@ from msrl.trainer.experts import mixture_spec
 from msrl.trainer.latent_attention import LatentAttention
 from msrl.trainer.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
 from msrl.trainer.pipeline import Chunks, EmptyLayer, chunks_of
+from msrl.trainer.policy import PolicyModel
 from msrl.trainer.settings import Layout, Recompute, sequence_multiple
-
-
-class PolicyModel(GPTModel):
-    """Megatron's GPT whose last stage computes logits only at the positions that `loss_mask` selects.
-
-    From `shape` it takes what Megatron's own has no setting for: the scale of embeddings, and what becomes of output weights and logits.
-    """
-
-    def __init__(self, *, shape: Shape, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._shape = shape
-        if shape.reward_head and self.post_process:
-            del self.output_layer
-            self.rm_head = _score_head(self.config)
-        self.gives_hidden = False  # in place of logits: for `chunked_logprobs`
-
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None = None, **kwargs: Any) -> Any:
-        scale = self._shape.embedding_scale
-        if scale != 1 and self.pre_process and decoder_input is None:
-            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            decoder_input = embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)  # rounded like the weights
-        return super()._preprocess(input_ids, position_ids, decoder_input, **kwargs)  # pyright: ignore[reportArgumentType]
-
-    def _postprocess(self, hidden_states: Tensor, *args: Any, loss_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        if not self.post_process:
-            return hidden_states
-        if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-        hidden = hidden_states.squeeze(1)  # [N, hidden]
-        if loss_mask is not None:
-            hidden = hidden[loss_mask]
-        if self._shape.reward_head:
-            return self.rm_head(hidden.unsqueeze(1))[0].squeeze(1)  # [M, 1]
-        if self.gives_hidden:
-            return copy_to_tensor_model_parallel_region(hidden)  # [M, hidden]
-        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self._output_weight())
-        softcap = self._shape.logit_softcap
-        return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)  # [M, vocabulary of this rank]
-
-    def head(self) -> Tensor:
-        """The output weights of this rank, [vocabulary of this rank, hidden]."""
-        return cast("Tensor", _there(self._output_weight(), self.output_layer.weight))
-
-    def _output_weight(self) -> Tensor | None:
-        """What takes the place of the output layer's own weight; None: nothing."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if self._shape.normalized_head:
-            return F.normalize(cast("Tensor", self.output_layer.weight if weight is None else weight))
-        return weight
-
-
-def _score_head(config: TransformerConfig) -> RowParallelLinear:
-    """MindSpeed's head of reward models: hidden channels are cut over the tensor-parallel ranks, the score is on all of them."""
-    plain = copy.copy(config)
-    plain.sequence_parallel = False
-    return RowParallelLinear(
-        config.hidden_size, 1, config=plain, init_method=torch.nn.init.zeros_, bias=True, input_is_parallel=False, skip_bias_add=False
-    )
-
-
-def _there(value: Tensor | None, other: Any) -> Any:
-    return other if value is None else value
-
-
-def initialize(platform: Platform, *, rank: int, world_size: int, init_method: str, layout: Layout, seed: int, timeout_s: float) -> None:
-    """Join the process groups. `init_method` is torch's, such as `tcp://127.0.0.1:4711` or `file:///...`."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(platform.collective_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
-    parallel_state.initialize_model_parallel(
-        layout.tp, layout.pp, context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp_size,
-        create_gloo_process_groups=False, distributed_timeout_minutes=max(1, int(timeout_s / 60)),
-    )  # fmt: skip
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    platform.seed(seed)
-
-
-def tp_group() -> dist.ProcessGroup:
-    """The tensor-parallel ranks of this rank's stage."""
-    return cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
-
-
-def pp_group() -> dist.ProcessGroup:
-    """The stages of this rank's pipeline."""
-    return cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group())
-
-
-def cp_group() -> dist.ProcessGroup:
-    """The ranks that share the tokens of this rank's sequences."""
-    return cast("dist.ProcessGroup", parallel_state.get_context_parallel_group())
-
-
-def dp_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part of the model: data-parallel and context-parallel ones."""
-    return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
-
-
-def expert_dp_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part of the same experts."""
-    return cast("dist.ProcessGroup", parallel_state.get_expert_data_parallel_group())
-
-
-def expert_group() -> dist.ProcessGroup:
-    """The ranks of a stage that hold each part of each expert once, in the order (part of the experts, part of each)."""
-    return cast("dist.ProcessGroup", parallel_state.get_expert_tensor_and_model_parallel_group())
-
-
-def shutdown() -> None:
-    """Leave the process groups."""
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def transformer_config(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from msrl.trainer import megatron
+from msrl.trainer import groups
 from msrl.trainer.optimizer import parts
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def collect(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
     """("exp_avg.NAME", tensor of the parameter's shape), one at a time, the same on every data-parallel rank; all must take part."""
     for name, parameter in trained(worker.policy):
         owned = _owned(worker.optimizer, parameter)
-        group = megatron.dp_group() if getattr(parameter, "allreduce", True) else megatron.expert_dp_group()
+        group = groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
         for kind in kinds(worker.dtype):
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if owned is not None:

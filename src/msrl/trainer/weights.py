@@ -14,7 +14,7 @@ from msrl.checkpoint.stacks import put_together
 from msrl.models.entries import stack_sizes
 from msrl.models.rules import Replicated, Rule
 from msrl.models.stages import Placed, stage_tensors
-from msrl.trainer import megatron
+from msrl.trainer import groups, megatron
 
 if TYPE_CHECKING:
     from msrl.trainer.worker import TrainWorker
@@ -52,7 +52,7 @@ def _gather(weight: Tensor, placed: Placed, worker: TrainWorker) -> list[Tensor]
     """The shards of all tensor-parallel ranks, on tp_rank 0."""
     if worker.layout.tp == 1 or isinstance(placed.layout, Replicated):
         return [weight.detach()]
-    return _gathered(weight, megatron.tp_group())
+    return _gathered(weight, groups.tp_group())
 
 
 def _gathered(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -65,7 +65,7 @@ def _gathered(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def _experts(worker: TrainWorker, weights: Mapping[str, Tensor], placed: Sequence[Placed]) -> Iterator[tuple[str, Tensor]]:
     """The experts of a stage. A rank's first expert comes with the first one of every other rank, and so on."""
-    group, size = megatron.expert_group(), worker.layout.etp_size
+    group, size = groups.expert_group(), worker.layout.etp_size
     elsewhere = _experts_by_name(worker)
     for each in placed:
         if each.name in weights:

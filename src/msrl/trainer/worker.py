@@ -22,7 +22,7 @@ from torch import Tensor
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.models.shape import Shape
 from msrl.platforms import resolve
-from msrl.trainer import megatron, optimizer_state, pipeline
+from msrl.trainer import groups, megatron, optimizer_state, pipeline
 from msrl.trainer.batches import filler
 from msrl.trainer.chunked import chunked_logprobs
 from msrl.trainer.device_batch import DeviceBatch, spread, to_device
@@ -31,9 +31,9 @@ from msrl.trainer.guard import GradientGuard
 from msrl.trainer.logprobs import Columns, Distribution, columns_of, vocab_parallel_logprobs
 from msrl.trainer.lora import Adapters
 from msrl.trainer.losses import Loss, Outputs
-from msrl.trainer.megatron import PolicyModel
 from msrl.trainer.offload import HostMemory
 from msrl.trainer.optimizer import build_optimizer, clip_gradients
+from msrl.trainer.policy import PolicyModel
 from msrl.trainer.rope import RotaryTable
 from msrl.trainer.settings import WorkerSettings, sequence_multiple
 from msrl.types import Floats, MicroBatch
@@ -47,7 +47,7 @@ class TrainWorker:
         self.platform = resolve(settings.platform)
         self.device = self.platform.device(rank)
         self.dtype = getattr(torch, settings.dtype)
-        megatron.initialize(
+        groups.initialize(
             self.platform, rank=rank, world_size=world_size, init_method=init_method, layout=settings.layout, seed=settings.seed,
             timeout_s=settings.timeout_s,
         )  # fmt: skip
@@ -177,7 +177,7 @@ class TrainWorker:
 
     def _join_vocabulary(self, logits: Tensor) -> Tensor:
         parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
-        dist.all_gather(parts, logits.contiguous(), group=megatron.tp_group())
+        dist.all_gather(parts, logits.contiguous(), group=groups.tp_group())
         return torch.cat(parts, -1)[:, : self.shape.num_outputs]
 
     def _run(
@@ -218,7 +218,7 @@ class TrainWorker:
         """
         if self.shape.moe is not None and self.dp_size > 1:
             most = torch.tensor(num_micro_batches, device=self.device)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=megatron.dp_group())
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.dp_group())
             num_micro_batches = int(most.item())
         return -(-num_micro_batches // self.layout.pp) * self.layout.pp if self.num_chunks > 1 else num_micro_batches
 
@@ -258,7 +258,7 @@ class TrainWorker:
         """This rank's columns of the vocabulary, `width` of them with padding."""
         return columns_of(
             width, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
-            with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once, group=megatron.tp_group(),
+            with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once, group=groups.tp_group(),
         )  # fmt: skip
 
     def _reduce(self, rows: Sequence[dict[str, Tensor]], num_tokens: int) -> dict[str, float]:
@@ -271,7 +271,7 @@ class TrainWorker:
             means = [dict(zip(names, (totals / num_tokens).tolist(), strict=True))]
         if self.layout.pp > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(means, src=last, group=megatron.pp_group())
+            dist.broadcast_object_list(means, src=last, group=groups.pp_group())
         return means[0]
 
     @property
@@ -286,7 +286,7 @@ class TrainWorker:
         return bool(said.item())
 
     def close(self) -> None:
-        megatron.shutdown()
+        groups.shutdown()
 
 
 def _minimise(loss: Loss, num_tokens: int, logits: Tensor, batch: DeviceBatch, worker: TrainWorker) -> tuple[Tensor, dict[str, Tensor]]:
