@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
-from msrl.trainer.sealed import damages, open_sealed_json
+from msrl.trainer.sealed import damages, is_sealed_json, open_sealed_json
 
 STATE = "state.json"
 
@@ -36,12 +36,16 @@ class SavedTraining:
         return training_dir(self.root, self.step)
 
     def state(self) -> dict[str, Any]:
-        """What was saved besides tensors. Raises MsrlError when it cannot be read."""
+        """What was saved besides tensors. Raises MsrlError when it cannot be read, or an earlier version saved it in another form."""
         path = self.training_dir / STATE
         try:
-            return open_sealed_json(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            if is_sealed_json(text):
+                return open_sealed_json(text)
         except (OSError, ValueError) as error:
             raise MsrlError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
+        kept = f"go on from its weights with checkpoint.load: {self.root}, in a training that starts anew"
+        raise MsrlError(f"{path}: saved by an earlier version, whose optimizer files are no longer read; {kept}")
 
     def damage(self) -> str | None:
         """What is not as it was written, in one line; every file is read. None where all is whole."""

@@ -65,6 +65,11 @@ def sealed_json(contents: Mapping[str, Any]) -> str:
     return json.dumps({**contents, _DIGEST: _digest(contents)}, indent=1) + "\n"
 
 
+def is_sealed_json(text: str) -> bool:
+    """Whether a digest stands in it, right or wrong. Raises ValueError for text that is not JSON."""
+    return _DIGEST in json.loads(text)
+
+
 def open_sealed_json(text: str) -> dict[str, Any]:
     """What `sealed_json` was given. Raises ValueError for text that is not so, or is not as it was written."""
     contents = json.loads(text)
