@@ -224,3 +224,13 @@ def test_grouped_experts_whose_number_is_unknown_are_refused(tmp_path: Path, mix
     torch.save(contents, path)
     with pytest.raises(MsrlError, match=r"args do not say how many experts a layer has \(num_experts\)"):
         open_mcore(tmp_path / "mcore")
+
+
+def test_a_checkpoint_of_a_v_shaped_schedule_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
+    write(open_weights(folder), tmp_path / "mcore", Cut(pp=2))
+    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(pp=2), Coords())
+    contents = mcore.read_rank_file(path, mmap=False)
+    contents["args"].schedules_method = "dualpipev"
+    mcore.write_rank_file(path, contents["model"], contents["args"], 1)
+    with pytest.raises(MsrlError, match="--schedules-method dualpipev"):
+        open_weights(tmp_path / "mcore")

@@ -37,3 +37,11 @@ def _numbers(said: object) -> tuple[int, ...]:
     """Layer numbers as arguments hold them: text before Megatron has parsed it, a collection after."""
     parts = said.split(",") if isinstance(said, str) else said
     return tuple(int(part) for part in parts) if isinstance(parts, list | tuple | set | frozenset) else ()
+
+
+def refuse_schedule(path: Path, args: argparse.Namespace) -> None:
+    """Raises MsrlError where a stage holds other layers than its number tells: MindSpeed's dualpipev gives it one block of each half."""
+    schedule = getattr(args, "schedules_method", None)
+    if schedule == "dualpipev":
+        message = "its stages hold the layers of a V (one block from the front and one from the back), which is not read"
+        raise MsrlError(f"{path}: was saved with --schedules-method dualpipev: {message}; convert it with MindSpeed to one without")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from msrl.checkpoint.arguments import cut_of_args
+from msrl.checkpoint.arguments import cut_of_args, refuse_schedule
 from msrl.checkpoint.mcore import FILE, TRACKER, iteration_dir, rank_folder, read_rank_file
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
@@ -51,7 +51,9 @@ def find_checkpoint(save: Path, iteration: int | str | None = None) -> Found:
     if not folders:
         raise MsrlError(f"{folder}: holds no mp_rank_* folders")
     first = next((folder / name / FILE for name in folders if (folder / name / FILE).is_file()), folder / next(iter(folders)) / FILE)
-    cut = _cut_of_folders(list(folders.values()), read_rank_file(first)["args"])
+    args = read_rank_file(first)["args"]
+    refuse_schedule(first, args)
+    cut = _cut_of_folders(list(folders.values()), args)
     files = {at: folder / rank_folder(cut, at) / FILE for at in cut.ranks()}
     for path in files.values():
         if not path.is_file():
