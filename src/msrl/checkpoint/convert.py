@@ -6,11 +6,13 @@ Python's lock meanwhile. In memory is one tensor per thread. The target folder b
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from msrl.checkpoint.carried import carried_bytes, carried_tensors, carry
+from msrl.checkpoint.dist_write import by_file, write_file, write_rest
 from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free, staged_folder
 from msrl.checkpoint.hf import HfWriter, copy_sidecars
@@ -25,6 +28,7 @@ from msrl.checkpoint.hf_files import StoredTensor
 from msrl.checkpoint.legacy import refuse_unnamed
 from msrl.checkpoint.mcore import (
     SIDECAR,
+    iteration_dir,
     manifest_entry,
     namespace,
     publish,
@@ -48,12 +52,26 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class McoreTarget:
-    """How an mcore checkpoint is to be cut and named. `dtype` None keeps the source's types."""
+    """How an mcore checkpoint is to be cut and named. `dtype` None keeps the source's types.
+
+    `distributed`: in Megatron's distributed format, whose files hold the whole model; the cut pads the vocabulary and is noted.
+    """
 
     cut: Cut = WHOLE
     dtype: torch.dtype | None = None
     naming: Naming = LOCAL
     vocab_multiple: int | None = None
+    distributed: bool = False
+
+    @property
+    def file_cut(self) -> Cut:
+        """By what the files are cut."""
+        return WHOLE if self.distributed else self.cut
+
+    @property
+    def file_multiple(self) -> int | None:
+        """What the vocabulary in the files is padded to a multiple of; None: the ranks of `file_cut`."""
+        return math.lcm(self.cut.tp, self.vocab_multiple or self.cut.tp) if self.distributed else self.vocab_multiple
 
 
 def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
@@ -63,11 +81,21 @@ def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
     """
     if target.naming.grouped and not target.naming.te and source.shape.moe and source.shape.moe.biases:
         raise MsrlError("--moe-grouped-gemm: fused experts have no biases in Megatron, and this model's do; leave it out or add --names te")
-    plan = make_plan(source.shape, target.cut, target.vocab_multiple)
+    target.cut.check(source.shape)
+    _refuse_without_place(target)
+    plan = replace(make_plan(source.shape, target.file_cut, target.file_multiple), cut=target.cut)
     if target.naming.legacy:
         refuse_unnamed([chunk_of(name)[1] for rank in plan.ranks for name in rank.tensors], source.shape.architecture)
     carried = carried_bytes(carried_tensors(source.hf_dir, source.shape))
     return plan, carried + sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
+
+
+def _refuse_without_place(target: McoreTarget) -> None:
+    """Raises MsrlError for what Megatron's distributed format has no place for."""
+    if target.distributed and target.cut.noop_layers:
+        raise MsrlError("--noop-layers: a distributed checkpoint has no empty layers; leave it out, or write --layout mindspeed")
+    if target.distributed and target.naming.legacy:
+        raise MsrlError("--names legacy: a distributed checkpoint has Megatron-core's names; leave it out, or write --layout mindspeed")
 
 
 def hf_specs(source: WeightSource, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
@@ -89,12 +117,13 @@ def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: 
     plan, num_bytes = mcore_plan(source, target)
     refuse_unless_fits(save, num_bytes)
     with staged_folder(save) as folder:
-        jobs = [partial(_write_rank, source, target, plan, rank, folder, advance) for rank in plan.ranks]
-        files = _in_parallel(jobs)
+        write = _write_distributed if target.distributed else _write_ranks
+        files = write(source, target, plan, folder, advance)
         copy_sidecars(source.hf_dir, folder / SIDECAR, source.main_dtype() if target.dtype is None else target.dtype)
         carry(source.hf_dir, folder / SIDECAR, source.shape, advance)
         dtype = hf_name(target.dtype or source.main_dtype())
-        write_manifest(folder, ITERATION, manifest_entry(source.shape, plan, dtype, dict(files), target.naming, versions()))
+        kind = "dist" if target.distributed else "mindspeed"
+        write_manifest(folder, ITERATION, manifest_entry(source.shape, plan, dtype, files, target.naming, versions(), kind))
         publish(folder, ITERATION, durable=False)
     return plan
 
@@ -114,7 +143,33 @@ def write_hf(source: WeightSource, save: Path, dtype: torch.dtype | None, advanc
 
 
 def _rank_specs(source: WeightSource, target: McoreTarget, rank: RankPlan) -> dict[str, TensorSpec]:
-    return source.local_specs(target.cut, rank.at, target.dtype, target.vocab_multiple)
+    return source.local_specs(target.file_cut, rank.at, target.dtype, target.file_multiple)
+
+
+def _arguments(source: WeightSource, target: McoreTarget, plan: Plan) -> argparse.Namespace:
+    dtype = hf_name(target.dtype or source.main_dtype())
+    return namespace(source.shape, target.cut, padded_vocab=plan.padded_vocab, dtype=dtype, naming=target.naming)
+
+
+def _write_distributed(source: WeightSource, target: McoreTarget, plan: Plan, folder: Path, advance: Advance) -> dict[str, WrittenFile]:
+    """Write a distributed checkpoint; sizes and checksums of its files by their names relative to `folder`."""
+    iteration = iteration_dir(folder, ITERATION)
+    iteration.mkdir()
+    (rank,) = plan.ranks
+    tensors = source.local_pieces(target.file_cut, rank.at, target.dtype, target.file_multiple)
+    shape, te = source.shape, target.naming.te
+    jobs = [partial(write_file, iteration / name, shape, te, part, advance) for name, part in by_file(tensors, shape.num_layers).items()]
+    done = _in_parallel(jobs)
+    places = {name: where for _, _, found in done for name, where in found.items()}
+    arguments = _arguments(source, target, plan)
+    rest = write_rest(iteration, shape, te, _rank_specs(source, target, rank), places, arguments, ITERATION)
+    files = {**{name: written for name, written, _ in done}, **rest}
+    return {f"{iteration.name}/{name}": written for name, written in files.items()}
+
+
+def _write_ranks(source: WeightSource, target: McoreTarget, plan: Plan, folder: Path, advance: Advance) -> dict[str, WrittenFile]:
+    """Write a file per rank; sizes and checksums by their names relative to `folder`."""
+    return dict(_in_parallel([partial(_write_rank, source, target, plan, rank, folder, advance) for rank in plan.ranks]))
 
 
 def _write_rank(
@@ -124,8 +179,7 @@ def _write_rank(
     ours = _rank_specs(source, target, rank)
     found = entries(ours, target.naming)
     tensors = source.local_pieces(target.cut, rank.at, target.dtype, target.vocab_multiple)
-    dtype = hf_name(target.dtype or source.main_dtype())
-    args = namespace(source.shape, target.cut, padded_vocab=plan.padded_vocab, dtype=dtype, naming=target.naming)
+    args = _arguments(source, target, plan)
     path = rank_file(folder, ITERATION, target.cut, rank.at)
     written = stream_rank_file(path, specs_of(found, ours), _counted(repacked(tensors, found), advance), args, ITERATION)
     return str(path.relative_to(folder)), written

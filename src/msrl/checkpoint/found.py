@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from msrl.checkpoint.arguments import cut_of_args, refuse_schedule
+from msrl.checkpoint.dist_read import is_distributed, read_common
 from msrl.checkpoint.mcore import FILE, TRACKER, iteration_dir, rank_folder, read_rank_file
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
@@ -47,6 +48,8 @@ def find_checkpoint(save: Path, iteration: int | str | None = None) -> Found:
     folder = iteration_dir(save, iteration)
     if not folder.is_dir():
         raise MsrlError(f"{save}: {TRACKER} names iteration {iteration}, but there is no folder {folder.name}")
+    if is_distributed(folder):
+        raise MsrlError(f"{folder}: a distributed checkpoint, where a file per rank is needed; make one with convert-ckpt reshard")
     folders = {child.name: _numbers_of(child) for child in sorted(folder.iterdir()) if child.is_dir()}
     if not folders:
         raise MsrlError(f"{folder}: holds no mp_rank_* folders")
@@ -62,6 +65,12 @@ def find_checkpoint(save: Path, iteration: int | str | None = None) -> Found:
     if strange:
         raise MsrlError(f"{folder / strange[0]}: not the folder of a rank, as the arguments in {first} make them ({cut})")
     return Found(iteration, cut, files)
+
+
+def saved_cut(save: Path) -> Cut:
+    """The cut of the latest iteration, of either layout: a distributed checkpoint tells by which it was saved."""
+    folder = iteration_dir(save, latest_iteration(save))
+    return cut_of_args(read_common(folder)["args"]) if is_distributed(folder) else find_checkpoint(save).cut
 
 
 def _numbers_of(folder: Path) -> tuple[int, ...]:

@@ -203,11 +203,17 @@ def publish(save: Path, iteration: int | str, *, durable: bool = True) -> None:
 
 
 def manifest_entry(
-    shape: Shape, plan: Plan, dtype: str, files: Mapping[str, WrittenFile], naming: Naming, versions: Mapping[str, str]
+    shape: Shape,
+    plan: Plan,
+    dtype: str,
+    files: Mapping[str, WrittenFile],
+    naming: Naming,
+    versions: Mapping[str, str],
+    kind: str = "mindspeed",
 ) -> dict[str, Any]:
     """What the manifest says of one iteration; `files` are named relative to the checkpoint folder."""
     return {
-        "layout": {"kind": "mindspeed", **plan.cut.as_json(), **asdict(naming), "padded_vocab_size": plan.padded_vocab},
+        "layout": {"kind": kind, **plan.cut.as_json(), **asdict(naming), "padded_vocab_size": plan.padded_vocab},
         "dtype": dtype,
         "shape": asdict(shape),
         "num_elements": plan.num_elements,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,78 +14,21 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import layouts
-from msrl.checkpoint.dtypes import cast_to
+from msrl.checkpoint.dist_read import is_distributed
+from msrl.checkpoint.dist_source import DistSource
 from msrl.checkpoint.found import Found, empty_positions, find_checkpoint, latest_iteration
 from msrl.checkpoint.hf import HfCheckpoint
-from msrl.checkpoint.mcore import SIDECAR, read_rank_file
+from msrl.checkpoint.mcore import SIDECAR, iteration_dir, read_rank_file
 from msrl.checkpoint.plan import padded_vocab_size, rank_plan
-from msrl.checkpoint.torch_file import Pieces, TensorSpec, spec_of
+from msrl.checkpoint.torch_file import spec_of
+from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
-from msrl.models.families import all_rules, load_shape
+from msrl.models.families import load_shape
 from msrl.models.reward_head import OUTPUT_LAYER
 from msrl.models.rules import Rule, Zeros
 from msrl.models.shape import Shape
 from msrl.models.stages import TIED_OUTPUT, chunk_name, stage_tensors
-
-
-class WeightSource(ABC):
-    """All weights of one model. `rule` is always one with global layer numbers, as `models.families.all_rules` gives it."""
-
-    shape: Shape
-    hf_dir: Path  # where config.json and the tokenizer are
-
-    @abstractmethod
-    def dtype(self, rule: Rule) -> torch.dtype:
-        """The type of the tensor, without reading it."""
-
-    @abstractmethod
-    def canonical(self, rule: Rule) -> Tensor:
-        """The canonical tensor (see `checkpoint.layouts`)."""
-
-    @abstractmethod
-    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        """The Hugging Face tensors of the rule, in its order."""
-
-    @abstractmethod
-    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        """Shard number `rank` of `size` in Megatron's shape."""
-
-    def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
-        """What `shard` consists of, one above the other; nothing is read before it is asked for."""
-        yield self.shard(rule, rank, size, padded_vocab)
-
-    def local_tensors(
-        self, cut: Cut, at: Coords, dtype: torch.dtype | None = None, vocab_multiple: int | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """What one rank of a cut holds, under Megatron's local names, in the order of the network.
-
-        Cast to `dtype` unless it is None. Raises ManyErrors when the cut does not divide the model.
-        """
-        cut.check(self.shape)
-        padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
-        for placed in stage_tensors(self.shape, cut, at):
-            tensor = self.shard(placed.rule, placed.shard, placed.num_shards, padded)
-            kind = cast_to(placed.rule, dtype)
-            yield placed.name, tensor if kind is None else tensor.to(kind)
-
-    def local_pieces(self, cut: Cut, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> Iterator[tuple[str, Pieces]]:
-        """`local_tensors` to be written: no piece is read or made before the writer asks for it."""
-        padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
-        specs = self.local_specs(cut, at, dtype, vocab_multiple)
-        for placed in stage_tensors(self.shape, cut, at):
-            yield placed.name, Pieces(specs[placed.name], self.pieces(placed.rule, placed.shard, placed.num_shards, padded))
-
-    def local_specs(self, cut: Cut, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> dict[str, TensorSpec]:
-        """Types and shapes of what `local_tensors` gives, without reading it."""
-        padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
-        shapes = rank_plan(self.shape, cut, at, padded).tensors
-        types = {placed.name: cast_to(placed.rule, dtype) or self.dtype(placed.rule) for placed in stage_tensors(self.shape, cut, at)}
-        return {name: TensorSpec(types[name], shape) for name, shape in shapes.items()}
-
-    def main_dtype(self) -> torch.dtype:
-        """The type of the embedding, which stands for that of the model."""
-        return self.dtype(all_rules(self.shape)[0])
 
 
 class HfSource(WeightSource):
@@ -193,20 +135,31 @@ class ShardedSource(WeightSource):
         return [self._shards[at][name] for at, name in (places[shard] for shard in sorted(places))]
 
 
-def open_mcore(
-    save: Path, hf_dir: Path | None = None, iteration: int | str | None = None, *, beside_adapter: bool = False
-) -> ShardedSource:
-    """The weights of an mcore checkpoint folder; its config is `<save>/hf`, or `hf_dir` where the checkpoint has none.
+def open_mcore(save: Path, hf_dir: Path | None = None, iteration: int | str | None = None, *, beside_adapter: bool = False) -> WeightSource:
+    """The weights of an mcore checkpoint folder of either layout; its config is `<save>/hf`, or `hf_dir` where the checkpoint has none.
 
     With `beside_adapter`, a LoRA adapter in the files (see `lora_files`) is passed over; else it is refused, as the weights alone would be
     another model. Raises MsrlError for what is missing, cut short, harmful, or does not fit the config.
     """
-    found = find_checkpoint(save, iteration)
+    iteration = latest_iteration(save) if iteration is None else iteration
     config_dir = hf_dir or save / SIDECAR
+    folder = iteration_dir(save, iteration)
+    if is_distributed(folder):
+        return DistSource(_shape(config_dir), folder, config_dir)
+    return open_sharded(save, config_dir, iteration, beside_adapter=beside_adapter)
+
+
+def _shape(config_dir: Path) -> Shape:
     if not (config_dir / "config.json").is_file():
         raise MsrlError(f"{config_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config")
+    return load_shape(config_dir)
+
+
+def open_sharded(save: Path, config_dir: Path, iteration: int | str, *, beside_adapter: bool = False) -> ShardedSource:
+    """`open_mcore` for a file per rank."""
+    found = find_checkpoint(save, iteration)
+    shape = _shape(config_dir)
     contents = {rank: read_rank_file(path) for rank, path in found.files.items()}
-    shape = load_shape(config_dir)
     models = {rank: _base_weights(content["model"], save, beside_adapter) for rank, content in contents.items()}
     if shape.reward_head:
         models = {rank: _without_output_layer(model) for rank, model in models.items()}

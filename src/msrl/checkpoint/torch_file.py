@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from msrl.errors import MsrlError
 ALIGNMENT = 64
 BLOCK_BYTES = 4 << 20  # what is checksummed and written in one go: the checksum leaves it in the cache for the write
 _ROOT = "archive"
-_STORAGES = {torch.bfloat16: "BFloat16Storage", torch.float16: "HalfStorage", torch.float32: "FloatStorage", torch.float64: "DoubleStorage"}
-_STORAGES |= {torch.int64: "LongStorage", torch.int32: "IntStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage"}
+STORAGES = {torch.bfloat16: "BFloat16Storage", torch.float16: "HalfStorage", torch.float32: "FloatStorage", torch.float64: "DoubleStorage"}
+STORAGES |= {torch.int64: "LongStorage", torch.int32: "IntStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,22 @@ def write_torch_file(
     `tensors` come in the order of `specs`; anything else is a ValueError. The file stands under its final name from the start: the
     caller writes into a folder that is not visible yet.
     """
+    with path.open("wb") as file:
+        digest = write_archive(file, specs, tensors, wrap)
+    return WrittenFile(path.stat().st_size, digest)
+
+
+def write_archive(
+    file: IO[bytes],
+    specs: Mapping[str, TensorSpec],
+    tensors: Iterable[tuple[str, Tensor | Pieces]],
+    wrap: Callable[[dict[str, Any]], object],
+    protocol: int = 4,
+) -> str:
+    """`write_torch_file` into an open file, from its position 0 on; the digest of the records. Only protocol 2 is read `weights_only`."""
     stand_ins = {name: _StandIn(str(index), spec) for index, (name, spec) in enumerate(specs.items())}
-    with path.open("wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        _add_bytes(archive, "data.pkl", _pickled(wrap(dict(stand_ins))))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        _add_bytes(archive, "data.pkl", _pickled(wrap(dict(stand_ins)), protocol))
         _add_bytes(archive, "byteorder", sys.byteorder.encode())
         for (name, stand_in), (given, tensor) in zip(stand_ins.items(), tensors, strict=True):
             whole = tensor if isinstance(tensor, Pieces) else Pieces(spec_of(tensor), (tensor,))
@@ -90,8 +103,7 @@ def write_torch_file(
                 raise ValueError(f"{given} {whole.spec} was given where {name} {stand_in.spec} was announced")
             _add(archive, f"data/{stand_in.key}", piece_blocks(whole), whole.spec.num_bytes)
         _add_bytes(archive, "version", b"3\n")
-        digest = _digest(archive)
-    return WrittenFile(path.stat().st_size, digest)
+        return digest_of(archive)
 
 
 def check_records(path: Path) -> str:
@@ -104,10 +116,10 @@ def check_records(path: Path) -> str:
         damaged = archive.testzip()
         if damaged is not None:
             raise MsrlError(f"{path}: record {damaged} does not match its checksum; copy or convert the file again")
-        return _digest(archive)
+        return digest_of(archive)
 
 
-def _digest(archive: zipfile.ZipFile) -> str:
+def digest_of(archive: zipfile.ZipFile) -> str:
     """SHA-256 of the records' names, sizes and CRC-32s: it vouches for the contents at the price of the CRCs that are there anyway."""
     lines = [f"{record.filename} {record.file_size} {record.CRC:08x}\n" for record in archive.infolist()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -176,9 +188,9 @@ def _add(archive: zipfile.ZipFile, name: str, blocks: Iterable[memoryview], num_
             record.write(block)
 
 
-def _pickled(value: object) -> bytes:
+def _pickled(value: object, protocol: int) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=4).dump(value)
+    _Pickler(buffer, protocol=protocol).dump(value)
     return buffer.getvalue()
 
 
@@ -188,7 +200,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: object) -> object:
         if not isinstance(obj, _Storage):
             return None
-        return ("storage", getattr(torch, _STORAGES[obj.spec.dtype]), obj.key, "cpu", obj.spec.num_elements)
+        return ("storage", getattr(torch, STORAGES[obj.spec.dtype]), obj.key, "cpu", obj.spec.num_elements)
 
     def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, _StandIn):
@@ -257,6 +269,8 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("_codecs", "encode"): _latin1,
     ("_io", "BytesIO"): io.BytesIO,
+    ("signal", "Signals"): Foreign,
+    ("types", "SimpleNamespace"): argparse.Namespace,
 }
 _ADMITTED |= {(module, kind.__name__): kind for module in ("builtins", "__builtin__") for kind in (set, frozenset, complex, slice, range)}
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint.carried import carried_tensors
+from msrl.checkpoint.dist_read import sections_digest
+from msrl.checkpoint.dist_write import EXTRA, FORMAT, METADATA, sha256_of
 from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.mcore import MANIFEST, read_manifest
 from msrl.checkpoint.source import WeightSource
@@ -82,7 +84,14 @@ def _damage(path: Path, facts: dict[str, Any], thorough: bool) -> str:
     if not thorough:
         return ""
     try:
-        digest = check_records(path)
+        digest = _digest(path)
     except MsrlError as error:
         return str(error).removeprefix(f"{path}: ")
     return "" if digest == facts["sha256"] else "has been altered since the manifest was written"
+
+
+def _digest(path: Path) -> str:
+    """A file's digest, taken as its manifest entry was: of records where it is an archive (or many), of the bytes elsewhere."""
+    if path.name in (METADATA, FORMAT, EXTRA):
+        return sha256_of(path)
+    return sections_digest(path) if path.suffix == ".distcp" else check_records(path)

@@ -75,6 +75,7 @@ def reshard(
     moe_tp_extend_ep: o.TpExtendEp = None,
     hf_config: o.HfConfig = None,
     dtype: o.Dtype = None,
+    layout: o.Layout = None,
     names: o.Names = None,
     pad_vocab_to_multiple: o.PadVocab = None,
     lora: o.Lora = None,

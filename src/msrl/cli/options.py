@@ -35,6 +35,7 @@ class WeightNames(str, Enum):
 
 class CheckpointLayout(str, Enum):
     mindspeed = "mindspeed"
+    dist = "dist"
 
 
 class DataKind(str, Enum):
@@ -122,7 +123,7 @@ TpExtendEp = Annotated[
     typer.Option("--moe-tp-extend-ep/--no-moe-tp-extend-ep", help="Spread whole experts over EP * TP ranks."),
 ]
 Dtype = Annotated[ConvertDtype | None, typer.Option("--dtype", "--params-dtype", help="Type of the written tensors.")]
-Layout = Annotated[CheckpointLayout | None, typer.Option("--layout", help="On-disk layout of the mcore checkpoint.")]
+Layout = Annotated[CheckpointLayout | None, typer.Option("--layout", help="A file per rank, or Megatron's distributed format.")]
 Names = Annotated[WeightNames | None, typer.Option("--names", help="Tensor names: local, Transformer Engine, or before megatron-core.")]
 PadVocab = Annotated[int | None, typer.Option("--pad-vocab-to-multiple", metavar="N", help="Pad the vocabulary to a multiple; unset: TP.")]
 HfConfig = Annotated[

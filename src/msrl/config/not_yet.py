@@ -36,7 +36,6 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "algo.advantage.estimator": frozenset({"gae", "gigpo", "step_reinforce", "agentic_reinforce"}),
     "reward.sources.engine": frozenset({"megatron"}),
     "log.trackers": frozenset({"wandb"}),
-    "convert.layout": frozenset({"dist"}),
 }
 
 

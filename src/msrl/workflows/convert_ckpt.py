@@ -101,7 +101,7 @@ def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int
         num_bytes = sum(spec.num_bytes for spec in hf_specs(source, dtype).values())
         return num_bytes, lambda advance: write_hf(source, save, dtype, advance)
     naming = Naming(convert.names == "te", convert.moe_grouped_gemm, convert.names == "legacy")
-    target = McoreTarget(cut_of(convert), dtype, naming, convert.pad_vocab_to_multiple)
+    target = McoreTarget(cut_of(convert), dtype, naming, convert.pad_vocab_to_multiple, convert.layout == "dist")
     return mcore_plan(source, target)[1], lambda advance: write_mcore(source, save, target, advance)
 
 

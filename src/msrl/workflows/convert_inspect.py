@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from msrl.checkpoint.found import find_checkpoint, latest_iteration
-from msrl.checkpoint.mcore import read_rank_file
+import torch
+
+from msrl.checkpoint.dist_read import is_distributed, read_common, read_metadata
+from msrl.checkpoint.found import find_checkpoint, latest_iteration, saved_cut
+from msrl.checkpoint.mcore import iteration_dir, read_rank_file
 from msrl.checkpoint.verify import damaged_files
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.cut import Coords
@@ -28,15 +32,22 @@ def inspect(save: Path, *, verify: bool) -> None:
     Raises MsrlError that names what is missing, cut short or altered, ManyErrors for several.
     """
     refuse_altered(save, thorough=verify)
-    found = find_checkpoint(save)
-    print(f"{save}: iteration {found.iteration}, {found.cut}")
-    print_table([("file", "tensors", "parameters", "types", "size"), *(_file_row(save, path) for _, path in sorted(found.files.items()))])
-    args = vars(read_rank_file(found.files[Coords()])["args"])
-    print("arguments: " + ", ".join(f"{name}={args[name]}" for name in _TELLING if name in args))
+    iteration = latest_iteration(save)
+    folder = iteration_dir(save, iteration)
+    if is_distributed(folder):
+        print(f"{save}: iteration {iteration}, distributed; saved by {saved_cut(save)}")
+        rows, args = _distributed_rows(folder), read_common(folder)["args"]
+    else:
+        found = find_checkpoint(save)
+        print(f"{save}: iteration {iteration}, {found.cut}")
+        rows = [_file_row(save, path) for _, path in sorted(found.files.items())]
+        args = read_rank_file(found.files[Coords()])["args"]
+    print_table([("file", "tensors", "parameters", "types", "size"), *rows])
+    print("arguments: " + ", ".join(f"{name}={getattr(args, name)}" for name in _TELLING if hasattr(args, name)))
     kept = not_weights(save)
     if kept:
         print(f"besides weights: {', '.join(kept)}")
-    print(_state(save, found.iteration, verify))
+    print(_state(save, iteration, verify))
 
 
 def _state(save: Path, iteration: int | str, verify: bool) -> str:
@@ -58,6 +69,9 @@ def refuse_altered(save: Path, *, thorough: bool) -> None:
 
 def not_weights(save: Path) -> list[str]:
     """What a checkpoint holds to go on training with, in words; conversions take the weights alone."""
+    folder = iteration_dir(save, latest_iteration(save))
+    if is_distributed(folder):
+        return _beside_weights(folder)
     first = find_checkpoint(save).files[Coords()]
     contents = read_rank_file(first)
     found = [what for key, what in _NOT_WEIGHTS.items() if contents.get(key)]
@@ -65,6 +79,13 @@ def not_weights(save: Path) -> list[str]:
     if any(_has_unused_output_layer(path) for path in find_checkpoint(save).files.values()):
         found.append("output layer, which a reward model does not use")
     return [*found, *beside]
+
+
+def _beside_weights(folder: Path) -> list[str]:
+    """`not_weights` of a distributed checkpoint, where an optimizer's tensors lie among those of the model."""
+    tensors, objects = read_metadata(folder)
+    keys = [*tensors, *objects, *read_common(folder)]
+    return [what for part, what in _NOT_WEIGHTS.items() if any(key.startswith(part) or f".{part}." in key for key in keys)]
 
 
 def _has_unused_output_layer(path: Path) -> bool:
@@ -87,7 +108,20 @@ def print_table(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def _file_row(save: Path, path: Path) -> tuple[str, ...]:
-    model = read_rank_file(path)["model"]
-    types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.values()})
-    elements = sum(tensor.numel() for tensor in model.values())
-    return str(path.relative_to(save)), f"{len(model)}", f"{elements:,}", ", ".join(types), amount_text(path.stat().st_size, "B")
+    model = read_rank_file(path)["model"].values()
+    return _row(str(path.relative_to(save)), [(tensor.dtype, tensor.numel()) for tensor in model], path)
+
+
+def _distributed_rows(folder: Path) -> list[tuple[str, ...]]:
+    """A row for each file of tensors; a tensor in several parts counts in each."""
+    tensors, _ = read_metadata(folder)
+    parts = [(chunk.where.name, stored.dtype, math.prod(chunk.sizes)) for stored in tensors.values() for chunk in stored.chunks]
+    return [
+        _row(f"{folder.name}/{name}", [part[1:] for part in parts if part[0] == name], folder / name)
+        for name in sorted({name for name, _, _ in parts}, key=lambda name: (len(name), name))
+    ]
+
+
+def _row(name: str, tensors: Sequence[tuple[torch.dtype, int]], path: Path) -> tuple[str, ...]:
+    types = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype, _ in tensors}))
+    return name, f"{len(tensors)}", f"{sum(count for _, count in tensors):,}", types, amount_text(path.stat().st_size, "B")

@@ -16,7 +16,7 @@ from torch import Tensor
 from msrl import platforms
 from msrl.checkpoint.carried import carried_tensors
 from msrl.checkpoint.dtypes import cast_to
-from msrl.checkpoint.found import find_checkpoint
+from msrl.checkpoint.found import saved_cut
 from msrl.checkpoint.mcore import SIDECAR
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.stacks import put_together
@@ -58,7 +58,7 @@ class Sides:
         """
         from msrl.trainer.probe import megatron_logits
 
-        cut = find_checkpoint(checkpoint).cut if self.whole else WHOLE
+        cut = saved_cut(checkpoint) if self.whole else WHOLE
         platform = platforms.resolve(self.config.cluster.platform)
         enough = self.whole and (platform.name == "cpu" or platform.device_count() >= cut.ranks_per_model)
         with _with_config(checkpoint, hf_dir) as folder:

@@ -41,7 +41,9 @@ class ConvertConfig(Section):
     moe_grouped_gemm: Bool = Field(default=False, description="Write a rank's experts fused, for grouped matrix products")
     moe_tp_extend_ep: Bool = Field(default=False, description="Spread whole experts over ep * tp ranks, in MindSpeed's order")
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(default="keep", description="Type of the written tensors")
-    layout: Literal["mindspeed"] = Field(default="mindspeed", description="On-disk layout of the mcore checkpoint")
+    layout: Literal["mindspeed", "dist"] = Field(
+        default="mindspeed", description="Files of the mcore checkpoint: one per rank, or Megatron's distributed format, which has no ranks"
+    )
     names: Literal["local", "te", "legacy"] = Field(
         default="local", description="Tensor names: Megatron's local or Transformer Engine layer spec, or its models before megatron-core"
     )

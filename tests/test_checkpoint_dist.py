@@ -1,0 +1,184 @@
+"""Megatron's distributed checkpoints: what we write its own ranks load, what they save we read, and nothing in a file is run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import families
+from dist_ranks import Case
+from families import FAMILIES
+from mixture_families import MIXTURES
+from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
+from msrl.checkpoint.found import find_checkpoint, saved_cut
+from msrl.checkpoint.names import Naming
+from msrl.checkpoint.source import open_mcore, open_weights
+from msrl.checkpoint.verify import compare, damaged_files, same_bits
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.models.cut import Cut
+from msrl.trainer.settings import Layout
+from msrl.workflows.convert_ckpt import run
+from support import python_path
+
+ROWS = FAMILIES | MIXTURES
+RANKS = {
+    "qwen1.5": Layout(tp=2, pp=2),
+    "qwen3": Layout(tp=2, pp=2),
+    "qwen3 moe": Layout(tp=2, ep=2, etp=1, pp=2),
+    "qwen3 moe, every second layer": Layout(tp=2, pp=2),
+}
+SOME = (*RANKS, "deepseek v3", "chatglm 2", "gemma 2")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small random model of each row as a Hugging Face folder."""
+    root = tmp_path_factory.mktemp("dist")
+    for name in SOME:
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(ROWS[name].config))
+        save_file(families.weights(ROWS[name].config), root / name / "model.safetensors", metadata={"format": "pt"})
+    return {name: root / name for name in SOME}
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("te", [False, True])
+def test_a_distributed_checkpoint_comes_back_bit_for_bit(folders: dict[str, Path], name: str, te: bool, tmp_path: Path) -> None:
+    write_mcore(open_weights(folders[name]), tmp_path / "dist", McoreTarget(Cut(2), naming=Naming(te=te), distributed=True))
+    write_mcore(open_weights(tmp_path / "dist"), tmp_path / "ranks", McoreTarget(Cut(2, 2)))
+    write_mcore(open_weights(tmp_path / "ranks"), tmp_path / "again", McoreTarget(distributed=True, vocab_multiple=64))
+    write_hf(open_weights(tmp_path / "again"), tmp_path / "hf", None)
+    before, after = (load_file(folder / "model.safetensors") for folder in (folders[name], tmp_path / "hf"))
+    assert before.keys() == after.keys() and all(same_bits(before[tensor], after[tensor]) for tensor in before)
+    assert damaged_files(tmp_path / "dist", 1) == []
+
+
+@pytest.mark.slow
+def test_megatron_loads_what_we_write_and_we_read_what_it_saves(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Four ranks, Megatron's own GPTModel and its own `dist_checkpointing`; every weight is that of the Hugging Face folder."""
+    from msrl.platforms import get
+    from msrl.trainer.launch import run_ranks
+
+    cases: list[Case] = []
+    for name, layout in RANKS.items():
+        written, saved = tmp_path / "written" / name, tmp_path / "saved" / name
+        write_mcore(open_weights(folders[name]), written, McoreTarget(vocab_multiple=64, distributed=True))
+        cases.append(Case(name, folders[name], written / "iter_0000001", layout, saved / "iter_0000007"))
+    reports = run_ranks("dist_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()})
+    assert len(reports) == 4 * len(cases)
+    assert [(name, at, wrong) for name, at, _, wrong in reports if wrong] == []
+    assert min(equal for _, _, equal, _ in reports) > 10
+    for case in cases:
+        saved = case.save.parent
+        (saved / "latest_checkpointed_iteration.txt").write_text("7")
+        assert compare(open_weights(case.hf), open_mcore(saved, case.hf), None).different == ()
+
+
+class Harmful:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> object:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def written(folders: dict[str, Path], tmp_path: Path) -> Path:
+    write_mcore(open_weights(folders["qwen3"]), tmp_path / "dist", McoreTarget(distributed=True))
+    return tmp_path / "dist"
+
+
+def test_nothing_in_a_distributed_checkpoint_is_run(written: Path, tmp_path: Path) -> None:
+    folder, mark = written / "iter_0000001", tmp_path / "harmed"
+    metadata = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Harmful(mark)}))
+    with pytest.raises(MsrlError, match=r"\.metadata: not readable .* it names .*, which a checkpoint has no use for"):
+        open_weights(written)
+    (folder / ".metadata").write_bytes(metadata)
+    torch.save(Harmful(mark), folder / "harmful.pt")
+    with (folder / "harmful.pt").open("rb") as file:
+        size = len(file.read())
+    (folder / "harmful.pt").replace(folder / "__1_0.distcp")
+    index = pickle.loads(metadata)
+    for where in index.storage_data.values():
+        where.offset, where.length = (0, size) if where.relative_path == "__1_0.distcp" else (where.offset, where.length)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(MsrlError, match=r"__1_0\.distcp: not a tensor at byte 0: it names .*, which a tensor has no use for"):
+        compare(open_weights(written), open_weights(written), None)
+    torch.save({"args": Harmful(mark)}, folder / "common.pt")
+    with pytest.raises(MsrlError, match=r"common\.pt: not a readable checkpoint file"):
+        saved_cut(written)
+    assert not mark.exists()
+
+
+def test_a_file_outside_of_the_folder_is_not_read(written: Path) -> None:
+    path = written / "iter_0000001" / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"__1_0.distcp", b"../../passwd"))
+    with pytest.raises(MsrlError, match=r"names '\.\./\.\./passwd', which is no file of its folder"):
+        open_weights(written)
+
+
+def test_damage_to_a_distributed_checkpoint_is_named(written: Path, folders: dict[str, Path]) -> None:
+    file = written / "iter_0000001" / "__2_0.distcp"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert damaged_files(written, 1, thorough=False) == [f"iter_0000001/__2_0.distcp: has {len(whole) // 2} bytes, not {len(whole)}"]
+    with pytest.raises(MsrlError, match=r"__2_0\.distcp: cut short"):
+        compare(open_weights(folders["qwen3"]), open_weights(written), None)
+    altered = bytearray(whole)
+    altered[len(whole) // 2] ^= 1
+    file.write_bytes(altered)
+    (damage,) = damaged_files(written, 1) or []
+    assert "does not match its checksum" in damage
+    file.unlink()
+    with pytest.raises(MsrlError, match=r"__2_0\.distcp: cannot be read"):
+        compare(open_weights(folders["qwen3"]), open_weights(written), None)
+
+
+def test_a_distributed_checkpoint_of_another_model_is_refused(written: Path, folders: dict[str, Path]) -> None:
+    config = json.loads((folders["qwen3"] / "config.json").read_text())
+    for change, message in {
+        "tie_word_embeddings": (True, "1 tensors have no place in Qwen3ForCausalLM: output_layer.weight"),
+        "vocab_size": (300, "embedding.word_embeddings.weight has 199 rows, fewer than the 300 tokens"),
+        "num_hidden_layers": (3, r"is \[4, 64\], but the model makes it \[3, 64\]"),
+    }.items():
+        (written / "hf" / "config.json").write_text(json.dumps({**config, change: message[0]}))
+        with pytest.raises(MsrlError, match=message[1]):
+            open_weights(written)
+    with pytest.raises(MsrlError, match="a distributed checkpoint, where a file per rank is needed"):
+        find_checkpoint(written)
+
+
+@pytest.mark.parametrize(
+    ("cut", "naming", "message"), [(Cut(noop_layers=(0,)), Naming(), "empty layers"), (Cut(), Naming(legacy=True), "legacy")]
+)
+def test_what_the_distributed_format_has_no_place_for_is_refused(
+    folders: dict[str, Path], tmp_path: Path, cut: Cut, naming: Naming, message: str
+) -> None:
+    with pytest.raises(MsrlError, match=message):
+        write_mcore(open_weights(folders["qwen3"]), tmp_path / "dist", McoreTarget(cut, naming=naming, distributed=True))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_commands_write_prove_show_and_read_a_distributed_checkpoint(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dist, ranks, hf = (str(tmp_path / name) for name in ("dist", "ranks", "hf"))
+    run(Config.model_validate({"convert": {"command": "hf2mcore", "load": str(folders["qwen3"]), "save": dist, "tp": 2, "layout": "dist"}}))
+    assert "logits, fp32" in capsys.readouterr().out
+    run(Config.model_validate({"convert": {"command": "inspect", "load": dist}}))
+    shown = capsys.readouterr().out
+    assert "distributed; saved by tp 2, pp 1" in shown and "__4_0.distcp" in shown and "files: all as the manifest says" in shown
+    run(Config.model_validate({"convert": {"command": "reshard", "load": dist, "save": ranks, "pp": 2, "verify": False}}))
+    run(Config.model_validate({"convert": {"command": "mcore2hf", "load": dist, "save": hf, "verify": False}}))
+    assert compare(open_weights(folders["qwen3"]), open_weights(Path(ranks)), None).different == ()
+    assert compare(open_weights(folders["qwen3"]), open_weights(Path(hf)), None).different == ()
