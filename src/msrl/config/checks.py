@@ -109,7 +109,8 @@ def _training_inputs(resolved: Resolved) -> Iterator[str]:
     config = resolved.config
     if config.model.path is None and config.checkpoint.load is None:
         yield from _needed(resolved, "model.path")
-    yield from _needed(resolved, "data.train")
+    if not config.data.blend:
+        yield from _needed(resolved, "data.train")
     yield from _checkpoint(resolved, "model.path")
     yield from _checkpoint(resolved, "checkpoint.load")
     yield from _folder(resolved, "model.tokenizer")
@@ -142,10 +143,33 @@ def _kind(resolved: Resolved, wanted: str, how: str) -> Iterator[str]:
 
 
 def _examples(resolved: Resolved) -> Iterator[str]:
+    if resolved.config.data.handler == "pretrain":
+        yield from _text(resolved)
+        return
     yield from _kind(resolved, "sft", "with a handler of demonstrations, or --kind sft")
+    if resolved.config.data.blend:
+        yield resolved.mistake("data.blend", "mixes datasets of text; set data.handler to pretrain, or name one dataset in data.train")
+
+
+def _text(resolved: Resolved) -> Iterator[str]:
+    """Lines for what does not fit continued pretraining."""
+    yield from _kind(resolved, "pretrain", "with handler pretrain")
+    data = resolved.config.data
+    if data.blend and data.train is not None:
+        yield resolved.mistake("data.blend", "stands beside data.train; name all prefixes here, or only data.train")
+    if data.blend and resolved.config.train.steps is None:
+        yield "train.steps: is missing; a blend of datasets has no epochs, so the number of steps must be set"
+    if data.seq_length is None or data.seq_length < 2:
+        yield f"data.seq_length={data.seq_length}: data.handler=pretrain cuts documents into rows of so many tokens; set 2 or more"
+    for key, is_set in (("pack", data.pack), ("eval_fraction", data.eval_fraction > 0), ("too_long", data.too_long != "refuse")):
+        if is_set:
+            yield resolved.mistake(f"data.{key}", "means nothing for data.handler=pretrain, whose rows are cut from text; leave it out")
 
 
 def _prompts(resolved: Resolved) -> Iterator[str]:
+    for key, is_set in (("data.handler", resolved.config.data.handler is not None), ("data.blend", bool(resolved.config.data.blend))):
+        if is_set:
+            yield resolved.mistake(key, "is of train-sft alone; leave it out")
     yield from _kind(resolved, "prompts", "with a handler of prompts such as r1, or --kind prompts")
 
 

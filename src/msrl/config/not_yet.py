@@ -5,7 +5,6 @@ from __future__ import annotations
 NOT_YET: dict[str, str] = {
     "model.trust_remote_code": "",
     "model.override": "",
-    "data.handler": "set preprocess.handler and run `msrl preprocess` first",
     "data.map_keys": "set preprocess.map_keys and run `msrl preprocess` first",
     "data.num_workers": "",
     "data.split": "name the held-out data in data.eval",

@@ -100,6 +100,7 @@ class TextDataset:
         self.prefix = prefix = str(prefix)
         self.manifest = _manifest(prefix, "pretrain")
         self._documents = IndexedReader(_whole(prefix, dataset_name(prefix, "pretrain", "text")))
+        self.lengths = self._documents.lengths  # [documents] in tokens
 
     def __len__(self) -> int:
         return len(self._documents)

@@ -9,7 +9,7 @@ from typing import Any
 
 from msrl.config.derived import cut_of, model_shape
 from msrl.config.schema import Config
-from msrl.data.order import RowOrder
+from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.trainer.resume import Retention, SavedTraining, resume_from
@@ -57,23 +57,34 @@ def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, p
         )
     if config.model.template is not None and manifest.template != config.model.template:
         raise MsrlError(f"model.template={config.model.template}: {prefix} was preprocessed with template {manifest.template}")
-    if not manifest.pack and manifest.max_tokens > shape.max_position_embeddings:
+    if manifest.kind == "pretrain":  # documents of any length are cut into rows
+        longest = config.data.seq_length or 0
+        if longest > shape.max_position_embeddings:
+            raise MsrlError(f"data.seq_length={longest}: the model takes {shape.max_position_embeddings} tokens; lower it")
+    elif not manifest.pack and manifest.max_tokens > shape.max_position_embeddings:
         raise MsrlError(
             f"data prefix {prefix}: its longest example has {manifest.max_tokens} tokens, the model takes {shape.max_position_embeddings};"
             " preprocess with a shorter seq_length"
         )
 
 
-def order_state(order: RowOrder) -> dict[str, Any]:
+def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
     """The workflow's own state in a checkpoint: where in the data the run is, follows from it and the step."""
     return {"order": asdict(order)}
 
 
-def check_order(saved: SavedTraining, order: RowOrder, *, rows_per_step: str) -> None:
+def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_step: str) -> None:
     """The run that goes on reads the rows that the saved one would have. Raises MsrlError that names what is not as it was."""
-    keys = {"num_rows": "data.train", "rows_per_step": rows_per_step, "seed": "run.seed", "shuffle": "data.shuffle"}
-    before = saved.state()["extra"].get("order", asdict(order))
-    changed = [f"{keys[name]} (was {before[name]}, is {now})" for name, now in asdict(order).items() if before[name] != now]
+    keys = {
+        "num_rows": "data.train",
+        "weights": "data.blend",
+        "rows_per_step": rows_per_step,
+        "seed": "run.seed",
+        "shuffle": "data.shuffle",
+    }
+    asked = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(order).items()}
+    before = saved.state()["extra"].get("order", asked)
+    changed = [f"{keys[name]} (was {before.get(name)}, is {now})" for name, now in asked.items() if before.get(name) != now]
     if changed:
         raise MsrlError(
             f"checkpoint.resume: step {saved.step} in {saved.root} would not go on with the rows that come next, because of"

@@ -9,12 +9,13 @@ from typing import Any
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
-from msrl.data.order import RowOrder
+from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import WorkerSettings
 from msrl.workflows.sft_rows import Rows, open_rows, split
+from msrl.workflows.text_rows import TextRows, blend_of, open_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class SftJob:
     config: Config
     settings: WorkerSettings
     schedule: Schedule
-    order: RowOrder
+    order: RowOrder | BlendOrder
     num_steps: int
     start_step: int
     resume: SavedTraining | None
@@ -53,8 +54,10 @@ class Best:
         return Best(**extra["best"]) if extra.get("best") else None
 
 
-def training_rows(config: Config) -> tuple[Rows, Rows | None]:
+def training_rows(config: Config) -> tuple[Rows, Rows | None] | tuple[TextRows, TextRows | None]:
     """The rows to train on and those held out. Raises MsrlError."""
+    if config.data.handler == "pretrain":
+        return open_text(config)
     dataset = SftDataset(str(config.data.train))
     learnt, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
     train = open_rows(config, dataset, learnt)
@@ -63,7 +66,15 @@ def training_rows(config: Config) -> tuple[Rows, Rows | None]:
     return train, open_rows(config, dataset, held_out) if held_out else None
 
 
-def check_lengths(config: Config, prefix: str, rows: Rows) -> None:
+def row_order(config: Config, rows: Rows | TextRows) -> RowOrder | BlendOrder:
+    """Which rows a step reads."""
+    batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
+    if isinstance(rows, TextRows):
+        return BlendOrder(rows.num_rows, tuple(blend_of(config).values()), batch, seed, shuffle)
+    return RowOrder(len(rows), batch, seed, shuffle)
+
+
+def check_lengths(config: Config, prefix: str, rows: Rows | TextRows) -> None:
     """Every row fits into a micro-batch. Raises MsrlError."""
     longest, limit = rows.longest, config.train.max_tokens_per_micro_batch
     if limit is not None and limit < longest:

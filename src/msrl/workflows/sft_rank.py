@@ -21,6 +21,7 @@ from msrl.types import MicroBatch, StepReport
 from msrl.workflows.common import order_state, retention
 from msrl.workflows.sft_job import Best, SftJob, training_rows
 from msrl.workflows.sft_rows import Rows
+from msrl.workflows.text_rows import TextRows
 
 LOSS = SftLoss()
 
@@ -69,7 +70,7 @@ def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bo
     return (every is not None and step % every == 0) or (at_end and step == num_steps)
 
 
-def _step(worker: TrainWorker, job: SftJob, train: Rows, step: int) -> StepReport:
+def _step(worker: TrainWorker, job: SftJob, train: Rows | TextRows, step: int) -> StepReport:
     config, started = job.config, time.perf_counter()
     mine, num_tokens, num_all = _share(worker, config, train.sequences(job.order.of_step(step).tolist()))
     metrics = worker.train_step(mine, LOSS, num_tokens=num_tokens, lr=job.schedule.at(step))
@@ -80,7 +81,9 @@ def _step(worker: TrainWorker, job: SftJob, train: Rows, step: int) -> StepRepor
     return StepReport(step + 1, report, {"step": seconds}, notes)
 
 
-def _evaluated(worker: TrainWorker, config: Config, held_out: Rows, report: StepReport, best: Best | None) -> tuple[StepReport, Best]:
+def _evaluated(
+    worker: TrainWorker, config: Config, held_out: Rows | TextRows, report: StepReport, best: Best | None
+) -> tuple[StepReport, Best]:
     """The report with what the held-out rows say, and the best evaluation so far; the same on every rank."""
     started = time.perf_counter()
     loss = _evaluate(worker, config, held_out)
@@ -105,7 +108,7 @@ def _merge(rows: Sequence[Sequences]) -> Sequences:
     return Sequences(tuple(ids for row in rows for ids in row.token_ids), tuple(mask for row in rows for mask in row.loss_masks), {})
 
 
-def _evaluate(worker: TrainWorker, config: Config, held_out: Rows) -> float:
+def _evaluate(worker: TrainWorker, config: Config, held_out: Rows | TextRows) -> float:
     """Mean loss per token over the held-out rows, each counted once: what does not divide over the ranks is padded without weight."""
     count = min(len(held_out), config.eval.prompts or len(held_out))
     rows = held_out.sequences(range(count))

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from msrl.config.derived import world_size
 from msrl.config.schema import Config
-from msrl.data.dataset import SftDataset
-from msrl.data.order import RowOrder
+from msrl.data.dataset import SftDataset, TextDataset
 from msrl.errors import MsrlError
 from msrl.platforms import resolve
 from msrl.trainer.launch import LocalRanks
@@ -21,8 +20,9 @@ from msrl.types import StepReport
 from msrl.workflows.common import adapted_base, check_data, check_order, hf_files, resumed, schedule, worker_settings
 from msrl.workflows.interrupts import Interrupts
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
-from msrl.workflows.sft_job import SftJob, check_lengths, training_rows
+from msrl.workflows.sft_job import SftJob, check_lengths, row_order, training_rows
 from msrl.workflows.sft_rows import Rows
+from msrl.workflows.text_rows import TextRows, blend_of
 
 CURVES = ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "train/lr")
 
@@ -51,7 +51,7 @@ def run(config: Config) -> None:
 
 def prepare(config: Config, platform: str) -> SftJob:
     """Everything that the ranks need to know. Raises MsrlError."""
-    if config.data.train is None:
+    if config.data.train is None and not config.data.blend:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
     rows = _checked_rows(config, hf_files(config))
     num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * len(rows) / config.train.global_batch)
@@ -59,7 +59,7 @@ def prepare(config: Config, platform: str) -> SftJob:
     start_step = resume.step if resume else 0
     if start_step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on")
-    order = RowOrder(len(rows), config.train.global_batch, config.run.seed, config.data.shuffle)
+    order = row_order(config, rows)
     if resume:
         check_order(resume, order, rows_per_step="train.global_batch")
     check_room(checkpoint_root(config), resume)
@@ -76,13 +76,14 @@ def prepare(config: Config, platform: str) -> SftJob:
     )
 
 
-def _checked_rows(config: Config, hf_dir: Path) -> Rows:
+def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
     """The rows to train on; they and those held out fit the model and the configuration. Says how they came about. Raises MsrlError."""
-    for prefix in (config.data.train, config.data.eval):
+    is_text = config.data.handler == "pretrain"
+    for prefix in (*blend_of(config), config.data.eval):
         if prefix is not None:
-            check_data(SftDataset(prefix).manifest, config, hf_dir, prefix)
+            check_data((TextDataset if is_text else SftDataset)(prefix).manifest, config, hf_dir, prefix)
     train, held_out = training_rows(config)
-    check_lengths(config, str(config.data.train), train)
+    check_lengths(config, ", ".join(blend_of(config)), train)
     named = {"data.train": train, "held out": held_out}
     for name, rows in named.items():
         for note in rows.notes(config.data.seq_length) if rows is not None else ():

@@ -30,6 +30,13 @@ class DataConfig(Section):
     """Data that `msrl preprocess` wrote, named by its output prefix."""
 
     train: Text | None = Field(default=None, description="Prefix of the training data: examples for train-sft, prompts for train-grpo")
+    handler: Literal["pretrain"] | None = Field(
+        default=None,
+        description="pretrain: data.train is text, cut into rows of data.seq_length tokens (train-sft); unset: examples or prompts",
+    )
+    blend: dict[Text, Positive] = Field(
+        default_factory=dict[str, float], description="Several prefixes of text with their weights, in place of data.train (pretrain alone)"
+    )
     eval: Text | None = Field(default=None, description="Prefix of the held-out data")
     eval_fraction: BelowOne = Field(default=0.0, description="Share of data.train that is held out instead of data.eval, drawn by run.seed")
     seq_length: Count | None = Field(default=None, description="Longest row in tokens; unset: as the data was preprocessed")
