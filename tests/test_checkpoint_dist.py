@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in SOME}
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [name for name in SOME if name != "deepseek v3"])
 @pytest.mark.parametrize("te", [False, True])
 def test_a_distributed_checkpoint_comes_back_bit_for_bit(folders: dict[str, Path], name: str, te: bool, tmp_path: Path) -> None:
     write_mcore(open_weights(folders[name]), tmp_path / "dist", McoreTarget(Cut(2), naming=Naming(te=te), distributed=True))
@@ -182,3 +182,11 @@ def test_the_commands_write_prove_show_and_read_a_distributed_checkpoint(
     run(Config.model_validate({"convert": {"command": "mcore2hf", "load": dist, "save": hf, "verify": False}}))
     assert compare(open_weights(folders["qwen3"]), open_weights(Path(ranks)), None).different == ()
     assert compare(open_weights(folders["qwen3"]), open_weights(Path(hf)), None).different == ()
+
+
+def test_latent_attention_is_refused_both_ways(folders: dict[str, Path], written: Path, tmp_path: Path) -> None:
+    """MindSpeed joins what Megatron-core keeps apart."""
+    with pytest.raises(MsrlError, match="latent attention has other tensors"):
+        write_mcore(open_weights(folders["deepseek v3"]), tmp_path / "deepseek", McoreTarget(distributed=True))
+    with pytest.raises(MsrlError, match="latent attention has other tensors"):
+        open_mcore(written, folders["deepseek v3"])

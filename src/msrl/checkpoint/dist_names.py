@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msrl.errors import MsrlError
 from msrl.models.families import num_experts
 from msrl.models.shape import Shape
 
@@ -19,10 +20,6 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _INPUT, _PRE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 _FUSED = {_INPUT: "self_attention.linear_qkv.layer_norm_weight", _PRE_MLP: "mlp.linear_fc1.layer_norm_weight"}
-_FUSED_LATENT = {
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +29,12 @@ class Place:
     key: str
     index: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
+
+
+def refuse_latent_attention(shape: Shape) -> None:
+    """Raises MsrlError: Megatron-core keeps the projections of latent attention apart that MindSpeed's names, which are ours, join."""
+    message = "in Megatron's distributed format its latent attention has other tensors, which are neither written nor read in this version"
+    raise MsrlError(f"{shape.architecture}: {message}; use --layout mindspeed")
 
 
 def is_stacked(shape: Shape) -> bool:
@@ -55,7 +58,7 @@ def places_of(name: str, shape: Shape) -> Iterator[Place]:
         yield Place(name)
         return
     layer, rest = int(match[1]), match[2]
-    spellings = [rest, *(names[rest] for names in (_FUSED, _FUSED_LATENT) if rest in names)]
+    spellings = [rest, *([_FUSED[rest]] if rest in _FUSED else [])]
     for stacked in (is_stacked(shape), not is_stacked(shape)):
         yield from (_place(layer, spelling, shape, stacked=stacked) for spelling in spellings)
 
@@ -87,11 +90,6 @@ def _place(layer: int, rest: str, shape: Shape, *, stacked: bool) -> Place:
 
 def _spelled(layer: int, rest: str, shape: Shape, te: bool) -> str:
     """The name inside a layer: what Megatron's own two layer specs fuse with the linear layer that follows."""
-    if shape.mla is not None:
-        if not te:
-            return rest
-        is_dense = shape.moe is None or not shape.moe.layers[layer]
-        return {**_FUSED_LATENT, **({_PRE_MLP: _FUSED[_PRE_MLP]} if is_dense else {})}.get(rest, rest)
     if te and rest == _PRE_MLP and shape.moe is not None and shape.moe.layers[layer]:
         return rest  # a router follows, not a linear layer
     return _FUSED.get(rest, rest)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import layouts
-from msrl.checkpoint.dist_names import Place, places_of
+from msrl.checkpoint.dist_names import Place, places_of, refuse_latent_attention
 from msrl.checkpoint.dist_read import GlobalTensors
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
@@ -24,6 +24,8 @@ class DistSource(WeightSource):
 
     def __init__(self, shape: Shape, folder: Path, hf_dir: Path) -> None:
         """Raises MsrlError when a tensor of the model is missing or misshapen, or one is there that the model has no place for."""
+        if shape.mla is not None:
+            refuse_latent_attention(shape)
         self.shape, self.hf_dir = shape, hf_dir
         self._folder, self._tensors = folder, GlobalTensors(folder)
         self._places = {rule.mcore: self._found(rule) for rule in all_rules(shape)}
