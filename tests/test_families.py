@@ -55,6 +55,36 @@ def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
     return dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
 
 
+def further_layouts(num_layers: int) -> dict[str, Layout]:
+    """Virtual stages (filled up with empty layers where the number asks for it), uneven stages, and stages with empty layers."""
+    fours = -(-num_layers // 4) * 4
+    evens = num_layers + 2 - num_layers % 2
+    ends = (0, evens - 1) if evens - num_layers == 2 else (0,)
+    return {
+        "pp2 vpp": Layout(pp=2, vpp=fours // 4, noop_layers=tuple(range(num_layers, fours))),
+        "tp2 pp2, uneven": Layout(tp=2, pp=2, num_layer_list=(num_layers - 1, 1)),
+        "pp2, empty layers": Layout(pp=2, noop_layers=ends),
+    }
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_logits_do_not_depend_on_virtual_uneven_or_empty_stages(folders: dict[str, Path], megatron: dict[str, np.ndarray]) -> None:
+    from msrl.platforms import get
+    from msrl.trainer.launch import run_ranks
+
+    cases = [
+        Case(f"{name}, {cut}", folders[name], layout)
+        for name, family in FAMILIES.items()
+        for cut, layout in further_layouts(families.shape(family.config).num_layers).items()
+    ]
+    found = dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
+    assert len(found) == 3 * len(FAMILIES)
+    for case in cases:
+        whole = megatron[f"{case.name.split(', ')[0]}, whole"]
+        np.testing.assert_allclose(found[case.name], whole, rtol=0, atol=1e-4, err_msg=case.name)
+
+
 def transformers_logits(folder: Path, ids: list[np.ndarray]) -> np.ndarray:
     """Logits of transformers, one sequence at a time; it must find every weight and have a place for each."""
     import transformers
