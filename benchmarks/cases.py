@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.large import make_large
 from benchmarks.measure import Finished, quiet_environment, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_STEPS = 4
+LARGE = "large_8gb"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,22 @@ def convert_ours(bench: Bench) -> Sample:
     shutil.rmtree(target, ignore_errors=True)
     source = bench.inputs / "qwen3_06b"
     done = bench.msrl("convert-ckpt", "hf2mcore", "--load", source, "--save", target, "--tp", "2", "--no-verify")
+    shutil.rmtree(target)
+    return whole_process(done)
+
+
+def convert_large(bench: Bench) -> Sample:
+    target = bench.work / "large"
+    shutil.rmtree(target, ignore_errors=True)
+    done = bench.msrl("convert-ckpt", "hf2mcore", "--load", bench.inputs / LARGE, "--save", target, "--tp", "2", "--no-verify")
+    shutil.rmtree(target)
+    return whole_process(done)
+
+
+def plain_copy(bench: Bench) -> Sample:
+    """What the disk takes: `cp` of the same files."""
+    target = bench.work / "copied"
+    done = timed(["cp", "-r", bench.inputs / LARGE, target], environment=quiet_environment(), cwd=bench.inputs)
     shutil.rmtree(target)
     return whole_process(done)
 
@@ -145,6 +163,15 @@ def step_of(script: str, *args: str) -> Way:
 
 CASES = (
     Case("convert", "Qwen3 0.6B to Megatron, TP 2", "s", convert_ours, {"copy_floor": copy_floor}, {"copy_floor": 1.25}, warm_checkpoint),
+    Case(
+        "large-convert",
+        "8 GB in 8 files to Megatron, TP 2",
+        "s",
+        convert_large,
+        {"cp": plain_copy},
+        {"cp": 1 / 0.6},
+        lambda bench: make_large(bench.inputs / LARGE),
+    ),
     Case(
         "preprocess",
         "JSONL to tokens on disk, 2 workers",
