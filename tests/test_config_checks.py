@@ -305,6 +305,23 @@ def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
     assert bytes_per_device(half, shape) == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count // 2}
 
 
+def test_only_what_is_trained_has_gradients_and_a_place_in_the_optimizer(folder: Path):
+    shape = model_shape(load(["sft.yaml"]).config)
+    assert shape is not None
+    hidden, ffn, layers, count = 64, 96, 4, parameters_per_rank(shape, Cut(tp=2))
+    # Of each matrix at TP 2: rank x (what is cut, halved, and what is not).
+    adapters = layers * 3 * ((hidden // 2 + hidden) + (hidden + ffn // 2))
+    lora = ["train.lora.rank=3", "train.lora.targets=[o_proj, linear_fc2]"]
+    cut = ["train.parallel.tp=2", "cluster.devices_per_node=2", "model.dtype=float32"]
+    found = bytes_per_device(load(["sft.yaml"], [*cut, *lora]).config, shape)
+    assert found == {"weights": 4 * (count + adapters), "gradients": 4 * adapters, "optimizer": 8 * adapters}
+    frozen = bytes_per_device(load(["sft.yaml"], [*cut, "train.freeze=['*.mlp.*']"]).config, shape)
+    trained = count - layers * (3 * ffn * hidden // 2)
+    assert frozen == {"weights": 4 * count, "gradients": 4 * trained, "optimizer": 8 * trained}
+    assert "bytes per device, reference weights" in derived(load(["grpo.yaml"], ["algo.kl.loss.coef=0.1"]).config, "train-grpo")
+    assert "bytes per device, reference weights" not in derived(load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", *lora]).config, "train-grpo")
+
+
 def test_nothing_is_derived_without_training_or_devices():
     assert derived(Config(), "chat") == {}
     assert derived(load(sets=["train.parallel.tp=4", "cluster.devices_per_node=2"]).config, "train-sft") == {}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from msrl.config.checks import check, guess
-from msrl.config.derived import bytes_per_device, max_model_len, model_shape, needs_reference, parameters_per_rank, world_size
+from msrl.config.derived import bytes_per_device, max_model_len, model_shape, parameters_per_rank, reference_bytes, world_size
 from msrl.config.loader import Resolved
 from msrl.config.schema import Config
 from msrl.errors import ManyErrors, MsrlError
@@ -65,7 +65,7 @@ def _memory(config: Config, platform: Platform) -> Iterator[Found]:
     if total is None or shape is None:
         return
     held = bytes_per_device(config, shape)
-    training = sum(held.values()) + (held["weights"] if needs_reference(config) else 0)
+    training = sum(held.values()) + reference_bytes(config, shape)
     weights = parameters_per_rank(shape, Cut()) // config.rollout.engine.tp * (2 if config.model.dtype == "bfloat16" else 4)
     engine = config.rollout.engine
     cache = engine.kv_cache_bytes
