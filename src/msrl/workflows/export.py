@@ -8,10 +8,11 @@ from pathlib import Path
 from msrl.trainer.resume import SavedTraining
 
 
-def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None) -> Path:
+def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, hf_dir: Path | None = None) -> Path:
     """Write the model of a checkpoint to `target` (replaced when a run was resumed and exports again).
 
-    `base` has the weights that the checkpoint's adapters belong to, where it has adapters alone.
+    `base` has the weights that the checkpoint's adapters belong to, where it has adapters alone; `hf_dir` has config and tokenizer for a
+    base that brings none.
     """
     from msrl.checkpoint.convert import write_hf
     from msrl.checkpoint.lora import MergedSource
@@ -23,6 +24,6 @@ def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None) -
     if base is None:
         write_hf(open_mcore(saved.root, iteration=saved.step), target, None)
     else:
-        weights = open_weights(base)
+        weights = open_weights(base, hf_dir)
         write_hf(MergedSource(weights, read_mcore_lora(saved.root, weights.shape)), target, None)
     return target

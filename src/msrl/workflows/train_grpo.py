@@ -21,7 +21,7 @@ from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
 from msrl.trainer.resume import SavedTraining
 from msrl.types import Ints, SamplingParams, StepReport
-from msrl.workflows.common import adapted_base, order_state, retention, schedule, tokenizer_path, weights_path, worker_settings
+from msrl.workflows.common import adapted_base, hf_files, order_state, retention, schedule, tokenizer_path, weights_path, worker_settings
 from msrl.workflows.export import export_hf
 from msrl.workflows.grpo_actors import SavePlan
 from msrl.workflows.grpo_job import Job, prepare
@@ -164,5 +164,5 @@ def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
     results = {"checkpoint": f"{saved.root}, step {saved.step}"} if saved else {}
     if saved and is_done and config.checkpoint.export_hf:
-        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf", base=adapted_base(config)))
+        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)))
     return results

@@ -96,5 +96,5 @@ def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_d
     if saved and is_done and config.checkpoint.export_hf:
         from msrl.workflows.export import export_hf
 
-        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf", base=adapted_base(config)))
+        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)))
     return results

@@ -1,0 +1,44 @@
+"""A training's checkpoint as a Hugging Face folder, where the weights that it adapts bring no configuration of their own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from msrl.checkpoint import mcore
+from msrl.checkpoint.convert import McoreTarget, write_mcore
+from msrl.checkpoint.source import open_weights
+from msrl.errors import MsrlError
+from msrl.models.cut import Cut
+from msrl.models.families import load_shape
+from msrl.trainer.resume import SavedTraining
+from msrl.workflows.export import export_hf
+from tiny_qwen2 import save_model
+
+pytestmark = pytest.mark.slow  # imports transformers
+
+
+def test_adapters_of_a_base_without_config_are_exported_with_that_of_the_model(tmp_path: Path):
+    save_model(tmp_path / "hf", tied=True)
+    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "base", McoreTarget(Cut()))
+    shutil.rmtree(tmp_path / "base" / "hf")  # as MindSpeed leaves it
+    shape, saves, at = load_shape(tmp_path / "hf"), tmp_path / "saves", next(iter(Cut().ranks()))
+    name = "decoder.layers.1.self_attention.linear_proj.lora_{}.default.weight"
+    factors = {name.format("A"): torch.randn(2, 128), name.format("B"): torch.randn(128, 2)}
+    args = mcore.namespace(shape, Cut())
+    vars(args).update(lora_r=2, lora_alpha=8.0)
+    mcore.write_rank_file(mcore.rank_file(saves, 3, Cut(), at, staged=True), factors, args, 3)
+    mcore.publish(saves, 3)
+    with pytest.raises(MsrlError, match=r"config\.json"):
+        export_hf(SavedTraining(saves, 3), tmp_path / "merged", base=tmp_path / "base")
+    export_hf(SavedTraining(saves, 3), tmp_path / "merged", base=tmp_path / "base", hf_dir=tmp_path / "hf")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "merged"))
+    changed = "model.layers.1.self_attn.o_proj.weight"
+    assert {key for key, value in after.items() if not torch.equal(value, before[key])} == {changed}
+    expected = before[changed] + 4.0 * factors[name.format("B")] @ factors[name.format("A")]
+    torch.testing.assert_close(after[changed], expected)
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
