@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +46,8 @@ def test_every_token_but_the_first_of_a_document_is_learnt_once(tmp_path, row_to
     random = np.random.default_rng(1)
     documents = [random.integers(0, 1000, random.integers(1, 30)).tolist() for _ in range(12)]
     rows = TextRows([write_text(tmp_path / "a", documents)], row_tokens)
-    learnt = Counter(pair for row in as_lists(rows) for ids in row for pair in zip(ids, ids[1:], strict=False))
-    assert learnt == Counter(pair for d in documents for pair in zip(d, d[1:], strict=False))
+    learnt = Counter(pair for row in as_lists(rows) for ids in row for pair in pairwise(ids))
+    assert learnt == Counter(pair for d in documents for pair in pairwise(d))
     assert rows.longest >= max(sum(map(len, row)) for row in as_lists(rows)) and rows.longest <= row_tokens
 
 

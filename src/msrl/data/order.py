@@ -39,8 +39,8 @@ class RowOrder:
 class BlendOrder:
     """The order of a run over several datasets, each with the share of its weight; each starts over when it is used up.
 
-    Row j of dataset d is due at time (j + 0.5) / weights[d], and rows come by their times: at every moment each dataset is within one row of
-    its share, and what comes next depends neither on the length of the run nor on what a resume has seen.
+    Row j of dataset d is due at time (j + 0.5) / weights[d], and rows come by their times: at every moment each dataset is within one row
+    of its share, and what comes next depends neither on the length of the run nor on what a resume has seen.
     """
 
     num_rows: tuple[int, ...]  # of each dataset

@@ -32,7 +32,7 @@ class DataConfig(Section):
     train: Text | None = Field(default=None, description="Prefix of the training data: examples for train-sft, prompts for train-grpo")
     handler: Literal["pretrain"] | None = Field(
         default=None,
-        description="pretrain: data.train is text, cut into rows of data.seq_length tokens (train-sft); unset: examples or prompts",
+        description="pretrain: train-sft learns text, cut into rows of data.seq_length tokens; unset: examples or prompts",
     )
     blend: dict[Text, Positive] = Field(
         default_factory=dict[str, float], description="Several prefixes of text with their weights, in place of data.train (pretrain alone)"
