@@ -17,6 +17,7 @@ from msrl.data.indexed import IndexedWriter
 from msrl.data.manifest import dataset_name
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
+from msrl.trainer.resume import SavedTraining
 from msrl.workflows.text_rows import TextRows
 from tiny_qwen2 import VOCAB_SIZE, save_model
 from training_runs import metrics
@@ -94,7 +95,7 @@ def test_keys_that_do_not_fit_together_are_named(command, sets, said):
 
 
 @pytest.mark.slow
-def test_a_training_on_two_blended_texts_learns_and_resumes_to_the_bit(tmp_path):
+def test_a_training_on_two_blended_texts_learns_resumes_to_the_bit_and_repeats_to_the_bit(tmp_path):
     from msrl.workflows import train_sft
 
     save_model(tmp_path / "hf", tied=True, positions=64)
@@ -120,6 +121,11 @@ def test_a_training_on_two_blended_texts_learns_and_resumes_to_the_bit(tmp_path)
     resumed = {**settings, "run": {"name": "again", "dir": str(tmp_path)}, "checkpoint": {"save": str(saves), "resume": "auto"}}
     train_sft.run(Config.model_validate(resumed, strict=False))
     assert metrics(tmp_path / "again") == whole[4:]
+    repeat = {**settings, "run": {"name": "repeat", "dir": str(tmp_path), "deterministic": True}}
+    train_sft.run(Config.model_validate(repeat, strict=False))
+    assert metrics(tmp_path / "repeat") == whole
+    ends = (SavedTraining(folder, 8).state()["files"] for folder in (saves, tmp_path / "repeat" / "checkpoints"))
+    assert len({repr(files) for files in ends}) == 1  # checksums of weights, optimizer and random numbers
     with pytest.raises(MsrlError, match=r"data.blend \(was \[2.0, 1.0\], is \[2.0, 3.0\]\)"):
         changed = {**resumed, "data": {**settings["data"], "blend": dict(zip(prefixes, (2.0, 3.0), strict=True))}}
         train_sft.run(Config.model_validate({**changed, "train": {**settings["train"], "steps": 12}}, strict=False))

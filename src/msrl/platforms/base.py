@@ -19,6 +19,7 @@ class Platform(ABC):
     name: str
     collective_backend: str  # of torch.distributed
     ray_resource: str  # the logical resource that an actor asks for, one per device
+    deterministic_environment: ClassVar[Mapping[str, str]] = {}  # what a process needs before it starts for `run.deterministic`
     visible_devices_variable: str  # the environment variable that hides devices from a process; "" where there is none
     overlap_communication: bool  # whether overlapping gradient reduction with the backward pass gains anything
     elements_at_once: int = 1 << 26  # of a temporary tensor that is made piece by piece: small enough to be nothing beside the logits

@@ -23,6 +23,7 @@ class CudaPlatform(Platform):
         **COMMON_STACK,
     }
     collective_backend = "nccl"
+    deterministic_environment: ClassVar[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
     ray_resource = "GPU"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
     overlap_communication = True

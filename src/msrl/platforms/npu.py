@@ -38,6 +38,7 @@ class NpuPlatform(Platform):
     }
     libraries = ("torch_npu", "transformers", "ray", "megatron.core", "vllm")
     collective_backend = "hccl"
+    deterministic_environment: ClassVar[Mapping[str, str]] = {"HCCL_DETERMINISTIC": "true"}
     ray_resource = "NPU"
     visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
     overlap_communication = True

@@ -82,6 +82,7 @@ class WorkerSettings:
     hf_dir: Path | None = None  # with config.json, for an mcore checkpoint that brings none
     optimizer: OptimizerSettings | None = None
     reference: Path | None = None
+    deterministic: bool = False  # refuse operations whose result may differ from run to run
     freeze: tuple[str, ...] = ()  # patterns of names, as `models/select.py` reads them
     max_skipped: int = 3  # updates in a row with a gradient that is not finite; the last ends the run
     bad_batch_dir: Path | None = None  # where the batch of that last one is written

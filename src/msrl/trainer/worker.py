@@ -47,6 +47,7 @@ class TrainWorker:
         self.platform = resolve(settings.platform)
         self.device = self.platform.device(rank)
         self.dtype = getattr(torch, settings.dtype)
+        torch.use_deterministic_algorithms(settings.deterministic)
         groups.initialize(
             self.platform, rank=rank, world_size=world_size, init_method=init_method, layout=settings.layout, seed=settings.seed,
             timeout_s=settings.timeout_s,

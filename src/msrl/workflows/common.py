@@ -12,6 +12,7 @@ from msrl.config.schema import Config
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
+from msrl.platforms.base import Platform
 from msrl.trainer.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
@@ -92,6 +93,11 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
         )
 
 
+def worker_variables(config: Config, platform: Platform) -> dict[str, str]:
+    """Environment variables of training ranks besides the platform's own: `cluster.env`, and what `run.deterministic` needs."""
+    return {**(platform.deterministic_environment if config.run.deterministic else {}), **config.cluster.env}
+
+
 def resumed(config: Config, root: Path) -> SavedTraining | None:
     """The checkpoint to go on from, whose files are all as they were written; which one and why is said. Raises MsrlError."""
     saved, notes = resume_from(config.checkpoint.resume, root)
@@ -123,6 +129,7 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
             lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, grad_clip=optimizer.grad_clip
         ),
         reference=reference,
+        deterministic=config.run.deterministic,
         freeze=config.train.freeze,
         max_skipped=config.train.max_skipped,
         bad_batch_dir=run_path(config).absolute() / "bad_batch",

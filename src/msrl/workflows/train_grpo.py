@@ -21,7 +21,17 @@ from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
 from msrl.trainer.resume import SavedTraining
 from msrl.types import Ints, SamplingParams, StepReport
-from msrl.workflows.common import adapted_base, hf_files, order_state, retention, schedule, tokenizer_path, weights_path, worker_settings
+from msrl.workflows.common import (
+    adapted_base,
+    hf_files,
+    order_state,
+    retention,
+    schedule,
+    tokenizer_path,
+    weights_path,
+    worker_settings,
+    worker_variables,
+)
 from msrl.workflows.export import export_hf
 from msrl.workflows.grpo_actors import SavePlan
 from msrl.workflows.grpo_job import Job, prepare
@@ -116,7 +126,14 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
         )
         placed = session.create_placement(job.placement)
         engine_env = engine_environments(placed, platform, config.rollout.engine, config.cluster.env)
-        trainers = Trainers(session, placed, settings, num_ranks, platform.worker_environment(num_ranks), timeout_s)
+        trainers = Trainers(
+            session,
+            placed,
+            settings,
+            num_ranks,
+            {**platform.worker_environment(num_ranks), **worker_variables(config, platform)},
+            timeout_s,
+        )
         engines = Engines(session, placed, _engine_settings(config, job.hf_dir), platform, engine_env, timeout_s)
         _start(trainers, engines, job)
         yield trainers, engines, scorer

@@ -17,7 +17,7 @@ from msrl.platforms import resolve
 from msrl.trainer.launch import LocalRanks
 from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import StepReport
-from msrl.workflows.common import adapted_base, check_data, check_order, hf_files, resumed, schedule, worker_settings
+from msrl.workflows.common import adapted_base, check_data, check_order, hf_files, resumed, schedule, worker_settings, worker_variables
 from msrl.workflows.interrupts import Interrupts
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import SftJob, check_lengths, row_order, training_rows
@@ -34,7 +34,9 @@ def run(config: Config) -> None:
     saved = job.resume
     with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log:
         log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
-        ranks = LocalRanks("msrl.workflows.sft_rank:main", job, num_ranks=world_size(config), platform=platform, env=config.cluster.env)
+        ranks = LocalRanks(
+            "msrl.workflows.sft_rank:main", job, num_ranks=world_size(config), platform=platform, env=worker_variables(config, platform)
+        )
         with ranks, Interrupts(ranks.ask_to_stop):
             for message in ranks.messages():
                 if isinstance(message, StepReport):

@@ -14,6 +14,7 @@ class RunConfig(Section):
 
     name: Text = Field(default="run", description="Name of the run; its folder is run.dir/run.name")
     seed: Size = Field(default=0, description="Seed of initialisation, shuffling and sampling where no other seed is given")
+    deterministic: Bool = Field(default=False, description="Training's repeats are equal to the bit; operations that cannot be are refused")
     dir: Text = Field(default="runs", description="Folder that holds the folders of all runs")
 
 
