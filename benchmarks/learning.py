@@ -18,7 +18,7 @@ from msrl.config.presets import PRESETS
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
 
-from run import Runner, fine_tune  # noqa: E402 (stands beside its inputs' maker, which it imports by name)
+from run import Runner, fine_tune  # noqa: E402  # pyright: ignore[reportMissingImports] - stands beside the maker of its inputs
 
 NEEDED = 0.10
 FLIPPED = "flipped"

@@ -34,7 +34,8 @@ def test_a_rank_has_an_early_and_a_late_piece_and_ranks_see_as_many_keys():
 def test_late_queries_of_a_sequence_see_what_they_see_among_all(window, softcap):
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
-    whole = _attend(query, key, value, None, window, softcap)
+    sinks = torch.randn(4) if softcap is None else None
+    whole = _attend(query, key, value, None, window, softcap, sinks)
     for first, stop in ((0, 8), (5, 20), (12, 15)):
-        part = _attend(query[:, :, first:stop], key[:, :, :stop], value[:, :, :stop], None, window, softcap, first)
+        part = _attend(query[:, :, first:stop], key[:, :, :stop], value[:, :, :stop], None, window, softcap, sinks, first)
         torch.testing.assert_close(part, whole[:, :, first:stop])
