@@ -1,0 +1,87 @@
+"""What the commands besides the trainings need: convert-ckpt, preprocess, generate, chat."""
+
+from __future__ import annotations
+
+import glob
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from msrl.config import derived
+from msrl.config.input_checks import TRACKER, existing_folder, existing_model, is_hf, is_mcore, known_template, needed
+from msrl.config.loader import Resolved
+from msrl.config.plugins import plugin as _plugin
+from msrl.config.train_checks import cut_problems
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape
+
+
+def convert_checks(resolved: Resolved) -> Iterator[str]:
+    convert = resolved.config.convert
+    yield from needed(resolved, "convert.command", "convert.load")
+    yield from existing_folder(resolved, "convert.hf_config")
+    yield from existing_folder(resolved, "convert.lora")
+    yield from _convert_source(resolved)
+    if convert.command != "inspect":
+        yield from needed(resolved, "convert.save")
+        if convert.save is not None and Path(convert.save).exists() and (Path(convert.save).is_file() or any(Path(convert.save).iterdir())):
+            yield resolved.mistake("convert.save", "exists and is not an empty folder; name another, or remove it")
+
+
+def _convert_source(resolved: Resolved) -> Iterator[str]:
+    """Whether the checkpoint to read is of the right kind and can be cut as asked."""
+    convert = resolved.config.convert
+    if convert.load is None:
+        return
+    folder = list(existing_folder(resolved, "convert.load"))
+    yield from folder
+    from_hf = convert.command in ("hf2mcore", "hf2hf")
+    if not folder and from_hf and not is_hf(convert.load):
+        yield resolved.mistake("convert.load", "holds no config.json; give the folder of a Hugging Face model")
+    elif not folder and not from_hf and not is_mcore(convert.load):
+        yield resolved.mistake("convert.load", f"holds no {TRACKER}; give the folder of an mcore checkpoint")
+    elif not folder and convert.command in ("hf2mcore", "reshard"):
+        where = derived.config_dir(convert.load, None if from_hf else convert.hf_config)
+        try:
+            yield from cut_problems(resolved, load_shape(where), "convert", derived.cut_of(convert))
+        except MsrlError as error:
+            yield str(error)
+
+
+def preprocess_checks(resolved: Resolved) -> Iterator[str]:
+    preprocess = resolved.config.preprocess
+    yield from needed(resolved, "preprocess.input", "preprocess.tokenizer", "preprocess.handler", "preprocess.output_prefix")
+    for i, name in enumerate(preprocess.input):
+        if not Path(name).exists() and not glob.glob(name):  # noqa: PTH207  (pathlib takes no absolute patterns)
+            yield resolved.mistake(f"preprocess.input.{i}", "there is no such file or folder")
+    yield from existing_folder(resolved, "preprocess.tokenizer")
+    yield from known_template(resolved, "preprocess.template")
+    if preprocess.handler is not None:
+        package = "msrl.data.handlers"
+        aliases: dict[str, str] = getattr(importlib.import_module(package), "ALIASES", {})
+        yield from _plugin(resolved, "preprocess.handler", package, preprocess.handler, aliases)
+        if aliases.get(preprocess.handler, preprocess.handler) != "pretrain":
+            yield from needed(resolved, "preprocess.template")
+    if preprocess.pack:
+        yield from needed(resolved, "preprocess.seq_length")
+
+
+def generate_checks(resolved: Resolved) -> Iterator[str]:
+    generate = resolved.config.generate
+    yield from needed(resolved, "generate.model")
+    yield from existing_model(resolved, "generate.model")
+    yield from known_template(resolved, "generate.template")
+    if (generate.prompt is None) == (generate.input is None):
+        yield "generate.prompt: give either --prompt TEXT or --input FILE, one of the two"
+    if generate.input is not None and not Path(generate.input).is_file():
+        yield resolved.mistake("generate.input", "there is no such file")
+    if generate.raw and (generate.template is not None or generate.system is not None):
+        yield resolved.mistake("generate.raw", "takes prompts as they are; leave out template and system")
+    if generate.num_samples > 1 and generate.temperature == 0:
+        yield resolved.mistake("generate.num_samples", "all samples would be the same at temperature 0; set a temperature above 0")
+
+
+def chat_checks(resolved: Resolved) -> Iterator[str]:
+    yield from needed(resolved, "chat.model")
+    yield from existing_model(resolved, "chat.model")
+    yield from known_template(resolved, "chat.template")

@@ -1,0 +1,114 @@
+"""Files and folders that a configuration names: are they there, and of the right kind?"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from msrl.config.loader import Resolved
+from msrl.config.messages import description
+from msrl.config.templates import find_template
+from msrl.errors import MsrlError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def value_of(resolved: Resolved, key: str) -> object:
+    value: object = resolved.config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def needed(resolved: Resolved, *keys: str) -> Iterator[str]:
+    """A line for each key without a value."""
+    for key in keys:
+        if value_of(resolved, key) in (None, ()):
+            section, name = key.split(".", 1)
+            flag = f"give --{name.replace('_', '-')}" if section in ("convert", "preprocess", "generate", "chat") else f"set {key}"
+            yield f"{key}: is missing; {flag}: {description(key.split('.'))}"
+
+
+def existing_folder(resolved: Resolved, key: str) -> Iterator[str]:
+    path = value_of(resolved, key)
+    if isinstance(path, str) and not Path(path).is_dir():
+        yield resolved.mistake(key, "there is no such folder")
+
+
+def existing_model(resolved: Resolved, key: str) -> Iterator[str]:
+    """A line when the path is neither a Hugging Face folder nor an mcore checkpoint."""
+    yield from existing_folder(resolved, key)
+    path = value_of(resolved, key)
+    if isinstance(path, str) and Path(path).is_dir() and not is_hf(path) and not is_mcore(path):
+        yield resolved.mistake(key, f"holds neither config.json (Hugging Face) nor {TRACKER} (mcore)")
+
+
+def is_hf(path: str) -> bool:
+    return (Path(path) / "config.json").is_file()
+
+
+def is_mcore(path: str) -> bool:
+    return (Path(path) / TRACKER).is_file()
+
+
+def known_template(resolved: Resolved, key: str) -> Iterator[str]:
+    name = value_of(resolved, key)
+    if isinstance(name, str):
+        try:
+            find_template(name)
+        except MsrlError as error:
+            yield resolved.mistake(key, str(error))
+
+
+def existing_data(resolved: Resolved, key: str) -> Iterator[str]:
+    """A line when no preprocessed data has this prefix."""
+    prefix = value_of(resolved, key)
+    if isinstance(prefix, str) and not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
+        yield resolved.mistake(key, f"there is no preprocessed data of this prefix ({prefix}_*.idx); write it with `msrl preprocess`")
+
+
+def _kind(resolved: Resolved, wanted: str, how: str) -> Iterator[str]:
+    """A line for data of another kind; data of other systems has no manifest, and its kind is not known."""
+    for key in ("data.train", "data.eval"):
+        manifest = Path(f"{value_of(resolved, key)}_manifest.json")
+        if not manifest.is_file():
+            continue
+        try:
+            found = json.loads(manifest.read_text(encoding="utf-8")).get("kind", wanted)
+        except (ValueError, AttributeError):
+            continue  # said when the data is opened
+        if found != wanted:
+            yield resolved.mistake(key, f"holds {found} data, and {wanted} is needed; preprocess it {how}")
+
+
+def _text(resolved: Resolved) -> Iterator[str]:
+    """Lines for what does not fit continued pretraining."""
+    yield from _kind(resolved, "pretrain", "with handler pretrain")
+    data = resolved.config.data
+    if data.blend and data.train is not None:
+        yield resolved.mistake("data.blend", "stands beside data.train; name all prefixes here, or only data.train")
+    if data.blend and resolved.config.train.steps is None:
+        yield "train.steps: is missing; a blend of datasets has no epochs, so the number of steps must be set"
+    if data.seq_length is None or data.seq_length < 2:
+        yield f"data.seq_length={data.seq_length}: data.handler=pretrain cuts documents into rows of so many tokens; set 2 or more"
+    for key, is_set in (("pack", data.pack), ("eval_fraction", data.eval_fraction > 0), ("too_long", data.too_long != "refuse")):
+        if is_set:
+            yield resolved.mistake(f"data.{key}", "means nothing for data.handler=pretrain, whose rows are cut from text; leave it out")
+
+
+def holds_examples(resolved: Resolved) -> Iterator[str]:
+    if resolved.config.data.handler == "pretrain":
+        yield from _text(resolved)
+        return
+    yield from _kind(resolved, "sft", "with a handler of demonstrations, or --kind sft")
+    if resolved.config.data.blend:
+        yield resolved.mistake("data.blend", "mixes datasets of text; set data.handler to pretrain, or name one dataset in data.train")
+
+
+def holds_prompts(resolved: Resolved) -> Iterator[str]:
+    for key, is_set in (("data.handler", resolved.config.data.handler is not None), ("data.blend", bool(resolved.config.data.blend))):
+        if is_set:
+            yield resolved.mistake(key, "is of train-sft alone; leave it out")
+    yield from _kind(resolved, "prompts", "with a handler of prompts such as r1, or --kind prompts")
