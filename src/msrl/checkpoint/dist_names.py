@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msrl.checkpoint.torch_file import TensorSpec
 from msrl.errors import MsrlError
 from msrl.models.families import num_experts
 from msrl.models.shape import Shape
@@ -93,3 +94,8 @@ def _spelled(layer: int, rest: str, shape: Shape, te: bool) -> str:
     if te and rest == _PRE_MLP and shape.moe is not None and shape.moe.layers[layer]:
         return rest  # a router follows, not a linear layer
     return _FUSED.get(rest, rest)
+
+
+def stored_spec(place: Place, spec: TensorSpec) -> TensorSpec:
+    """Type and shape of a part as it is stored: with an axis of one for each that it is stacked along."""
+    return TensorSpec(spec.dtype, (*(1 for _ in place.index), *spec.shape))

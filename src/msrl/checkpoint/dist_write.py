@@ -21,18 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage] - it is what the format holds
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from msrl.checkpoint.dist_names import Place, extra_states, is_stacked, place_of
+from msrl.checkpoint.dist_names import is_stacked, place_of, stored_spec
 from msrl.checkpoint.sections import Range, append_tensor, digest_of_sections
 from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile, check_records
 from msrl.models.shape import Shape
@@ -65,7 +55,7 @@ def write_file(
     digests: list[str] = []
     with path.open("w+b") as file:
         for name, pieces in tensors:
-            stored = Pieces(_stored_spec(place_of(name, shape, te=te), pieces.spec), pieces.parts)
+            stored = Pieces(stored_spec(place_of(name, shape, te=te), pieces.spec), pieces.parts)
             begin, length, digest = append_tensor(file, stored)
             places[name] = Range(path.name, begin, length)
             digests.append(digest)
@@ -87,7 +77,9 @@ def write_rest(
     torch.save([None], nothing)
     objects = folder / EXTRA
     objects.write_bytes(nothing.getvalue())
-    metadata = _metadata(shape, specs, places, _StorageInfo(EXTRA, 0, objects.stat().st_size), te)
+    from msrl.checkpoint.dist_metadata import metadata_of  # torch's classes take half a second to import
+
+    metadata = metadata_of(shape, specs, places, EXTRA, objects.stat().st_size, te)
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
     content = {"non_homogeneous_layers": not is_stacked(shape), "singleton_local_shards": False}
     args = argparse.Namespace(**{**vars(args), "ckpt_format": "torch_dist", "use_dist_ckpt": True})
@@ -104,27 +96,3 @@ def _written(path: Path) -> WrittenFile:
 
 def sha256_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _metadata(shape: Shape, specs: Mapping[str, TensorSpec], places: Mapping[str, Range], nothing: _StorageInfo, te: bool) -> Metadata:
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for name, spec in specs.items():
-        place, where = place_of(name, shape, te=te), places[name]
-        stored = tensors.setdefault(place.key, _described(place, spec))
-        assert isinstance(stored, TensorStorageMetadata)
-        offsets, sizes = torch.Size([*place.index, *(0 for _ in spec.shape)]), torch.Size(_stored_spec(place, spec).shape)
-        storage[MetadataIndex(place.key, offsets)] = _StorageInfo(where.name, where.begin, where.length)
-        stored.chunks.append(ChunkStorageMetadata(offsets, sizes))
-        for key in extra_states(name, place, te=te):
-            tensors[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), nothing
-    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
-
-
-def _described(place: Place, spec: TensorSpec) -> TensorStorageMetadata:
-    return TensorStorageMetadata(TensorProperties(spec.dtype), torch.Size([*place.extents, *spec.shape]), [])
-
-
-def _stored_spec(place: Place, spec: TensorSpec) -> TensorSpec:
-    """Type and shape of a part as it is stored: with an axis of one for each that it is stacked along."""
-    return TensorSpec(spec.dtype, (*(1 for _ in place.index), *spec.shape))
