@@ -7,10 +7,14 @@ Contract tests hold that every registered architecture has a row.
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from msrl.checkpoint.stacks import put_together
@@ -150,6 +154,15 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
             result[name] = torch.randn(size) * (0.15 if len(size) > 1 else 0.2) + (one if is_norm else 0.0)
     result = dict(put_together(result.items(), stack_sizes(found)))
     return result | (_vision_weights(config) if found.carried else {})
+
+
+def save_models(root: Path, rows: Mapping[str, Family]) -> dict[str, Path]:
+    """A small random model of each row as a Hugging Face folder."""
+    for name, family in rows.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(family.config))
+        save_file(weights(family.config), root / name / "model.safetensors", metadata={"format": "pt"})
+    return {name: root / name for name in rows}
 
 
 def _vision_weights(config: dict[str, Any]) -> dict[str, Tensor]:

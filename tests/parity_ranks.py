@@ -32,6 +32,15 @@ def sequences(vocab_size: int) -> list[np.ndarray]:
     return [random.integers(0, vocab_size, length).astype(np.int64) for length in LENGTHS]
 
 
+def logits_of(cases: list[Case]) -> dict[str, np.ndarray]:
+    """Starts the ranks; logits of every case by its name, [tokens, vocabulary]."""
+    from msrl.platforms import get
+    from msrl.trainer.launch import run_ranks
+    from support import python_path
+
+    return dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
+
+
 def main(context: RankContext, cases: list[Case]) -> None:
     """Every case whose layout this rank is part of; tp_rank 0 of the last stage reports (name, logits of the packed sequences)."""
     from msrl.trainer.worker import TrainWorker

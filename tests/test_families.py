@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import families
 import parity_ranks
@@ -24,7 +24,6 @@ from msrl.models.cut import Coords, Cut
 from msrl.models.families import families as registered
 from msrl.trainer.settings import Layout
 from parity_ranks import Case
-from support import python_path
 
 LAYOUTS = {"whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True)}
 
@@ -37,22 +36,14 @@ def test_every_registered_architecture_has_a_row() -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small random model of each row as a Hugging Face folder."""
-    root = tmp_path_factory.mktemp("families")
-    for name, family in FAMILIES.items():
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(family.config))
-        save_file(families.weights(family.config), root / name / "model.safetensors", metadata={"format": "pt"})
-    return {name: root / name for name in FAMILIES}
+    return families.save_models(tmp_path_factory.mktemp("families"), FAMILIES)
 
 
 @pytest.fixture(scope="module")
 def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
     """Logits of every row at every layout, [tokens, vocabulary]."""
-    from msrl.platforms import get
-    from msrl.trainer.launch import run_ranks
-
     cases = [Case(f"{name}, {cut}", folder, layout) for cut, layout in LAYOUTS.items() for name, folder in folders.items()]
-    return dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
+    return parity_ranks.logits_of(cases)
 
 
 def further_layouts(num_layers: int) -> dict[str, Layout]:
@@ -70,15 +61,12 @@ def further_layouts(num_layers: int) -> dict[str, Layout]:
 @pytest.mark.full
 @pytest.mark.slow
 def test_logits_do_not_depend_on_virtual_uneven_or_empty_stages(folders: dict[str, Path], megatron: dict[str, np.ndarray]) -> None:
-    from msrl.platforms import get
-    from msrl.trainer.launch import run_ranks
-
     cases = [
         Case(f"{name}, {cut}", folders[name], layout)
         for name, family in FAMILIES.items()
         for cut, layout in further_layouts(families.shape(family.config).num_layers).items()
     ]
-    found = dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
+    found = parity_ranks.logits_of(cases)
     assert len(found) == 3 * len(FAMILIES)
     for case in cases:
         whole = megatron[f"{case.name.split(', ')[0]}, whole"]

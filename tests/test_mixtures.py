@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import families
 import parity_ranks
@@ -27,7 +27,7 @@ from msrl.models.families import all_rules, load_shape, num_parameters
 from msrl.trainer.settings import Layout
 from msrl.workflows.convert_ckpt import run as convert
 from parity_ranks import Case
-from support import python_path, shared_data
+from support import shared_data
 from test_families import transformers_logits
 
 LAYOUTS = {
@@ -50,12 +50,7 @@ REST = tuple((name, cut) for name in MIXTURES for cut in LAYOUTS if (name, cut) 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small random model of each row as a Hugging Face folder."""
-    root = tmp_path_factory.mktemp("mixtures")
-    for name, family in MIXTURES.items():
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(family.config))
-        save_file(families.weights(family.config), root / name / "model.safetensors", metadata={"format": "pt"})
-    return {name: root / name for name in MIXTURES}
+    return families.save_models(tmp_path_factory.mktemp("mixtures"), MIXTURES)
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +65,8 @@ def more_megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
 
 
 def _logits(folders: dict[str, Path], rows: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
-    from msrl.platforms import get
-    from msrl.trainer.launch import run_ranks
-
     cases = [Case(f"{name}, {cut}", folders[name], LAYOUTS[cut]) for name, cut in rows]
-    return dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
+    return parity_ranks.logits_of(cases)
 
 
 def _assert_logits_of_transformers(found: np.ndarray, folder: Path, name: str) -> None:

@@ -23,7 +23,6 @@ from msrl.models.cut import Coords, Cut
 from msrl.trainer.settings import Layout
 from msrl.workflows.convert_inspect import not_weights
 from parity_ranks import Case
-from support import python_path
 from test_convert import run
 
 TIED = {"tie_word_embeddings": True}
@@ -118,13 +117,10 @@ def test_a_reward_model_is_not_trained_or_asked_for_text(tmp_path: Path) -> None
 def test_scores_of_real_ranks_are_those_of_transformers_at_every_layout(tmp_path: Path) -> None:
     import transformers
 
-    from msrl.platforms import get
-    from msrl.trainer.launch import run_ranks
-
     for row in ROWS:
         save(tmp_path / row, row)
     cases = [Case(f"{row}, {cut}", tmp_path / row, layout) for cut, layout in LAYOUTS.items() for row in ROWS]
-    found = dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
+    found = parity_ranks.logits_of(cases)
     ids = parity_ranks.sequences(199)
     ends = np.cumsum([len(row) for row in ids]) - 1
     for row in ROWS:

@@ -87,7 +87,7 @@ def _close(true: Fraction, claimed: Fraction, tolerance: float) -> bool:
 
 
 def _symbolically_equal(answer: str, given: str, tolerance: float, percent: bool) -> bool:
-    true, claimed = _parse(answer), _parse(given)
+    true, claimed = formula(answer), formula(given)
     if verify(true, claimed, timeout_seconds=None):
         return True
     if tolerance == 0.0 and not percent:
@@ -96,7 +96,8 @@ def _symbolically_equal(answer: str, given: str, tolerance: float, percent: bool
     return values[0] is not None and values[1] is not None and _same_number(*values, tolerance, percent)  # type: ignore[arg-type]
 
 
-def _parse(text: str) -> list[Any]:
+def formula(text: str) -> list[Any]:
+    """A LaTeX text as math-verify reads it; empty when it is none."""
     return parse(f"\\boxed{{{text}}}", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
 
 

@@ -112,7 +112,7 @@ def _restore_random(saved: SavedTraining) -> None:
     if path.is_file():
         with safe_open(path, "pt") as file:
             torch.set_rng_state(file.get_tensor("rng"))
-            tracked = {name.removeprefix(_TRACKED): file.get_tensor(name) for name in file.keys() if name.startswith(_TRACKED)}  # noqa: SIM118
+            tracked = _beginning(file, _TRACKED)
         if tracked:
             tracker: Any = tensor_parallel.get_cuda_rng_tracker()
             tracker.set_states(tracked)
@@ -125,9 +125,14 @@ def _random_states() -> dict[str, Tensor]:
     return {"rng": torch.get_rng_state(), **{_TRACKED + name: state.cpu().clone() for name, state in tracked.items()}}
 
 
+def _beginning(file: Any, prefix: str) -> dict[str, Tensor]:
+    """The tensors of an open safetensors file whose names begin with `prefix`, by what follows it."""
+    return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118 - no mapping
+
+
 def _of_kind(worker: TrainWorker, cut: Cut, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
     """What one rank's file has of a kind; what has no state (frozen parameters, biases of experts) as zeros that take no memory."""
-    found = {name.removeprefix(f"{kind}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{kind}.")}  # noqa: SIM118
+    found = _beginning(file, f"{kind}.")
     if not worker.settings.freeze and not (worker.shape.moe and worker.shape.moe.expert_bias):
         return found
     planned = rank_plan(worker.shape, cut, at, worker.shape.padded_vocab_size(cut.tp)).tensors

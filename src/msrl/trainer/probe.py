@@ -47,16 +47,12 @@ def megatron_logits(
 
 def rank(context: RankContext, job: _Job) -> None:
     """One rank: a forward pass per sequence; the last stage reports."""
+    from msrl.trainer.layerwise import LayerwiseWorker
     from msrl.trainer.settings import Layout, WorkerSettings
     from msrl.trainer.worker import TrainWorker
 
-    if job.layerwise:
-        from msrl.trainer.layerwise import LayerwiseWorker as Worker
-    else:
-        Worker = TrainWorker  # noqa: N806 - a class
-
     settings = WorkerSettings(job.platform, job.checkpoint, Layout(**job.cut.trained().as_json()), "float32", seed=0, timeout_s=600)
-    worker = Worker(settings, context.rank, context.world_size, context.init_method)
+    worker = (LayerwiseWorker if job.layerwise else TrainWorker)(settings, context.rank, context.world_size, context.init_method)
     groups = [job.token_ids] if job.layerwise else [(ids,) for ids in job.token_ids]  # one pass over the weights, or one per sequence
     logits = worker.logits([_batch(group, worker.sequence_multiple) for group in groups])
     if logits is not None and worker.stage_rank == 0:

@@ -12,6 +12,7 @@ from msrl.config.imports.translation import Fate, Given, Translation
 from msrl.config.sources import Node
 from msrl.errors import MsrlError, nearest
 from msrl.models.families import load_shape
+from msrl.models.shape import Shape
 
 
 def with_model(keys: list[Given], models: Mapping[str, Node], translation: Translation) -> list[Given]:
@@ -132,7 +133,7 @@ class MegatronKeys:
             else:
                 self.translation.mistake(given, f"config.json of the model says {found}; take the line away, or name another model")
 
-    def _shape(self):  # noqa: ANN202
+    def _shape(self) -> Shape | None:
         for path in self._config_dirs():
             if (path / "config.json").is_file():
                 try:

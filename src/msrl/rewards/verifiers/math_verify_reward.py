@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from msrl.rewards.equality import MAX_CHARACTERS
+from msrl.rewards.equality import MAX_CHARACTERS, formula
 from msrl.rewards.extract import ground_truth
 from msrl.rewards.verifiers.base_acc import has_form
 
@@ -24,6 +24,5 @@ def score(response: str, answer: str) -> float:
     if len(given) > MAX_CHARACTERS:
         return WRONG
     rules = [LatexExtractionConfig(), ExprExtractionConfig()]
-    true = parse(f"\\boxed{{{ground_truth(answer)}}}", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
     claimed = parse(given, extraction_config=rules, parsing_timeout=None)  # type: ignore[arg-type]
-    return 1.0 if verify(true, claimed, timeout_seconds=None) else WRONG
+    return 1.0 if verify(formula(ground_truth(answer)), claimed, timeout_seconds=None) else WRONG
