@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 class KeepDistribution:
     """Finishes a pass of `model` that gives hidden states: keeps these on the host, and what normalises their logits."""
 
+    worker: TrainWorker
     model: PolicyModel
     temperature: float
 
-    def __call__(self, hidden: Tensor, batch: Any, worker: TrainWorker) -> dict[str, Any]:
+    def __call__(self, hidden: Tensor, batch: Any) -> dict[str, Any]:
         """`hidden` is [m, c]. Logits are made a few rows at a time, and not kept."""
         head = self.model.head().detach()
-        columns = worker.columns(len(head), self.temperature)
-        project = functools.partial(made_logits, weight=head, softcap=worker.shape.logit_softcap)
+        columns = self.worker.columns(len(head), self.temperature)
+        project = functools.partial(made_logits, weight=head, softcap=self.worker.shape.logit_softcap)
         parts = [columns.normaliser(project(rows)) for rows in hidden.detach().split(columns.rows_at_once)]
         return {"distribution": Distribution(hidden.detach().cpu(), project, torch.cat(parts))}

@@ -24,7 +24,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 class LayerwiseWorker(TrainWorker):
     """A training rank that holds the whole model, one layer at a time; forward passes on the CPU only."""
 
-    def _load_model(self, path: Path, iteration: int | None = None) -> tuple[PolicyModel, Shape]:
+    def load_model(self, path: Path, iteration: int | None = None) -> tuple[PolicyModel, Shape]:
         """Megatron does not touch the memory of weights that are not initialised, so that building the model takes none."""
         assert self.device.type == "cpu" and self.layout.ranks_per_model == 1, "layer by layer is for one rank on the CPU"
         source = open_weights(path)

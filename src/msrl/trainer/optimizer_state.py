@@ -18,7 +18,7 @@ from msrl.trainer import groups
 from msrl.trainer.optimizer import parts
 
 if TYPE_CHECKING:
-    from msrl.trainer.worker import TrainWorker
+    from msrl.trainer.learner import Learner
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
@@ -34,9 +34,9 @@ def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def collect(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
+def collect(worker: Learner) -> Iterator[tuple[str, Tensor]]:
     """("exp_avg.NAME", tensor of the parameter's shape), one at a time, the same on every data-parallel rank; all must take part."""
-    for name, parameter in trained(worker.policy):
+    for name, parameter in trained(worker.model):
         owned = _owned(worker.optimizer, parameter)
         group = groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
         for kind in kinds(worker.dtype):
@@ -60,16 +60,16 @@ def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
                 yield main
 
 
-def num_updates(worker: TrainWorker) -> int:
+def num_updates(worker: Learner) -> int:
     """AdamW's own count of steps, which its bias correction uses."""
     states = [state for part in parts(worker.optimizer) for state in part.optimizer.state.values()]
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
-def restore(worker: TrainWorker, states: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
+def restore(worker: Learner, states: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
     """Put back what `collect` gave: this rank's tensors by kind and parameter name."""
     worker.optimizer.reload_model_params()
-    for name, parameter in trained(worker.policy):
+    for name, parameter in trained(worker.model):
         owned = _owned(worker.optimizer, parameter)
         if owned is None:
             continue

@@ -17,10 +17,10 @@ from msrl.models.stages import Placed, stage_tensors
 from msrl.trainer import groups, megatron
 
 if TYPE_CHECKING:
-    from msrl.trainer.worker import TrainWorker
+    from msrl.trainer.learner import Learner
 
 
-def export(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
+def export(worker: Learner) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of this pipeline stage, one Megatron tensor at a time, on the first rank of each stage.
 
     Every rank must go through the iterator; those other than the first of a stage get nothing from it. The vocabulary comes
@@ -30,9 +30,9 @@ def export(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
     yield from put_together(_exported(worker), stack_sizes(worker.shape))
 
 
-def _exported(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
+def _exported(worker: Learner) -> Iterator[tuple[str, Tensor]]:
     """The same with the experts of a layer one by one, where Hugging Face has them in one tensor."""
-    weights = megatron.named_weights(worker.policy)
+    weights = megatron.named_weights(worker.model)
     placed = [each for each in stage_tensors(worker.shape, worker.layout, worker.coords) if not each.is_tied_copy]
     if worker.stage_rank < worker.layout.tp:
         for each in placed:
@@ -43,12 +43,12 @@ def _exported(worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
         yield from _experts(worker, {each.name: weights[each.name] for each in placed if each.rule.expert is not None}, placed)
 
 
-def _joined(rule: Rule, shards: Sequence[Tensor], worker: TrainWorker) -> Iterator[tuple[str, Tensor]]:
+def _joined(rule: Rule, shards: Sequence[Tensor], worker: Learner) -> Iterator[tuple[str, Tensor]]:
     if worker.stage_rank == 0:
         yield from zip(rule.hf, unfuse(rule.layout, join(rule.layout, shards)), strict=True)
 
 
-def _gather(weight: Tensor, placed: Placed, worker: TrainWorker) -> list[Tensor]:
+def _gather(weight: Tensor, placed: Placed, worker: Learner) -> list[Tensor]:
     """The shards of all tensor-parallel ranks, on tp_rank 0."""
     if worker.layout.tp == 1 or isinstance(placed.layout, Replicated):
         return [weight.detach()]
@@ -63,7 +63,7 @@ def _gathered(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards or []
 
 
-def _experts(worker: TrainWorker, weights: Mapping[str, Tensor], placed: Sequence[Placed]) -> Iterator[tuple[str, Tensor]]:
+def _experts(worker: Learner, weights: Mapping[str, Tensor], placed: Sequence[Placed]) -> Iterator[tuple[str, Tensor]]:
     """The experts of a stage. A rank's first expert comes with the first one of every other rank, and so on."""
     group, size = groups.expert_group(), worker.layout.etp_size
     elsewhere = _experts_by_name(worker)
@@ -74,7 +74,7 @@ def _experts(worker: TrainWorker, weights: Mapping[str, Tensor], placed: Sequenc
                 yield from _joined(rule, shards[number * size : (number + 1) * size], worker)
 
 
-def _experts_by_name(worker: TrainWorker) -> dict[str, list[Rule]]:
+def _experts_by_name(worker: Learner) -> dict[str, list[Rule]]:
     """What a name inside a rank stands for on the ranks of each part of the experts, in their order."""
     layout, found = worker.layout, dict[str, list[Rule]]()
     for number in range(layout.ep):
