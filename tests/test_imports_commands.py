@@ -271,7 +271,7 @@ def test_the_first_generation_of_mindspeed_runs_as_it_is(
         ("do_sample: true", "do_sample: false", "must be true: greedy samples of one prompt are all the same"),
         ("seq_length: 512", "seq_length: 256", "must be above max_prompt_length=256: responses fill the rest"),
         ("gamma: 1.0", "gamma: 0.9", "cannot be done: rewards of a whole response are not discounted by its length"),
-        ("  ref:\n", "  reff:\n", "must be actor_rollout or ref"),
+        ("  ref:\n", "  reff:\n", "there is no such key in MindSpeed-LLM; did you mean 'ref'?"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_first_generation_are_named(old: str, new: str, message: str, tmp_path: Path):

@@ -110,7 +110,7 @@ def test_the_complete_example_of_the_r1_zero_guide_has_no_key_that_is_not_told(f
     (folder / "guide.yaml").write_text(text, encoding="utf-8")
     found = foreign(str(folder / "guide.yaml"))
     assert found is not None and not found.errors and not found.refused()
-    keys = set(re.findall(r"^ +([a-z_]+):", text, re.M)) - {"num_npus"}
+    keys = set(re.findall(r"^ +([a-z_]+):", text, re.M))
     assert keys == {outcome.given.key for outcome in found.outcomes} - {"defaults"} and len(keys) > 45
     tree = plain(found.whole())
     assert tree["train"]["updates"]["samples_per_update"] == 512 and tree["rollout"]["prompts_per_step"] == 64

@@ -17,7 +17,7 @@ from msrl.errors import ManyErrors, MsrlError
 
 SYSTEMS = ("mindspeed-rl", "mindspeed-llm", "roll", "lightrft")
 _YAML = {"mindspeed-rl": mindspeed_rl, "mindspeed-llm": mindspeed_ray, "roll": roll}
-_SHELL = {"mindspeed-llm": mindspeed_llm, "lightrft": lightrft}
+_SHELL = {"mindspeed-rl": mindspeed_llm, "mindspeed-llm": mindspeed_llm, "lightrft": lightrft}  # their programs are the same
 
 
 def translation_of(system: str, arguments: Sequence[str]) -> Translation:

@@ -1,15 +1,16 @@
-"""MindSpeed-LLM's command lines: convert_ckpt.py, preprocess_data.py, posttrain_gpt.py and pretrain_gpt.py, inference.py, ray_gpt.py.
+"""Command lines of MindSpeed-LLM and MindSpeed-RL: convert_ckpt.py, preprocess_data.py, posttrain_gpt.py and pretrain_gpt.py, inference.py,
+ray_gpt.py and train_*.py.
 
 A script may hold several; each becomes the section of its msrl command. Sources: MindSpeed-LLM b626d239 and c77308a1.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
+from msrl.config.imports.mindspeed_data import put_preprocessing, put_text
 from msrl.config.imports.mindspeed_megatron import MegatronKeys
-from msrl.config.imports.sections import Keys, as_list
+from msrl.config.imports.sections import Keys
 from msrl.config.imports.shell import Script, Word, flags, parse_script
 from msrl.config.imports.table import load_table
 from msrl.config.imports.translation import Fate, Given, Translation
@@ -24,6 +25,9 @@ _PROGRAMS = {
     "pretrain_gpt": "train",
     "inference": "inference",
     "ray_gpt": "ray",
+    "train_grpo": "ray",
+    "train_dapo": "ray",
+    "train_ppo": "ray",
 }
 _COMMANDS = {("hf", "mg"): "hf2mcore", ("mg", "hf"): "mcore2hf", ("mg", "mg"): "reshard"}
 
@@ -65,17 +69,20 @@ def _section(words: Sequence[Word]) -> str:
 def _command(translation: Translation, section: str, words: Sequence[Word]) -> None:
     start = next((i for i, word in enumerate(words) if word.text.endswith(".py") or word.text == "start"), 0)
     keys = Keys(translation, section, translation.given(flags(words[start:], translation.name), section, ""))
-    {"convert": _convert, "preprocess": _preprocess, "train": _train}.get(section, _advised)(translation, keys)
+    {"convert": _convert, "preprocess": put_preprocessing, "train": _train}.get(section, _advised)(translation, keys)
     keys.apply_rest()
     translation.laid_in((section,), keys)
 
 
 def _environment(translation: Translation, script: Script) -> None:
     """Exported variables reach the workers of a training; other commands have none."""
+    trains = any(one.given.section in ("train", "ray") for one in translation.outcomes)
     for variable, word in script.exported.items():
-        if any(one.given.section == "train" for one in translation.outcomes):
-            given = Given("environment", variable, variable, wrap(word.text, Origin(translation.name, word.line)))
+        given = Given("environment", variable, variable, wrap(word.text, Origin(translation.name, word.line)))
+        if trains:
             translation.take(given, [f"cluster.env.{variable}"], word.text)
+        else:
+            translation.say(given, Fate.SAME, "no workers are started; export it before msrl if it is to hold there")
 
 
 def _convert(translation: Translation, keys: Keys) -> None:
@@ -97,29 +104,14 @@ def _convert(translation: Translation, keys: Keys) -> None:
         translation.take(impl, ["convert.names"], {"local": "local", "transformer_engine": "te"}.get(str(impl.value), impl.value))
 
 
-def _preprocess(translation: Translation, keys: Keys) -> None:
-    mapping = keys.get("map_keys")
-    if mapping is not None:
-        try:
-            pairs = json.loads(str(mapping.value))
-            translation.take(mapping, ["preprocess.map_keys"], {str(key): str(value) for key, value in dict(pairs).items()})
-        except (ValueError, TypeError):
-            translation.mistake(mapping, 'must be a JSON object such as {"prompt": "question"}')
-    columns = keys.get("json_keys")
-    if columns is not None and as_list(columns.value) != ["text"]:
-        translation.take(columns, ["preprocess.map_keys"], {"text": str(as_list(columns.value)[0])})
-    thinking = keys.get("enable_thinking")
-    if thinking is not None and thinking.value in (True, False):
-        translation.take(thinking, ["preprocess.enable_thinking"], thinking.value)
-    keys.say("enable_thinking", Fate.OFF, "")
-
-
 def _train(translation: Translation, keys: Keys) -> None:
     if keys.value("fp16") is True:
         keys.mistake("fp16", "float16 is not trained: bfloat16 with float32 masters, or float32; give --bf16")
     stage = keys.get("stage")
     if stage is not None and stage.value != "sft":
         translation.mistake(stage, "must be sft; RL is `msrl train-grpo`, preferences are not trained")
+    if stage is None and keys.value("is_instruction_dataset") is not True:
+        put_text(translation, keys)
     MegatronKeys(translation, keys).apply_supervised()
     iters, every = keys.get("eval_iters"), keys.get("eval_interval")
     if iters is None or iters.value == 0 or keys.value("eval_interval") is None:

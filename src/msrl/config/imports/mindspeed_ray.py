@@ -14,6 +14,7 @@ from msrl.config.imports.sections import Keys, as_list, hydra_layers, same_path
 from msrl.config.imports.table import Table, load_table
 from msrl.config.imports.translation import Fate, Translation
 from msrl.config.sources import Node, Origin, wrap
+from msrl.errors import nearest
 
 MARKS = ("actor_rollout_ref", "resource_pool")
 SECTIONS = ("megatron", "actor_rollout", "algorithm")
@@ -63,7 +64,8 @@ class _File:
         entries = node.value if node is not None and isinstance(node.value, dict) else {}
         for name, child in entries.items():
             if name not in ("actor_rollout", "ref"):
-                self.translation.errors.append(f"{child.origin}: actor_rollout_ref.{name}: must be actor_rollout or ref")
+                hint = nearest(name, ("actor_rollout", "ref"))
+                self.translation.errors.append(f"{child.origin}: actor_rollout_ref.{name}: there is no such key in MindSpeed-LLM; {hint}")
         return dict(entries)
 
     def _role(self, name: str, node: Node | None, path: str) -> Keys:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from msrl.config.imports import mindspeed_data
 from msrl.config.imports.mindspeed_algorithm import Algorithm
 from msrl.config.imports.mindspeed_megatron import MegatronKeys, with_model
 from msrl.config.imports.sections import Keys, hydra_layers, same_path
@@ -16,14 +17,14 @@ from msrl.config.imports.table import load_table
 from msrl.config.imports.translation import Fate, Given, Translation
 from msrl.config.sources import Node, Origin, plain, read, wrap
 
-MARKS = ("megatron_training", "actor_config", "rl_config", "generate_config")
+MARKS = ("megatron_training", "actor_config", "rl_config", "generate_config", *mindspeed_data.MARKS)
 SECTIONS = ("megatron", "rl_config", "generate_config", "sampling_config")
 _STAGES = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "ppo"}
 
 
 def translate(tree: Node, file: Path) -> Translation:
-    """The native configuration of one file; mistakes and what is not built yet are in the result."""
-    return _File(tree, file).translate()
+    """The native configuration of one file, of training or of preprocessing; mistakes and what is not built yet are in the result."""
+    return mindspeed_data.translate(tree, file) if mindspeed_data.is_preprocessing(tree) else _File(tree, file).translate()
 
 
 class _File:
@@ -59,6 +60,7 @@ class _File:
         if first := self._is_first_generation():
             translation.other_defaults = {("rl_config", "entropy_coeff"): 0.001, ("rl_config", "kl_penalty"): "kl"}
         world = self._world()
+        self._other_resources()
         megatron = MegatronKeys(translation, self.megatron)
         megatron.apply(by_tokens=self.rl.value("use_dynamic_bsz") is True)
         megatron.apply_shapes()
@@ -99,14 +101,23 @@ class _File:
         resource = self.rl.get("actor_resource")
         if resource is None:
             return None
-        entries = resource.node.value if isinstance(resource.node.value, dict) else {}
-        count = plain(entries["num_npus"]) if set(entries) == {"num_npus"} else None
+        given = list(self.translation.given(resource.node, "resource", resource.path))
+        count = given[0].value if given else None
         if not isinstance(count, int) or isinstance(count, bool):
-            self.translation.mistake(resource, "must be {num_npus: N}, the devices of training and rollout")
+            if given or resource.value in (None, {}):  # else the name of its key was a mistake
+                self.translation.mistake(resource, "must be {num_npus: N}, the devices of training and rollout")
             return None
         why = f"on one node; on two: --set cluster.nodes=2 --set cluster.devices_per_node={count // 2}" if count > 8 else ""
-        self.translation.take(resource, ["cluster.devices_per_node"], count, why=why)
+        self.translation.take(given[0], ["cluster.devices_per_node"], count, why=why)
+        self.translation.say(resource, Fate.TOOK, "key by key")
         return count
+
+    def _other_resources(self) -> None:
+        """Devices of roles that share those of training here."""
+        for name in ("reference_resource", "reward_resource", "critic_resource", "vit_resource"):
+            resource = self.rl.get(name)
+            for given in self.translation.given(resource.node, "resource", resource.path) if resource is not None else ():
+                self.translation.say(given, Fate.SAME, "all roles share the devices of training")
 
     def _engines(self, world: int | None) -> None:
         """As many engines as the devices hold, unless data_parallel_size says it."""

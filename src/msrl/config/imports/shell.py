@@ -1,6 +1,6 @@
-"""Commands of a shell script, as far as flags go: continuation lines, comments between them, quotes, and variables of the script.
+"""Commands of a shell script, as far as flags go: continuation lines, comments between them, quotes, pipes, and variables of the script.
 
-Nothing is run. `$NAME` is what the script itself assigns, else what the environment has.
+Nothing is run. `$NAME` is what the script itself assigns, else what the environment has. Redirections are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ from msrl.errors import MsrlError
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.S)
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+_PIECE = re.compile(
+    r"""(?P<quoted>'[^']*'|"(?:\\.|[^"\\])*"|\\.)"""
+    r"""|(?P<comment>(?<!\S)\#[^\n]*)"""
+    r"""|(?P<redirect>(?:(?<!\S)\d)?&?(?:>>?|<)(?:&\d|[^\S\n]*[^\s|&;]+))"""
+    r"""|(?P<end>\|\|?|&&?|;+)"""
+    r"""|(?P<plain>.)""",
+    re.S | re.X,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +49,24 @@ class Script:
 def parse_script(text: str, name: str) -> Script:
     """The script of a text. Raises MsrlError for a quote that is not closed or a variable that nothing sets."""
     script = Script(name)
-    for line, statement in _statements(text):
-        assignment = _ASSIGNMENT.fullmatch(statement.strip())
-        words = _words(statement, line, name)
-        if assignment and len(words) == (2 if statement.strip().startswith("export") else 1):
-            value = _expanded(_words(_unquoted(assignment[2]), line, name), script)
-            script.variables[assignment[1]] = value
-            if statement.strip().startswith("export"):
-                script.exported[assignment[1]] = Word(" ".join(word.text for word in value), line)
-        elif words:
-            script.commands.append(_expanded(words, script))
+    for first, statement in _statements(text):
+        for line, command in _commands(statement, first):
+            _take(script, command, line)
     return script
+
+
+def _take(script: Script, command: str, line: int) -> None:
+    """One command: an assignment to a variable, or words."""
+    assignment = _ASSIGNMENT.fullmatch(command.strip())
+    words = _words(command, line, script.name)
+    is_export = command.strip().startswith("export")
+    if assignment and len(words) == (2 if is_export else 1):
+        value = _expanded(_words(_unquoted(assignment[2]), line, script.name), script)
+        script.variables[assignment[1]] = value
+        if is_export:
+            script.exported[assignment[1]] = Word(" ".join(word.text for word in value), line)
+    elif words:
+        script.commands.append(_expanded(words, script))
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
@@ -69,6 +84,18 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         pending, first = "", 0
     if pending:
         yield first, pending
+
+
+def _commands(statement: str, first: int) -> Iterator[tuple[int, str]]:
+    """The commands of a statement with their first lines: parted by pipes, `&&`, `;` and `&`, without comments and redirections."""
+    text, line = "", first
+    for match in _PIECE.finditer(statement):
+        if match.lastgroup == "end":
+            yield line, text
+            text, line = "", first + statement.count("\n", 0, match.end())
+        elif match.lastgroup not in ("comment", "redirect"):
+            text += match[0]
+    yield line, text
 
 
 def _is_open(text: str) -> bool:

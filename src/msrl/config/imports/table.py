@@ -58,13 +58,13 @@ class Table:
     def row(self, section: str, key: str) -> Row | None:
         return self.rows.get((section, canonical(key)))
 
-    def keys(self, section: str) -> list[str]:
-        return [key for own, key in self.rows if own == section]
+    def keys(self, *sections: str) -> list[str]:
+        return [key for own, key in self.rows if own in sections]
 
-    def hint(self, section: str, key: str) -> str:
-        """The nearest key of the section; else where else a key of this name stands."""
+    def hint(self, key: str, *sections: str) -> str:
+        """The nearest key of the sections; else where else a key of this name stands."""
         elsewhere = [own for own, name in self.rows if name == canonical(key)]
-        return f"it belongs in {' or '.join(elsewhere)}" if elsewhere else nearest(canonical(key), self.keys(section))
+        return f"it belongs in {' or '.join(elsewhere)}" if elsewhere else nearest(canonical(key), self.keys(*sections))
 
 
 def canonical(key: str) -> str:

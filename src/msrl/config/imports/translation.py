@@ -91,7 +91,7 @@ class Translation:
             table_section = next((one for one in (name, *also) if self.table.row(one, key)), None)
             given = Given(table_section or name, canonical(key), f"{path}.{key}" if path else key, node)
             if table_section is None:
-                self.errors.append(f"{given}: there is no such key in {self.system}; {self.table.hint(name, key)}")
+                self.errors.append(f"{given}: there is no such key in {self.system}; {self.table.hint(key, name, *also)}")
             elif given.key in seen:
                 self.errors.append(f"{given}: stands in {seen[given.key].origin} already, spelt {seen[given.key].path}")
             else:

@@ -1,0 +1,79 @@
+"""MindSpeed's preprocessing by YAML, and continued pretraining by its script, as msrl's own keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from msrl.config.imports.commands import translation_of
+from msrl.config.loader import load
+from msrl.config.sources import plain
+from msrl.errors import MsrlError
+
+R1_ZERO = """\
+input: ./dataset/orz/orz_math_57k_collected.json
+tokenizer_type: HuggingFaceTokenizer
+tokenizer_name_or_path: ./Qwen2.5-7B
+output_prefix: ./dataset/orz/data
+handler_name: R1AlpacaStyleInstructionHandler
+tokenizer_not_use_fast: true
+map_keys: {"prompt": "question", "response": "ground_truth_answer"}
+prompt_type: qwen_r1
+dataset_additional_keys: ["labels"]
+workers: 8
+log_interval: 1000
+"""
+PRETRAIN = """\
+python pretrain_gpt.py --load ckpt --tokenizer-name-or-path hf --data-path {} --seq-length 4096 \\
+    --global-batch-size 8 --micro-batch-size 1 --lr 1e-5 --train-iters 100 --bf16 --reset-attention-mask
+"""
+
+
+def test_a_data_file_of_mindspeed_rl_is_preprocessing_as_it_is(tmp_path: Path):
+    (tmp_path / "r1_zero.yaml").write_text(R1_ZERO, encoding="utf-8")
+    found = load([str(tmp_path / "r1_zero.yaml")])
+    section = found.config.preprocess
+    assert section.input == ("./dataset/orz/orz_math_57k_collected.json",) and section.output_prefix == "./dataset/orz/data"
+    assert (section.handler, section.template, section.workers) == ("R1AlpacaStyleInstructionHandler", "qwen_r1", 8)
+    assert section.map_keys == {"prompt": "question", "response": "ground_truth_answer"} and section.tokenizer == "./Qwen2.5-7B"
+    assert len(found.translations[0].outcomes) == len(R1_ZERO.splitlines())
+    (tmp_path / "r1_zero.yaml").write_text(R1_ZERO.replace("prompt_type: qwen_r1\n", ""), encoding="utf-8")
+    assert load([str(tmp_path / "r1_zero.yaml")]).config.preprocess.template == "empty"  # the original's default
+
+
+def test_a_misspelt_key_of_a_data_file_is_named_with_its_line(tmp_path: Path):
+    (tmp_path / "data.yaml").write_text(R1_ZERO.replace("prompt_type", "promt_type"), encoding="utf-8")
+    with pytest.raises(
+        MsrlError, match=r"data.yaml:8: promt_type=qwen_r1: there is no such key in MindSpeed-RL; did you mean 'prompt_type'\?"
+    ):
+        load([str(tmp_path / "data.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("path", "data"),
+    [
+        ("data/pile_text_document", {"train": "data/pile"}),
+        ("0.3 data/a_text_document 0.7 data/b", {"blend": {"data/a": 0.3, "data/b": 0.7}}),
+        ("1,data/a,2,data/b,1,data/a", {"blend": {"data/a": 2.0, "data/b": 2.0}}),
+    ],
+)
+def test_a_pretraining_script_continues_from_text_of_one_dataset_or_several(path: str, data: dict[str, object], tmp_path: Path):
+    (tmp_path / "pretrain.sh").write_text(PRETRAIN.format(path), encoding="utf-8")
+    tree = plain(translation_of("mindspeed-llm", [str(tmp_path / "pretrain.sh")]).whole())
+    assert tree["data"] == {**data, "handler": "pretrain", "seq_length": 4096}
+
+
+@pytest.mark.parametrize("flag", ["--is-instruction-dataset", "--stage sft"])
+def test_a_script_that_fine_tunes_reads_examples(flag: str):
+    words = PRETRAIN.format("data/alpaca").replace("\\\n", "").split()
+    assert plain(translation_of("mindspeed-llm", [*words, *flag.split()]).whole())["data"] == {"train": "data/alpaca", "seq_length": 4096}
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("data/a data/b", "data/a is no weight"), ("1 data/a data/b", "pairs of a weight and a prefix")]
+)
+def test_datasets_without_weights_are_refused(path: str, message: str, tmp_path: Path):
+    (tmp_path / "pretrain.sh").write_text(PRETRAIN.format(path), encoding="utf-8")
+    with pytest.raises(MsrlError, match=message):
+        translation_of("mindspeed-llm", [str(tmp_path / "pretrain.sh")])
