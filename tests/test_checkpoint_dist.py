@@ -15,6 +15,7 @@ from dist_ranks import Case
 from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
+from msrl.checkpoint.dist_read import read_metadata
 from msrl.checkpoint.found import find_checkpoint, saved_cut
 from msrl.checkpoint.names import Naming
 from msrl.checkpoint.source import open_mcore, open_weights
@@ -32,8 +33,11 @@ RANKS = {
     "qwen3": Layout(tp=2, pp=2),
     "qwen3 moe": Layout(tp=2, ep=2, etp=1, pp=2),
     "qwen3 moe, every second layer": Layout(tp=2, pp=2),
+    "deepseek v2 lite": Layout(tp=2, pp=2),
+    "deepseek v3": Layout(tp=2, ep=2, etp=1, pp=2),
+    "gpt-oss": Layout(ep=2, pp=2),
 }
-SOME = (*RANKS, "deepseek v3", "chatglm 2", "gemma 2")
+SOME = (*RANKS, "chatglm 2", "gemma 2")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in SOME}
 
 
-@pytest.mark.parametrize("name", [name for name in SOME if name != "deepseek v3"])
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("te", [False, True])
 def test_a_distributed_checkpoint_comes_back_bit_for_bit(folders: dict[str, Path], name: str, te: bool, tmp_path: Path) -> None:
     write_mcore(open_weights(folders[name]), tmp_path / "dist", McoreTarget(Cut(2), naming=Naming(te=te), distributed=True))
@@ -184,9 +188,19 @@ def test_the_commands_write_prove_show_and_read_a_distributed_checkpoint(
     assert compare(open_weights(folders["qwen3"]), open_weights(Path(hf)), None).different == ()
 
 
-def test_latent_attention_is_refused_both_ways(folders: dict[str, Path], written: Path, tmp_path: Path) -> None:
-    """MindSpeed joins what Megatron-core keeps apart."""
-    with pytest.raises(MsrlError, match="latent attention has other tensors"):
-        write_mcore(open_weights(folders["deepseek v3"]), tmp_path / "deepseek", McoreTarget(distributed=True))
-    with pytest.raises(MsrlError, match="latent attention has other tensors"):
-        open_mcore(written, folders["deepseek v3"])
+def test_latent_attention_has_megatron_cores_names(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Those of MLASelfAttention by its two layer specs; queries of the Lite model come from the token itself."""
+    attention = "decoder.layers.2.self_attention."
+    for te, name, rows in ((False, "deepseek v3", 40), (True, "deepseek v3", 40), (False, "deepseek v2 lite", 160)):
+        folder = tmp_path / f"{name} {te}"
+        write_mcore(open_weights(folders[name]), folder, McoreTarget(naming=Naming(te=te), distributed=True))
+        tensors, objects = read_metadata(folder / "iter_0000001")
+        down = f"{attention}linear_q_{'down_' if rows == 40 else ''}proj"
+        assert tensors[f"{down}.weight"].shape == (rows, 64) and f"{down}._extra_state/shard_0_1" in objects
+        assert tensors[f"{attention}linear_kv_down_proj.weight"].shape == (32 + 16, 64)
+        norm = "linear_kv_up_proj.layer_norm_weight" if te else "kv_layernorm.weight"
+        assert tensors[f"{attention}{norm}"].shape == (32,)
+        assert tensors["decoder.layers.2.input_layernorm.weight"].shape == (64,)
+        dense = "mlp.linear_fc1.layer_norm_weight" if te else "pre_mlp_layernorm.weight"
+        assert tensors[f"decoder.layers.0.{dense}"].shape == (64,)
+        assert not [key for key in tensors if "linear_qkv" in key]

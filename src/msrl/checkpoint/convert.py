@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from msrl.checkpoint.carried import carried_bytes, carried_tensors, carry
-from msrl.checkpoint.dist_names import refuse_latent_attention
 from msrl.checkpoint.dist_write import by_file, write_file, write_rest
 from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free, staged_folder
@@ -45,7 +44,6 @@ from msrl.errors import MsrlError
 from msrl.models.cut import WHOLE, Cut
 from msrl.models.families import all_rules
 from msrl.models.rules import Rule
-from msrl.models.shape import Shape
 from msrl.models.stages import chunk_of
 
 ITERATION = 1
@@ -84,7 +82,7 @@ def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
     if target.naming.grouped and not target.naming.te and source.shape.moe and source.shape.moe.biases:
         raise MsrlError("--moe-grouped-gemm: fused experts have no biases in Megatron, and this model's do; leave it out or add --names te")
     target.cut.check(source.shape)
-    _refuse_without_place(source.shape, target)
+    _refuse_without_place(target)
     plan = replace(make_plan(source.shape, target.file_cut, target.file_multiple), cut=target.cut)
     if target.naming.legacy:
         refuse_unnamed([chunk_of(name)[1] for rank in plan.ranks for name in rank.tensors], source.shape.architecture)
@@ -92,10 +90,8 @@ def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
     return plan, carried + sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
 
 
-def _refuse_without_place(shape: Shape, target: McoreTarget) -> None:
+def _refuse_without_place(target: McoreTarget) -> None:
     """Raises MsrlError for what Megatron's distributed format has no place for."""
-    if target.distributed and shape.mla is not None:
-        refuse_latent_attention(shape)
     if target.distributed and target.cut.noop_layers:
         raise MsrlError("--noop-layers: a distributed checkpoint has no empty layers; leave it out, or write --layout mindspeed")
     if target.distributed and target.naming.legacy:

@@ -2,18 +2,19 @@
 
 Layers that are all alike are stacked along a leading axis (`decoder.layers.mlp.linear_fc2.weight` [L, H, F]); where they differ each has a
 name of its own (Megatron's `non_homogeneous_layers`). Experts of a layer are stacked always. A norm has the name that Transformer Engine
-gives it inside the linear layer that follows. Letters: L layers, E experts, H hidden, F feed-forward. Source: `sharded_state_dict` of
-megatron-core 0.16's TransformerBlock, SequentialMLP and layer specs.
+gives it inside the linear layer that follows. Of latent attention Megatron-core keeps apart what MindSpeed's names, which are ours, join,
+and its local layer spec leaves norms by themselves. Letters: L layers, E experts, H hidden, F feed-forward. Source: `sharded_state_dict`
+of megatron-core 0.16's TransformerBlock, SequentialMLP and MLASelfAttention, and its layer specs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from msrl.checkpoint.torch_file import TensorSpec
-from msrl.errors import MsrlError
+from msrl.checkpoint.torch_file import Pieces, TensorSpec
 from msrl.models.families import num_experts
 from msrl.models.shape import Shape
 
@@ -21,6 +22,12 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _INPUT, _PRE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 _FUSED = {_INPUT: "self_attention.linear_qkv.layer_norm_weight", _PRE_MLP: "mlp.linear_fc1.layer_norm_weight"}
+_LATENT_FUSED = {
+    _PRE_MLP: _FUSED[_PRE_MLP],
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+_JOINED = "self_attention.linear_qkv.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +39,43 @@ class Place:
     extents: tuple[int, ...] = ()
 
 
-def refuse_latent_attention(shape: Shape) -> None:
-    """Raises MsrlError: Megatron-core keeps the projections of latent attention apart that MindSpeed's names, which are ours, join."""
-    message = "in Megatron's distributed format its latent attention has other tensors, which are neither written nor read in this version"
-    raise MsrlError(f"{shape.architecture}: {message}; use --layout mindspeed")
+def parts_of(name: str, shape: Shape) -> dict[str, int]:
+    """The tensors that Megatron-core has in place of one with our name, and the rows of each; nothing but itself is an empty dict."""
+    if shape.mla is None or not name.endswith(f".{_JOINED}"):
+        return {}
+    mla, prefix = shape.mla, name.removesuffix("linear_qkv.weight")
+    queries = ("linear_q_proj", shape.num_attention_heads * shape.head_dim)
+    if mla.q_lora_rank is not None:
+        queries = ("linear_q_down_proj", mla.q_lora_rank)
+    latent = ("linear_kv_down_proj", mla.kv_lora_rank + mla.rope_head_dim)
+    return {f"{prefix}{linear}.weight": rows for linear, rows in (queries, latent)}
+
+
+def apart(name: str, tensor: Pieces, shape: Shape) -> Iterator[tuple[str, Pieces]]:
+    """A tensor of ours as Megatron-core has it: its parts (see `parts_of`), views of what it consists of, or itself."""
+    parts = parts_of(name, shape)
+    if not parts:
+        yield name, tensor
+        return
+    left = deque(tensor.parts)
+    for part, rows in parts.items():
+        taken, missing = [], rows
+        while missing:
+            piece = left.popleft()
+            taken.append(piece[:missing])
+            if len(piece) > missing:
+                left.appendleft(piece[missing:])
+            missing -= len(taken[-1])
+        yield part, Pieces(TensorSpec(tensor.spec.dtype, (rows, *tensor.spec.shape[1:])), taken)
+
+
+def specs_apart(specs: Mapping[str, TensorSpec], shape: Shape) -> dict[str, TensorSpec]:
+    """Types and shapes of what `apart` makes of a model's tensors."""
+    found: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        parts = parts_of(name, shape)
+        found |= {part: TensorSpec(spec.dtype, (rows, *spec.shape[1:])) for part, rows in parts.items()} or {name: spec}
+    return found
 
 
 def is_stacked(shape: Shape) -> bool:
@@ -59,7 +99,8 @@ def places_of(name: str, shape: Shape) -> Iterator[Place]:
         yield Place(name)
         return
     layer, rest = int(match[1]), match[2]
-    spellings = [rest, *([_FUSED[rest]] if rest in _FUSED else [])]
+    fused = _FUSED if shape.mla is None else _LATENT_FUSED
+    spellings = [rest, *([fused[rest]] if rest in fused else [])]
     for stacked in (is_stacked(shape), not is_stacked(shape)):
         yield from (_place(layer, spelling, shape, stacked=stacked) for spelling in spellings)
 
@@ -93,6 +134,8 @@ def _spelled(layer: int, rest: str, shape: Shape, te: bool) -> str:
     """The name inside a layer: what Megatron's own two layer specs fuse with the linear layer that follows."""
     if te and rest == _PRE_MLP and shape.moe is not None and shape.moe.layers[layer]:
         return rest  # a router follows, not a linear layer
+    if shape.mla is not None:
+        return _LATENT_FUSED.get(rest, rest) if te else rest
     return _FUSED.get(rest, rest)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import layouts
-from msrl.checkpoint.dist_names import Place, places_of, refuse_latent_attention
+from msrl.checkpoint.dist_names import Place, parts_of, places_of
 from msrl.checkpoint.dist_read import GlobalTensors
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
@@ -24,8 +24,6 @@ class DistSource(WeightSource):
 
     def __init__(self, shape: Shape, folder: Path, hf_dir: Path) -> None:
         """Raises MsrlError when a tensor of the model is missing or misshapen, or one is there that the model has no place for."""
-        if shape.mla is not None:
-            refuse_latent_attention(shape)
         self.shape, self.hf_dir = shape, hf_dir
         self._folder, self._tensors = folder, GlobalTensors(folder)
         self._places = {rule.mcore: self._found(rule) for rule in all_rules(shape)}
@@ -34,24 +32,35 @@ class DistSource(WeightSource):
             if isinstance(rule.layout, Zeros) and self._whole(rule).any():
                 raise MsrlError(f"{folder}: {rule.mcore} is not zero, and {shape.architecture} has no place for it")
 
-    def _found(self, rule: Rule) -> Place:
-        """Where a tensor lies, its size compared; a vocabulary may be padded to any size."""
+    def _found(self, rule: Rule) -> tuple[Place, ...]:
+        """Where a tensor lies, in parts where Megatron-core keeps them apart; sizes compared, but a vocabulary may be padded to any."""
+        parts = parts_of(rule.mcore, self.shape)
+        if parts:
+            return tuple(self._place(name, (rows, *rule.shapes[0][1:])) for name, rows in parts.items())
+        return (self._place(rule.mcore, layouts.shard_shape(rule.layout, rule.shapes, 1, self._rows(rule))),)
+
+    def _rows(self, rule: Rule) -> int | None:
+        """How many rows of a vocabulary are there; None for any other tensor, and for one that is not there."""
+        found = self._tensors.stored.get(rule.mcore) if isinstance(rule.layout, Vocab) else None
+        if found is not None and found.shape[0] < self.shape.vocab_size:
+            rows = f"has {found.shape[0]} rows, fewer than the {self.shape.vocab_size} tokens of the config"
+            raise MsrlError(f"{self._folder}: {rule.mcore} {rows}")
+        return found.shape[0] if found is not None else None
+
+    def _place(self, name: str, size: tuple[int, ...]) -> Place:
+        """Where the tensor `name` of this size lies."""
         stored = self._tensors.stored
-        place = next((place for place in places_of(rule.mcore, self.shape) if place.key in stored), None)
+        place = next((place for place in places_of(name, self.shape) if place.key in stored), None)
         if place is None:
-            raise MsrlError(f"{self._folder}: {rule.mcore} is missing (looked for as {next(places_of(rule.mcore, self.shape)).key})")
-        found = stored[place.key].shape
-        rows = found[0] if isinstance(rule.layout, Vocab) else None
-        if rows is not None and rows < self.shape.vocab_size:
-            raise MsrlError(f"{self._folder}: {place.key} has {rows} rows, fewer than the {self.shape.vocab_size} tokens of the config")
-        wanted = (*place.extents, *layouts.shard_shape(rule.layout, rule.shapes, 1, rows))
+            raise MsrlError(f"{self._folder}: {name} is missing (looked for as {next(places_of(name, self.shape)).key})")
+        found, wanted = stored[place.key].shape, (*place.extents, *size)
         if found != wanted:
             raise MsrlError(f"{self._folder}: {place.key} is {list(found)}, but the model makes it {list(wanted)}")
         return place
 
     def _refuse_others(self) -> None:
         """Only an optimizer's tensors may lie beside the model's, and the output layer that a reward model does not use."""
-        known = {place.key for place in self._places.values()} | ({OUTPUT_LAYER} if self.shape.reward_head else set())
+        known = {place.key for places in self._places.values() for place in places} | ({OUTPUT_LAYER} if self.shape.reward_head else set())
         extra = sorted(key for key in self._tensors.stored if key not in known and "optimizer." not in key and "_extra_state" not in key)
         if extra:
             names = ", ".join(extra[:3])
@@ -59,11 +68,11 @@ class DistSource(WeightSource):
 
     def _whole(self, rule: Rule) -> Tensor:
         """The tensor as a single rank would hold it."""
-        place = self._places[rule.mcore]
-        return self._tensors.read(place.key, place.index)
+        parts = [self._tensors.read(place.key, place.index) for place in self._places[rule.mcore]]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def dtype(self, rule: Rule) -> torch.dtype:
-        return self._tensors.stored[self._places[rule.mcore].key].dtype
+        return self._tensors.stored[self._places[rule.mcore][0].key].dtype
 
     def canonical(self, rule: Rule) -> Tensor:
         return layouts.join(rule.layout, [self._whole(rule)])

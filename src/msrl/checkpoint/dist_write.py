@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import itertools
 import json
 import pickle
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from msrl.checkpoint.dist_names import is_stacked, place_of, stored_spec
+from msrl.checkpoint.dist_names import apart, is_stacked, place_of, specs_apart, stored_spec
 from msrl.checkpoint.sections import Range, append_tensor, digest_of_sections
 from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile, check_records
 from msrl.models.shape import Shape
@@ -54,7 +55,7 @@ def write_file(
     places: dict[str, Range] = {}
     digests: list[str] = []
     with path.open("w+b") as file:
-        for name, pieces in tensors:
+        for name, pieces in itertools.chain.from_iterable(apart(*tensor, shape) for tensor in tensors):
             stored = Pieces(stored_spec(place_of(name, shape, te=te), pieces.spec), pieces.parts)
             begin, length, digest = append_tensor(file, stored)
             places[name] = Range(path.name, begin, length)
@@ -79,7 +80,7 @@ def write_rest(
     objects.write_bytes(nothing.getvalue())
     from msrl.checkpoint.dist_metadata import metadata_of  # torch's classes take half a second to import
 
-    metadata = metadata_of(shape, specs, places, EXTRA, objects.stat().st_size, te)
+    metadata = metadata_of(shape, specs_apart(specs, shape), places, EXTRA, objects.stat().st_size, te)
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
     content = {"non_homogeneous_layers": not is_stacked(shape), "singleton_local_shards": False}
     args = argparse.Namespace(**{**vars(args), "ckpt_format": "torch_dist", "use_dist_ckpt": True})
