@@ -1,7 +1,7 @@
 """`nox -s learning -- [PRESET...] [--seeds N...]`: does every preset learn, and not only run?
 
 One SFT checkpoint of the quickstart is the start of all; each preset then has the quickstart's 30 steps, whose learning rate and batch
-stay as they are. Held-out accuracy must rise by 10 points. `flipped` is grpo with the signs of its rewards turned: it must not pass, or
+stay as they are, while its `algo` is the preset's alone. Held-out accuracy must rise by 10 points. `flipped` is grpo with the signs of its rewards turned: it must not pass, or
 the check would let anything through. What is done is kept in results.jsonl and not run again.
 """
 
@@ -12,6 +12,8 @@ import json
 import statistics
 import sys
 from pathlib import Path
+
+import yaml
 
 from msrl.config.presets import PRESETS
 
@@ -61,11 +63,20 @@ def accuracy(runner: Runner, preset: str, seed: int) -> float:
             return float(row["accuracy"])
     name = f"{preset}-{seed}"
     algorithm = _FLIP if preset == FLIPPED else ("--set", f"algo.preset={preset}")
-    runner.msrl(name, "train-grpo", "-c", "grpo.yaml", "--set", f"run.name={name}", "--set", f"run.seed={seed}", *algorithm)
+    config = without_algorithm(runner.folder)
+    runner.msrl(name, "train-grpo", "-c", config, "--set", f"run.name={name}", "--set", f"run.seed={seed}", *algorithm)
     reached = runner.accuracy(name, f"runs/{name}/checkpoints")
     with results.open("a") as file:
         file.write(json.dumps({"preset": preset, "seed": seed, "accuracy": reached}) + "\n")
     return reached
+
+
+def without_algorithm(folder: Path) -> str:
+    """The quickstart's configuration without its `algo`, which would stand over what the presets fill in; the file's name in `folder`."""
+    kept = yaml.safe_load((folder / "grpo.yaml").read_text(encoding="utf-8"))
+    del kept["algo"]
+    (folder / "learning.yaml").write_text(yaml.safe_dump(kept), encoding="utf-8")
+    return "learning.yaml"
 
 
 def learnt(start: float, accuracies: list[float]) -> bool:
