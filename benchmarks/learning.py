@@ -1,8 +1,9 @@
 """`nox -s learning -- [PRESET...] [--seeds N...]`: does every preset learn, and not only run?
 
 One SFT checkpoint of the quickstart is the start of all; each preset then has the quickstart's 30 steps, whose learning rate and batch
-stay as they are, while its `algo` is the preset's alone. Held-out accuracy must rise by 10 points. `flipped` is grpo with the signs of its rewards turned: it must not pass, or
-the check would let anything through. What is done is kept in results.jsonl and not run again.
+stay as they are, while its `algo` is the preset's alone. Held-out accuracy must rise by 10 points. `flipped` is the quickstart with the
+signs of its rewards turned: it must not pass, or the check would let anything through. What is done is kept in results.jsonl and not run
+again.
 """
 
 from __future__ import annotations
