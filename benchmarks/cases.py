@@ -7,15 +7,15 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.large import make_large
+from benchmarks.checkpoints import make_large, make_small
 from benchmarks.measure import Finished, quiet_environment, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_STEPS = 4
-LARGE = "large_8gb"
+MEDIUM, SMALL, LARGE = "qwen3_06b", "small/qwen3_06b", "large_8gb"  # the peer's script looks for a folder of this name
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,17 @@ class Case:
     higher_is_better: bool = False
 
 
-def convert_ours(bench: Bench) -> Sample:
-    target = bench.work / "convert"
-    shutil.rmtree(target, ignore_errors=True)
-    source = bench.inputs / "qwen3_06b"
-    done = bench.msrl("convert-ckpt", "hf2mcore", "--load", source, "--save", target, "--tp", "2", "--no-verify")
-    shutil.rmtree(target)
-    return whole_process(done)
+def convert(source: str) -> Way:
+    """Converts a checkpoint among the inputs at TP 2, without verifying it."""
 
+    def way(bench: Bench) -> Sample:
+        target = bench.work / "convert"
+        shutil.rmtree(target, ignore_errors=True)
+        done = bench.msrl("convert-ckpt", "hf2mcore", "--load", bench.inputs / source, "--save", target, "--tp", "2", "--no-verify")
+        shutil.rmtree(target)
+        return whole_process(done)
 
-def convert_large(bench: Bench) -> Sample:
-    target = bench.work / "large"
-    shutil.rmtree(target, ignore_errors=True)
-    done = bench.msrl("convert-ckpt", "hf2mcore", "--load", bench.inputs / LARGE, "--save", target, "--tp", "2", "--no-verify")
-    shutil.rmtree(target)
-    return whole_process(done)
+    return way
 
 
 def plain_copy(bench: Bench) -> Sample:
@@ -91,20 +87,26 @@ def plain_copy(bench: Bench) -> Sample:
     return whole_process(done)
 
 
-def copy_floor(bench: Bench) -> Sample:
-    return whole_process(bench.peer("copy_floor.py")[0])
+def copy_floor(folder: str = ".") -> Way:
+    """Reads every tensor of the checkpoint `qwen3_06b` in a folder of the inputs, and writes it again."""
+    return lambda bench: whole_process(replace(bench, inputs=bench.inputs / folder).peer("copy_floor.py")[0])
 
 
 def whole_process(done: Finished) -> Sample:
-    return Sample(done.seconds, {"peak anonymous MB": done.peak_anonymous_bytes / 1e6})
+    return Sample(done.seconds, {"CPU s": done.cpu_seconds, "peak anonymous MB": done.peak_anonymous_bytes / 1e6})
 
 
-def warm_checkpoint(bench: Bench) -> None:
-    """Reads the checkpoint once, so that both sides find it in the page cache."""
-    for path in sorted((bench.inputs / "qwen3_06b").glob("*.safetensors")):
-        with path.open("rb") as file:
-            while file.read(1 << 24):
-                pass
+def warmed(source: str, make: Callable[[Path], None] = lambda folder: None) -> Callable[[Bench], None]:
+    """Makes a checkpoint if it is absent and reads it once, so that both sides find it in the page cache."""
+
+    def prepare(bench: Bench) -> None:
+        make(bench.inputs / source)
+        for path in sorted((bench.inputs / source).glob("*.safetensors")):
+            with path.open("rb") as file:
+                while file.read(1 << 24):
+                    pass
+
+    return prepare
 
 
 def preprocess_ours(bench: Bench) -> Sample:
@@ -162,15 +164,32 @@ def step_of(script: str, *args: str) -> Way:
 
 
 CASES = (
-    Case("convert", "Qwen3 0.6B to Megatron, TP 2", "s", convert_ours, {"copy_floor": copy_floor}, {"copy_floor": 1.25}, warm_checkpoint),
+    Case(
+        "convert",
+        "Qwen3 0.6B to Megatron, TP 2",
+        "s",
+        convert(MEDIUM),
+        {"copy_floor": copy_floor()},
+        {"copy_floor": 1.25},
+        warmed(MEDIUM),
+    ),
+    Case(
+        "convert-small",
+        "Qwen2.5 0.5B to Megatron, TP 2",
+        "s",
+        convert(SMALL),
+        {"copy_floor": copy_floor("small")},
+        {"copy_floor": 1.25},
+        warmed(SMALL, make_small),
+    ),
     Case(
         "large-convert",
         "8 GB in 8 files to Megatron, TP 2",
         "s",
-        convert_large,
+        convert(LARGE),
         {"cp": plain_copy},
         {"cp": 1 / 0.6},
-        lambda bench: make_large(bench.inputs / LARGE),
+        warmed(LARGE, make_large),
     ),
     Case(
         "preprocess",

@@ -1,4 +1,5 @@
-"""Running a program and measuring it from outside: seconds of the whole process, peak anonymous memory of it and its children."""
+"""Running a program and measuring it from outside: seconds of the whole process and of the processors, and peak anonymous memory of it and
+its children."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ class Finished:
     """A process that ended well."""
 
     seconds: float
+    cpu_seconds: float
     peak_anonymous_bytes: int
     stdout: str
 
@@ -36,7 +38,8 @@ def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd:
         start = time.perf_counter()
         process = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, cwd=cwd)
         memory = _Memory(process.pid)
-        status = process.wait()
+        _, code, usage = os.wait4(process.pid, 0)
+        status = process.returncode = os.waitstatus_to_exitcode(code)
         seconds = time.perf_counter() - start
         peak = memory.stop()
         out.seek(0)
@@ -44,7 +47,7 @@ def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd:
         stdout, stderr = out.read(), err.read()
     if status:
         raise BenchError(f"exit {status}: {' '.join(map(str, command))}\n{stdout[-1000:]}{stderr[-3000:]}")
-    return Finished(seconds, peak, stdout)
+    return Finished(seconds, usage.ru_utime + usage.ru_stime, peak, stdout)
 
 
 def quiet_environment() -> dict[str, str]:

@@ -53,7 +53,7 @@ def test_a_program_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> N
 def test_an_unknown_benchmark_is_refused() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks", "sftt"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no benchmark begins with 'sftt'; there are convert, large-convert, preprocess" in done.stderr
+    assert "no benchmark begins with 'sftt'; there are convert, convert-small, large-convert, preprocess" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo"])

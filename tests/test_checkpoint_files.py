@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import random
 import sys
 import types
 import zipfile
+import zlib
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,15 @@ import torch
 from safetensors import safe_open
 
 import tiny_checkpoints as tiny
-from msrl.checkpoint import mcore
+from msrl.checkpoint import archive, mcore, torch_file
+from msrl.checkpoint.archive import ALIGNMENT
 from msrl.checkpoint.files import staged_folder
 from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.hf import HfCheckpoint, HfWriter, copy_sidecars
 from msrl.checkpoint.names import local_name, te_name
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_file import ALIGNMENT, Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of, write_torch_file
+from msrl.checkpoint.torch_file import Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of
+from msrl.checkpoint.torch_writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from test_models import LLAMA, QWEN2, shape
@@ -42,9 +46,12 @@ SAMPLES = {
 }
 
 
-def write_samples(path: Path) -> Any:
+def write_samples(path: Path, order: int = 1) -> Any:
     specs = {name: spec_of(tensor) for name, tensor in SAMPLES.items()}
-    return write_torch_file(path, specs, SAMPLES.items(), lambda model: {"args": argparse.Namespace(a=1), "model": model})
+    writer = TorchWriter(path, specs, lambda model: {"args": argparse.Namespace(a=1), "model": model})
+    for name in list(SAMPLES)[::order]:
+        writer.write(name, SAMPLES[name])
+    return writer.close()
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -75,9 +82,35 @@ def test_tensors_larger_than_a_block_are_written_whole(tmp_path: Path, monkeypat
     assert written.sha256 == check_records(tmp_path / "file.pt")
 
 
-def test_tensors_that_were_not_announced_are_an_error(tmp_path: Path) -> None:
+def test_the_order_of_writing_changes_no_byte(tmp_path: Path) -> None:
+    assert write_samples(tmp_path / "front.pt") == write_samples(tmp_path / "back.pt", order=-1)
+    assert (tmp_path / "front.pt").read_bytes() == (tmp_path / "back.pt").read_bytes()
+
+
+def test_tensors_that_were_not_announced_or_not_given_are_an_error(tmp_path: Path) -> None:
+    writer = TorchWriter(tmp_path / "f.pt", {"a": TensorSpec(torch.float32, (2,))}, lambda model: model)
     with pytest.raises(ValueError, match="was announced"):
-        write_torch_file(tmp_path / "f.pt", {"a": TensorSpec(torch.float32, (2,))}, [("a", torch.zeros(3))], lambda model: model)
+        writer.write("a", torch.zeros(3))
+    with pytest.raises(ValueError, match="not written: data/0"):
+        writer.close()
+
+
+def test_files_beyond_four_gigabytes_are_read_by_torch_and_zipfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors of 4.3 GB, whose zeros stay holes of the file: sizes and places take 64 bits."""
+    block, count = torch.zeros(torch_file.BLOCK_BYTES, dtype=torch.uint8), 1 + (1 << 32) // torch_file.BLOCK_BYTES
+    real = archive.write_at
+    monkeypatch.setattr(archive, "write_at", lambda file, data, at: None if len(data) == len(block) else real(file, data, at))
+    monkeypatch.setattr(archive, "crc32", lambda data, crc=0: 0 if len(data) == len(block) else zlib.crc32(data, crc))
+    large, small = TensorSpec(torch.uint8, (count, len(block))), torch.arange(5)
+    writer = TorchWriter(tmp_path / "file.pt", {"a": large, "b": spec_of(small), "c": large, "d": spec_of(small)}, lambda model: model)
+    for name in "abcd":
+        writer.write(name, small if name in "bd" else Pieces(large, itertools.repeat(block, count)))
+    assert writer.close().num_bytes == (tmp_path / "file.pt").stat().st_size > 8 << 30
+    found = torch.load(tmp_path / "file.pt", weights_only=False, mmap=True)
+    assert torch.equal(found["b"], small) and torch.equal(found["d"], small) and found["c"].shape == large.shape
+    assert not found["a"][::1000].any() and not found["c"][-1].any()
+    with zipfile.ZipFile(tmp_path / "file.pt") as file:
+        assert file.read("archive/data/3") == small.numpy().tobytes() and file.getinfo("archive/data/2").file_size == large.num_bytes
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 20, 10])
@@ -86,10 +119,13 @@ def test_a_tensor_in_pieces_is_written_as_one_and_cast(tmp_path: Path, monkeypat
     parts = [torch.randn(3, 4), torch.randn(4, 5).t()[:, :4], torch.randn(4, 4)[1:3]]
     expected = torch.cat(parts).bfloat16()
     spec = spec_of(expected)
-    write_torch_file(tmp_path / "f.pt", {"a": spec}, [("a", Pieces(spec, iter(parts)))], lambda model: model)
+    writer = TorchWriter(tmp_path / "f.pt", {"a": spec}, lambda model: model)
+    for wrong in (parts[:2], [*parts, parts[0]]):
+        with pytest.raises(ValueError, match=r"bytes were given where|more bytes were given"):
+            writer.write("a", Pieces(spec, wrong))
+    writer.write("a", Pieces(spec, iter(parts)))
+    writer.close()
     assert torch.equal(read_torch_file(tmp_path / "f.pt")["a"], expected)
-    with pytest.raises(ValueError, match="bytes were given where"):
-        write_torch_file(tmp_path / "g.pt", {"a": spec}, [("a", Pieces(spec, parts[:2]))], lambda model: model)
 
 
 class Harmful:

@@ -63,7 +63,6 @@ def carry(hf_dir: Path, target: Path, shape: Shape, advance: Callable[[int], Non
     staged.unlink(missing_ok=True)
     writer = HfWriter(target, {name: tensor.spec for name, tensor in tensors.items()}, single=staged.name)
     for name, tensor in tensors.items():
-        writer.write(name, tensor.read())
-        advance(tensor.spec.num_bytes)
+        writer.write(name, tensor.read(), advance)
     writer.close()
     staged.rename(target / FILE)

@@ -1,7 +1,7 @@
 """Conversions between a Hugging Face folder and mcore checkpoints, and between layouts of the latter; tensor by tensor.
 
-Files are written in parallel, one thread each, so that reading one overlaps writing another; torch, checksums and the system let go of
-Python's lock meanwhile. In memory is one tensor per thread. The target folder becomes visible whole.
+Tensors are written in parallel, each to its place, so that reading one overlaps writing another; torch, checksums and the system let go of
+Python's lock meanwhile. In memory is at most one tensor per thread. The target folder becomes visible whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import importlib.metadata
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,15 +33,16 @@ from msrl.checkpoint.mcore import (
     namespace,
     publish,
     rank_file,
-    stream_rank_file,
+    rank_writer,
     write_manifest,
 )
 from msrl.checkpoint.names import LOCAL, Naming, entries, repacked, specs_of
 from msrl.checkpoint.plan import Plan, RankPlan, make_plan
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile
+from msrl.checkpoint.torch_writer import TorchWriter
 from msrl.errors import MsrlError
-from msrl.models.cut import WHOLE, Cut
+from msrl.models.cut import WHOLE, Coords, Cut
 from msrl.models.families import all_rules
 from msrl.models.rules import Rule
 from msrl.models.stages import chunk_of
@@ -137,7 +138,7 @@ def write_hf(source: WeightSource, save: Path, dtype: torch.dtype | None, advanc
         writer = HfWriter(folder, specs)
         carried = carried_tensors(source.hf_dir, source.shape).items()
         jobs = [partial(_write_rule, source, rule, dtype, writer, advance) for rule in all_rules(source.shape)]
-        _in_parallel([*jobs, *(partial(_write_carried, name, tensor, writer, advance) for name, tensor in carried)])
+        in_parallel([*jobs, *(partial(_write_carried, name, tensor, writer, advance) for name, tensor in carried)])
         writer.close()
         copy_sidecars(source.hf_dir, folder, source.main_dtype() if dtype is None else dtype)
 
@@ -159,7 +160,7 @@ def _write_distributed(source: WeightSource, target: McoreTarget, plan: Plan, fo
     tensors = source.local_pieces(target.file_cut, rank.at, target.dtype, target.file_multiple)
     shape, te = source.shape, target.naming.te
     jobs = [partial(write_file, iteration / name, shape, te, part, advance) for name, part in by_file(tensors, shape.num_layers).items()]
-    done = _in_parallel(jobs)
+    done = in_parallel(jobs)
     places = {name: where for _, _, found in done for name, where in found.items()}
     arguments = _arguments(source, target, plan)
     rest = write_rest(iteration, shape, te, _rank_specs(source, target, rank), places, arguments, ITERATION)
@@ -167,45 +168,50 @@ def _write_distributed(source: WeightSource, target: McoreTarget, plan: Plan, fo
     return {f"{iteration.name}/{name}": written for name, written in files.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank's file that has been begun, and what goes into it."""
+
+    name: str
+    at: Coords
+    writer: TorchWriter
+    tensors: list[tuple[str, Pieces]]
+
+
 def _write_ranks(source: WeightSource, target: McoreTarget, plan: Plan, folder: Path, advance: Advance) -> dict[str, WrittenFile]:
-    """Write a file per rank; sizes and checksums by their names relative to `folder`."""
-    return dict(_in_parallel([partial(_write_rank, source, target, plan, rank, folder, advance) for rank in plan.ranks]))
+    """Write a file per rank; sizes and checksums by their names relative to `folder`.
+
+    Ranks of a stage take their parts of a tensor one after the other, so that it is read once.
+    """
+    arguments = _arguments(source, target, plan)
+    ranks = [_begin_rank(source, target, rank, folder, arguments) for rank in plan.ranks]
+    parts = [(rank.at.pp, position, rank.writer, *each) for rank in ranks for position, each in enumerate(rank.tensors)]
+    parts.sort(key=lambda part: part[:2])
+    in_parallel([partial(writer.write, name, pieces, advance) for _, _, writer, name, pieces in parts])
+    return {rank.name: rank.writer.close() for rank in ranks}
 
 
-def _write_rank(
-    source: WeightSource, target: McoreTarget, plan: Plan, rank: RankPlan, folder: Path, advance: Advance
-) -> tuple[str, WrittenFile]:
-    """Write one rank's file; its name relative to `folder`, size and checksum."""
+def _begin_rank(source: WeightSource, target: McoreTarget, rank: RankPlan, folder: Path, arguments: argparse.Namespace) -> _Rank:
+    """Begin one rank's file. Nothing of its tensors is read yet."""
     ours = _rank_specs(source, target, rank)
     found = entries(ours, target.naming)
     tensors = source.local_pieces(target.cut, rank.at, target.dtype, target.vocab_multiple)
-    args = _arguments(source, target, plan)
     path = rank_file(folder, ITERATION, target.cut, rank.at)
-    written = stream_rank_file(path, specs_of(found, ours), _counted(repacked(tensors, found), advance), args, ITERATION)
-    return str(path.relative_to(folder)), written
+    writer = rank_writer(path, specs_of(found, ours), arguments, ITERATION)
+    return _Rank(str(path.relative_to(folder)), rank.at, writer, list(repacked(tensors, found)))
 
 
 def _write_rule(source: WeightSource, rule: Rule, dtype: torch.dtype | None, writer: HfWriter, advance: Advance) -> None:
     kind = cast_to(rule, dtype)
     for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
-        tensor = tensor if kind is None else tensor.to(kind)
-        writer.write(name, tensor)
-        advance(tensor.nbytes)
+        writer.write(name, tensor if kind is None else tensor.to(kind), advance)
 
 
 def _write_carried(name: str, tensor: StoredTensor, writer: HfWriter, advance: Advance) -> None:
-    writer.write(name, tensor.read())
-    advance(tensor.spec.num_bytes)
+    writer.write(name, tensor.read(), advance)
 
 
-def _counted(tensors: Iterable[tuple[str, Pieces]], advance: Advance) -> Iterator[tuple[str, Pieces]]:
-    """`tensors`, saying how many bytes went through after each was written."""
-    for name, tensor in tensors:
-        yield name, tensor
-        advance(tensor.spec.num_bytes)
-
-
-def _in_parallel(jobs: list[Callable[[], Any]]) -> list[Any]:
+def in_parallel(jobs: list[Callable[[], Any]]) -> list[Any]:
     """Run the jobs on a thread per core; the first failure is raised, and what has not begun by then never does."""
     with ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
         futures = [pool.submit(job) for job in jobs]

@@ -54,14 +54,14 @@ def write_file(
     """Write one file of tensors; its name, its checksum, and where each tensor lies."""
     places: dict[str, Range] = {}
     digests: list[str] = []
-    with path.open("w+b") as file:
-        for name, pieces in itertools.chain.from_iterable(apart(*tensor, shape) for tensor in tensors):
-            stored = Pieces(stored_spec(place_of(name, shape, te=te), pieces.spec), pieces.parts)
-            begin, length, digest = append_tensor(file, stored)
-            places[name] = Range(path.name, begin, length)
-            digests.append(digest)
-            advance(pieces.spec.num_bytes)
-    return path.name, WrittenFile(path.stat().st_size, digest_of_sections(digests)), places
+    end = 0
+    for name, pieces in itertools.chain.from_iterable(apart(*tensor, shape) for tensor in tensors):
+        stored = Pieces(stored_spec(place_of(name, shape, te=te), pieces.spec), pieces.parts)
+        written = append_tensor(path, end, stored, advance)
+        places[name] = Range(path.name, end, written.num_bytes)
+        digests.append(written.sha256)
+        end += written.num_bytes
+    return path.name, WrittenFile(end, digest_of_sections(digests)), places
 
 
 def write_rest(

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import fp8, mxfp4
+from msrl.checkpoint.archive import write_at
 from msrl.checkpoint.dtypes import SAFETENSORS_NAMES, hf_name
 from msrl.checkpoint.hf_files import INDEX, SINGLE, open_weight_files, some
 from msrl.checkpoint.stacks import stacked_specs, taken_apart
@@ -157,14 +158,16 @@ class HfWriter:
         for stack in {found[0] for name in specs if (found := stack_of(name))}:
             del self._places[stack]
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor where it belongs. Raises ValueError when it is not the one that was announced."""
+    def write(self, name: str, tensor: Tensor, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Put a tensor where it belongs; `advance` hears of every block. Raises ValueError when it is not the one that was announced."""
         place = self._places[name]
         if spec_of(tensor) != place.spec:
             raise ValueError(f"{name} was announced as {place.spec}, not {spec_of(tensor)}")
         offset = place.offset
         for block in tensor_blocks(tensor):
-            offset = _write_at(self._descriptors[place.file], block, offset)
+            write_at(self._descriptors[place.file], block, offset)
+            offset += len(block)
+            advance(len(block))
         self._written.add(name)
 
     def close(self) -> None:
@@ -187,14 +190,6 @@ class HfWriter:
         os.truncate(descriptor, 8 + len(header) + end)
         for name, spec in specs.items():
             self._places[name] = _Place(path, 8 + len(header) + entries[name]["data_offsets"][0], spec)
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write all of `data` at `offset`; the offset behind it."""
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
-    return offset
 
 
 def _shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:

@@ -26,7 +26,8 @@ from msrl.checkpoint import legacy
 from msrl.checkpoint.arguments import num_local_experts
 from msrl.checkpoint.names import Naming, is_fused, local_name, unfused
 from msrl.checkpoint.plan import Plan, padded_vocab_size
-from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile, read_torch_file, spec_of, write_torch_file
+from msrl.checkpoint.torch_file import TensorSpec, WrittenFile, read_torch_file, spec_of
+from msrl.checkpoint.torch_writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.files import flush_to_disk, write_text
 from msrl.models.cut import Coords, Cut
@@ -66,17 +67,14 @@ def rank_folder(cut: Cut, at: Coords) -> str:
 def write_rank_file(path: Path, model: Mapping[str, Tensor], args: argparse.Namespace, iteration: int | str) -> WrittenFile:
     """Write one rank's file; `model` has Megatron's local names. Values that are not tensors (Megatron's extra state) are left out."""
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
-    return stream_rank_file(path, {name: spec_of(t) for name, t in tensors.items()}, tensors.items(), args, iteration)
+    writer = rank_writer(path, {name: spec_of(tensor) for name, tensor in tensors.items()}, args, iteration)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    return writer.close()
 
 
-def stream_rank_file(
-    path: Path,
-    specs: Mapping[str, TensorSpec],
-    tensors: Iterable[tuple[str, Tensor | Pieces]],
-    args: argparse.Namespace,
-    iteration: int | str,
-) -> WrittenFile:
-    """`write_rank_file` for tensors that come one at a time, or in pieces, in the order of `specs`."""
+def rank_writer(path: Path, specs: Mapping[str, TensorSpec], args: argparse.Namespace, iteration: int | str) -> TorchWriter:
+    """Begins one rank's file, whose tensors may come in any order and from several threads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number = iteration if isinstance(iteration, int) else 0
 
@@ -90,7 +88,7 @@ def stream_rank_file(
             chunks = {key: legacy.nested(chunk, tied=tied) for key, chunk in chunks.items()}
         return {"args": args, "checkpoint_version": 3.0, "iteration": number, **(chunks or {"model": {}})}
 
-    return write_torch_file(path, specs, tensors, whole_file)
+    return TorchWriter(path, specs, whole_file)
 
 
 def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import io
 import mmap
 import os
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +21,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from msrl.checkpoint.torch_file import STORAGES, Pieces, digest_of, write_archive
+from msrl.checkpoint.archive import check_archive
+from msrl.checkpoint.torch_file import STORAGES, Pieces, WrittenFile
+from msrl.checkpoint.torch_writer import TorchWriter
 from msrl.errors import MsrlError
 
 _TYPES = {name: dtype for dtype, name in STORAGES.items()}
@@ -36,16 +39,13 @@ class Range:
 
 
 class Window(io.RawIOBase):
-    """A part of an open file that looks like a whole one; `length` None: from `begin` to wherever it is written."""
+    """A part of an open file that looks like a whole one."""
 
-    def __init__(self, file: IO[bytes], begin: int, length: int | None = None) -> None:
+    def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self._length = file, begin, length
         file.seek(begin)
 
     def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
@@ -55,7 +55,7 @@ class Window(io.RawIOBase):
         return self._file.tell() - self._begin
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        if whence == os.SEEK_END and self._length is not None:
+        if whence == os.SEEK_END:
             offset, whence = offset + self._length, os.SEEK_SET
         base = self._begin if whence == os.SEEK_SET else 0
         if base + offset < self._begin and whence == os.SEEK_SET:
@@ -64,21 +64,17 @@ class Window(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer)
-        room = len(view) if self._length is None else max(0, min(len(view), self._length - self.tell()))
+        room = max(0, min(len(view), self._length - self.tell()))
         data = self._file.read(room)
         view[: len(data)] = data
         return len(data)
 
-    def write(self, data: Any, /) -> int:
-        return self._file.write(data)
 
-
-def append_tensor(file: IO[bytes], pieces: Pieces) -> tuple[int, int, str]:
-    """Write a tensor behind what `file` holds: where it begins, its bytes, the digest of its records."""
-    begin = file.seek(0, os.SEEK_END)
-    window: Any = Window(file, begin)
-    digest = write_archive(window, {"tensor": pieces.spec}, [("tensor", pieces)], lambda tensors: tensors["tensor"], protocol=2)
-    return begin, file.seek(0, os.SEEK_END) - begin, digest
+def append_tensor(path: Path, begin: int, pieces: Pieces, advance: Callable[[int], None]) -> WrittenFile:
+    """Write a tensor into a file from byte `begin` on; the bytes it takes and the digest of its records. `advance` hears of every block."""
+    writer = TorchWriter(path, {"tensor": pieces.spec}, lambda tensors: tensors["tensor"], protocol=2, begin=begin)
+    writer.write("tensor", pieces, advance)
+    return writer.close()
 
 
 def digest_of_sections(digests: Iterable[str]) -> str:
@@ -90,13 +86,11 @@ def check_section(file: IO[bytes], where: Range) -> str:
     """Read a section and compare its records with their checksums; their digest. Raises MsrlError for a damaged one."""
     window: Any = Window(file, where.begin, where.length)
     try:
-        with zipfile.ZipFile(window) as archive:
-            damaged = archive.testzip()
-            if damaged is None:
-                return digest_of(archive)
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        return check_archive(window)
+    except MsrlError as error:
+        raise MsrlError(f"{where.name}: the tensor at byte {where.begin}: {error}") from error
+    except (zipfile.BadZipFile, struct.error, OSError, EOFError) as error:
         raise MsrlError(f"{where.name}: the tensor at byte {where.begin} cannot be read ({error})") from error
-    raise MsrlError(f"{where.name}: record {damaged} of the tensor at byte {where.begin} does not match its checksum")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
-"""Files of `torch.save`, written as a stream and read without running anything.
+"""Tensors as they lie in files, and files of `torch.save`, read without running anything; `torch_writer` writes them.
 
-The format is torch's zip archive (`data.pkl`, one record `data/<n>` per storage, stored uncompressed on 64-byte boundaries). Writing it
-tensor by tensor keeps one tensor in memory instead of a rank's whole share.
 Reading admits tensors, `argparse.Namespace` and plain values. Source: torch.serialization and PEP 307, the pickle protocol.
 """
 
@@ -9,26 +7,24 @@ from __future__ import annotations
 
 import argparse
 import collections
-import hashlib
 import io
 import pathlib
 import pickle
-import sys
+import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 
+from msrl.checkpoint.archive import check_archive
 from msrl.errors import MsrlError
 
-ALIGNMENT = 64
 BLOCK_BYTES = 4 << 20  # what is checksummed and written in one go: the checksum leaves it in the cache for the write
-_ROOT = "archive"
 STORAGES = {torch.bfloat16: "BFloat16Storage", torch.float16: "HalfStorage", torch.float32: "FloatStorage", torch.float64: "DoubleStorage"}
 STORAGES |= {torch.int64: "LongStorage", torch.int32: "IntStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage"}
 
@@ -51,7 +47,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What a finished file weighs, and the SHA-256 of its records' names, sizes and CRC-32s (see `check_records`)."""
+    """What a finished file weighs, and the SHA-256 of its records' names, sizes and CRC-32s (see `archive.digest`)."""
 
     num_bytes: int
     sha256: str
@@ -72,57 +68,17 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(tensor.dtype, tuple(tensor.shape))
 
 
-def write_torch_file(
-    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor | Pieces]], wrap: Callable[[dict[str, Any]], object]
-) -> WrittenFile:
-    """Write what `torch.save(wrap(dict(tensors)), path, pickle_protocol=4)` would, one tensor (or piece of one) at a time.
-
-    `tensors` come in the order of `specs`; anything else is a ValueError. The file stands under its final name from the start: the
-    caller writes into a folder that is not visible yet.
-    """
-    with path.open("wb") as file:
-        digest = write_archive(file, specs, tensors, wrap)
-    return WrittenFile(path.stat().st_size, digest)
-
-
-def write_archive(
-    file: IO[bytes],
-    specs: Mapping[str, TensorSpec],
-    tensors: Iterable[tuple[str, Tensor | Pieces]],
-    wrap: Callable[[dict[str, Any]], object],
-    protocol: int = 4,
-) -> str:
-    """`write_torch_file` into an open file, from its position 0 on; the digest of the records. Only protocol 2 is read `weights_only`."""
-    stand_ins = {name: _StandIn(str(index), spec) for index, (name, spec) in enumerate(specs.items())}
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        _add_bytes(archive, "data.pkl", _pickled(wrap(dict(stand_ins)), protocol))
-        _add_bytes(archive, "byteorder", sys.byteorder.encode())
-        for (name, stand_in), (given, tensor) in zip(stand_ins.items(), tensors, strict=True):
-            whole = tensor if isinstance(tensor, Pieces) else Pieces(spec_of(tensor), (tensor,))
-            if name != given or whole.spec != stand_in.spec:
-                raise ValueError(f"{given} {whole.spec} was given where {name} {stand_in.spec} was announced")
-            _add(archive, f"data/{stand_in.key}", piece_blocks(whole), whole.spec.num_bytes)
-        _add_bytes(archive, "version", b"3\n")
-        return digest_of(archive)
-
-
 def check_records(path: Path) -> str:
     """Read the whole file and compare every record with its own checksum; the digest of the file's records.
 
     Raises MsrlError for a damaged file, by record.
     """
     _check_archive(path)
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-        if damaged is not None:
-            raise MsrlError(f"{path}: record {damaged} does not match its checksum; copy or convert the file again")
-        return digest_of(archive)
-
-
-def digest_of(archive: zipfile.ZipFile) -> str:
-    """SHA-256 of the records' names, sizes and CRC-32s: it vouches for the contents at the price of the CRCs that are there anyway."""
-    lines = [f"{record.filename} {record.file_size} {record.CRC:08x}\n" for record in archive.infolist()]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    try:
+        with path.open("rb") as file:
+            return check_archive(file)
+    except (MsrlError, struct.error) as error:
+        raise MsrlError(f"{path}: {error}; copy or convert the file again") from error
 
 
 def piece_blocks(pieces: Pieces) -> Iterator[memoryview]:
@@ -153,62 +109,6 @@ def tensor_blocks(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[
     rows = max(1, BLOCK_BYTES * tensor.shape[0] // (tensor.numel() * dtype.itemsize))
     for block in tensor.split(rows):
         yield block.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-@dataclass(frozen=True, slots=True)
-class _StandIn:
-    """A tensor that is announced in the pickle and comes later in the file."""
-
-    key: str
-    spec: TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """The storage of a stand-in: the pickle names it by key, type and size."""
-
-    key: str
-    spec: TensorSpec
-
-
-def _add_bytes(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    _add(archive, name, [memoryview(data)], len(data))
-
-
-def _add(archive: zipfile.ZipFile, name: str, blocks: Iterable[memoryview], num_bytes: int) -> None:
-    """One stored record of `num_bytes` whose data begin on a 64-byte boundary, by a padding field in its header."""
-    info = zipfile.ZipInfo(f"{_ROOT}/{name}")
-    info.file_size = num_bytes
-    zip64 = num_bytes > 0x7000_0000  # where zipfile itself goes over to 64-bit sizes is just above
-    header = 30 + len(info.filename.encode()) + (20 if zip64 else 0) + 4
-    padding = -(archive.start_dir + header) % ALIGNMENT
-    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-    with archive.open(info, "w", force_zip64=zip64) as record:
-        for block in blocks:
-            record.write(block)
-
-
-def _pickled(value: object, protocol: int) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=protocol).dump(value)
-    return buffer.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Writes a stand-in as torch writes a tensor: a rebuild call around a storage that is named by its key."""
-
-    def persistent_id(self, obj: object) -> object:
-        if not isinstance(obj, _Storage):
-            return None
-        return ("storage", getattr(torch, STORAGES[obj.spec.dtype]), obj.key, "cpu", obj.spec.num_elements)
-
-    def reducer_override(self, obj: object) -> Any:
-        if not isinstance(obj, _StandIn):
-            return NotImplemented
-        shape = obj.spec.shape
-        strides = tuple(torch.Size(shape[axis + 1 :]).numel() for axis in range(len(shape)))
-        arguments = (_Storage(obj.key, obj.spec), 0, shape, strides, False, collections.OrderedDict())
-        return _rebuild_tensor_v2, arguments
 
 
 def read_torch_file(path: Path, *, mmap: bool = True) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from typing import IO, Protocol
@@ -16,7 +17,7 @@ BYTES = "B"
 
 
 class Progress(Protocol):
-    """What the work tells: how much more of it is done."""
+    """What the work tells, from one thread or several: how much more of it is done."""
 
     def advance(self, amount: float = 1) -> None: ...
 
@@ -48,13 +49,15 @@ class _Lines:
         self._interval_s = interval_s
         self._done = 0.0
         self._start = self._said = time.monotonic()
+        self._lock = threading.Lock()
 
     def advance(self, amount: float = 1) -> None:
-        self._done += amount
-        now = time.monotonic()
-        if now - self._said >= self._interval_s:
-            self._said = now
-            self._say(self._line(now - self._start))
+        with self._lock:
+            self._done += amount
+            now = time.monotonic()
+            if now - self._said >= self._interval_s:
+                self._said = now
+                self._say(self._line(now - self._start))
 
     def finish(self, outcome: str) -> None:
         """The last line: what was done, in what time."""

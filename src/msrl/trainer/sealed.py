@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from msrl.checkpoint.checksums import crc32
 from msrl.errors import MsrlError
 from msrl.files import flush_to_disk
 
@@ -34,7 +34,7 @@ def _crc32(path: Path) -> str:
     found = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
-            found = zlib.crc32(block, found)
+            found = crc32(block, found)
     return f"{found:08x}"
 
 
