@@ -35,6 +35,10 @@ QUIET = {
 # Two threads that spin on two busy cores cost ten times what one costs.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}
 
+# What the largest test files hold at once: ranks, an engine, verifiers and a Ray of their own.
+BYTES_PER_WORKER = 6 << 30
+MOST_WORKERS = 8
+
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "layers", "tests"]
@@ -49,16 +53,16 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests but the whole tables; given 15 minutes."""
+    """All tests but the whole tables; given 15 minutes on two cores."""
     install(session, "cpu,dev")
-    python(session, "-m", "pytest", "-m", "not full", "--session-timeout=2400", *session.posargs)
+    python(session, "-m", "pytest", "-m", "not full", "--session-timeout=3600", *side_by_side(), *session.posargs)
 
 
 @nox.session
 def full(session: nox.Session) -> None:
     """Every test, the whole tables too."""
     install(session, "cpu,dev")
-    python(session, "-m", "pytest", *session.posargs)
+    python(session, "-m", "pytest", *side_by_side(), *session.posargs)
 
 
 @nox.session
@@ -102,6 +106,23 @@ def learning(session: nox.Session) -> None:
 def python(session: nox.Session, *args: str) -> None:
     """Runs this environment's Python, offline and with one quiet thread per process."""
     session.run(sys.executable, *args, env=QUIET | ONE_THREAD)
+
+
+def side_by_side() -> tuple[str, ...]:
+    """pytest-xdist's options for as many workers as cores and memory allow. A file stays with one, which starts its ranks once."""
+    if sys.platform != "linux":
+        return ()
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)), free_bytes() // BYTES_PER_WORKER)
+    return ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder") if workers > 1 else ()
+
+
+def free_bytes() -> int:
+    """Memory that can be had without swapping, within the limit of a container (cgroup v2) where there is one."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    given = limit.read_text().strip() if limit.exists() else "max"
+    return min(free, int(given)) if given.isdecimal() else free
 
 
 def install(session: nox.Session, extras: str) -> None:

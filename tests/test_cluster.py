@@ -102,7 +102,7 @@ def test_a_client_with_another_token_is_told_so_at_once(head, monkeypatch):
     began = time.monotonic()
     with pytest.raises(MsrlError, match="the cluster refuses this token"), ray_session(head.address, num_devices=2, resource_name=RESOURCE):
         pass
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_ray_itself_refuses_a_client_without_the_token(head, tmp_path):
@@ -231,8 +231,8 @@ def test_a_failure_ends_the_wait_at_once_with_the_traceback_of_the_worker(run):
     wait_all([slow.pid.remote(), bad.pid.remote()], timeout_s=60)
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        wait_all([slow.wait.remote(30), bad.fail.remote("value", "the ninth token")], timeout_s=60, labels=("actor 0", "actor 1"))
-    assert time.monotonic() - began < 10
+        wait_all([slow.wait.remote(120), bad.fail.remote("value", "the ninth token")], timeout_s=120, labels=("actor 0", "actor 1"))
+    assert time.monotonic() - began < 40
     assert str(caught.value).startswith("actor 1 failed:")
     assert "in fail\n" in str(caught.value)
     assert "ValueError: the ninth token" in str(caught.value)
@@ -308,7 +308,7 @@ def end(*actors):
         ray.kill(actor)
 
 
-def wait_until(condition, timeout_s=10.0):
+def wait_until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -24,9 +24,9 @@ from msrl.rollout.vllm import VllmEngine
 from support import shared_data
 from test_examples import EXAMPLES, commands_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 README = EXAMPLES / "gsm8k" / "README.md"
-TIME_LIMITS_S = {"python": 60, "preprocess": 120, "convert-ckpt": 120, "train-sft": 360, "train-grpo": 300}  # on busy cores
+LIMIT_S = 900  # of one command, on slow and busy cores
 NUM_TRAIN, NUM_TEST = 7473, 1319
 MAX_DIFFERENCE = 1e-4
 RUNS = "runs/gsm8k-laptop"
@@ -54,9 +54,8 @@ def said(folder: Path) -> dict[str, str]:
     printed: dict[str, str] = {}
     for line in commands_of(README, "On a laptop"):
         words = shlex.split(line)
-        limit_s = TIME_LIMITS_S[words[0] if words[0] == "python" else words[1]]
         started = time.perf_counter()
-        done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, timeout=limit_s, capture_output=True, text=True)
+        done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, timeout=LIMIT_S, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         print(f"{time.perf_counter() - started:6.1f} s  {line}")
         file = f" {Path(words[words.index('-c') + 1]).stem}" if "-c" in words else ""

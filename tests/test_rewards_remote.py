@@ -99,15 +99,18 @@ def test_attempts_are_counted_out(answer, attempts):
 
 
 def test_a_server_that_is_down_or_stalls_ends_with_the_deadline():
+    given_up = threading.Event()
+
     def stall(n, _):
-        time.sleep(1.5)
+        given_up.wait(60)
         return told(n)
 
     with served(stall) as (url, _):
         start = time.monotonic()
         with pytest.raises(RemoteError, match=r"no answer within 0.4 s, \d attempts"):
             post_json(quick(url, timeout_s=0.4), {})
-        assert time.monotonic() - start < 1.2
+        assert time.monotonic() - start < 20
+        given_up.set()
     with pytest.raises(RemoteError, match="Connection refused") as caught:
         post_json(quick(url, timeout_s=0.3, retries=100), {})
     assert caught.value.kind == "timeout"

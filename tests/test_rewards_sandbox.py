@@ -1,5 +1,6 @@
 """Programs that mean harm, in a real sandbox: they score 0 within their limits and nothing outside of it changes. All bombs are small."""
 
+import ctypes
 import json
 import os
 import socket
@@ -7,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
+from dataclasses import replace
 
+import psutil
 import pytest
 
 from msrl.errors import ManyErrors
@@ -18,32 +20,42 @@ from msrl.rewards.score import Scorer, Source
 from msrl.rewards.verifiers import code
 
 SMALL = Limits(case_s=1.0, total_s=4.0, memory_bytes=96 << 20, processes=8)
+AMPLE = replace(SMALL, case_s=20.0, total_s=60.0)  # for programs that are to end by themselves, on busy cores too
 needs_namespaces = pytest.mark.skipif(sandbox.refusal() is not None, reason=str(sandbox.refusal()))
 
 
-def one(program, stdin="", limits=SMALL):
+def one(program, stdin="", limits=AMPLE):
     (case,) = run(program, [stdin], limits)
     return case
 
 
+@pytest.fixture(scope="module", autouse=True)
+def adopts_orphans():
+    """Processes whose parent is gone become children of this one, so that none of a sandbox's can hide from `inside`."""
+    set_child_subreaper, libc = 36, ctypes.CDLL(None)  # prctl(2)
+    libc.prctl(set_child_subreaper, 1, 0, 0, 0)
+    yield
+    libc.prctl(set_child_subreaper, 0, 0, 0, 0)
+
+
 def inside():
-    """Processes whose command is a sandbox's program or its launcher."""
+    """Processes of this one's sandboxes, launchers included; another worker's or user's are not looked at."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for child in psutil.Process().children(recursive=True):
         try:
-            command = path.read_bytes()
-        except OSError:
+            command = " ".join(child.cmdline())
+        except psutil.Error:
             continue
-        if b"/sandbox/program.py" in command or b"sandbox_init.py" in command:
-            found.append(path.parent.name)
+        if "/sandbox/program.py" in command or "sandbox_init.py" in command:
+            found.append(child.pid)
     return found
 
 
 @needs_namespaces
 def test_a_program_reads_its_input_and_each_case_is_a_run_of_its_own():
-    cases = run("import sys\nn = int(input())\nprint(n * n)\nsys.exit(n == 3)", ["2", "3", "4"], SMALL)
+    cases = run("import sys\nn = int(input())\nprint(n * n)\nsys.exit(n == 3)", ["2", "3", "4"], AMPLE)
     assert [(c.status, c.stdout) for c in cases] == [("ok", "4\n"), ("error", "9\n"), ("ok", "16\n")]
-    assert [c.status for c in run("1 / int(input())", ["1", "0", "1"], SMALL, stop=True)] == ["ok", "error"]
+    assert [c.status for c in run("1 / int(input())", ["1", "0", "1"], AMPLE, stop=True)] == ["ok", "error"]
     assert "ZeroDivisionError" in one("1/0").stderr
     assert one("import sys; print(len(sys.stdin.read()))", "x" * (10 << 20)).stdout == f"{10 << 20}\n"
     assert one("import math, json, decimal, collections, heapq; print('é')").stdout == "é\n"
@@ -72,8 +84,8 @@ BOMBS = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("fork", "output") else pytest.mark.slow) for name in BOMBS])
 def test_a_bomb_ends_at_its_limits_with_all_that_it_started(name):
     start = time.monotonic()
-    case = one(BOMBS[name])
-    assert time.monotonic() - start < 12
+    case = one(BOMBS[name], limits=SMALL)
+    assert time.monotonic() - start < 40
     assert case.status != "ok"
     assert len(case.stdout) <= SMALL.output_bytes
     assert inside() == []
@@ -83,9 +95,9 @@ def test_a_bomb_ends_at_its_limits_with_all_that_it_started(name):
 def test_a_daemon_ends_with_the_case_that_started_it():
     daemon = "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n    os._exit(0)\n"
     start = time.monotonic()
-    first, second = run(daemon + "print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 5)", ["", ""], SMALL)
+    first, second = run(daemon + "print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 5)", ["", ""], AMPLE)
     assert (first.stdout, second.stdout) == ("True\n", "True\n")
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 20  # it sleeps for 60 s
     assert inside() == []
 
 
@@ -159,7 +171,7 @@ def test_a_sandbox_ends_with_the_process_that_started_it():
         "run('import os, time\\nos.fork()\\ntime.sleep(60)', [''], Limits(case_s=50.0, total_s=50.0))\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while inside() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert inside() == []

@@ -20,7 +20,7 @@ from msrl.checkpoint.convert import write_hf
 from msrl.checkpoint.source import open_mcore
 from msrl.data.dataset import PromptDataset
 from tiny_qwen2 import make_model, make_tokenizer
-from training_runs import Command, children, metrics, rows, succeed, write_config, write_rows
+from training_runs import Command, children, metrics, rows, still_running, succeed, write_config, write_rows
 
 pytestmark = pytest.mark.slow
 STEPS = 4
@@ -283,7 +283,7 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_nothing_outlives_the_run(
     ours = r"ray::(TrainActor|RolloutActor)|msrl\.rewards\.worker|/raylet/raylet "
     started = {pid: found[0] for pid, line in interrupted.processes.items() if (found := re.search(ours, line))}
     assert {"ray::TrainActor", "ray::RolloutActor", "msrl.rewards.worker", "/raylet/raylet "} == set(started.values())
-    assert not [line for pid, line in started.items() if psutil.pid_exists(pid)]
+    assert not still_running(started)
 
 
 def test_a_dead_rank_is_named_and_the_resumed_run_ends_as_the_whole_one(whole, inputs):
@@ -296,7 +296,7 @@ def test_a_dead_rank_is_named_and_the_resumed_run_ends_as_the_whole_one(whole, i
     psutil.Process(victim).kill()
     died = time.monotonic()
     assert first.wait() == 1, first.output()
-    assert time.monotonic() - died < 40
+    assert time.monotonic() - died < 90  # half of rpc_timeout_s
     assert re.search(r"WorkerError: training rank [01] failed: ", first.output()), first.output()
     assert len(rows(run)) < STEPS
 

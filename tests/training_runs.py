@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-LIMIT_S = 240.0
+LIMIT_S = 600.0  # for a slow machine under load; nothing here takes a tenth of it otherwise
 
 
 class Command:
@@ -95,5 +95,19 @@ def children(pid: int) -> dict[int, str]:
         try:
             found[child.pid] = " ".join(child.cmdline())
         except psutil.Error:
+            continue
+    return found
+
+
+def still_running(pids: Iterable[int]) -> list[int]:
+    """Those of these processes that have not ended; where nobody asks for its exit code, one that has ended is still listed."""
+    import psutil
+
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
             continue
     return found
