@@ -27,6 +27,7 @@ def put_rewards(translation: Translation, top: Keys) -> None:
         source = _source(translation, keys)
         if source is not None:
             sources.append(source)
+        put_filter(translation, keys)
         for one in keys:
             translation.say(one, Fate.SAME, "of how the original computes the reward")
     if given is not None:
@@ -51,9 +52,9 @@ def _source(translation: Translation, keys: Keys) -> dict[str, Any] | None:
     return {"verifier": verifier, "tags": [str(tag) for tag in as_list(tags.value)]}
 
 
-def put_filter(translation: Translation, top: Keys) -> None:
-    """mean_filter keeps groups whose mean is between the thresholds; std_filter those above one."""
-    given = top.get("query_filter_config")
+def put_filter(translation: Translation, keys: Keys) -> None:
+    """Of the whole run or of a domain: mean_filter keeps groups whose mean is between the thresholds, std_filter those above one."""
+    given = keys.get("query_filter_config")
     if given is None:
         return None
     entries = given.node.value if isinstance(given.node.value, dict) else {}

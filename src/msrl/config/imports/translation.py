@@ -9,7 +9,7 @@ from enum import Enum
 from msrl.config.imports.built import refusal
 from msrl.config.imports.conversions import CONVERSIONS
 from msrl.config.imports.table import Row, Table, canonical
-from msrl.config.messages import written
+from msrl.config.messages import node_at, written
 from msrl.config.sources import Node, Origin, at, merge, plain, wrap
 
 
@@ -133,7 +133,12 @@ class Translation:
         self.tree = merge(self.tree, at(key, node))
 
     def set_default(self, key: str, value: object) -> None:
-        """Lays in the original's own default of what no file says. One that is not built yet is refused like a given value."""
+        """Lays in the original's own default of what no file says. One that is not built yet is refused like a given value.
+
+        What stands there already stays: several of an original's keys may become one.
+        """
+        if node_at(self.tree, key.split(".")) is not None:
+            return
         node = wrap(value, Origin(f"default of {self.system}"))
         said = refusal(key, value)
         if not said:
