@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -65,6 +66,7 @@ def accuracy(runner: Runner, preset: str, seed: int) -> float:
     name = f"{preset}-{seed}"
     algorithm = _FLIP if preset == FLIPPED else ("--set", f"algo.preset={preset}")
     config = without_algorithm(runner.folder)
+    shutil.rmtree(runner.folder / "runs" / name, ignore_errors=True)
     runner.msrl(name, "train-grpo", "-c", config, "--set", f"run.name={name}", "--set", f"run.seed={seed}", *algorithm)
     reached = runner.accuracy(name, f"runs/{name}/checkpoints")
     with results.open("a") as file:
