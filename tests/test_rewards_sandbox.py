@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -141,6 +142,28 @@ print(done, os.environ.get("SECRET"), os.getuid() != 0)
     finally:
         del os.environ["SECRET"]
     assert treasure.read_text() == "gold"
+
+
+@needs_namespaces
+def test_a_python_below_tmp_is_seen_read_only_and_nothing_beside_it():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        (Path(folder) / "treasure").write_text("gold")
+        own = Path(folder) / "clone" / "venv"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(own)], check=True, timeout=60)
+        program = f"""
+import os, sys
+print(sys.prefix == {str(own)!r}, os.listdir("/tmp") == [{Path(folder).name!r}], os.listdir({folder!r}))
+open("/tmp/a", "w").write("mine")
+attempts = [lambda: os.rename({folder!r}, "/tmp/b"), lambda: os.rename({str(own.parent)!r}, {folder!r} + "/b")]
+attempts.append(lambda: os.remove(sys.executable))
+attempts += [lambda: open({str(own / "pyvenv.cfg")!r}, "w"), lambda: os.mkdir({folder!r} + "/c"), lambda: os.chmod({folder!r}, 0o777)]
+for attempt in attempts:
+    try:
+        attempt(); print("changed")
+    except OSError: pass
+"""
+        (case,) = run(program, [""], SMALL, python=str(own / "bin" / "python"))
+        assert (case.stdout, case.stderr) == ("True True ['clone']\n", "")
 
 
 @needs_namespaces

@@ -1,7 +1,8 @@
 """Programs that nobody has read, run where they can do no harm: `run` and, before that, `refusal`, why this machine cannot.
 
-A program sees a read-only /usr and Python, an empty /tmp of its own in memory, and nothing else of the machine: no other files, no network,
-no other processes, no privileges. It, and all that it starts, ends at the limits of `Limits`. `sandbox_init.py` is the inside.
+A program sees a read-only /usr and Python, a /tmp of its own in memory (empty, but for a Python that lies below /tmp), and nothing else of
+the machine: no other files, no network, no other processes, no privileges. It, and all that it starts, ends at the limits of `Limits`.
+`sandbox_init.py` is the inside.
 """
 
 from __future__ import annotations

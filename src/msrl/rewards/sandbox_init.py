@@ -31,6 +31,7 @@ KEPT = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodirat
 PDEATHSIG, DUMPABLE, NO_NEW_PRIVS, SECCOMP, DETACH = 1, 4, 38, 22, 2
 NOBODY = 65534
 NEW_ROOT = "/sys"  # any folder that is there and of which nothing is wanted inside
+PRIVATE_TMP = NEW_ROOT + "/tmp"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 POLL_S = 0.02
 MAX_STDERR = 4000
@@ -98,24 +99,37 @@ def _build_root(job: dict) -> None:
     """A root in memory with read-only pieces of the machine, /dev, /proc and /tmp; the machine's own root is gone afterwards."""
     _mount(None, "/", None, REC | PRIVATE)
     _mount("tmpfs", NEW_ROOT, "tmpfs", NOSUID | NODEV, f"size={len(job['program'].encode()) + (1 << 20)},mode=755")
+    os.makedirs(PRIVATE_TMP)
+    _mount("tmpfs", PRIVATE_TMP, "tmpfs", NOSUID | NODEV, f"size={job['files_bytes']},nr_inodes=4096,mode=1777")
     for path in job["binds"]:
+        _hold_parents(path)
         _bind(path)
     os.makedirs(f"{NEW_ROOT}/dev", exist_ok=True)
     for device in DEVICES:
         _bind(f"/dev/{device}")
     for target, link in (("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"), ("fd/2", "stderr")):
         os.symlink(target, f"{NEW_ROOT}/dev/{link}")
-    for folder in ("proc", "tmp", "sandbox"):
+    for folder in ("proc", "sandbox"):
         os.makedirs(f"{NEW_ROOT}/{folder}", exist_ok=True)
     with open(f"{NEW_ROOT}/sandbox/program.py", "w", encoding="utf-8", errors="surrogatepass") as stream:
         stream.write(job["program"])
     _make_read_only()
     _mount("proc", f"{NEW_ROOT}/proc", "proc", NOSUID | NODEV | NOEXEC)
-    _mount("tmpfs", f"{NEW_ROOT}/tmp", "tmpfs", NOSUID | NODEV, f"size={job['files_bytes']},nr_inodes=4096,mode=1777")
     os.chdir(NEW_ROOT)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", DETACH)
     os.chdir("/tmp")
+
+
+def _hold_parents(path: str) -> None:
+    """An interpreter below /tmp stands in a read-only folder of its own there: nothing above it can be moved or replaced."""
+    if not path.startswith("/tmp/"):
+        return
+    first, _, rest = path.removeprefix("/tmp/").partition("/")
+    holder = f"{PRIVATE_TMP}/{first}"
+    if rest and not os.path.ismount(holder):
+        os.makedirs(holder, exist_ok=True)
+        _mount("tmpfs", holder, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
 
 
 def _bind(path: str) -> None:
@@ -133,7 +147,7 @@ def _bind(path: str) -> None:
 
 
 def _make_read_only() -> None:
-    """The new root and every mount in it, each with the flags that it has already."""
+    """The new root and every mount in it but the private /tmp, each with the flags that it has already."""
     with open("/proc/self/mountinfo", encoding="utf-8") as stream:
         rows = [line.split(" ") for line in stream]
     inside = {next(row[0] for row in reversed(rows) if row[4] == NEW_ROOT)}
@@ -142,7 +156,8 @@ def _make_read_only() -> None:
             inside.add(number)
             kept = sum(KEPT.get(option, 0) for option in options.split(",") if option not in ("ro", "nosuid"))
             path = place.encode().decode("unicode_escape").encode("latin-1").decode()
-            _mount(None, path, None, REMOUNT | BIND | RDONLY | NOSUID | kept)
+            if path != PRIVATE_TMP:
+                _mount(None, path, None, REMOUNT | BIND | RDONLY | NOSUID | kept)
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
