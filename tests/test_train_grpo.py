@@ -88,13 +88,15 @@ ADAPTIVE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def several_updates(inputs: Path, name: str, resume: str = "none") -> dict[str, Any]:
+SAMPLED: dict[str, Any] = {"every_steps": 2, "at_start": True, "prompts": 6, "samples_per_prompt": 4, "sampling": {"temperature": 0.9}}
+
+
+def several_updates(inputs: Path, name: str, resume: str = "none", **sections: Any) -> dict[str, Any]:
     """Untied, TP 2, two updates of 8 samples a step, KL to the reference with a coefficient that grows."""
     train = {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 3e-4}, "parallel": {"tp": 2}, "updates": {"samples_per_update": 8}}
     return settings(
         inputs, name, "untied", train=train, algo=ADAPTIVE,
-        eval={"every_steps": STEPS},
-        checkpoint={"every_steps": 1, "export_hf": True, "resume": resume},
+        **{"checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume}, **sections},
     )  # fmt: skip
 
 
@@ -118,8 +120,8 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(inputs) -> Interrupted:
-    """A tied model on two data-parallel ranks, one update a step."""
-    changes = {"train": {"steps": 1000, "micro_batch": 4, "optimizer": {"lr": 3e-4}}}
+    """A tied model on two data-parallel ranks, one update a step, evaluated greedily after every second one."""
+    changes = {"train": {"steps": 1000, "micro_batch": 4, "optimizer": {"lr": 3e-4}}, "eval": {"every_steps": 2}}
     config = settings(inputs, "interrupted", "tied", cluster={"platform": "cpu", "devices_per_node": 2}, **changes)
     command = Command("train-grpo", "-c", str(write_config(inputs / "interrupted.yaml", config)), log=inputs / "interrupted.log")
     run = inputs / "runs" / "interrupted"
@@ -129,8 +131,8 @@ def interrupted(inputs) -> Interrupted:
     return Interrupted(run, command.wait(), command.output(), started)
 
 
-def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+def rollouts(run: Path, step: int, folder: str = "rollouts") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / folder / f"step_{step:06d}.jsonl").read_text().splitlines()]
 
 
 def model_after(run: Path, step: int, start: Path, scratch: Path) -> Any:
@@ -258,21 +260,34 @@ def test_entropy_and_divergence_of_the_first_pass_are_those_of_transformers(inte
             assert metrics(run)[step - 1]["train/entropy"] == pytest.approx(np.concatenate(entropies).mean(), rel=1e-5)
 
 
-@torch.no_grad()
-def test_the_exported_model_is_the_last_policy_and_answers_as_the_evaluation_did(whole, inputs, tmp_path):
+def test_the_exported_model_is_the_last_policy(whole, inputs, tmp_path):
     from transformers import AutoModelForCausalLM
-
-    from msrl.rewards.verifiers import acc
 
     exported: Any = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
     last = model_after(whole, STEPS, inputs / "untied", tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(exported.parameters(), last.parameters(), strict=True))
-    tokenizer, scores = make_tokenizer(), []
-    for prompt in PromptDataset(inputs / "eval"):
+
+
+@torch.no_grad()
+def test_an_evaluation_says_what_the_policy_of_its_step_answers_greedily(interrupted, inputs, tmp_path):
+    from msrl.rewards.verifiers import acc
+
+    run = interrupted.run
+    assert [step for step, found in enumerate(metrics(run), 1) if "eval/pass@1" in found] == list(range(2, len(metrics(run)) + 1, 2))
+    model, tokenizer, held_out = model_after(run, 2, inputs / "tied", tmp_path), make_tokenizer(), PromptDataset(inputs / "eval")
+    scores, answers = [], []
+    for prompt in held_out:
         ids = torch.from_numpy(prompt.token_ids)[None]
-        out = exported.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=END)
-        scores.append(acc.score(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True), prompt.answer) - 0.25)
-    assert metrics(whole)[-1]["eval/reward"] == pytest.approx(np.mean(scores))
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=END)
+        answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        scores.append(acc.score(answers[-1], prompt.answer))
+    found = metrics(run)[1]
+    assert found["eval/pass@1"] == pytest.approx(np.mean(np.array(scores) == 1.0)) and "eval/mean@1" not in found
+    assert found["eval/reward"] == pytest.approx(np.mean(scores) - 0.25) and found["eval/score/acc"] == pytest.approx(np.mean(scores))
+    written = rollouts(run, 2, "eval")
+    assert [row["response"] for row in written] == answers
+    assert [row["is_right"] for row in written] == [score == 1.0 for score in scores]
+    assert [row["prompt_index"] for row in written] == list(range(len(held_out)))
 
 
 def test_an_interrupt_saves_after_the_step_in_hand_and_nothing_outlives_the_run(interrupted):
@@ -286,24 +301,70 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_nothing_outlives_the_run(
     assert not still_running(started)
 
 
-def test_a_dead_rank_is_named_and_the_resumed_run_ends_as_the_whole_one(whole, inputs):
+@dataclass(frozen=True)
+class Resumed:
+    """The whole run's training with evaluations, a rank of which died and which went on: its folder, and how the first attempt ended."""
+
+    run: Path
+    code: int
+    output: str
+    ended_in_s: float
+    num_rows: int
+
+
+@pytest.fixture(scope="module")
+def resumed(inputs) -> Resumed:
     run = inputs / "runs" / "resumed"
-    file = write_config(inputs / "resumed.yaml", several_updates(inputs, "resumed", resume="auto"))
+    checkpoint = {"every_steps": 1, "keep": 1, "keep_best": True, "resume": "auto"}
+    settings = several_updates(inputs, "resumed", eval=SAMPLED, checkpoint=checkpoint)
+    file = write_config(inputs / "resumed.yaml", settings)
     first = Command("train-grpo", "-c", str(file), log=inputs / "first.log")
-    first.when(lambda: (run / "checkpoints" / "iter_0000001").exists())
-    everyone = children(first.process.pid)
-    victim = next(pid for pid, line in everyone.items() if "TrainActor" in line)
+    first.when(lambda: any((run / "checkpoints").glob("iter_*")))
+    victim = next(pid for pid, line in children(first.process.pid).items() if "TrainActor" in line)
     psutil.Process(victim).kill()
     died = time.monotonic()
-    assert first.wait() == 1, first.output()
-    assert time.monotonic() - died < 90  # half of rpc_timeout_s
-    assert re.search(r"WorkerError: training rank [01] failed: ", first.output()), first.output()
-    assert len(rows(run)) < STEPS
-
+    attempt = Resumed(run, first.wait(), first.output(), time.monotonic() - died, len(rows(run)))
     succeed("train-grpo", "-c", str(file), log=inputs / "second.log")
-    assert metrics(run) == metrics(whole)
+    return attempt
+
+
+def test_a_dead_rank_is_named_and_the_resumed_run_ends_as_the_whole_one(whole, resumed):
+    assert resumed.code == 1, resumed.output
+    assert resumed.ended_in_s < 90  # half of rpc_timeout_s
+    assert re.search(r"WorkerError: training rank [01] failed: ", resumed.output), resumed.output
+    assert resumed.num_rows <= STEPS
     for step in range(1, STEPS + 1):
-        assert rollouts(run, step) == rollouts(whole, step)
+        assert rollouts(resumed.run, step) == rollouts(whole, step)
+
+
+def test_evaluations_change_nothing_of_the_training_and_a_resume_repeats_and_misses_none(whole, resumed, inputs, tmp_path):
+    run = resumed.run
+    assert [row["step"] for row in rows(run)] == list(range(STEPS + 1))
+    evaluated = [row["step"] for row in rows(run) if any(name.startswith("eval/") for name in row["metrics"])]
+    assert evaluated == [0, 2, 4] and not set(metrics(run)[0]) - {name for name in metrics(run)[0] if name.startswith("eval/")}
+    trained = [{name: value for name, value in found.items() if not name.startswith("eval/")} for found in metrics(run)[1:]]
+    assert trained == metrics(whole)
+    assert resumed.output.count("step 0/4") == 1 and "step 0/4" not in (inputs / "second.log").read_text()
+
+
+def test_sampled_evaluations_are_of_the_policy_of_their_step_and_the_best_checkpoint_stays(whole, resumed, inputs, tmp_path):
+    from msrl.trainer.resume import saved_steps
+
+    accuracies = {}
+    for step in (0, 2, 4):
+        found, logged = rollouts(resumed.run, step, "eval"), metrics(resumed.run)[step]
+        assert len(found) == 6 * 4 and {row["policy_version"] for row in found} == {step}
+        assert len({(row["prompt_index"], row["response"]) for row in found}) > 6, "samples of a prompt differ"
+        sampled = np.concatenate([row["logprobs"] for row in found])
+        assert np.abs(sampled - all_logprobs(model_after(whole, step, inputs / "untied", tmp_path), found)).max() < 1e-4
+        right = np.array([f"\\boxed{{{row['answer']}}}" in row["response"] for row in found]).reshape(6, 4)
+        assert right.ravel().tolist() == [row["is_right"] for row in found]
+        pairs = [right[:, [a, b]].any(axis=1) for a, b in itertools.combinations(range(4), 2)]
+        assert logged["eval/pass@1"] == logged["eval/mean@4"] == pytest.approx(right.mean())
+        assert logged["eval/pass@2"] == pytest.approx(np.mean(pairs)) and logged["eval/pass@4"] == pytest.approx(right.any(axis=1).mean())
+        accuracies[step] = logged["eval/pass@1"]
+    best = 2 if accuracies[2] >= accuracies[4] else 4
+    assert saved_steps(resumed.run / "checkpoints") == sorted({best, STEPS})
 
 
 PRESETS: dict[str, dict[str, Any]] = {

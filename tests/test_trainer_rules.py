@@ -15,7 +15,6 @@ from msrl.trainer.guard import GradientGuard
 from msrl.trainer.resume import STATE, Retention, training_dir
 from msrl.trainer.schedule import Schedule
 from msrl.types import MicroBatch
-from msrl.workflows.sft_job import Best
 from msrl.workflows.sft_rows import split
 
 
@@ -62,13 +61,6 @@ def saves(tmp_path):
 )
 def test_checkpoints_stay_by_count_and_bytes_and_the_newest_and_the_best_in_any_case(saves, retention, going):
     assert retention.surplus(saves) == going
-
-
-def test_the_best_evaluation_is_the_lowest_and_nan_is_never_it():
-    best = None
-    for step, loss in enumerate([math.nan, 3.0, 2.0, math.nan, 2.0]):
-        best = Best.after(best, step, loss)
-    assert best == Best(2, 2.0, since=2)
 
 
 def test_gradients_that_are_not_finite_are_skipped_until_they_are_too_many_in_a_row_and_the_batch_is_kept(tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from msrl.config.algorithm_checks import algorithm as _algorithm
 from msrl.config.command_checks import chat_checks, convert_checks, generate_checks, preprocess_checks
+from msrl.config.eval_checks import evaluation, grpo_evaluation, grpo_only
 from msrl.config.input_checks import holds_examples, holds_prompts
 from msrl.config.loader import Resolved
 from msrl.config.reward_checks import rewards as _rewards
@@ -59,11 +60,13 @@ _TELLTALE = {
     "train": "train-sft",
 }
 
-_TRAINING: tuple[Check, ...] = (training_inputs, length_of_training, enough_devices, model_fits, frozen_names, memory_options, lora_fits)
+_TRAINING: tuple[Check, ...] = (
+    training_inputs, length_of_training, evaluation, enough_devices, model_fits, frozen_names, memory_options, lora_fits,
+)  # fmt: skip
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "train-sft": (*_TRAINING, holds_examples, one_node, sft_batches, rollout_offload),
-    "train-grpo": (*_TRAINING, holds_prompts, sft_only, _rewards, _algorithm, grpo_batches, grpo_lengths, engines),
+    "train-sft": (*_TRAINING, holds_examples, one_node, sft_batches, rollout_offload, grpo_only),
+    "train-grpo": (*_TRAINING, holds_prompts, sft_only, _rewards, _algorithm, grpo_batches, grpo_lengths, grpo_evaluation, engines),
     "convert-ckpt": (convert_checks,),
     "preprocess": (preprocess_checks,),
     "generate": (generate_checks,),

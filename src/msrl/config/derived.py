@@ -77,10 +77,16 @@ def accumulation(config: Config, command: str) -> int | None:
     return batch // (dp_size(config) * config.train.micro_batch)
 
 
+def eval_response_tokens(config: Config) -> int:
+    """Longest answer to a held-out prompt, in tokens."""
+    return config.eval.max_response_tokens or config.rollout.max_response_tokens
+
+
 def max_model_len(config: Config) -> int:
-    """Longest prompt plus response of a rollout, in tokens."""
+    """Longest prompt plus response of a rollout or an evaluation, in tokens."""
     rollout = config.rollout
-    return rollout.engine.max_model_len or rollout.max_prompt_tokens + rollout.max_response_tokens
+    longest = max(rollout.max_response_tokens, eval_response_tokens(config))
+    return rollout.engine.max_model_len or rollout.max_prompt_tokens + longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ NOT_YET: dict[str, str] = {
     "checkpoint.save_optimizer": "it is always saved",
     "checkpoint.save_rng": "it is always saved",
     "log.length_plot_every": "",
-    "eval.sampling": "",
     "env": "",
     "convert.orm": "",
 }

@@ -12,7 +12,8 @@ from pydantic import Field
 from msrl.config.sections.algo import AlgoConfig
 from msrl.config.sections.base import Section
 from msrl.config.sections.commands import ChatConfig, ConvertConfig, GenerateConfig, PreprocessConfig
-from msrl.config.sections.general import CheckpointConfig, ClusterConfig, DataConfig, EvalConfig, LogConfig, ModelConfig, RunConfig
+from msrl.config.sections.evaluation import EvalConfig
+from msrl.config.sections.general import CheckpointConfig, ClusterConfig, DataConfig, LogConfig, ModelConfig, RunConfig
 from msrl.config.sections.reward import LengthConfig, OverlongConfig, RewardConfig, RewardNormConfig, RewardSource
 from msrl.config.sections.rollout import EngineConfig, RolloutConfig
 from msrl.config.sections.train import ParallelConfig, TrainConfig

@@ -39,26 +39,13 @@ def length_of_training(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("train.epochs", f"stands beside train.steps={train.steps}; set only one of them, the other to null")
     if train.optimizer.min_lr > train.optimizer.lr:
         yield resolved.mistake("train.optimizer.min_lr", f"must be at most train.optimizer.lr={train.optimizer.lr}")
-    yield from _evaluation(resolved)
     if train.max_tokens_per_micro_batch is not None and resolved.is_set("train.micro_batch"):
         yield resolved.mistake("train.micro_batch", "has no effect beside train.max_tokens_per_micro_batch; set only one of them")
 
 
-def _evaluation(resolved: Resolved) -> Iterator[str]:
-    config = resolved.config
-    is_held_out = config.data.eval is not None or config.data.eval_fraction > 0
-    if config.eval.every_steps is not None and not is_held_out:
-        yield resolved.mistake("eval.every_steps", "needs data.eval, the prefix of the held-out data")
-    if config.data.eval is not None and config.data.eval_fraction > 0:
-        yield resolved.mistake("data.eval_fraction", "stands beside data.eval; set only one of them")
-    for key, is_set in (("eval.patience", config.eval.patience is not None), ("checkpoint.keep_best", config.checkpoint.keep_best)):
-        if is_set and config.eval.every_steps is None:
-            yield resolved.mistake(key, "looks at evaluations; set eval.every_steps")
-
-
 def sft_only(resolved: Resolved) -> Iterator[str]:
     """Lines for what train-grpo does not read."""
-    for key in ("data.eval_fraction", "data.too_long", "data.pack", "eval.patience", "checkpoint.keep_best"):
+    for key in ("data.eval_fraction", "data.too_long", "data.pack"):
         if resolved.is_set(key) and value_of(resolved, key) not in (None, False, 0.0, "refuse"):
             yield resolved.mistake(key, "is for train-sft; train-grpo does not read it")
 

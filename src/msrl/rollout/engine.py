@@ -79,6 +79,10 @@ class Engine(Protocol):
         """Take new weights under their Hugging Face names, all of them, in any order. Raises ValueError when one is missing or unknown."""
         ...
 
+    def forget_prompts(self) -> None:
+        """Drop the keys and values that are kept of beginnings of prompts: what comes next is computed as if nothing had been asked."""
+        ...
+
     def sleep(self) -> None:
         """Give back device memory where the platform can; only `wake` and `close` may follow."""
         ...

@@ -127,6 +127,9 @@ class VllmEngine:
             with tempfile.TemporaryDirectory(prefix="msrl-weights-", dir=_shared_memory()) as folder:
                 _write_files(tensors, Path(folder))
                 self._llm.collective_rpc("receive_weight_files", args=(folder, sorted(expected)))
+        self.forget_prompts()
+
+    def forget_prompts(self) -> None:
         self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:

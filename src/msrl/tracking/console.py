@@ -15,6 +15,7 @@ from msrl.types import StepReport
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("train/loss", "loss", "{:.4f}".format),
     ("eval/loss", "eval loss", "{:.4f}".format),
+    ("eval/pass@1", "pass@1", "{:.1%}".format),
     ("reward/mean", "reward", "{:.3f}".format),
     ("eval/reward", "eval reward", "{:.3f}".format),
     ("reward/equal_groups", "equal groups", "{:.0%}".format),

@@ -46,10 +46,11 @@ def summarise(reports: Sequence[StepReport]) -> RunSummary:
         raise MsrlError("the run has no step to report: train.steps may have been reached before it was resumed")
     names = dict.fromkeys(name for report in reports for name in report.metrics)
     stages = dict.fromkeys(stage for report in reports for stage in report.seconds)
+    trained = [report.step for report in reports if report.step] or [0]  # step 0 is an evaluation of what the run starts from
     return RunSummary(
-        first_step=reports[0].step,
-        last_step=reports[-1].step,
-        num_steps=len(reports),
+        first_step=trained[0],
+        last_step=trained[-1],
+        num_steps=len(trained),
         movements={name: _movement([r.metrics[name] for r in reports if name in r.metrics]) for name in names},
         seconds={stage: sum(r.seconds.get(stage, 0.0) for r in reports) for stage in stages},
         notes=Counter(note for report in reports for note in report.notes),

@@ -17,6 +17,7 @@ from msrl.trainer.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
 from msrl.types import DatasetManifest
+from msrl.workflows.best import Best
 
 
 def weights_path(config: Config) -> Path:
@@ -155,10 +156,11 @@ def _recompute(config: Config) -> Recompute | None:
     return None if asked.granularity == "none" else Recompute(asked.granularity, asked.method, asked.layers, asked.modules)
 
 
-def retention(config: Config, best: int | None = None) -> Retention:
-    """Which checkpoints stay; `best` is the step of the best one."""
+def retention(config: Config, best: Best | None) -> Retention:
+    """Which checkpoints stay, the one of the best evaluation among them if asked for."""
     max_gb = config.checkpoint.max_gb
-    return Retention(config.checkpoint.keep, max_gb * 1e9 if max_gb is not None else None, best)
+    kept = best.step if best is not None and config.checkpoint.keep_best else None
+    return Retention(config.checkpoint.keep, max_gb * 1e9 if max_gb is not None else None, kept)
 
 
 def run_path(config: Config) -> Path:

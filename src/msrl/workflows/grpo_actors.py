@@ -108,6 +108,9 @@ class RolloutActor:
         self._engine.sleep()
         return groups
 
+    def forget_prompts(self) -> None:
+        self._engine.forget_prompts()
+
     def load_weights(self, *stages: tuple[Parcel, ...]) -> None:
         self._engine.wake()
         self._engine.load_weights(unpack(parcel for stage in stages for parcel in stage))

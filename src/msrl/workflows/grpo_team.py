@@ -120,6 +120,10 @@ class Engines:
         calls = [actor.generate.remote(share, sampling, policy_version) for actor, share in zip(self._actors, shares, strict=True) if share]
         return tuple(group for groups in self._wait(calls) for group in groups)
 
+    def forget_prompts(self) -> None:
+        """Drop what the engines keep of the prompts that they have seen, so that it does not enter into what they say next."""
+        self._wait([actor.forget_prompts.remote() for actor in self._actors])
+
     def load_weights(self, weights: Sequence[Any]) -> None:
         """Hand new weights to every engine."""
         self._wait([actor.load_weights.remote(*weights) for actor in self._actors])

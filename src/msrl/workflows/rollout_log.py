@@ -1,9 +1,9 @@
-"""Rollouts as JSONL, one file per step: what was asked and answered, as text and as the engine's own tokens, and how it was scored."""
+"""Rollouts and evaluations as JSONL, a file per step: what was asked and answered, as text and as the engine's tokens, and its scores."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,21 +14,41 @@ from msrl.types import ScoredGroup, TrainingSample
 
 
 class RolloutLog:
-    """Writes `rollouts/step_000001.jsonl` and so on into the folder of a run; each file becomes visible whole."""
+    """Writes `rollouts/step_000001.jsonl` and so on, and `eval/...`, into the folder of a run; each file becomes visible whole."""
 
     def __init__(self, run_dir: Path, tokenizer: TextTokenizer, *, is_on: bool) -> None:
-        self._folder, self._tokenizer, self._is_on = run_dir / "rollouts", tokenizer, is_on
+        self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
 
     def write(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainingSample]) -> None:
         """`samples` are those of the groups' completions, in order."""
         if not self._is_on:
             return
-        self._folder.mkdir(exist_ok=True)
-        flat = [(group, number) for group in groups for number in range(len(group.rewards))]
-        rows = [self._row(group, number, sample) for (group, number), sample in zip(flat, samples, strict=True)]
-        write_text(self._folder / f"step_{step:06d}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        rows = [
+            {
+                **row,
+                "advantage": float(sample.advantages.mean(dtype=np.float64)) if len(sample.advantages) else 0.0,
+                "is_learnt": sample.is_learnt,
+            }
+            for row, sample in zip(self._rows(groups), samples, strict=True)
+        ]
+        self._write("rollouts", step, rows)
 
-    def _row(self, group: ScoredGroup, number: int, sample: TrainingSample) -> dict[str, object]:
+    def write_evaluation(self, step: int, groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]) -> None:
+        """`verdicts` of every group say which of its answers are right; None where nothing tells."""
+        if not self._is_on:
+            return
+        flat = [right for group, found in zip(groups, verdicts, strict=True) for right in found or [None] * len(group.rewards)]
+        self._write("eval", step, [{**row, "is_right": right} for row, right in zip(self._rows(groups), flat, strict=True)])
+
+    def _write(self, folder: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        (self._run_dir / folder).mkdir(exist_ok=True)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_text(self._run_dir / folder / f"step_{step:06d}.jsonl", lines)
+
+    def _rows(self, groups: Sequence[ScoredGroup]) -> list[dict[str, object]]:
+        return [self._row(group, number) for group in groups for number in range(len(group.rewards))]
+
+    def _row(self, group: ScoredGroup, number: int) -> dict[str, object]:
         prompt, completion, reward = group.rollout.prompt, group.rollout.completions[number], group.rewards[number]
         return {
             "prompt_index": prompt.index,
@@ -40,8 +60,6 @@ class RolloutLog:
             "answer": prompt.answer,
             "reward": reward.total,
             "scores": dict(reward.scores),
-            "advantage": float(sample.advantages.mean(dtype=np.float64)) if len(sample.advantages) else 0.0,
-            "is_learnt": sample.is_learnt,
             "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,

@@ -41,6 +41,7 @@ class RunLog:
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
         if metrics.num_dropped:
             print(f"{metrics.path}: left out {metrics.num_dropped} steps that are done again", file=sys.stderr)
+        self.has_reports = bool(read_metrics(self.path))  # of an attempt that goes on here
         trackers = [
             metrics,
             StepConsole(num_steps, every_steps=config.log.every_steps),

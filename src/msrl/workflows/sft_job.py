@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
@@ -31,27 +29,6 @@ class SftJob:
     resume: SavedTraining | None
     checkpoint_dir: Path
     hf_dir: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The evaluation with the lowest loss so far: its step, and how many evaluations there have been `since`."""
-
-    step: int
-    loss: float
-    since: int = 0
-
-    @staticmethod
-    def after(before: Best | None, step: int, loss: float) -> Best:
-        """The best one once step `step` was evaluated; a loss that is not a number is never the best."""
-        if before is None or loss < before.loss or before.loss != before.loss:
-            return Best(step, loss)
-        return Best(before.step, before.loss, before.since + 1)
-
-    @staticmethod
-    def of(extra: Mapping[str, Any]) -> Best | None:
-        """What a checkpoint's own state says."""
-        return Best(**extra["best"]) if extra.get("best") else None
 
 
 def training_rows(config: Config) -> tuple[Rows, Rows | None] | tuple[TextRows, TextRows | None]:

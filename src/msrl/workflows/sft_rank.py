@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from msrl.algorithms.packing import Sequences, balanced
 from msrl.config.schema import Config
@@ -18,8 +18,9 @@ from msrl.trainer.resume import SavedTraining
 from msrl.trainer.saver import Saver
 from msrl.trainer.worker import TrainWorker
 from msrl.types import MicroBatch, StepReport
+from msrl.workflows.best import Best, best_state
 from msrl.workflows.common import order_state, retention
-from msrl.workflows.sft_job import Best, SftJob, training_rows
+from msrl.workflows.sft_job import SftJob, training_rows
 from msrl.workflows.sft_rows import Rows
 from msrl.workflows.text_rows import TextRows
 
@@ -48,7 +49,7 @@ def main(context: RankContext, job: SftJob) -> None:
             _save(saver, job, step + 1, best)
         _report_saved(context, saver.finished())
         if is_over and context.rank == 0 and best is not None:
-            context.report(f"ended early: {best.since} evaluations without a lower loss than {best.loss:.4f} of step {best.step}")
+            context.report(f"ended early: {best.since} evaluations without a lower loss than {best.value:.4f} of step {best.step}")
         if is_stopped or is_over:
             break
     _report_saved(context, saver.finished(must_wait=True))
@@ -61,9 +62,7 @@ def _report_saved(context: RankContext, finished: Sequence[SavedTraining]) -> No
 
 
 def _save(saver: Saver, job: SftJob, step: int, best: Best | None) -> None:
-    extra = {**order_state(job.order), "best": None if best is None else asdict(best)}
-    kept = retention(job.config, best.step if best is not None and job.config.checkpoint.keep_best else None)
-    saver.save(step, extra, kept)
+    saver.save(step, {**order_state(job.order), **best_state(best)}, retention(job.config, best))
 
 
 def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bool:
@@ -89,7 +88,7 @@ def _evaluated(
     loss = _evaluate(worker, config, held_out)
     metrics = {**report.metrics, "eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
     seconds = {**report.seconds, "eval": time.perf_counter() - started}
-    return replace(report, metrics=metrics, seconds=seconds), Best.after(best, report.step, loss)
+    return replace(report, metrics=metrics, seconds=seconds), Best.after(best, report.step, loss, is_loss=True)
 
 
 def _share(worker: TrainWorker, config: Config, rows: Sequence[Sequences]) -> tuple[list[MicroBatch], int, int]:

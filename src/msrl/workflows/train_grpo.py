@@ -14,13 +14,13 @@ from itertools import chain
 from pathlib import Path
 
 from msrl.cluster.session import ray_session
-from msrl.config.derived import needs_reference, updates_per_step, world_size
+from msrl.config.derived import max_model_len, needs_reference, updates_per_step, world_size
 from msrl.config.schema import Config
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
 from msrl.trainer.resume import SavedTraining
-from msrl.types import Ints, SamplingParams, StepReport
+from msrl.types import Ints, StepReport
 from msrl.workflows.common import (
     adapted_base,
     hf_files,
@@ -34,6 +34,7 @@ from msrl.workflows.common import (
 )
 from msrl.workflows.export import export_hf
 from msrl.workflows.grpo_actors import SavePlan
+from msrl.workflows.grpo_eval import Evaluator
 from msrl.workflows.grpo_job import Job, prepare
 from msrl.workflows.grpo_step import Clock, report_of
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
@@ -42,7 +43,7 @@ from msrl.workflows.interrupts import EndAtOnce, Interrupts
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 
-CURVES = ("reward/mean", "rollout/response_length", "train/kl", "train/entropy", "train/grad_norm", "eval/reward")
+CURVES = ("reward/mean", "rollout/response_length", "train/kl", "train/entropy", "train/grad_norm", "eval/pass@1", "eval/reward")
 
 
 def run(config: Config) -> None:
@@ -68,6 +69,9 @@ def _loop(
     state = saved.state()["extra"] if saved else {}
     updater = Updater(config, trainers, schedule(config, job.num_steps * updates_per_step(config)), state)
     rollouts = RolloutLog(log.path, job.tokenizer, is_on=config.log.save_rollouts)
+    evaluator = Evaluator(job, engines, scorer, rollouts, state)
+    if config.eval.at_start and job.start_step == 0 and not log.has_reports:
+        log.log(evaluator.at_start())
     for step in range(job.start_step, job.num_steps):
         clock = Clock()
         with clock("rollout"):
@@ -80,13 +84,13 @@ def _loop(
             engines.load_weights(trainers.weights())
         metrics = report_of(scores, trained, clock.seconds)
         rollouts.write(step + 1, scores.groups, prepared.samples)
-        if _is_due(config.eval.every_steps, step + 1, job.num_steps):
-            metrics["eval/reward"] = _evaluate(job, engines, scorer, step + 1)
-        log.log(StepReport(step + 1, metrics, {**clock.seconds, "step": sum(clock.seconds.values())}, scores.notes))
-        if interrupts.asked or step + 1 == job.num_steps or _is_due(config.checkpoint.every_steps, step + 1, job.num_steps):
-            extra = {**order_state(job.prompts.order), **updater.state()}
-            saved = _said(trainers.save(step + 1, extra, retention(config))) or saved
-        if interrupts.asked:
+        seconds = {**clock.seconds, "step": sum(clock.seconds.values())}
+        log.log(evaluator.after(StepReport(step + 1, metrics, seconds, scores.notes)))
+        is_last = interrupts.asked or evaluator.ends_with(step + 1) or step + 1 == job.num_steps
+        if is_last or evaluator.must_save(step + 1) or _is_due(config.checkpoint.every_steps, step + 1):
+            extra = {**order_state(job.prompts.order), **updater.state(), **evaluator.state()}
+            saved = _said(trainers.save(step + 1, extra, retention(config, evaluator.best))) or saved
+        if is_last:
             break
     return _said(trainers.finish_saves()) or saved
 
@@ -98,15 +102,8 @@ def _said(finished: Sequence[SavedTraining]) -> SavedTraining | None:
     return finished[-1] if finished else None
 
 
-def _is_due(every: int | None, step: int, num_steps: int) -> bool:
-    return every is not None and (step % every == 0 or step == num_steps)
-
-
-def _evaluate(job: Job, engines: Engines, scorer: Scorer, step: int) -> float:
-    """Mean reward of greedy answers to the held-out prompts."""
-    greedy = SamplingParams(job.sampling.max_tokens, temperature=0.0, stop=job.sampling.stop, stop_token_ids=job.sampling.stop_token_ids)
-    groups = scorer.score(engines.generate(job.eval_prompts, greedy, step)).groups
-    return sum(reward.total for group in groups for reward in group.rewards) / len(groups)
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
 
 
 @contextmanager
@@ -160,13 +157,13 @@ def _scorer(job: Job) -> Scorer:
 
 def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
     """The engine starts from the config alone: its weights are pushed in before the first prompt."""
-    engine, rollout = config.rollout.engine, config.rollout
+    engine = config.rollout.engine
     return EngineSettings(
         model_dir=hf_dir,
         tokenizer_dir=tokenizer_path(config),
         dtype=config.model.dtype,
         tp=engine.tp,
-        max_model_len=engine.max_model_len or rollout.max_prompt_tokens + rollout.max_response_tokens,
+        max_model_len=max_model_len(config),
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         kv_cache_bytes=engine.kv_cache_bytes,

@@ -1,4 +1,4 @@
-"""What every training shares: the run, the model, data, the cluster, checkpoints, logs, evaluation."""
+"""What every training shares: the run, the model, data, the cluster, checkpoints, logs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CheckpointConfig(_WithAsync):
     every_steps: Count | None = Field(default=None, description="Steps between two checkpoints; unset: only after the last step")
     keep: Count | None = Field(default=None, description="Newest checkpoints that stay; unset: all")
     max_gb: Positive | None = Field(default=None, description="Gigabytes (1e9) that checkpoints may take; older ones go, the newest stays")
-    keep_best: Bool = Field(default=False, description="Save after every evaluation with a new lowest loss, and keep that checkpoint too")
+    keep_best: Bool = Field(default=False, description="Save after every evaluation that is the best so far, and keep that checkpoint too")
     resume: Text = Field(default="none", description="none: start anew; auto: go on from the newest checkpoint, if any; or the path of one")
     export_hf: Bool = Field(default=False, description="Write the final model as a Hugging Face folder, hf in the folder of the run")
 
@@ -88,14 +88,6 @@ class LogConfig(Section):
 
     every_steps: Count = Field(default=1, description="Steps between two lines on the terminal; metrics.jsonl has every step")
     trackers: tuple[Literal["tensorboard"], ...] = Field(default=("tensorboard",), description="Where metrics go besides metrics.jsonl")
-    save_rollouts: Bool = Field(default=True, description="Write every prompt and completion with its rewards to rollouts/*.jsonl")
-
-
-class EvalConfig(Section):
-    """Evaluation on data.eval while training."""
-
-    every_steps: Count | None = Field(default=None, description="Steps between two evaluations; unset: none")
-    prompts: Count | None = Field(default=None, description="Rows of data.eval that are used, from its start; unset: all")
-    patience: Count | None = Field(
-        default=None, description="Evaluations without a new lowest loss after which train-sft ends early; unset: it does not"
+    save_rollouts: Bool = Field(
+        default=True, description="Write every prompt and completion with its rewards to rollouts/*.jsonl and eval/*.jsonl"
     )

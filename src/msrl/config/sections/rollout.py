@@ -9,13 +9,18 @@ from pydantic import Field
 from msrl.config.sections.base import Bool, Count, Fraction, NonNegative, Section, Size, Text, TopK, UpToOne
 
 
-class SamplingConfig(Section):
-    """How completions are sampled."""
+class Cuts(Section):
+    """What sampling leaves out of the distribution."""
 
-    temperature: NonNegative = Field(default=1.0, description="Logits are divided by it; 0 is greedy, which train-grpo refuses")
     top_p: Fraction = Field(default=1.0, description="Sample from the smallest set of tokens with this probability; 1 is off")
     top_k: TopK = Field(default=-1, description="Sample from the k likeliest tokens; -1 is off")
     min_p: UpToOne = Field(default=0.0, description="Leave out tokens below this fraction of the likeliest one's probability; 0 is off")
+
+
+class SamplingConfig(Cuts):
+    """How completions are sampled."""
+
+    temperature: NonNegative = Field(default=1.0, description="Logits are divided by it; 0 is greedy, which train-grpo refuses")
     stop: tuple[Text, ...] = Field(default=(), description="Texts that end a completion, besides the template's own end of turn")
     seed: Size | None = Field(default=None, description="Seed of sampling; unset: run.seed")
 
