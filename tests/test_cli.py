@@ -196,7 +196,9 @@ def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
     assert "  train.parallel.tp: 2  # --set\n" in out
     assert "  data parallel: 2\n" in out
     assert "  rank 3: trains tp 1 dp 1 pp 0" in out
-    assert "  bytes per device, optimizer: " in out
+    # 91,009 parameters of a rank: 4 layers of (12,288 + 3 * 3,072 + 64) weights, biases of qkv 64, norms 128; the embedding; a norm.
+    assert re.search(r"^memory of the fullest device", out, re.M)
+    assert re.search(r"^  optimizer +[\d.]+ MB$", out, re.M) and re.search(r"^  at once while training +[\d.]+ MB$", out, re.M)
     assert not calls
 
 

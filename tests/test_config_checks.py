@@ -10,9 +10,11 @@ import pytest
 
 from config_inputs import GRPO, TRAINING, make_data, make_mcore, make_model
 from msrl.config.checks import guess
-from msrl.config.derived import bytes_per_device, derived, model_shape, parameters_per_rank, ranks
+from msrl.config.derived import derived, model_shape, ranks
 from msrl.config.loader import Flag, load
+from msrl.config.memory import memory_rows
 from msrl.config.schema import Config
+from msrl.config.state_memory import bytes_per_device, parameters_per_rank
 from msrl.errors import MsrlError
 from msrl.models.cut import Cut
 from msrl.models.families import load_shape, num_parameters
@@ -318,8 +320,8 @@ def test_only_what_is_trained_has_gradients_and_a_place_in_the_optimizer(folder:
     frozen = bytes_per_device(load(["sft.yaml"], [*cut, "train.freeze=['*.mlp.*']"]).config, shape)
     trained = count - layers * (3 * ffn * hidden // 2)
     assert frozen == {"weights": 4 * count, "gradients": 4 * trained, "optimizer": 8 * trained}
-    assert "bytes per device, reference weights" in derived(load(["grpo.yaml"], ["algo.kl.loss.coef=0.1"]).config, "train-grpo")
-    assert "bytes per device, reference weights" not in derived(load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", *lora]).config, "train-grpo")
+    assert "reference weights" in memory_rows(load(["grpo.yaml"], ["algo.kl.loss.coef=0.1"]).config, "train-grpo")
+    assert "reference weights" not in memory_rows(load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", *lora]).config, "train-grpo")
 
 
 def test_nothing_is_derived_without_training_or_devices():

@@ -81,7 +81,10 @@ def test_memory_of_training_reference_and_engine_is_added_up(folder: Path):
     parameters = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 64 * 96 + 2 * 64) + 1001 * 64 + 64
     training, engine = parameters * (4 + 4 + 8 + 4), parameters * 4 + 10**6
     assert found["memory"][0] == "wrong"
-    assert f"{training / 1e9:.1f} GB of training and {engine / 1e9:.1f} GB of the engine do not fit into 0.0 GB" in found["memory"][1]
+    assert f"the run takes {(training + engine) / 1e6:.1f} MB or more, and there are 1.0 MB" in found["memory"][1]
+    assert re.search(rf"^ +optimizer +{parameters * 8 / 1e6:.1f} MB$", found["memory"][1], re.M)
+    # A micro-batch of one prompt and response of 64 tokens each: 64 are learnt, of 1001 logits.
+    assert re.search(r"^ +activations +[\d.]+ MB$", found["memory"][1], re.M)
     # Keys and values of 4 layers, 4 groups of 8, 4 bytes: 1024 bytes a token.
     assert found["KV cache"] == ("ok", f"room for {10**6 // 1024:,} tokens, {10**6 // (1024 * 128)} of the longest sequences")
     little = load(["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000"])

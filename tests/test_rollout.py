@@ -10,13 +10,13 @@ import pytest
 
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
+from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.platforms import get
 from msrl.rollout.engine import (
     EngineSettings,
     check_prompt,
     checked_weights,
     expected_weights,
-    kv_bytes_per_token,
     kv_cache_bytes,
     sample_seed,
     sample_seeds,
@@ -88,8 +88,8 @@ def test_a_tied_model_is_given_no_output_layer():
 
 def test_the_kv_cache_of_qwen_takes_12_kib_a_token():
     shape = load_shape(qwen())
-    assert kv_bytes_per_token(shape, "bfloat16", tp=1) == 24 * 2 * 2 * 64 * 2
-    assert kv_bytes_per_token(shape, "float32", tp=2) == 24 * 2 * 1 * 64 * 4
+    assert kv_bytes_per_token(shape, 2, tp=1) == 24 * 2 * 2 * 64 * 2
+    assert kv_bytes_per_token(shape, 4, tp=2) == 24 * 2 * 1 * 64 * 4
 
 
 def test_the_kv_cache_holds_all_sequences_or_what_the_share_of_memory_holds():

@@ -29,12 +29,14 @@ def show(
     """Print every value in force and where it came from, and what follows from them."""
     from msrl.config.checks import guess
     from msrl.config.derived import derived
+    from msrl.config.memory import memory_rows
     from msrl.config.show import to_yaml
 
     resolved = _resolved(ctx)
     name = command.value if command else guess(resolved) or ""
     advise(resolved, name)
-    rows = derived(resolved.config, name)
+    memory = {f"bytes of the fullest device, {part}": size for part, size in memory_rows(resolved.config, name).items()}
+    rows = {**derived(resolved.config, name), **memory}
     if json:
         origins = {key: str(origin) for key, origin in resolved.origins.items()}
         typer.echo(jsonlib.dumps({"config": resolved.config.model_dump(mode="json"), "origins": origins, "derived": rows}, indent=2))

@@ -22,6 +22,9 @@ _KEYS = {
 }
 
 
+_UNKNOWN_LENGTHS = "memory of the fullest device, without activations: set data.seq_length or train.max_tokens_per_micro_batch"
+
+
 def execute(ctx: typer.Context, command: str, *, section: str = "", fixed: Mapping[str, object] | None = None) -> None:
     """Runs `msrl.workflows.<command>` on the configuration of this call, or prints its plan under `--dry-run`.
 
@@ -96,6 +99,7 @@ def show_plan(resolved: Resolved, command: str) -> None:
     """Prints what is set, where, and what follows from it."""
     from msrl.config.derived import derived
     from msrl.config.loader import DEFAULT
+    from msrl.config.memory import memory_rows, table
     from msrl.config.show import flow
 
     typer.echo(f"{command}: the configuration is right; nothing was started")
@@ -107,3 +111,8 @@ def show_plan(resolved: Resolved, command: str) -> None:
         typer.echo("from which follows")
     for name, value in rows.items():
         typer.echo(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}")
+    memory = memory_rows(resolved.config, command)
+    if memory:
+        typer.echo("memory of the fullest device, at most" if "activations" in memory else _UNKNOWN_LENGTHS)
+    for line in table(memory):
+        typer.echo(f"  {line}")

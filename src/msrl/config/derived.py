@@ -1,19 +1,15 @@
-"""What follows from a configuration by arithmetic alone: world size, batches, updates, the place of every rank, bytes per device."""
+"""What follows from a configuration by arithmetic alone: world size, batches, updates, the place of every rank."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from msrl.config.schema import Config, ConvertConfig, ParallelConfig
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
+from msrl.models.cut import Cut
 from msrl.models.families import load_shape
-from msrl.models.rules import Replicated, Sharded, Vocab
-from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
-from msrl.models.stages import Placed, stage_tensors
 
 _TRAINING = ("train-sft", "train-grpo")
 
@@ -139,59 +135,6 @@ def model_shape(config: Config) -> Shape | None:
     return shape
 
 
-def _elements(placed: Placed) -> int:
-    """Elements of a rank's tensor."""
-    rule, size = placed.rule, placed.num_shards
-    if isinstance(rule.layout, Replicated):
-        return sum(math.prod(shape) for shape in rule.shapes)
-    if isinstance(rule.layout, Vocab):
-        hidden = math.prod(rule.shapes[0][1:])
-        return -(-rule.layout.vocab_size // size) * hidden
-    return sum(math.prod(shape) for shape in rule.shapes) // size
-
-
-def parameters_per_rank(shape: Shape, cut: Cut) -> int:
-    """Parameters on the fullest rank. A tied embedding stands on the first and on the last stage."""
-    return max(sum(_elements(placed) for placed in stage_tensors(shape, cut, Coords(pp=stage))) for stage in range(cut.pp))
-
-
-def bytes_per_device(config: Config, shape: Shape) -> dict[str, int]:
-    """Bytes of the fullest rank: weights; gradients (fp32) and optimizer (fp32 moments, and masters for bfloat16; spread over DP and CP) of
-    what is trained: all, what is not frozen, or the adapters alone.
-    """
-    bfloat16 = config.model.dtype == "bfloat16"
-    ranks = dp_size(config) * config.train.parallel.cp
-    found = [
-        {"weights": held * (2 if bfloat16 else 4), "gradients": trained * 4, "optimizer": trained * (12 if bfloat16 else 8) // ranks}
-        for held, trained in (_held_and_trained(config, shape, stage) for stage in range(config.train.parallel.pp))
-    ]
-    return max(found, key=lambda stage: sum(stage.values()))
-
-
-def _held_and_trained(config: Config, shape: Shape, stage: int) -> tuple[int, int]:
-    """Parameters that a rank of a stage holds, and those of them that are trained."""
-    placed, lora = stage_tensors(shape, cut_of(config.train.parallel), Coords(pp=stage)), config.train.lora
-    held = sum(_elements(one) for one in placed)
-    if lora.rank is not None:
-        adapters = sum(_adapter_elements(one, lora.rank) for one in placed if is_layer(one.rule.mcore, one.rule.hf, lora.targets))
-        return held + adapters, adapters
-    frozen = chosen(shape, config.train.freeze, key="train.freeze") if config.train.freeze else frozenset[str]()
-    return held, sum(_elements(one) for one in placed if one.rule.mcore not in frozen)
-
-
-def _adapter_elements(placed: Placed, rank: int) -> int:
-    """Elements of a layer's two factors on a rank: one of them is cut as the layer is, the other whole."""
-    rows, columns = sum(size[0] for size in placed.rule.shapes), placed.rule.shapes[0][1]
-    is_row = isinstance(placed.rule.layout, Sharded) and placed.rule.layout.axis == 1
-    return rank * (rows + columns // placed.num_shards if is_row else rows // placed.num_shards + columns)
-
-
-def reference_bytes(config: Config, shape: Shape) -> int:
-    """Bytes of the reference's weights on a device: none where there is none, or where it is the policy without its adapters."""
-    is_held = needs_reference(config) and config.train.lora.rank is None
-    return bytes_per_device(config, shape)["weights"] if is_held else 0
-
-
 def derived(config: Config, command: str) -> dict[str, str | int]:
     """The arithmetic of `config show` and `--dry-run`, as name and value in the order of display; empty for commands without training."""
     if command not in _TRAINING or dp_size(config) < 1:
@@ -203,7 +146,6 @@ def derived(config: Config, command: str) -> dict[str, str | int]:
         f"by tokens, at most {config.train.max_tokens_per_micro_batch} each" if steps is None else steps
     )
     rows.update({f"rank {rank.rank}": str(rank) for rank in ranks(config, command)})
-    rows.update(_memory_rows(config))
     return rows
 
 
@@ -229,15 +171,3 @@ def _grpo_rows(config: Config) -> dict[str, str | int]:
     if config.train.steps:
         rows["optimizer updates in all"] = updates_per_step(config) * config.train.steps
     return rows
-
-
-def _memory_rows(config: Config) -> dict[str, str | int]:
-    try:
-        shape = model_shape(config)
-        if shape is None:
-            return {}
-        held, reference = bytes_per_device(config, shape), reference_bytes(config, shape)
-    except MsrlError:  # said by the checks
-        return {}
-    copies = {"reference weights": reference} if reference else {}
-    return {f"bytes per device, {name}": count for name, count in (held | copies).items()}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from msrl.errors import MsrlError
 from msrl.models.entries import file_names
+from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Shape
 from msrl.types import Floats, Ints, Prompt, RolloutGroup, SamplingParams
 
@@ -146,18 +147,12 @@ def checked_weights(tensors: Iterable[tuple[str, Tensor]], expected: frozenset[s
         raise ValueError(f"weights: {len(missing)} of {len(expected)} did not come, the first is {missing[0]}")
 
 
-def kv_bytes_per_token(shape: Shape, dtype: str, tp: int) -> int:
-    """Bytes that the KV cache of one device takes for one token: keys and values of its query groups in every layer."""
-    groups = max(1, shape.num_query_groups // tp)
-    return 2 * shape.num_layers * groups * shape.head_dim * BYTES_PER_ELEMENT[dtype]
-
-
 def kv_cache_bytes(shape: Shape, settings: EngineSettings, dtype: str, max_model_len: int, block_tokens: int, available_bytes: int) -> int:
     """A KV cache in main memory: room for `max_num_seqs` of the longest sequences, but at most the allowed share of what is free.
 
     Raises MsrlError when not even one longest sequence fits into that share.
     """
-    per_block = kv_bytes_per_token(shape, dtype, settings.tp) * block_tokens
+    per_block = kv_bytes_per_token(shape, BYTES_PER_ELEMENT[dtype], settings.tp) * block_tokens
     blocks_per_sequence = -(-max_model_len // block_tokens)
     least = (blocks_per_sequence + 1) * per_block  # the engine keeps one block for itself
     wanted = (blocks_per_sequence * settings.max_num_seqs + 1) * per_block

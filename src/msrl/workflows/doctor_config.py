@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from typing import Literal
 
 from msrl.config.checks import check, guess
-from msrl.config.derived import bytes_per_device, max_model_len, model_shape, parameters_per_rank, reference_bytes, world_size
+from msrl.config.derived import dp_size, max_model_len, model_shape, world_size
 from msrl.config.loader import Resolved
+from msrl.config.memory import GB
 from msrl.config.schema import Config
+from msrl.config.state_memory import element_bytes
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.cut import Cut
+from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
+from msrl.workflows.memory_check import finding, fit
 
 Found = tuple[Literal["ok", "note", "wrong"], str, str]
-GB = 10**9
 
 
 def config_findings(resolved: Resolved, command: str | None, platform: Platform | None) -> Iterator[Found]:
@@ -29,11 +31,11 @@ def config_findings(resolved: Resolved, command: str | None, platform: Platform 
         yield "wrong", name, line
     if not mistakes:
         yield "ok", name, "batches, lengths, files, names and cuts fit"
-    if name == "train-grpo" and platform is not None:
+    if name in ("train-sft", "train-grpo") and platform is not None:
         yield from _devices(resolved.config, platform)
-        yield from _memory(resolved.config, platform)
-        if not mistakes:
-            yield from _inputs(resolved.config)
+        yield from _memory(resolved.config, name, platform)
+    if name == "train-grpo" and platform is not None and not mistakes:
+        yield from _inputs(resolved.config)
 
 
 def _mistakes(resolved: Resolved, command: str) -> tuple[str, ...]:
@@ -59,38 +61,21 @@ def _devices(config: Config, platform: Platform) -> Iterator[Found]:
         yield "wrong", "devices", text
 
 
-def _memory(config: Config, platform: Platform) -> Iterator[Found]:
-    """Training, reference and engine on one device, all at once, as they stand there; activations come on top."""
-    total, shape = platform.memory_bytes(), _shape(config)
-    if total is None or shape is None:
-        return
-    held = bytes_per_device(config, shape)
-    training = sum(held.values()) + reference_bytes(config, shape)
-    weights = parameters_per_rank(shape, Cut()) // config.rollout.engine.tp * (2 if config.model.dtype == "bfloat16" else 4)
-    engine = config.rollout.engine
-    cache = engine.kv_cache_bytes
-    taken = weights + cache if cache is not None else int(total * engine.memory_fraction)
-    ranks = world_size(config) // config.cluster.nodes if platform.shares_main_memory else 1
-    engines = engine.dp * engine.tp if platform.shares_main_memory else 1
-    needed = training * ranks + taken * (engines if cache is not None else 1)
-    text = f"{training * ranks / GB:.1f} GB of training and {(needed - training * ranks) / GB:.1f} GB of the engine"
-    if needed > total:
-        cure = "raise train.parallel or lower rollout.engine.memory_fraction"
-        yield "wrong", "memory", f"{text} do not fit into {total / GB:.1f} GB; {cure}"
-    else:
-        yield "ok", "memory", f"{text} of {total / GB:.1f} GB, activations on top"
-    yield from _cache(config, shape, cache if cache is not None else taken - weights)
+def _memory(config: Config, command: str, platform: Platform) -> Iterator[Found]:
+    """Training, reference and engine on one device, and whether the engine's cache holds what it must."""
+    shape = _shape(config)
+    found = fit(config, command, platform) if shape is not None and dp_size(config) else None
+    if shape is not None and found is not None:
+        yield finding(found, config)
+        if command == "train-grpo":
+            yield from _cache(config, shape, found.memory.kv_cache)
 
 
 def _cache(config: Config, shape: Shape, room: int) -> Iterator[Found]:
-    """The KV cache must hold one sequence: keys and values of every layer (grouped-query attention)."""
-    element = 2 if config.model.dtype == "bfloat16" else 4
-    token = (
-        2 * shape.num_layers * shape.num_query_groups * shape.head_dim * element // min(config.rollout.engine.tp, shape.num_query_groups)
-    )
-    longest = max_model_len(config)
+    """The KV cache must hold one sequence."""
+    token, longest = kv_bytes_per_token(shape, element_bytes(config), config.rollout.engine.tp), max_model_len(config)
     if room < token * longest:
-        text = f"{max(room, 0) / GB:.2f} GB hold {max(room, 0) // token} tokens, and one sequence has up to {longest}"
+        text = f"{room / GB:.2f} GB hold {room // token} tokens, and one sequence has up to {longest}"
         yield "wrong", "KV cache", f"{text}; raise rollout.engine.memory_fraction or kv_cache_bytes"
     else:
         yield "ok", "KV cache", f"room for {room // token:,} tokens, {room // (token * longest):,} of the longest sequences"

@@ -29,6 +29,7 @@ class SftJob:
     resume: SavedTraining | None
     checkpoint_dir: Path
     hf_dir: Path
+    longest_row: int  # tokens
 
 
 def training_rows(config: Config) -> tuple[Rows, Rows | None] | tuple[TextRows, TextRows | None]:

@@ -40,6 +40,7 @@ from msrl.workflows.grpo_step import Clock, report_of
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
 from msrl.workflows.grpo_update import Updater
 from msrl.workflows.interrupts import EndAtOnce, Interrupts
+from msrl.workflows.memory_check import check_memory
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 
@@ -49,6 +50,7 @@ CURVES = ("reward/mean", "rollout/response_length", "train/kl", "train/entropy",
 def run(config: Config) -> None:
     """Train as the configuration says. Raises MsrlError for what is wrong with it before Ray is asked for."""
     job = prepare(config)
+    check_memory(config, "train-grpo", job.platform)
     with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         started = time.perf_counter()
         workers = (counted(world_size(config), "training rank"), counted(config.rollout.engine.dp, "engine"))

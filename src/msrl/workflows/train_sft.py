@@ -19,6 +19,7 @@ from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import StepReport
 from msrl.workflows.common import adapted_base, check_data, check_order, hf_files, resumed, schedule, worker_settings, worker_variables
 from msrl.workflows.interrupts import Interrupts
+from msrl.workflows.memory_check import check_memory
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import SftJob, check_lengths, row_order, training_rows
 from msrl.workflows.sft_rows import Rows
@@ -31,6 +32,7 @@ def run(config: Config) -> None:
     """Train as the configuration says. Raises MsrlError for what is wrong with it before any rank is started."""
     platform = resolve(config.cluster.platform)
     job = prepare(config, platform.name)
+    check_memory(config, "train-sft", platform, longest=job.longest_row)
     saved = job.resume
     with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log:
         log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
@@ -75,6 +77,7 @@ def prepare(config: Config, platform: str) -> SftJob:
         resume=resume,
         checkpoint_dir=checkpoint_root(config),
         hf_dir=hf_files(config),
+        longest_row=rows.longest,
     )
 
 

@@ -1,0 +1,113 @@
+"""Whether a training fits into the memory of the devices, before any is asked for."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from msrl.config.derived import model_shape, world_size
+from msrl.config.memory import Memory, bytes_text, table, training_memory, with_engine
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.models.shape import Shape
+from msrl.platforms.base import Platform
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a training's memory stands to a device's. `certain` is what it takes however long its rows turn out."""
+
+    memory: Memory
+    needed: int  # bytes of one device; in main memory of all ranks and engines of a machine
+    certain: int
+    total: int
+
+    @property
+    def level(self) -> Literal["ok", "note", "wrong"]:
+        """wrong: it cannot fit; note: it might not, when passes are as full as the configuration allows."""
+        return "wrong" if self.certain > self.total else "note" if self.needed > self.total else "ok"
+
+    @property
+    def head(self) -> str:
+        """What is needed and what is there."""
+        if self.level == "wrong":
+            return f"the run takes {bytes_text(self.certain)} or more, and there are {bytes_text(self.total)}"
+        return f"the run takes at most {bytes_text(self.needed)} of {bytes_text(self.total)}"
+
+
+def fit(config: Config, command: str, platform: Platform, *, longest: int | None = None) -> Fit | None:
+    """The memory of a training on this machine's devices; None where the model or the device's memory cannot be told.
+
+    `longest`: tokens of the longest row that is certain to be trained on.
+    """
+    shape, total = model_shape(config), platform.memory_bytes()
+    if shape is None or total is None:
+        return None
+    memory = training_memory(config, shape, command, longest=longest, temporary_elements=platform.elements_at_once)
+    memory = _with_engine(memory, config, shape, command, platform)
+    certain = _certain(memory, config, shape, command, longest)
+    return Fit(memory, _on_machine(memory, config, platform), _on_machine(certain, config, platform), total)
+
+
+def _certain(memory: Memory, config: Config, shape: Shape, command: str, longest: int | None) -> Memory:
+    """With a pass over the longest row alone, or, where no row is certain to be long, without activations."""
+    if longest is None or command == "train-grpo":
+        return replace(memory, activations=0, working=0, logits=0, forward=0)
+    alone = config.train.model_copy(update={"micro_batch": 1, "max_tokens_per_micro_batch": None})
+    return training_memory(config.model_copy(update={"train": alone}), shape, command, longest=longest)
+
+
+def _with_engine(memory: Memory, config: Config, shape: Shape, command: str, platform: Platform) -> Memory:
+    if command != "train-grpo":
+        return memory
+    sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
+    return with_engine(memory, config, shape, total=platform.memory_bytes(), is_shared=platform.shares_main_memory, sleeps=sleeps)
+
+
+def _on_machine(memory: Memory, config: Config, platform: Platform) -> int:
+    """Bytes that are counted against `Platform.memory_bytes`."""
+    if not platform.shares_main_memory:
+        return memory.peak
+    ranks, engine = world_size(config) // config.cluster.nodes, config.rollout.engine
+    alone = replace(memory, engine_weights=0, kv_cache=0, resting=frozenset())
+    return alone.training * ranks + memory.engine * engine.tp * engine.dp
+
+
+def cures(config: Config, memory: Memory) -> str:
+    """What would make the largest parts smaller, of what is not done yet."""
+    train, found = config.train, dict[str, int]()
+    state = memory.weights + memory.gradients + memory.optimizer
+    found["raise train.parallel.tp or pp"] = state
+    if not train.offload.optimizer:
+        found["set train.offload.optimizer"] = memory.optimizer
+    if train.recompute.granularity != "full":
+        found["set train.recompute.granularity: full"] = memory.activations
+    if train.chunk is None:
+        found["set train.chunk, such as 1024"] = memory.logits
+    if train.micro_batch > 1 or train.max_tokens_per_micro_batch is not None:
+        key = "micro_batch" if train.max_tokens_per_micro_batch is None else "max_tokens_per_micro_batch"
+        found[f"lower train.{key}"] = memory.activations + memory.logits
+    if memory.kv_cache:
+        found["lower rollout.engine.memory_fraction or kv_cache_bytes"] = memory.kv_cache
+    best = sorted(found, key=lambda cure: found[cure], reverse=True)
+    return ", or ".join(best[:3])
+
+
+def check_memory(config: Config, command: str, platform: Platform, *, longest: int | None = None) -> None:
+    """Raises MsrlError for a training that cannot fit. On CPU, and where only the fullest passes would not fit, that is said instead."""
+    found = fit(config, command, platform, longest=longest)
+    if found is None or found.level == "ok":
+        return
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.memory.rows().items())
+    message = f"memory: {found.head}; {cures(config, found.memory)} (the fullest device: {parts})"
+    if found.level == "wrong" and not platform.shares_main_memory:
+        raise MsrlError(message)
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def finding(found: Fit, config: Config) -> tuple[Literal["ok", "note", "wrong"], str, str]:
+    """What doctor says: how the training stands to the device, and the table."""
+    cure = "" if found.level == "ok" else f"; {cures(config, found.memory)}"
+    lines = "\n".join(f"         {line}" for line in table(found.memory.rows()))
+    return found.level, "memory", f"{found.head}{cure}; on the fullest device:\n{lines}"

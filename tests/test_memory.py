@@ -1,0 +1,125 @@
+"""The estimate of a training's memory, held to the live tensors and to the resident memory of real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from memory_ranks import Case, Measured
+from msrl.config.loader import load
+from msrl.config.memory import Memory, training_memory
+from msrl.models.families import all_rules, load_shape
+from msrl.trainer.launch import run_ranks
+from msrl.trainer.settings import Layout, Lora, Recompute
+from support import python_path
+
+COMMON = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "torch_dtype": "float32"}
+MODELS = {
+    "dense": {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 16384, "tie_word_embeddings": True,
+    },
+    "large vocabulary": {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 65536, "tie_word_embeddings": False,
+    },
+    "mixture": {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192, "tie_word_embeddings": False, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 384, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+}  # fmt: skip
+LENGTHS = (233, 90, 61, 128, 300, 200, 12)
+
+
+def make_model(folder: Path, config: dict) -> Path:
+    """A Hugging Face folder of random weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "", **COMMON, **config}))
+    torch.manual_seed(0)
+    pairs = [pair for rule in all_rules(load_shape(folder)) for pair in zip(rule.hf, rule.shapes, strict=True)]
+    save_file({name: torch.randn(size) * 0.02 for name, size in pairs}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_model(root / name.replace(" ", "_"), config) for name, config in MODELS.items()}
+
+
+def estimate(case: Case, *sets: str) -> Memory:
+    """What a configuration that asks for the case is told."""
+    layout = case.layout
+    asked = [
+        f"model.path={case.model}", f"model.dtype={case.dtype}", f"cluster.devices_per_node={layout.replica_size}",
+        f"train.parallel.tp={layout.tp}", f"train.parallel.pp={layout.pp}", f"train.parallel.cp={layout.cp}",
+        f"train.parallel.ep={layout.ep}", f"train.parallel.etp={layout.etp or 'null'}", f"train.parallel.sp={str(layout.sp).lower()}",
+        f"train.max_tokens_per_micro_batch={sum(case.lengths)}", *sets,
+    ]  # fmt: skip
+    config = load(sets=asked).config
+    return training_memory(config, load_shape(case.model), "train-sft", longest=max(case.lengths), temporary_elements=1 << 18)
+
+
+def measured(cases: list[Case], num_ranks: int) -> list[Measured]:
+    from msrl.platforms import get
+
+    return run_ranks("memory_ranks:main", cases, num_ranks=num_ranks, platform=get("cpu"), env={"PYTHONPATH": python_path()})
+
+
+@pytest.mark.slow
+def test_the_estimate_is_what_the_live_tensors_of_three_shapes_take_and_near_the_resident_memory(folders):
+    """Live tensors: every storage that an operation makes, while it lives."""
+    dtypes = {"dense": "float32", "large vocabulary": "bfloat16", "mixture": "float32"}
+    cases = {name: Case(name, folders[name], LENGTHS, dtype=dtype) for name, dtype in dtypes.items()}
+    for found in measured(list(cases.values()), 1):
+        expected = estimate(cases[found.name]).training
+        assert found.live == pytest.approx(expected, rel=0.05), (found.name, found.by_maker)
+        assert found.resident == pytest.approx(expected, rel=0.3), found.name
+
+
+TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
+    "recomputed and chunked": (
+        "large vocabulary",
+        {"more": {"chunk": 64, "recompute": Recompute("full")}},
+        ("train.chunk=64", "train.recompute.granularity=full"),
+    ),
+    "first layers recomputed": (
+        "dense",
+        {"more": {"recompute": Recompute("full", "block", 4)}},
+        ("train.recompute.granularity=full", "train.recompute.method=block", "train.recompute.layers=4"),
+    ),
+    "parts recomputed": (
+        "dense",
+        {"more": {"recompute": Recompute("selective", modules=("core_attn", "mlp"))}},
+        ("train.recompute.granularity=selective", "train.recompute.modules=[core_attn,mlp]"),
+    ),
+    "adapters": (
+        "dense",
+        {"more": {"lora": Lora(8, 16.0, ("linear_qkv", "linear_proj"))}},
+        ("train.lora.rank=8", "train.lora.targets=[q_proj,k_proj,v_proj,linear_proj]"),
+    ),
+    "frozen": ("dense", {"more": {"freeze": ("*.mlp.*",)}}, ("train.freeze=['*.mlp.*']",)),
+    "tp2 sp": ("dense", {"layout": Layout(tp=2, sp=True)}, ()),
+    "tp2": ("dense", {"layout": Layout(tp=2)}, ()),
+    "pp2": ("dense", {"layout": Layout(pp=2), "batches": 3}, ()),
+    "pp2 vpp": ("dense", {"layout": Layout(pp=2, vpp=1), "batches": 4}, ("train.parallel.vpp=1",)),
+    "cp2": ("dense", {"layout": Layout(cp=2)}, ()),
+    "experts spread": ("mixture", {"layout": Layout(tp=2, ep=2, etp=1, sp=True), "dtype": "bfloat16"}, ("train.parallel.etp=1",)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_the_estimate_holds_in_every_layout_and_with_every_option_that_saves_memory(folders):
+    cases = {name: Case(name, folders[model], LENGTHS, **more) for name, (model, more, _) in TABLE.items()}
+    fullest: dict[str, int] = {}
+    for found in measured(list(cases.values()), 2):
+        fullest[found.name] = max(found.live, fullest.get(found.name, 0))
+    ratios = {name: estimate(cases[name], *TABLE[name][2]).training / live for name, live in fullest.items()}
+    assert set(ratios) == set(TABLE)
+    assert {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > 0.1} == {}, ratios
