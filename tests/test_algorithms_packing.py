@@ -31,7 +31,7 @@ def test_two_sequences_lie_end_to_end_and_predict_only_within_themselves():
         {"advantages": [floats(0, 1, 2), floats(9, 3)]},
         pad_to_multiple=4,
     )
-    assert batch.token_ids.tolist() == [10, 11, 12, 20, 21, 0, 0, 0]
+    assert batch.token_ids.tolist() == [10, 11, 12, 20, 21, 21, 21, 21]
     assert batch.labels.tolist() == [11, 12, 0, 21, 0, 0, 0, 0]
     assert batch.loss_mask.tolist() == [True, True, False, True, False, False, False, False]
     assert batch.fields["advantages"].tolist() == [1, 2, 0, 3, 0, 0, 0, 0]

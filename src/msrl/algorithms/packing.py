@@ -99,8 +99,9 @@ def micro_batch(
 ) -> MicroBatch:
     """The sequences end to end. What is masked out carries 0 in every field, whatever stood there.
 
-    When `pad_to_multiple` asks for more tokens (sequence parallel needs a multiple of TP), they form one more segment of token 0
-    with loss_mask False. Raises ValueError for no sequences, an empty one, or arrays of different lengths.
+    When `pad_to_multiple` asks for more tokens (sequence parallel needs a multiple of TP), they form one more segment with loss_mask
+    False. It repeats the last token: a token that is in no sequence may have an embedding that nobody has trained. Raises ValueError
+    for no sequences, an empty one, or arrays of different lengths.
     """
     lengths = [len(ids) for ids in token_ids]
     fields = fields or {}
@@ -109,7 +110,7 @@ def micro_batch(
     segments = [*lengths, padding] if padding else lengths
     mask = _shifted(loss_masks, padding, np.bool_)
     return MicroBatch(
-        token_ids=np.concatenate((*token_ids, np.zeros(padding, np.int64))).astype(np.int64, copy=False),
+        token_ids=np.concatenate((*token_ids, np.full(padding, token_ids[-1][-1]))).astype(np.int64, copy=False),
         labels=_shifted(token_ids, padding, np.int64),
         loss_mask=mask,
         cu_seqlens=np.cumsum([0, *segments], dtype=np.int32),

@@ -58,7 +58,7 @@ def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None
     return sequences._replace(fields={**sequences.fields, "weights": field})
 
 
-def filler(length: int) -> MicroBatch:
-    """A micro-batch of `length` tokens that is run for the sake of other ranks and counts for nothing."""
-    ids = np.zeros(length, np.int64)
+def filler(length: int, token: int = 0) -> MicroBatch:
+    """A micro-batch of `length` times a token that is run for the sake of other ranks and counts for nothing."""
+    ids = np.full(length, token, np.int64)
     return MicroBatch(ids, ids, np.ones(length, np.bool_), np.array([0, length], np.int32))

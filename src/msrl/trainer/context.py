@@ -28,6 +28,7 @@ class ContextShare:
     group: dist.ProcessGroup
     lengths: tuple[int, ...]  # of the padded sequences, sum P
     rows: Tensor  # [n] position in the micro-batch of each token of this rank; -1 is padding
+    stand_ins: Tensor  # [n] the same, where padding repeats the token before it: an embedding that nobody has trained comes into nothing
     order: Tensor  # [P] where, among the tokens of all ranks one after the other, each padded position lies
     inverse: Tensor  # [P] the other way
 
@@ -69,15 +70,16 @@ def share(lengths: Sequence[int], group: dist.ProcessGroup, multiple: int, devic
     padded = padded_lengths(lengths, num_ranks, multiple)
     by_rank = [places(padded, rank, num_ranks) for rank in range(num_ranks)]
     inverse = np.concatenate(by_rank)
-    rows = rows_of(lengths, padded)[by_rank[dist.get_rank(group)]]
+    rows, mine = rows_of(lengths, padded), by_rank[dist.get_rank(group)]
     order = np.empty_like(inverse)
     order[inverse] = np.arange(len(inverse))
-    return ContextShare(group, padded, *(torch.from_numpy(x).to(device) for x in (rows, order, inverse)))
+    arrays = (rows[mine], np.maximum.accumulate(rows)[mine], order, inverse)
+    return ContextShare(group, padded, *(torch.from_numpy(x).to(device) for x in arrays))
 
 
 def of_rank(packed: PackedSequences, mine: ContextShare) -> PackedSequences:
     """The packing of a whole micro-batch as this rank needs it."""
-    rows = mine.rows.clamp(min=0)  # padding may be rotated by anything
+    rows = mine.stand_ins
     return dataclasses.replace(packed, lengths=mine.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=mine)
 
 

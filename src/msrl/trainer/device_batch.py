@@ -66,11 +66,11 @@ def to_device(batch: MicroBatch, rotary: RotaryTable, device: torch.device, *, c
     if cp == 1:
         return DeviceBatch(tokens[None], packed, mask, labels[mask], None, sequences, fields)
     mine = context.share(packed.lengths, groups.cp_group(), multiple, device)
-    is_there, at = mine.rows >= 0, mine.rows.clamp(min=0)
+    is_there, at = mine.rows >= 0, mine.stand_ins
     selected = at[mask[at] & is_there]
     numbering = mask.cumsum(0) - 1
     return DeviceBatch(
-        tokens=tokens[at].masked_fill(~is_there, 0)[None],
+        tokens=tokens[at][None],
         packed=context.of_rank(packed, mine),
         mask=mask[at] & is_there,
         labels=labels[selected],

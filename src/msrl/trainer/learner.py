@@ -162,7 +162,8 @@ class Learner:
         With `gives_hidden` the model's output is its last hidden states in place of logits. `references` are distributions by the identity
         of their micro-batches.
         """
-        fillers = [filler(self.sequence_multiple)] * (self._rounds(len(micro_batches)) - len(micro_batches))
+        token = int(micro_batches[0].token_ids[0]) if micro_batches else 0
+        fillers = [filler(self.sequence_multiple, token)] * (self._rounds(len(micro_batches)) - len(micro_batches))
         self.host.need("params")
         models = pipeline.chunks_of(model) if isinstance(model, torch.nn.Module) else model
         self.running = last_chunk(models)
