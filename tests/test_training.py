@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from msrl.algorithms.mismatch import Correction
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout, Lora, Recompute
+from poisoned_ranks import LENGTHS, MASKED_OUT, Poisoned, Seen
 from support import python_path
 from training_ranks import NUM_SEQUENCES, VOCAB, Case, Result, sequences
 
@@ -43,7 +45,11 @@ LAYOUTS = {
     "micro-batches of 8": Case("", Path(), micro_batch=8),
     "micro-batches by tokens": Case("", Path(), max_tokens=64),
 }
-
+TABLE = {
+    **LAYOUTS,
+    "pp2 vpp": Case("", Path(), Layout(pp=2, vpp=1)),
+    "uniform recompute": Case("", Path(), Layout(tp=2), more={"recompute": Recompute("full")}),
+}
 
 SAVING = {"recompute": Recompute("full"), "offload": frozenset({"optimizer", "grads", "params"})}
 LORA = {"lora": Lora(4, 8.0, ("q_proj", "v_proj", "linear_proj", "linear_fc1", "down_proj"))}
@@ -51,6 +57,11 @@ LORAS = {
     "lora whole": (Layout(), 1), "lora tp2": (Layout(tp=2), 1), "lora tp2 sp": (Layout(tp=2, sp=True), 2),
     "lora pp2 cp2": (Layout(pp=2, cp=2), 1),
 }  # fmt: skip
+POISONED: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "poisoned whole": (Layout(), {}), "poisoned chunked": (Layout(), {"chunk": 5}), "poisoned tp2 sp": (Layout(tp=2, sp=True), {}),
+    "poisoned cp2": (Layout(cp=2), {}), "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True, cp=2), {"chunk": 5}),
+}  # fmt: skip
+_STEPS_BESIDE_TRANSFORMERS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 of the others
 FROZEN = ("model.embed_tokens.*", "decoder.layers.[01].*", "*.mlp.*")
 # Every policy loss with each ratio that it takes, the aggregations spread over them.
 POLICIES = [
@@ -112,14 +123,25 @@ def _with(case: Case, **changes) -> Case:
     return Case(**{**{name: getattr(case, name) for name in case.__dataclass_fields__}, **changes})
 
 
+def _table(folders: dict[str, Path]) -> list[Case]:
+    """Ten steps on one batch, at a rate that leaves margin to 1e-5: AdamW makes a step of the rate out of rounding errors."""
+    whole = Case("table whole", folders["qwen3"], steps=10, lr=3e-4, is_same_batch=True)
+    lora = _with(whole, name="table lora", model=folders["qwen2 tied"], more=LORA)
+    cut = [
+        _with(case, name=f"table {layout}", model=folders["qwen3"], steps=10, lr=3e-4, is_same_batch=True) for layout, case in TABLE.items()
+    ]
+    return [whole, *cut, lora, _with(lora, name="table lora tp2", layout=Layout(tp=2))]
+
+
+def _poisoned(folders: dict[str, Path]) -> list[Poisoned]:
+    return [Poisoned(name, folders["qwen3"], layout, more) for name, (layout, more) in POISONED.items()]
+
+
 def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
     """Everything that this file looks at, in one start of the ranks."""
-    cases = [Case(f"whole {family}", folder) for family, folder in folders.items()]
-    cases += [
-        _with(case, name=f"{layout} {family}", model=folders[family])
-        for family in ("qwen2 tied", "qwen3")
-        for layout, case in LAYOUTS.items()
-    ]
+    cases = [Case(f"whole {family}", folder, steps=_STEPS_BESIDE_TRANSFORMERS.get(family, 8)) for family, folder in folders.items()]
+    cases += [_with(case, name=f"{layout} qwen2 tied", model=folders["qwen2 tied"]) for layout, case in LAYOUTS.items()]
+    cases += _table(folders)
     cases += [_with(LAYOUTS["tp2 sp"], name=f"tp2 sp {family}", model=folders[family]) for family in ("gemma2", "glm")]
     policy = Case("policy whole", folders["qwen2"], loss="policy", steps=3)
     cases += [
@@ -163,10 +185,10 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
 
 
 @pytest.fixture(scope="session")
-def results(folders, tmp_path_factory) -> dict[str, Result]:
+def results(folders, tmp_path_factory) -> dict[str, Any]:
     from msrl.platforms import get
 
-    cases = _cases(folders, tmp_path_factory.mktemp("saves"))
+    cases = [*_cases(folders, tmp_path_factory.mktemp("saves")), *_poisoned(folders)]
     found = run_ranks("training_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()})
     return {result.name: result for result in found}
 
@@ -214,16 +236,25 @@ def _transformers_step(model, optimizer, parameters, step: int) -> float:
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2 tied", "qwen3", "llama", "gemma2", "glm"])
 def test_losses_and_final_weights_are_those_of_transformers_with_adamw(results, folders, family):
-    losses, weights = _transformers_losses(folders[family], 8)
+    losses, weights = _transformers_losses(folders[family], _STEPS_BESIDE_TRANSFORMERS.get(family, 8))
     np.testing.assert_allclose(_losses(results[f"whole {family}"]), losses, rtol=0, atol=1e-4)
     for name, value in results[f"whole {family}"].weights.items():
         _assert_trained_alike(name, value, weights[name])
 
 
-@pytest.mark.parametrize("family", ["qwen2 tied", "qwen3"])
+@pytest.mark.parametrize("layout", [*TABLE, "lora tp2"])
+def test_ten_steps_on_one_batch_and_the_gradient_of_every_tensor_after_them_are_those_of_the_unsplit_run(results, layout):
+    """A tensor's gradients are compared by the norm of their difference: single elements of a gradient cross zero."""
+    cut, whole = results[f"table {layout}"], results["table lora" if layout == "lora tp2" else "table whole"]
+    np.testing.assert_allclose(_losses(cut), _losses(whole), rtol=1e-5)
+    assert cut.gradients.keys() == whole.gradients.keys() and len(whole.gradients) > 30
+    distances = {n: np.linalg.norm(cut.gradients[n] - g) / np.linalg.norm(g) for n, g in whole.gradients.items()}
+    assert max(distances.values()) < 1e-5, sorted(distances.items(), key=lambda pair: -pair[1])[:5]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_do_not_depend_on_the_layout_or_the_micro_batch(results, layout, family):
-    whole, cut = results[f"whole {family}"], results[f"{layout} {family}"]
+def test_losses_on_changing_batches_do_not_depend_on_the_layout_or_the_micro_batch(results, layout):
+    whole, cut = results["whole qwen2 tied"], results[f"{layout} qwen2 tied"]
     np.testing.assert_allclose(_losses(cut), _losses(whole), rtol=1e-5)
     norms = [[report["grad_norm"] for report in result.reports] for result in (cut, whole)]
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
@@ -364,3 +395,35 @@ def test_bf16_keeps_fp32_masters_through_a_resume_and_close_to_fp32(results):
 
 def test_the_batches_hold_sequences_of_many_lengths():
     assert len({len(ids) for ids in sequences(0).token_ids}) > NUM_SEQUENCES // 2
+
+
+# --- garbage stays where it is ----------------------------------------------------------------------------------------------------------
+
+
+def _assert_same(found: Seen, expected: Seen) -> None:
+    assert found.loss == expected.loss
+    for name, gradient in expected.gradients.items():
+        np.testing.assert_array_equal(found.gradients[name], gradient, err_msg=name)
+
+
+def _of_learnt_samples(seen: Seen) -> np.ndarray:
+    return np.concatenate([row for number, row in enumerate(np.split(seen.logprobs, np.cumsum(LENGTHS)[:-1])) if number not in MASKED_OUT])
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_what_samples_that_are_masked_out_hold_changes_no_bit_of_the_loss_and_the_gradient_of_the_others(results, name):
+    seen = results[name].seen
+    assert np.linalg.norm(list(seen["clean"].gradients.values())[-1]) > 0
+    _assert_same(seen["neighbours large"], seen["clean"])
+    for poison in ("neighbours large", "neighbours nan"):  # a product of 0 and NaN is NaN, so that gradients of matrices are
+        assert seen[poison].loss == seen["clean"].loss
+        np.testing.assert_array_equal(_of_learnt_samples(seen[poison]), _of_learnt_samples(seen["clean"]))
+    assert not np.isfinite(seen["neighbours nan"].logprobs).all()
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_nan_in_the_embedding_of_the_padding_token_and_in_masked_fields_changes_no_bit(results, name):
+    seen = results[name].seen
+    _assert_same(seen["padding nan"], seen["clean"])
+    np.testing.assert_array_equal(seen["padding nan"].logprobs, seen["clean"].logprobs)
+    _assert_same(seen["masked fields nan"], seen["clean policy"])

@@ -47,6 +47,7 @@ class Case:
     freeze: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # further settings of the ranks
     poison_at: int | None = None  # the step whose batch has a NaN among its advantages
+    is_same_batch: bool = False  # every step has the batch of the first; the gradients of the last step are wanted too
 
     @property
     def world(self) -> int:
@@ -55,11 +56,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case did: the report of every step, and the final weights under their Hugging Face names."""
+    """What a case did: the report of every step, the final weights under their Hugging Face names, and the last step's gradients."""
 
     name: str
     reports: list[dict[str, float]]
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
+    gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False) -> Sequences:
@@ -78,16 +80,20 @@ def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False
     return Sequences(ids, masks, fields)
 
 
-def main(context: RankContext, cases: list[Case]) -> None:
+def main(context: RankContext, cases: list[Any]) -> None:
     """Every case whose world this rank is part of; rank 0 reports."""
+    from poisoned_ranks import Poisoned, look
+
     for number, case in enumerate(cases):
         if context.rank < case.world:
-            result = _train(context, case, f"{context.init_method}-{number}")
+            at = f"{context.init_method}-{number}"
+            result = look(context, case, at) if isinstance(case, Poisoned) else _train(context, case, at)
             if context.rank == 0:
                 context.report(result)
 
 
 def _train(context: RankContext, case: Case, init_method: str) -> Result:
+    from gradients import whole_gradients
     from msrl.trainer import checkpoints
     from msrl.trainer.losses import PolicyLoss, SftLoss
     from msrl.trainer.resume import resume_from
@@ -109,8 +115,9 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     policy = PolicyLoss(temperature=0.7, **{"clip_low": 0.1, "clip_high": 0.2, "kl_coef": 0.05, "entropy_coef": 0.01, **case.policy})
     loss = SftLoss() if case.loss == "sft" else policy
     reports: list[dict[str, float]] = []
+    gradients: dict[str, np.ndarray] = {}
     for step in range(case.first_step, case.steps):
-        batch = sequences(step, with_fields=case.loss != "sft", is_poisoned=step == case.poison_at)
+        batch = sequences(0 if case.is_same_batch else step, with_fields=case.loss != "sft", is_poisoned=step == case.poison_at)
         if case.loss != "sft":
             batch = with_weights(batch, case.aggregate, constant=1000.0)
         lengths = [len(ids) for ids in batch.token_ids]
@@ -119,17 +126,19 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
         groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
         batches = micro_batches(batch, groups, limits)
         reports.append(worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr))
+        if case.is_same_batch and step == case.steps - 1:
+            gradients = _whole(whole_gradients(worker), context.rank, case.world)
         worker.host.rest()
         if case.save_at == step + 1:
             assert case.save_to is not None
             checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)
-    weights = _whole_weights(dict(export(worker)), context.rank, case.world)
+    found = _whole(dict(export(worker)), context.rank, case.world)
     worker.close()
-    return Result(case.name, reports, weights)
+    return Result(case.name, reports, found, gradients)
 
 
-def _whole_weights(mine: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:
-    """The weights of all stages, on rank 0."""
+def _whole(mine: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:
+    """The tensors of all stages, on rank 0."""
     own = {name: tensor.float().numpy() for name, tensor in mine.items()}
     parts: list[Any] = [None] * world
     dist.gather_object(own, parts if rank == 0 else None)

@@ -1,0 +1,62 @@
+"""The gradients of all ranks as whole tensors, so that trainings of different layouts can be compared tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from msrl.checkpoint import layouts
+from msrl.models.rules import Replicated
+from msrl.trainer import groups, lora
+from msrl.trainer.optimizer_state import _owned, trained
+from msrl.trainer.weights import _gathered, export
+
+if TYPE_CHECKING:
+    from msrl.trainer.worker import TrainWorker
+
+
+def whole_gradients(worker: TrainWorker) -> dict[str, Tensor]:
+    """The gradients that the last step's optimizer used, clipped, of this pipeline stage; on its first rank, and all ranks must take part.
+
+    Of a model they stand under its Hugging Face names, and what is not trained is 0; of adapters under Megatron's names.
+    """
+    own = {name: _of_all_data_parallel_ranks(worker, parameter) for name, parameter in trained(worker.model)}
+    return dict(_of_adapters(worker, own) if worker.adapters is not None else _of_weights(worker, own))
+
+
+def _of_all_data_parallel_ranks(worker: TrainWorker, parameter: torch.nn.Parameter) -> Tensor:
+    """The distributed optimizer leaves every rank its own range of a parameter's gradient."""
+    whole = torch.zeros(parameter.numel())
+    owned = _owned(worker.optimizer, parameter)
+    if owned is not None:
+        assert owned.main.grad is not None
+        whole[owned.start : owned.end] = owned.main.grad.flatten()
+    group = groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
+    dist.all_reduce(whole, group=group)
+    return whole.view(parameter.shape)
+
+
+def _of_weights(worker: TrainWorker, own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Gradients are cut and named like the weights, so they take their places while these are exported."""
+    parameters = dict(worker.model.named_parameters())
+    weights = {name: parameter.data for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.data = own.get(name, torch.zeros_like(parameter))
+    yield from [(name, tensor.clone()) for name, tensor in export(worker)]
+    for name, parameter in parameters.items():
+        parameter.data = weights[name]
+
+
+def _of_adapters(worker: TrainWorker, own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    adapters: Any = worker.adapters
+    for adapted in adapters.all:
+        for part in "AB":
+            layout, gradient = lora.factor_layout(adapted.placed.layout, part), own[adapted.name(part)]
+            is_whole = worker.layout.tp == 1 or isinstance(layout, Replicated)
+            shards = [gradient] if is_whole else _gathered(gradient, groups.tp_group())
+            if worker.stage_rank == 0:
+                yield f"{adapted.placed.rule.mcore} {part}", layouts.join(layout, shards)
