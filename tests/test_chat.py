@@ -130,12 +130,12 @@ def test_lines_from_a_pipe_are_answered_and_its_end_leaves(folder):
 
 
 class Terminal:
-    """A program in a terminal of its own."""
+    """A program in a terminal of its own; unless told otherwise, msrl."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], code: str = COMMAND) -> None:
         self.child, self.master = pty.fork()
         if self.child == 0:
-            os.execv(sys.executable, [sys.executable, "-c", COMMAND, *arguments])
+            os.execv(sys.executable, [sys.executable, "-c", code, *arguments])
         self.seen = ""
 
     def type(self, text: str) -> None:
@@ -211,9 +211,11 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_then_leaves(tmp_path):
     assert terminal.exit_code() == 130
 
 
-@pytest.mark.slow
-def test_in_a_terminal_ctrl_d_leaves_in_peace(folder):
-    terminal = Terminal(["chat", "--model", str(folder), "--max-tokens", "8"])
+def test_in_a_terminal_ctrl_d_ends_the_questions_in_peace():
+    terminal = Terminal([], "from msrl.workflows.chat import read_lines; print(list(read_lines()))")
+    terminal.wait_for("> ")
+    terminal.type("hello\n")
     terminal.wait_for("> ")
     terminal.type("\x04")
+    terminal.wait_for("['hello']")
     assert terminal.exit_code() == 0

@@ -23,6 +23,7 @@ from msrl.errors import MsrlError, VerificationError
 COMMANDS = [
     [], ["preprocess"], ["train-sft"], ["train-grpo"], ["generate"], ["chat"],
     ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"], ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"],
+    ["convert-ckpt", "hf2hf"], ["convert-ckpt", "lora2hf"],
     ["cluster"], ["cluster", "up"], ["cluster", "join"], ["cluster", "status"], ["cluster", "down"],
     ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"], ["config", "import"], ["doctor"],
 ]  # fmt: skip
@@ -63,9 +64,16 @@ def reached(monkeypatch: pytest.MonkeyPatch, workflow: str, run: Callable[..., o
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_of_every_command_says_what_it_does(command: list[str], capsys: pytest.CaptureFixture[str]):
+def test_help_of_every_command_says_what_it_does_and_cuts_nothing_off(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
     assert msrl(*command, "--help") == 0
-    assert "Usage: msrl" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Usage: msrl" in said
+    assert not re.search(r"\w(\.\.\.|…)", said.partition("\n\n")[2].replace(",...", "").replace("FILE...", "").replace("FLAGS...", ""))
+    if command[1:] == ["hf2mcore"]:
+        assert "--tp, --tensor-model-parallel-size, --target-tensor-parallel-size N" in said
 
 
 def test_help_in_a_fresh_process_is_quick_and_imports_nothing_heavy():

@@ -256,7 +256,7 @@ def save_real(folder: Path, family: str, *, tied: bool, dtype: str = "float32") 
     ("family", "tied", "cut"),
     [
         ("qwen2", True, {"pp": 2, "vpp": 1}),
-        ("qwen2", False, {"tp": 2}),
+        pytest.param("qwen2", False, {"tp": 2}, marks=pytest.mark.full),
         ("qwen3", True, {"tp": 1, "pp": 3, "noop_layers": (0, 5)}),
         ("llama", False, {"tp": 2, "pp": 2, "num_layer_list": (1, 3)}),
     ],

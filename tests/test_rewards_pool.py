@@ -224,6 +224,7 @@ def test_a_row_without_a_ground_truth_is_refused_where_one_is_compared_with():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_scorer_works_inside_a_ray_actor():
     ray = pytest.importorskip("ray")
     from msrl.cluster.session import ray_session

@@ -37,6 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich's tables cut long names off: `--tensor-m…`
     help="From a Hugging Face model to a reinforcement-learned one, on Ascend NPUs, CUDA and CPU.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -26,7 +26,7 @@ def up(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Start a cluster on this machine and print the line with which others join it."""
+    """Start a cluster here, and print how others join it."""
     _run(ctx, "up", host=host, port=port, dashboard_host=dashboard_host, dashboard_port=dashboard_port)
 
 
@@ -54,7 +54,7 @@ def status(ctx: typer.Context, json: o.Json = False, config: o.Files = None, set
 
 @app.command()
 def down(ctx: typer.Context, dry_run: o.DryRun = False, verbose: o.Verbose = False) -> None:
-    """End what `up` and `join` started on this machine, and nothing else."""
+    """End what `up` and `join` started here, nothing else."""
     _run(ctx, "down")
 
 

@@ -26,7 +26,7 @@ def show(
     platform: o.Platform = None,
     json: o.Json = False,
 ) -> None:
-    """Print every value in force and where it came from, and what follows from them."""
+    """Print every value in force and where it came from. What follows from them is added."""
     from msrl.config.checks import guess
     from msrl.config.derived import derived
     from msrl.config.memory import memory_rows
@@ -55,7 +55,7 @@ def validate(
     command: o.For = None,
     platform: o.Platform = None,
 ) -> None:
-    """Check a configuration as its command would; all mistakes at once."""
+    """Check as a command would, and name all mistakes at once."""
     from msrl.config.checks import check, guess
 
     resolved = _resolved(ctx)
@@ -76,7 +76,7 @@ def schema() -> None:
 
 @app.command("import", context_settings={"ignore_unknown_options": True})
 def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -> None:
-    """Write another system's file or command line as msrl's own YAML, and say what became of every key."""
+    """Write another system's file or command as msrl's own YAML. What became of every key is said."""
     from pathlib import Path
 
     from msrl.config.imports.commands import native_yaml, report, translation_of

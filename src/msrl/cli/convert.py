@@ -7,7 +7,7 @@ import typer
 from msrl.cli import options as o
 from msrl.cli.execute import execute
 
-app = typer.Typer(no_args_is_help=True, help="Convert checkpoints between Hugging Face and Megatron, and prove the result.")
+app = typer.Typer(no_args_is_help=True, help="Convert between Hugging Face and Megatron, and prove it.")
 
 
 @app.command()
@@ -36,7 +36,7 @@ def hf2mcore(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Hugging Face folder to mcore checkpoint, cut for tensor, pipeline (virtual, uneven, with empty layers) and expert parallelism."""
+    """Hugging Face folder to mcore checkpoint. Cut for tensor, pipeline (virtual, uneven, with empty layers) and expert parallelism."""
     execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2mcore"})
 
 
@@ -103,7 +103,7 @@ def hf2hf(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Hugging Face folder to another: merge a LoRA adapter, change the type, write safetensors for torch's own files."""
+    """Rewrite a Hugging Face folder. A LoRA adapter is merged, the type changed, torch's own files become safetensors."""
     execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2hf"})
 
 

@@ -21,7 +21,7 @@ def doctor(
     imports: o.Imports = True,
     json: o.Json = False,
 ) -> None:
-    """Look at the machine and, with -c, at whether a run would work on it; all findings at once, exit code 2 if something is wrong."""
+    """Look at the machine and, with -c, at a run on it. All findings come at once; exit code 2 if something is wrong."""
     from msrl.workflows import doctor as workflow
 
     for name in ("command", "json", "imports"):

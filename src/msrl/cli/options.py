@@ -69,25 +69,22 @@ class CommandName(str, Enum):
     chat = "chat"
 
 
-_COMMON = "Configuration"
-_SAMPLING = "Sampling"
-
 # Shared by all commands.
 Files = Annotated[
     list[str] | None,
-    typer.Option("--config", "-c", metavar="FILE", help="Configuration file; repeat it to lay others over.", rich_help_panel=_COMMON),
+    typer.Option("--config", "-c", metavar="FILE", help="Configuration file; repeat it to lay others over."),
 ]
 ConfigName = Annotated[
     str | None,
-    typer.Option("--config-name", metavar="NAME", help="Configuration by name: from ./configs, else packaged.", rich_help_panel=_COMMON),
+    typer.Option("--config-name", metavar="NAME", help="Configuration by name: from ./configs, else packaged."),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One key of the configuration; repeatable.", rich_help_panel=_COMMON),
+    typer.Option("--set", metavar="KEY=VALUE", help="One key of the configuration; repeatable."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.", rich_help_panel=_COMMON)]
-Platform = Annotated[PlatformName | None, typer.Option("--platform", help="Kind of device.", rich_help_panel=_COMMON)]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of the libraries below too.", rich_help_panel=_COMMON)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")]
+Platform = Annotated[PlatformName | None, typer.Option("--platform", help="Kind of device.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of the libraries below too.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 # Training.
@@ -165,14 +162,14 @@ Engine = Annotated[EngineName | None, typer.Option("--engine", help="Engine that
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
 Raw = Annotated[bool | None, typer.Option("--raw/--no-raw", help="Take prompts as they are, without a template.")]
 ComputeDtype = Annotated[ModelDtype | None, typer.Option("--dtype", help="Type of weights and activations.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Longest answer in tokens.", rich_help_panel=_SAMPLING)]
-Temperature = Annotated[float | None, typer.Option("--temperature", metavar="X", help="0 is greedy.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="X", help="Smallest set of this probability.", rich_help_panel=_SAMPLING)]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="N", help="The k likeliest tokens; -1 is off.", rich_help_panel=_SAMPLING)]
-MinP = Annotated[float | None, typer.Option("--min-p", metavar="X", help="Fraction of the likeliest token.", rich_help_panel=_SAMPLING)]
-NumSamples = Annotated[int | None, typer.Option("--num-samples", metavar="N", help="Answers per prompt.", rich_help_panel=_SAMPLING)]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of sampling.", rich_help_panel=_SAMPLING)]
-Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends an answer; repeatable.", rich_help_panel=_SAMPLING)]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Longest answer in tokens.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", metavar="X", help="0 is greedy.")]
+TopP = Annotated[float | None, typer.Option("--top-p", metavar="X", help="Smallest set of this probability.")]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="N", help="The k likeliest tokens; -1 is off.")]
+MinP = Annotated[float | None, typer.Option("--min-p", metavar="X", help="Fraction of the likeliest token.")]
+NumSamples = Annotated[int | None, typer.Option("--num-samples", metavar="N", help="Answers per prompt.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of sampling.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends an answer; repeatable.")]
 
 # Cluster.
 Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="As `msrl cluster up` printed it.", show_default=False)]

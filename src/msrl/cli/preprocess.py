@@ -35,7 +35,7 @@ def preprocess(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Turn a dataset into tokens that training reads, in Megatron's indexed files."""
+    """Turn a dataset into tokens, in Megatron's indexed files."""
     ctx.params["input"] = [*(input or []), *(ctx.params.pop("more_input") or [])]
     if map_keys is not None:
         ctx.params["map_keys"] = _columns(map_keys)

@@ -32,5 +32,5 @@ def train_grpo(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Reinforcement learning: vLLM generates, verifiers score, Megatron learns."""
+    """Reinforcement learning with vLLM, verifiers and Megatron."""
     execute(ctx, "train-grpo")
