@@ -24,9 +24,11 @@ from safetensors import safe_open
 import tiny_checkpoints as tiny
 from msrl.checkpoint import archive, mcore, torch_file
 from msrl.checkpoint.archive import ALIGNMENT
+from msrl.checkpoint.checksums import combined, crc32
 from msrl.checkpoint.files import staged_folder
 from msrl.checkpoint.found import find_checkpoint
-from msrl.checkpoint.hf import HfCheckpoint, HfWriter, copy_sidecars
+from msrl.checkpoint.hf import HfCheckpoint, copy_sidecars
+from msrl.checkpoint.hf_writer import HfWriter
 from msrl.checkpoint.names import local_name, te_name
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_file import Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of
@@ -126,6 +128,14 @@ def test_a_tensor_in_pieces_is_written_as_one_and_cast(tmp_path: Path, monkeypat
     writer.write("a", Pieces(spec, iter(parts)))
     writer.close()
     assert torch.equal(read_torch_file(tmp_path / "f.pt")["a"], expected)
+
+
+def test_the_checksum_of_a_whole_follows_from_those_of_its_pieces() -> None:
+    """Against zlib's, of the whole."""
+    data = random.Random(0).randbytes(100_000)
+    for cut in (0, 1, 63, 4096, 99_999, 100_000):
+        first, second = data[:cut], data[cut:]
+        assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data) == crc32(data)
 
 
 class Harmful:
@@ -340,7 +350,11 @@ def test_the_writer_cuts_shards_and_indexes_them(tmp_path: Path) -> None:
     writer = HfWriter(tmp_path, {name: spec_of(t) for name, t in weights.items()}, max_shard_bytes=20_000)
     for name, tensor in reversed(weights.items()):
         writer.write(name, tensor)
-    writer.close()
+    written = writer.close()
+    assert len(written) == len(list(tmp_path.iterdir())) == 1 + len(list(tmp_path.glob("*.safetensors"))) > 2
+    for name, record in written.items():
+        contents = (tmp_path / name).read_bytes()
+        assert record == {"bytes": len(contents), "crc32": f"{zlib.crc32(contents):08x}"}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from msrl.checkpoint.layouts import fuse, join, pieces, shard, shard_shape, split, unfuse
+from msrl.checkpoint.layouts import fuse, hf_parts, join, pieces, recut, shard, shard_shape, split, unfuse
 from msrl.checkpoint.plan import make_plan
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, num_parameters
-from msrl.models.rules import GateUp, Layout, Qkv, Replicated, Sharded, Vocab
+from msrl.models.rules import GateUp, Joined, Layout, Packed, Qkv, Replicated, Sharded, Vocab
 from msrl.models.stages import stage_tensors
 from test_models import LLAMA, QWEN2, QWEN3, shape
 
@@ -85,6 +85,46 @@ def test_every_layout_comes_back_from_any_number_of_ranks(layout: Layout, shapes
         assert torch.equal(shard(layout, tensors, rank, tp), ranks[rank])
         assert torch.equal(torch.cat(list(pieces(layout, tensors, rank, tp))), ranks[rank])
         assert tuple(ranks[rank].shape) == shard_shape(layout, shapes, tp)
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("layout", "shapes"),
+    [
+        (Qkv(4, 3, 2), ((24, 5), (8, 5), (8, 5))),
+        (Qkv(4, 3, 2), ((24,), (8,), (8,))),
+        (GateUp(), ((8, 5), (8, 5))),
+        (Packed(GateUp(), (8, 8)), ((16, 5),)),
+        (Packed(GateUp(), (8, 8), alternating=True, transposed=True), ((5, 16),)),
+        (Packed(Sharded(0), (8,), transposed=True), ((5, 8),)),
+        (Sharded(0), ((8, 5),)),
+        (Sharded(1), ((5, 8),)),
+        (Vocab(7), ((7, 5),)),
+        (Replicated(), ((5,),)),
+        (Joined((3, 2)), ((3, 5), (2, 5))),
+    ],
+)
+def test_shards_of_one_cut_are_made_of_those_of_another(
+    layout: Layout, shapes: tuple[tuple[int, ...], ...], before: int, after: int
+) -> None:
+    tensors = [torch.randn(size) for size in shapes]
+    canonical = fuse(layout, tensors)
+    shards, rows = split(layout, canonical, before), 12 if isinstance(layout, Vocab) else None
+    for rank, expected in enumerate(split(layout, canonical, after, rows)):
+        assert torch.equal(torch.cat(list(recut(layout, shards, rank, after, rows))), expected)
+    found = hf_parts(layout, shards)
+    assert all(torch.equal(torch.cat(list(parts)), tensor) for parts, tensor in zip(found, tensors, strict=True))
+
+
+def test_what_is_cut_by_rows_is_cut_anew_without_a_copy() -> None:
+    shards = [torch.randn(6, 5), torch.randn(6, 5)]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in shards}
+    for layout in (Qkv(6, 1, 1), GateUp(), Sharded(0), Vocab(12)):
+        for size in (1, 3):
+            assert {piece.untyped_storage().data_ptr() for piece in recut(layout, shards, 0, size)} <= storages
+    for layout in (GateUp(), Sharded(0), Vocab(11)):
+        assert {part.untyped_storage().data_ptr() for parts in hf_parts(layout, shards) for part in parts} == storages
 
 
 def test_a_shard_is_made_of_views_of_its_sources_and_of_padding() -> None:

@@ -197,6 +197,9 @@ def test_a_conversion_is_checked_before_it_starts(folder: Path):
     make_mcore(folder / "mcore")
     assert load(sets=["convert.command=inspect", "convert.load=mcore"], command="convert-ckpt").config.convert.save is None
     load(sets=["convert.command=reshard", "convert.load=mcore", "convert.save=new", "convert.pp=2"], command="convert-ckpt")
+    assert mistakes("convert-ckpt", "convert.command=hf2mcore", "convert.load=model", "convert.save=new", "convert.orm=true") == [
+        "--set: convert.orm=true: Qwen2ForCausalLM has no score head, as a reward model (...ForSequenceClassification) has; leave it out"
+    ]
 
 
 def test_preprocessing_is_checked_before_it_starts(folder: Path):

@@ -121,6 +121,30 @@ def test_inspect_names_every_file_that_is_missing_cut_short_or_altered(tmp_path:
     assert "mp_rank_01/model_optim_rng.pt: is missing" in second
 
 
+def test_a_hugging_face_folder_of_ours_vouches_for_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.save(tmp_path / "hf")
+    run(command="inspect", load=tmp_path / "hf")
+    assert "files: no manifest to compare with" in capsys.readouterr().out
+    run(command="hf2hf", load=tmp_path / "hf", save=tmp_path / "ours", verify=False)
+    run(command="inspect", load=tmp_path / "ours")
+    said = capsys.readouterr().out
+    assert "Hugging Face, Qwen2ForCausalLM, " in said and "model.safetensors" in said and "files: all as the manifest says" in said
+    path = tmp_path / "ours" / "model.safetensors"
+    contents = bytearray(path.read_bytes())
+    contents[-1] ^= 1
+    path.write_bytes(contents)
+    for command in ("inspect", "hf2mcore"):
+        with pytest.raises(MsrlError, match=r"model\.safetensors: has been altered .* or remove msrl_manifest\.json if that was meant"):
+            run(command=command, load=tmp_path / "ours", save=tmp_path / "mcore")
+    path.write_bytes(contents[:-10])
+    with pytest.raises(MsrlError, match=r"model\.safetensors: has \d+ bytes, not \d+"):
+        run(command="hf2mcore", load=tmp_path / "ours", save=tmp_path / "mcore", verify=False)
+    (tmp_path / "ours" / "msrl_manifest.json").write_text("{}")
+    with pytest.raises(MsrlError, match=r"msrl_manifest\.json: not a manifest of a Hugging Face folder"):
+        run(command="inspect", load=tmp_path / "ours")
+    assert not (tmp_path / "mcore").exists()
+
+
 def test_a_checkpoint_written_again_by_other_means_is_told_from_the_one_of_the_manifest(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from msrl.checkpoint.fp8 import dequantised
-from msrl.checkpoint.hf import HfWriter
 from msrl.checkpoint.hf_files import StoredTensor, open_safetensors, open_weight_files
+from msrl.checkpoint.hf_writer import HfWriter
 from msrl.errors import MsrlError
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape

@@ -9,13 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import math
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,8 +20,10 @@ from msrl.checkpoint.carried import carried_bytes, carried_tensors, carry
 from msrl.checkpoint.dist_write import by_file, write_file, write_rest
 from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free, staged_folder
-from msrl.checkpoint.hf import HfWriter, copy_sidecars
+from msrl.checkpoint.hf import copy_sidecars
 from msrl.checkpoint.hf_files import StoredTensor
+from msrl.checkpoint.hf_manifest import write_hf_manifest
+from msrl.checkpoint.hf_writer import HfWriter
 from msrl.checkpoint.legacy import refuse_unnamed
 from msrl.checkpoint.mcore import (
     SIDECAR,
@@ -37,6 +36,7 @@ from msrl.checkpoint.mcore import (
     write_manifest,
 )
 from msrl.checkpoint.names import LOCAL, Naming, entries, repacked, specs_of
+from msrl.checkpoint.parallel import in_parallel
 from msrl.checkpoint.plan import Plan, RankPlan, make_plan
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile
@@ -137,10 +137,11 @@ def write_hf(source: WeightSource, save: Path, dtype: torch.dtype | None, advanc
     with staged_folder(save) as folder:
         writer = HfWriter(folder, specs)
         carried = carried_tensors(source.hf_dir, source.shape).items()
-        jobs = [partial(_write_rule, source, rule, dtype, writer, advance) for rule in all_rules(source.shape)]
+        jobs = [partial(_write_rule, source, rule, specs, writer, advance) for rule in all_rules(source.shape)]
         in_parallel([*jobs, *(partial(_write_carried, name, tensor, writer, advance) for name, tensor in carried)])
-        writer.close()
-        copy_sidecars(source.hf_dir, folder, source.main_dtype() if dtype is None else dtype)
+        written = dtype or source.main_dtype()
+        write_hf_manifest(folder, source.shape, hf_name(written), writer.close(), versions())
+        copy_sidecars(source.hf_dir, folder, written)
 
 
 def _rank_specs(source: WeightSource, target: McoreTarget, rank: RankPlan) -> dict[str, TensorSpec]:
@@ -201,25 +202,13 @@ def _begin_rank(source: WeightSource, target: McoreTarget, rank: RankPlan, folde
     return _Rank(str(path.relative_to(folder)), rank.at, writer, list(repacked(tensors, found)))
 
 
-def _write_rule(source: WeightSource, rule: Rule, dtype: torch.dtype | None, writer: HfWriter, advance: Advance) -> None:
-    kind = cast_to(rule, dtype)
-    for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
-        writer.write(name, tensor if kind is None else tensor.to(kind), advance)
+def _write_rule(source: WeightSource, rule: Rule, specs: Mapping[str, TensorSpec], writer: HfWriter, advance: Advance) -> None:
+    for name, parts in zip(rule.hf, source.hf_parts(rule), strict=True):
+        writer.write(name, Pieces(specs[name], parts), advance)
 
 
 def _write_carried(name: str, tensor: StoredTensor, writer: HfWriter, advance: Advance) -> None:
     writer.write(name, tensor.read(), advance)
-
-
-def in_parallel(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """Run the jobs on a thread per core; the first failure is raised, and what has not begun by then never does."""
-    with ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
-        futures = [pool.submit(job) for job in jobs]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ Megatron's shapes: 2-D weights, 1-D biases. Nothing here communicates or casts, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -122,6 +122,56 @@ def _by_group(num_groups: int, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         yield from group
 
 
+def recut(layout: Layout, shards: Sequence[Tensor], tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> Iterator[Tensor]:
+    """What a shard of another cut consists of, one above the other: views of the `shards` that hold its part, where it is cut by rows.
+
+    Equal to `split(layout, join(layout, shards), tp_size, padded_vocab)[tp_rank]`.
+    """
+    layout = _inner(layout)
+    if isinstance(layout, Replicated):
+        yield shards[0]
+    elif isinstance(layout, Vocab):
+        begin, end, rows = _vocab_range(layout, tp_rank, tp_size, padded_vocab)
+        yield from _between(shards, 0, begin, end)
+        if end - begin < rows:
+            yield shards[0].new_zeros((rows - (end - begin), *shards[0].shape[1:]))
+    elif isinstance(layout, GateUp):
+        for half in zip(*(_unflat(layout, shard, len(shards)) for shard in shards), strict=True):
+            yield from _part(half, 0, tp_rank, tp_size)
+    else:
+        axis = _canonical_axis(layout)
+        parts = list(_part(shards, axis, tp_rank, tp_size))
+        yield from parts if axis == 0 or len(parts) == 1 else [torch.cat(parts, dim=axis)]
+
+
+def hf_parts(layout: Layout, shards: Sequence[Tensor]) -> tuple[Iterable[Tensor], ...]:
+    """What each Hugging Face tensor consists of, one above the other, from all ranks' shards.
+
+    Equal to `unfuse(layout, join(layout, shards))`; of what is cut by rows each rank's are taken apart by themselves.
+    """
+    if isinstance(layout, Vocab):
+        return (_between(shards, 0, 0, layout.vocab_size),)
+    if isinstance(layout, Replicated | Packed) or (_canonical_axis(layout) != 0 and not isinstance(layout, GateUp)):
+        return tuple((tensor,) for tensor in unfuse(layout, join(layout, shards)))
+    return tuple(zip(*(unfuse(layout, _unflat(layout, shard, len(shards))) for shard in shards), strict=True))
+
+
+def _part(tensors: Sequence[Tensor], axis: int, rank: int, size: int) -> Iterator[Tensor]:
+    """Part number `rank` of `size` equal ones of what the tensors are together along `axis`."""
+    extent = divided(sum(tensor.shape[axis] for tensor in tensors), size)
+    return _between(tensors, axis, rank * extent, (rank + 1) * extent)
+
+
+def _between(tensors: Sequence[Tensor], axis: int, begin: int, end: int) -> Iterator[Tensor]:
+    """What lies between two places of what the tensors are together along `axis`: a view of each that has some of it."""
+    for tensor in tensors:
+        extent = tensor.shape[axis]
+        first, last = max(begin, 0), min(end, extent)
+        if first < last:
+            yield tensor.narrow(axis, first, last - first)
+        begin, end = begin - extent, end - extent
+
+
 def shard_shape(layout: Layout, shapes: Sequence[tuple[int, ...]], tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
     """The shape of a rank's shard, from the shapes of the Hugging Face tensors alone."""
     if isinstance(layout, Zeros):
@@ -176,10 +226,15 @@ def _unflat(layout: Layout, shard: Tensor, tp_size: int) -> Tensor:
 
 def _vocab_pieces(layout: Vocab, table: Tensor, tp_rank: int, tp_size: int, padded_vocab: int | None) -> Iterator[Tensor]:
     """This rank's rows; those past the vocabulary are zeros."""
-    rows = divided(padded_vocab or -(-layout.vocab_size // tp_size) * tp_size, tp_size)
-    begin = min(tp_rank * rows, layout.vocab_size)
-    end = min(begin + rows, layout.vocab_size)
+    begin, end, rows = _vocab_range(layout, tp_rank, tp_size, padded_vocab)
     if begin < end:
         yield table[begin:end]
     if end - begin < rows:
         yield table.new_zeros((rows - (end - begin), *table.shape[1:]))
+
+
+def _vocab_range(layout: Vocab, tp_rank: int, tp_size: int, padded_vocab: int | None) -> tuple[int, int, int]:
+    """The tokens of a rank, from one to before another, and its rows, of which the last may be padding."""
+    rows = divided(padded_vocab or -(-layout.vocab_size // tp_size) * tp_size, tp_size)
+    begin = min(tp_rank * rows, layout.vocab_size)
+    return begin, min(begin + rows, layout.vocab_size), rows

@@ -99,6 +99,9 @@ class MergedSource(WeightSource):
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return self.merged(rule, torch.float32)
 
+    def hf_parts(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
+        return super().hf_parts(rule) if self._touches(rule) else self.base.hf_parts(rule)
+
     def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
         if self._touches(rule):
             return layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)

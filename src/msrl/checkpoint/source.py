@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -111,12 +111,19 @@ class ShardedSource(WeightSource):
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return layouts.unfuse(rule.layout, self.canonical(rule))
 
+    def hf_parts(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
+        return layouts.hf_parts(rule.layout, self._parts(rule))
+
     def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
+        pieces = list(self.pieces(rule, rank, size, padded_vocab))
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+    def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
         parts = self._parts(rule)
-        same_rows = layouts.shard_shape(rule.layout, rule.shapes, size, padded_vocab) == tuple(parts[0].shape)
-        if size == len(parts) and same_rows:
-            return parts[rank]
-        return layouts.split(rule.layout, layouts.join(rule.layout, parts), size, padded_vocab)[rank]
+        if size == len(parts) and layouts.shard_shape(rule.layout, rule.shapes, size, padded_vocab) == tuple(parts[0].shape):
+            yield parts[rank]
+        else:
+            yield from layouts.recut(rule.layout, parts, rank, size, padded_vocab)
 
     def tied_copy_differs(self) -> bool:
         """Whether a last stage's copy of a tied embedding is another tensor than the embedding itself."""

@@ -68,6 +68,11 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(tensor.dtype, tuple(tensor.shape))
 
 
+def pieces_of(tensor: Tensor | Pieces) -> Pieces:
+    """A tensor that is to be written, whole or in pieces."""
+    return tensor if isinstance(tensor, Pieces) else Pieces(spec_of(tensor), (tensor,))
+
+
 def check_records(path: Path) -> str:
     """Read the whole file and compare every record with its own checksum; the digest of the file's records.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
 
 from msrl.checkpoint.archive import ArchiveWriter
-from msrl.checkpoint.torch_file import STORAGES, Pieces, TensorSpec, WrittenFile, piece_blocks, spec_of
+from msrl.checkpoint.torch_file import STORAGES, Pieces, TensorSpec, WrittenFile, piece_blocks, pieces_of
 
 _PICKLE, _ORDER, _VERSION = "data.pkl", "byteorder", "version"
 
@@ -45,7 +45,7 @@ class TorchWriter:
 
     def write(self, name: str, tensor: Tensor | Pieces, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Put a tensor where it belongs; `advance` hears of every block. Raises ValueError when it is not the one that was announced."""
-        whole, place = tensor if isinstance(tensor, Pieces) else Pieces(spec_of(tensor), (tensor,)), self._places[name]
+        whole, place = pieces_of(tensor), self._places[name]
         if whole.spec != place.spec:
             raise ValueError(f"{name} {whole.spec} was given where {place.spec} was announced")
         self._archive.write(place.record, piece_blocks(whole), advance)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint.carried import carried_tensors
+from msrl.checkpoint.checksums import file_crc32
 from msrl.checkpoint.dist_read import sections_digest
 from msrl.checkpoint.dist_write import EXTRA, FORMAT, METADATA, sha256_of
 from msrl.checkpoint.dtypes import cast_to
+from msrl.checkpoint.hf_manifest import hf_manifest_files
 from msrl.checkpoint.mcore import MANIFEST, read_manifest
+from msrl.checkpoint.parallel import in_parallel
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.torch_file import check_records
 from msrl.errors import MsrlError
@@ -73,10 +77,22 @@ def damaged_files(save: Path, iteration: int | str, *, thorough: bool = True) ->
     entry: dict[str, Any] | None = read_manifest(save)["iterations"].get(str(iteration))
     if entry is None:
         return None
-    return [f"{name}: {why}" for name, facts in entry["files"].items() if (why := _damage(save / name, facts, thorough))]
+    return _damages(save, entry["files"], thorough)
 
 
-def _damage(path: Path, facts: dict[str, Any], thorough: bool) -> str:
+def damaged_hf_files(folder: Path, *, thorough: bool = True) -> list[str] | None:
+    """`damaged_files` for the weights of a Hugging Face folder."""
+    files = hf_manifest_files(folder)
+    return None if files is None else _damages(folder, files, thorough)
+
+
+def _damages(folder: Path, files: Mapping[str, Mapping[str, Any]], thorough: bool) -> list[str]:
+    """What is not as its record says, a sentence per file; several are read at a time."""
+    found = in_parallel([partial(_damage, folder / name, facts, thorough) for name, facts in files.items()])
+    return [f"{name}: {why}" for name, why in zip(files, found, strict=True) if why]
+
+
+def _damage(path: Path, facts: Mapping[str, Any], thorough: bool) -> str:
     if not path.is_file():
         return "is missing"
     if path.stat().st_size != facts["bytes"]:
@@ -84,10 +100,10 @@ def _damage(path: Path, facts: dict[str, Any], thorough: bool) -> str:
     if not thorough:
         return ""
     try:
-        digest = _digest(path)
+        is_same = file_crc32(path) == facts["crc32"] if "crc32" in facts else _digest(path) == facts["sha256"]
     except MsrlError as error:
         return str(error).removeprefix(f"{path}: ")
-    return "" if digest == facts["sha256"] else "has been altered since the manifest was written"
+    return "" if is_same else "has been altered since the manifest was written"
 
 
 def _digest(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -36,6 +36,10 @@ class WeightSource(ABC):
     @abstractmethod
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         """The Hugging Face tensors of the rule, in its order."""
+
+    def hf_parts(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
+        """What each of `hf_tensors` consists of, one above the other."""
+        return tuple((tensor,) for tensor in self.hf_tensors(rule))
 
     @abstractmethod
     def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:

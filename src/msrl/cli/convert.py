@@ -29,6 +29,7 @@ def hf2mcore(
     names: o.Names = None,
     pad_vocab_to_multiple: o.PadVocab = None,
     lora: o.Lora = None,
+    orm: o.Orm = None,
     verify: o.Verify = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -48,6 +49,7 @@ def mcore2hf(
     hf_config: o.HfConfig = None,
     dtype: o.Dtype = None,
     lora: o.Lora = None,
+    orm: o.Orm = None,
     verify: o.Verify = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -79,6 +81,7 @@ def reshard(
     names: o.Names = None,
     pad_vocab_to_multiple: o.PadVocab = None,
     lora: o.Lora = None,
+    orm: o.Orm = None,
     verify: o.Verify = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -97,6 +100,7 @@ def hf2hf(
     save: o.Save = None,
     dtype: o.Dtype = None,
     lora: o.Lora = None,
+    orm: o.Orm = None,
     verify: o.Verify = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -131,5 +135,5 @@ def inspect(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """What an mcore checkpoint holds."""
+    """What a checkpoint holds, and whether its files are as they were written."""
     execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "inspect"})

@@ -93,7 +93,7 @@ Resume = Annotated[str | None, typer.Option("--resume", metavar="auto|none|PATH"
 # Conversion.
 Load = Annotated[str | None, typer.Option("--load", "--load-dir", metavar="DIR", help="Checkpoint to read.")]
 Save = Annotated[str | None, typer.Option("--save", "--save-dir", metavar="DIR", help="Folder to write; must be new or empty.")]
-InspectDir = Annotated[str | None, typer.Argument(metavar="DIR", help="mcore checkpoint to look at.", show_default=False)]
+InspectDir = Annotated[str | None, typer.Argument(metavar="DIR", help="Checkpoint to look at: mcore or Hugging Face.", show_default=False)]
 Tp = Annotated[
     int | None,
     typer.Option("--tp", "--tensor-model-parallel-size", "--target-tensor-parallel-size", metavar="N", help="Tensor-parallel size."),
@@ -130,6 +130,7 @@ Lora = Annotated[
     str | None,
     typer.Option("--lora", "--lora-load", metavar="DIR", help="LoRA adapter to merge, PEFT's or mcore's; also --load itself."),
 ]
+Orm = Annotated[bool | None, typer.Option("--orm/--no-orm", help="Refuse anything but a reward model, which is known without it too.")]
 Verify = Annotated[bool | None, typer.Option("--verify/--no-verify", help="Prove the result bitwise and by logits. On by default.")]
 
 # Preprocessing.

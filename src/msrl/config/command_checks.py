@@ -38,14 +38,27 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
     from_hf = convert.command in ("hf2mcore", "hf2hf")
     if not folder and from_hf and not is_hf(convert.load):
         yield resolved.mistake("convert.load", "holds no config.json; give the folder of a Hugging Face model")
-    elif not folder and not from_hf and not is_mcore(convert.load):
+    elif not folder and convert.command == "inspect" and not is_mcore(convert.load) and not is_hf(convert.load):
+        yield resolved.mistake("convert.load", f"holds neither {TRACKER} nor config.json; give an mcore or a Hugging Face folder")
+    elif not folder and not from_hf and convert.command != "inspect" and not is_mcore(convert.load):
         yield resolved.mistake("convert.load", f"holds no {TRACKER}; give the folder of an mcore checkpoint")
-    elif not folder and convert.command in ("hf2mcore", "reshard"):
-        where = derived.config_dir(convert.load, None if from_hf else convert.hf_config)
-        try:
-            yield from cut_problems(resolved, load_shape(where), "convert", derived.cut_of(convert))
-        except MsrlError as error:
-            yield str(error)
+    elif not folder and (convert.orm or convert.command in ("hf2mcore", "reshard")):
+        yield from _convert_shape(resolved, derived.config_dir(convert.load, None if from_hf else convert.hf_config))
+
+
+def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:
+    """Whether the model can be cut as asked, and has the score head that `--orm` speaks of."""
+    convert = resolved.config.convert
+    try:
+        shape = load_shape(config_dir)
+    except MsrlError as error:
+        yield str(error)
+        return
+    if convert.command in ("hf2mcore", "reshard"):
+        yield from cut_problems(resolved, shape, "convert", derived.cut_of(convert))
+    if convert.orm and not shape.reward_head:
+        said = f"{shape.architecture} has no score head, as a reward model (...ForSequenceClassification) has; leave it out"
+        yield resolved.mistake("convert.orm", said)
 
 
 def preprocess_checks(resolved: Resolved) -> Iterator[str]:

@@ -23,7 +23,6 @@ NOT_YET: dict[str, str] = {
     "checkpoint.save_rng": "it is always saved",
     "log.length_plot_every": "",
     "env": "",
-    "convert.orm": "",
 }
 
 NOT_YET_VALUES: dict[str, frozenset[str]] = {

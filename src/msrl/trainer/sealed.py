@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from msrl.checkpoint.checksums import crc32
+from msrl.checkpoint.checksums import file_crc32
 from msrl.errors import MsrlError
 from msrl.files import flush_to_disk
 
-_BLOCK_BYTES = 4 << 20
 _DIGEST = "sha256"
 
 Record = Mapping[str, Any]
@@ -27,15 +26,7 @@ Record = Mapping[str, Any]
 def seal(path: Path) -> Record:
     """Flush a finished file to disk; its record."""
     flush_to_disk(path)
-    return {"bytes": path.stat().st_size, "crc32": _crc32(path)}
-
-
-def _crc32(path: Path) -> str:
-    found = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            found = crc32(block, found)
-    return f"{found:08x}"
+    return {"bytes": path.stat().st_size, "crc32": file_crc32(path)}
 
 
 def damages(root: Path, records: Mapping[str, Record]) -> list[str]:
@@ -51,7 +42,7 @@ def _damage(path: Path, record: Record) -> str | None:
     if size != record["bytes"]:
         return f"{path} has {size} bytes instead of {record['bytes']}"
     if "crc32" in record:
-        return None if _crc32(path) == record["crc32"] else f"{path} does not match its checksum"
+        return None if file_crc32(path) == record["crc32"] else f"{path} does not match its checksum"
     from msrl.checkpoint.torch_file import check_records
 
     try:

@@ -45,8 +45,7 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     """Convert with a progress bar, then verify."""
     torch.set_num_threads(1)  # the conversion has a thread per file
     convert = config.convert
-    if convert.command not in FROM_HF:
-        refuse_altered(load, thorough=convert.verify)
+    refuse_altered(load, thorough=convert.verify)
     source = _open(convert, load)
     if convert.verify:
         proof.refuse_without_memory(source.shape)
@@ -58,6 +57,8 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     layout = "" if convert.command in TO_HF else f"{cut_of(convert)}, "
     print(f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}")
     _print_carried(source)
+    if source.shape.reward_head:
+        print(f"reward model ({source.shape.architecture}): score.weight of Hugging Face is rm_head.weight of Megatron")
     if convert.command not in FROM_HF:
         print_left_out(load)
     if convert.verify:

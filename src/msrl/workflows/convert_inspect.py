@@ -1,4 +1,4 @@
-"""What an mcore checkpoint holds: layout, parameters per rank, whether its files are as they were written, what is not weights."""
+"""What a checkpoint holds: layout, parameters per rank, whether its files are as they were written, what is not weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 
 from msrl.checkpoint.dist_read import is_distributed, read_common, read_metadata
 from msrl.checkpoint.found import find_checkpoint, latest_iteration, saved_cut
-from msrl.checkpoint.mcore import iteration_dir, read_rank_file
-from msrl.checkpoint.verify import damaged_files
+from msrl.checkpoint.hf import HfCheckpoint
+from msrl.checkpoint.hf_files import open_weight_files
+from msrl.checkpoint.mcore import MANIFEST, TRACKER, iteration_dir, read_rank_file
+from msrl.checkpoint.verify import damaged_files, damaged_hf_files
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.cut import Coords
+from msrl.models.families import num_parameters
 from msrl.models.reward_head import OUTPUT_LAYER, WEIGHT
 from msrl.models.stages import chunk_of
 from msrl.tracking.progress import amount_text
@@ -23,15 +26,36 @@ _TELLING = (
     "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "rotary_base", "transformer_impl", "use_mcore_models",
     "lora_r", "lora_alpha",
 )  # fmt: skip
+_TELLING_HF = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "vocab_size",
+    "tie_word_embeddings",
+)  # fmt: skip
+_HEAD = ("file", "tensors", "parameters", "types", "size")
 _NOT_WEIGHTS = {"optimizer": "optimizer state", "opt_param_scheduler": "learning-rate schedule", "rng_state": "random number generators"}
 
 
-def inspect(save: Path, *, verify: bool) -> None:
-    """Print what an mcore checkpoint holds; with `verify`, every file is read and compared with the manifest.
+def inspect(folder: Path, *, verify: bool) -> None:
+    """Print what a checkpoint holds; with `verify`, every file is read and compared with the manifest.
 
     Raises MsrlError that names what is missing, cut short or altered, ManyErrors for several.
     """
-    refuse_altered(save, thorough=verify)
+    refuse_altered(folder, thorough=verify)
+    (_inspect_hf if is_hf(folder) else _inspect_mcore)(folder)
+    print(_state(folder, verify))
+
+
+def _inspect_hf(folder: Path) -> None:
+    shape = HfCheckpoint(folder).shape  # which refuses what does not fit the config
+    print(f"{folder}: Hugging Face, {shape.architecture}, {num_parameters(shape):,} parameters")
+    files: dict[Path, list[tuple[torch.dtype, int]]] = {}
+    for tensor in open_weight_files(folder).values():
+        files.setdefault(tensor.file, []).append((tensor.spec.dtype, tensor.spec.num_elements))
+    print_table([_HEAD, *(_row(path.name, tensors, path) for path, tensors in sorted(files.items()))])
+    facts = {name: getattr(shape, name) for name in _TELLING_HF}
+    print("config: " + ", ".join(f"{name}={value}" for name, value in facts.items()))
+
+
+def _inspect_mcore(save: Path) -> None:
     iteration = latest_iteration(save)
     folder = iteration_dir(save, iteration)
     if is_distributed(folder):
@@ -42,29 +66,39 @@ def inspect(save: Path, *, verify: bool) -> None:
         print(f"{save}: iteration {iteration}, {found.cut}")
         rows = [_file_row(save, path) for _, path in sorted(found.files.items())]
         args = read_rank_file(found.files[Coords()])["args"]
-    print_table([("file", "tensors", "parameters", "types", "size"), *rows])
+    print_table([_HEAD, *rows])
     print("arguments: " + ", ".join(f"{name}={getattr(args, name)}" for name in _TELLING if hasattr(args, name)))
     kept = not_weights(save)
     if kept:
         print(f"besides weights: {', '.join(kept)}")
-    print(_state(save, iteration, verify))
 
 
-def _state(save: Path, iteration: int | str, verify: bool) -> str:
+def _state(folder: Path, verify: bool) -> str:
     """How much the manifest vouches for, after `refuse_altered` has let the checkpoint pass."""
-    if damaged_files(save, iteration, thorough=False) is None:
+    if _damaged(folder, thorough=False) is None:
         return "files: no manifest to compare with"
     return "files: all as the manifest says" if verify else "files: sizes are as the manifest says; checksums not compared"
 
 
-def refuse_altered(save: Path, *, thorough: bool) -> None:
+def refuse_altered(folder: Path, *, thorough: bool) -> None:
     """Raises MsrlError for every file that is missing, cut short or (if `thorough`) otherwise altered since the manifest was written."""
-    damaged = damaged_files(save, latest_iteration(save), thorough=thorough) or []
-    messages = [f"{save}: {damage}; copy or convert it again" for damage in damaged]
+    advice = f"copy or convert it again, or remove {MANIFEST} if that was meant" if is_hf(folder) else "copy or convert it again"
+    messages = [f"{folder}: {damage}; {advice}" for damage in _damaged(folder, thorough=thorough) or []]
     if len(messages) == 1:
         raise MsrlError(messages[0])
     if messages:
         raise ManyErrors(messages)
+
+
+def is_hf(folder: Path) -> bool:
+    """Whether a folder is Hugging Face's; an mcore checkpoint may have a config.json beside its tracker."""
+    return (folder / "config.json").is_file() and not (folder / TRACKER).is_file()
+
+
+def _damaged(folder: Path, *, thorough: bool) -> list[str] | None:
+    if is_hf(folder):
+        return damaged_hf_files(folder, thorough=thorough)
+    return damaged_files(folder, latest_iteration(folder), thorough=thorough)
 
 
 def not_weights(save: Path) -> list[str]:

@@ -49,6 +49,7 @@ class ConvertConfig(Section):
     )
     pad_vocab_to_multiple: Count | None = Field(default=None, description="Vocabulary is padded to a multiple of it; unset: tp")
     lora: Text | None = Field(default=None, description="Folder of a LoRA adapter (PEFT's or mcore's) to merge; it may be `load` itself")
+    orm: Bool = Field(default=False, description="Refuse anything but a reward model; without it, one is known by its architecture")
     verify: Bool = Field(default=True, description="Prove the result: bitwise round trip, and equal logits in fp32")
 
 
