@@ -67,6 +67,7 @@ def accuracy(runner: Runner, preset: str, seed: int) -> float:
     algorithm = _FLIP if preset == FLIPPED else ("--set", f"algo.preset={preset}")
     config = without_algorithm(runner.folder)
     shutil.rmtree(runner.folder / "runs" / name, ignore_errors=True)
+    (runner.folder / f"answers_{name}.jsonl").unlink(missing_ok=True)
     runner.msrl(name, "train-grpo", "-c", config, "--set", f"run.name={name}", "--set", f"run.seed={seed}", *algorithm)
     reached = runner.accuracy(name, f"runs/{name}/checkpoints")
     with results.open("a") as file:
