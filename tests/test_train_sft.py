@@ -171,6 +171,16 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_t
     assert_same_weights(run / "checkpoints", whole / "checkpoints")
 
 
+def test_an_interrupt_while_ranks_start_ends_the_run_at_once(config, inputs):
+    file = write_config(inputs / "early.yaml", named(config, "interrupted early"))
+    command = Command("train-sft", "-c", str(file), log=inputs / "interrupted early.log")
+    command.when(lambda: bool(children(command.process.pid)))
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 130, command.output()
+    assert command.output().endswith("interrupted\n") and "Traceback" not in command.output()
+    assert not rows(inputs / "runs" / "interrupted early") and not (inputs / "runs" / "interrupted early" / "checkpoints").exists()
+
+
 def test_a_kill_in_mid_save_leaves_the_checkpoint_before_and_the_resumed_run_goes_on_to_the_bit(whole, config, inputs):
     name = "killed"
     changes = {"resume": "auto", "every_steps": 1, "keep": None}

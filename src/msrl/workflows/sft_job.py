@@ -32,6 +32,11 @@ class SftJob:
     longest_row: int  # tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What rank 0 reports first: all ranks are there, and the first step begins."""
+
+
 def training_rows(config: Config) -> tuple[Rows, Rows | None] | tuple[TextRows, TextRows | None]:
     """The rows to train on and those held out. Raises MsrlError."""
     if config.data.handler == "pretrain":

@@ -20,7 +20,7 @@ from msrl.trainer.worker import TrainWorker
 from msrl.types import MicroBatch, StepReport
 from msrl.workflows.best import Best, best_state
 from msrl.workflows.common import order_state, retention
-from msrl.workflows.sft_job import SftJob, training_rows
+from msrl.workflows.sft_job import SftJob, Started, training_rows
 from msrl.workflows.sft_rows import Rows
 from msrl.workflows.text_rows import TextRows
 
@@ -33,6 +33,8 @@ def main(context: RankContext, job: SftJob) -> None:
     extra = checkpoints.load_training_state(worker, job.resume) if job.resume is not None else {}
     saver = Saver(worker, job.checkpoint_dir, job.hf_dir, in_background=job.config.checkpoint.in_background)
     train, held_out = training_rows(job.config)
+    if context.rank == 0:
+        context.report(Started())
     best, config = Best.of(extra), job.config
     for step in range(job.start_step, job.num_steps):
         report = _step(worker, job, train, step)

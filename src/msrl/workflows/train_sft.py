@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from msrl.config.derived import world_size
 from msrl.config.schema import Config
@@ -18,7 +20,7 @@ from msrl.trainer.launch import LocalRanks
 from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import StepReport
 from msrl.workflows.common import adapted_base, check_data, check_order, hf_files, resumed, schedule, worker_settings, worker_variables
-from msrl.workflows.interrupts import Interrupts
+from msrl.workflows.interrupts import EndAtOnce, Interrupts
 from msrl.workflows.memory_check import check_memory
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import SftJob, check_lengths, row_order, training_rows
@@ -34,23 +36,33 @@ def run(config: Config) -> None:
     job = prepare(config, platform.name)
     check_memory(config, "train-sft", platform, longest=job.longest_row)
     saved = job.resume
-    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log:
+    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
         ranks = LocalRanks(
             "msrl.workflows.sft_rank:main", job, num_ranks=world_size(config), platform=platform, env=worker_variables(config, platform)
         )
-        with ranks, Interrupts(ranks.ask_to_stop):
-            for message in ranks.messages():
-                if isinstance(message, StepReport):
-                    log.log(message)
-                elif isinstance(message, str):
-                    log.say(message)
-                else:
-                    saved = message
-                    print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
+        with ranks:
+            messages = ranks.messages()
+            next(messages, None)  # Started: until then there is nothing to save
+            with Interrupts(ranks.ask_to_stop):
+                saved = _followed(messages, log) or saved
         log.finish(_results(config, saved, log.path, is_done=not ranks.was_asked_to_stop))
     if ranks.was_asked_to_stop:
         raise KeyboardInterrupt
+
+
+def _followed(messages: Iterator[Any], log: RunLog) -> SavedTraining | None:
+    """Log all that the ranks report; the last of their checkpoints."""
+    saved = None
+    for message in messages:
+        if isinstance(message, StepReport):
+            log.log(message)
+        elif isinstance(message, str):
+            log.say(message)
+        else:
+            saved = message
+            print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
+    return saved
 
 
 def prepare(config: Config, platform: str) -> SftJob:
