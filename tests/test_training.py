@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from msrl.algorithms.mismatch import Correction
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout, Lora, Recompute
 from poisoned_ranks import LENGTHS, MASKED_OUT, Poisoned, Seen
+from product_ranks import Product, Step, combinations
 from support import python_path
 from training_ranks import NUM_SEQUENCES, VOCAB, Case, Result, sequences
 
@@ -133,6 +135,13 @@ def _table(folders: dict[str, Path]) -> list[Case]:
     return [whole, *cut, lora, _with(lora, name="table lora tp2", layout=Layout(tp=2))]
 
 
+# The batch of the product of all losses in one pack; over two and over four ranks, cut by tokens, its samples in other orders.
+SPREAD: dict[str, dict[str, Any]] = {
+    "product whole": {}, "product dp2 cut": {"dp": 2, "max_tokens": 40},
+    "product dp4 shuffled": {"dp": 4, "max_tokens": 30, "order": (5, 2, 7, 0, 3, 6, 1, 4)},
+}  # fmt: skip
+
+
 def _poisoned(folders: dict[str, Path]) -> list[Poisoned]:
     return [Poisoned(name, folders["qwen3"], layout, more) for name, (layout, more) in POISONED.items()]
 
@@ -188,7 +197,8 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
 def results(folders, tmp_path_factory) -> dict[str, Any]:
     from msrl.platforms import get
 
-    cases = [*_cases(folders, tmp_path_factory.mktemp("saves")), *_poisoned(folders)]
+    cases: list[Any] = [*_cases(folders, tmp_path_factory.mktemp("saves")), *_poisoned(folders)]
+    cases += [Product(name, folders["qwen2"], **spread) for name, spread in SPREAD.items()]
     found = run_ranks("training_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()})
     return {result.name: result for result in found}
 
@@ -282,6 +292,24 @@ def test_no_policy_loss_depends_on_tensor_context_and_data_parallelism_or_the_mi
         assert set(cut) == set(whole) and whole["grad_norm"] > 1e-4
         for metric in whole:
             assert cut[metric] == pytest.approx(whole[metric], rel=5e-5, abs=5e-7), metric
+
+
+@pytest.mark.parametrize("spread", [name for name in SPREAD if name != "product whole"])
+@pytest.mark.parametrize("name", combinations(), ids=" ".join)
+def test_no_loss_ratio_and_aggregation_depends_on_ranks_micro_batches_and_the_order_of_samples(results, name, spread):
+    whole, cut = (results[of].steps[name] for of in ("product whole", spread))
+    assert set(cut.report) == set(whole.report) and whole.report["grad_norm"] > 1e-4
+    for metric in whole.report:
+        assert cut.report[metric] == pytest.approx(whole.report[metric], rel=5e-5, abs=5e-7), metric
+    tolerance = 1e-5 * whole.report["grad_norm"]
+    assert max(abs(cut.gradients[key] - value) for key, value in whole.gradients.items()) < tolerance
+
+
+def test_every_loss_ratio_and_aggregation_is_another(results):
+    steps: dict[Any, Step] = results["product whole"].steps
+    assert len(steps) == 44 and all(len(step.gradients) > 40 for step in steps.values())
+    norms = sorted(step.report["grad_norm"] for step in steps.values())
+    assert all(after > before * (1 + 1e-6) for before, after in itertools.pairwise(norms))
 
 
 @pytest.mark.parametrize("cut", ["tp2 dp2", "tp2 pp2", "tp2 cp2"])

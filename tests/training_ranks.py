@@ -83,11 +83,12 @@ def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False
 def main(context: RankContext, cases: list[Any]) -> None:
     """Every case whose world this rank is part of; rank 0 reports."""
     from poisoned_ranks import Poisoned, look
+    from product_ranks import Product, walk
 
+    does: dict[type, Any] = {Poisoned: look, Product: walk, Case: _train}
     for number, case in enumerate(cases):
         if context.rank < case.world:
-            at = f"{context.init_method}-{number}"
-            result = look(context, case, at) if isinstance(case, Poisoned) else _train(context, case, at)
+            result = does[type(case)](context, case, f"{context.init_method}-{number}")
             if context.rank == 0:
                 context.report(result)
 
