@@ -82,7 +82,8 @@ def test_a_second_head_is_refused_while_the_first_is_up(head):
 def test_a_run_works_in_the_given_cluster_and_leaves_it_running(head):
     import ray
 
-    from msrl.cluster.session import ray_session, wait_all
+    from msrl.cluster.session import ray_session
+    from msrl.cluster.waiting import wait_all
 
     with ray_session(head.address, num_devices=2, resource_name=RESOURCE, env={"COLOUR": "green"}) as session:
         placed = session.create_placement(plan([Role("actor", 2), Role("rollout", 1, 2)], 2, resource=RESOURCE))
@@ -150,7 +151,8 @@ def test_two_nodes_are_joined_planned_over_and_ended_and_nothing_else_is(head, c
 
 def check_two_nodes(address):
     """A plan over both nodes gets devices on each; one that is too large for them is refused with what is there."""
-    from msrl.cluster.session import ray_session, wait_all
+    from msrl.cluster.session import ray_session
+    from msrl.cluster.waiting import wait_all
 
     with ray_session(address, num_devices=0, resource_name=RESOURCE) as session:
         assert sorted((node.host, node.num_devices) for node in session.nodes()) == [("127.0.0.2", 2.0), ("127.0.0.3", 3.0)]
@@ -224,7 +226,7 @@ def test_a_worker_of_several_devices_is_told_the_numbers_of_all_of_them(run):
 
 
 def test_a_failure_ends_the_wait_at_once_with_the_traceback_of_the_worker(run):
-    from msrl.cluster.session import WorkerError, wait_all
+    from msrl.cluster.waiting import WorkerError, wait_all
 
     session, placed, teller = run
     slow, bad = (session.start(teller, placed, "actor", rank) for rank in range(2))
@@ -240,7 +242,7 @@ def test_a_failure_ends_the_wait_at_once_with_the_traceback_of_the_worker(run):
 
 
 def test_a_worker_that_refuses_input_raises_its_own_error(run):
-    from msrl.cluster.session import wait_all
+    from msrl.cluster.waiting import wait_all
 
     session, placed, teller = run
     actor = session.start(teller, placed, "actor", 0)
@@ -250,7 +252,7 @@ def test_a_worker_that_refuses_input_raises_its_own_error(run):
 
 
 def test_the_worker_that_died_is_named_before_the_peers_that_noticed(run):
-    from msrl.cluster.session import WorkerError, wait_all
+    from msrl.cluster.waiting import WorkerError, wait_all
 
     session, placed, teller = run
     peer, dying = (session.start(teller, placed, "actor", rank) for rank in range(2))
@@ -262,8 +264,25 @@ def test_the_worker_that_died_is_named_before_the_peers_that_noticed(run):
     end(peer)
 
 
+def test_the_death_of_a_worker_that_has_nothing_to_do_ends_the_wait_for_the_others(run):
+    from msrl.cluster.waiting import WorkerError, wait_all
+
+    session, placed, teller = run
+    busy, idle = (session.start(teller, placed, "actor", rank) for rank in range(2))
+    _, victim = wait_all([busy.pid.remote(), idle.pid.remote()], timeout_s=60)
+    refs, watch = [busy.wait.remote(100)], session.watch({"actor": "training rank"})
+    with pytest.raises(MsrlError, match="no answer in that time from rollout engine 0"):
+        wait_all(refs, timeout_s=2.5, labels=("rollout engine 0",), watch=watch)
+    psutil.Process(victim).kill()
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^training rank 1 failed: The actor died"):
+        wait_all(refs, timeout_s=90, labels=("rollout engine 0",), watch=watch)
+    assert time.monotonic() - began < 40
+    end(busy)
+
+
 def test_workers_that_do_not_answer_in_time_are_named(run):
-    from msrl.cluster.session import wait_all
+    from msrl.cluster.waiting import wait_all
 
     session, placed, teller = run
     quick, slow = (session.start(teller, placed, "actor", rank) for rank in range(2))

@@ -1,4 +1,4 @@
-"""A run's connection to Ray: the given cluster or a local Ray of its own, placement groups, and calls that end at the first failure.
+"""A run's connection to Ray: the given cluster or a local Ray of its own, placement groups, and the actors that end with it.
 
 A local Ray listens on loopback, asks for a token of its own, and ends with the run; a given cluster is only left.
 """
@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -21,25 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from msrl.cluster import probe, state
 from msrl.cluster.plan import Assignment, NodePlan, Placement
+from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
 
 _LOG = logging.getLogger("msrl.cluster")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_AFTERMATH_S = 2.0  # how long an actor's death takes to be known after its peers have noticed
-
-
-class WorkerError(Exception):
-    """A worker failed: the message holds its own traceback, or how it died."""
-
-
-class WorkerTimeoutError(MsrlError):
-    """Workers have not answered within the time that the user allows; their logs are worth a look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +78,7 @@ class Session:
     resource: str
     local: bool
     _actors: list[Any] = field(default_factory=list[Any])
+    _workers: dict[tuple[str, int], Any] = field(default_factory=dict[tuple[str, int], Any])
     _groups: list[PlacementGroup] = field(default_factory=list[PlacementGroup])
 
     def create_placement(self, placement: Placement, *, timeout_s: float = 60.0) -> Placed:
@@ -112,7 +103,12 @@ class Session:
         """
         actor = actor_class.options(**placed.options(role, worker)).remote(*args, **kwargs)
         self._actors.append(actor)
+        self._workers[role, worker] = actor
         return actor
+
+    def watch(self, names: Mapping[str, str]) -> Watch:
+        """Looks whether the workers live that have been or will be started; `names` has the word for each role in messages."""
+        return Watch(self._workers, names)
 
     def keep(self, actors: Sequence[Any]) -> None:
         """Have the session end these actors as well."""
@@ -142,6 +138,7 @@ class Session:
             with contextlib.suppress(RayError, ValueError):
                 remove_placement_group(group)
         self._actors.clear()
+        self._workers.clear()
         self._groups.clear()
 
     def _check_capacity(self, placement: Placement) -> None:
@@ -304,67 +301,3 @@ def _ray_settings(token: Path | str, *, loopback: bool) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def wait_all(refs: Sequence[Any], *, timeout_s: float, labels: Sequence[str] = ()) -> list[Any]:
-    """The results of `refs`, in order, as soon as all are there; the first failure ends the wait at once.
-
-    `labels` name the refs in messages (`actor 1`). When workers fail together, the one that died is named first, since its peers
-    fail in consequence. Raises WorkerError with the worker's traceback; a worker's own MsrlError and VerificationError as they are;
-    WorkerTimeoutError when `timeout_s` seconds (cluster.rpc_timeout_s) have passed, naming those that have not answered.
-    """
-    names = {ref: labels[i] if labels else f"call {i}" for i, ref in enumerate(refs)}
-    results: dict[Any, Any] = {}
-    pending = list(names)
-    deadline = time.monotonic() + timeout_s
-    while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise WorkerTimeoutError(
-                f"cluster.rpc_timeout_s={timeout_s:g}: no answer in that time from {', '.join(names[ref] for ref in pending)};"
-                " raise it if the work takes that long, or look into the worker logs"
-            )
-        try:
-            results[ready[0]] = ray.get(ready[0])
-        except RayError as error:
-            raise _cause({names[ready[0]]: error, **_aftermath(pending, names)}) from None
-    return [results[ref] for ref in refs]
-
-
-def _aftermath(pending: Sequence[Any], names: Mapping[Any, str]) -> dict[str, RayError]:
-    """What else has failed, or does so at once, by name."""
-    failures: dict[str, RayError] = {}
-    if not pending:
-        return failures
-    failed, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_AFTERMATH_S)
-    for ref in failed:
-        try:
-            ray.get(ref)
-        except RayError as error:
-            failures[names[ref]] = error
-    return failures
-
-
-def _cause(failures: Mapping[str, RayError]) -> Exception:
-    """The one exception that tells why workers failed: a death before a refusal, a refusal before other errors, else the first."""
-    name = min(failures, key=lambda n: (not isinstance(failures[n], RayActorError), not isinstance(_own(failures[n]), MsrlError)))
-    own = _own(failures[name])
-    if isinstance(own, (MsrlError, VerificationError)):
-        return own
-    others = "".join(f"\nalso failed: {n}: {_short(error)}" for n, error in failures.items() if n != name)
-    return WorkerError(f"{name} failed: {_full(failures[name])}{others}")
-
-
-def _own(error: RayError) -> BaseException | None:
-    """The exception that the worker itself raised, if it was one."""
-    return error.cause if isinstance(error, RayTaskError) else None
-
-
-def _full(error: RayError) -> str:
-    text = _COLOUR.sub("", str(error))
-    return f"\n{text}" if isinstance(error, RayTaskError) else text
-
-
-def _short(error: RayError) -> str:
-    own = _own(error)
-    return f"{type(own).__name__}: {own}" if own else _COLOUR.sub("", str(error)).splitlines()[0]

@@ -10,7 +10,8 @@ import numpy as np
 import ray
 
 from msrl.algorithms.packing import Sequences, balanced, per_token
-from msrl.cluster.session import Placed, Session, wait_all
+from msrl.cluster.session import Placed, Session
+from msrl.cluster.waiting import wait_all
 from msrl.config.schema import EngineConfig
 from msrl.platforms.base import Platform
 from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from msrl.rollout.engine import EngineSettings
     from msrl.trainer.losses import Loss
 
+WORKERS = {"actor": "training rank", "rollout": "rollout engine"}  # roles, in words
+
 
 class Trainers:
     """All ranks. Sequences are given whole; they are spread over the data-parallel ranks and packed here."""
@@ -32,7 +35,7 @@ class Trainers:
     ) -> None:
         actor = ray.remote(runtime_env={"env_vars": dict(env)})(TrainActor)
         self._actors = [session.start(actor, placed, "actor", rank, settings, rank, num_ranks) for rank in range(num_ranks)]
-        self._timeout_s = timeout_s
+        self._timeout_s, self._watch = timeout_s, session.watch(WORKERS)
         self._multiple = settings.layout.tp if settings.layout.sp else 1
 
     def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
@@ -90,7 +93,8 @@ class Trainers:
         return self._wait([actor.finish_saves.remote() for actor in self._actors])[0]
 
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
-        return wait_all(refs, timeout_s=self._timeout_s, labels=[f"training rank {rank}" for rank in range(len(refs))])
+        labels = [f"{WORKERS['actor']} {rank}" for rank in range(len(refs))]
+        return wait_all(refs, timeout_s=self._timeout_s, labels=labels, watch=self._watch)
 
 
 class Engines:
@@ -103,7 +107,7 @@ class Engines:
         """`env` has the environment of each engine, of which there are as many."""
         classes = [ray.remote(runtime_env={"env_vars": dict(variables)})(RolloutActor) for variables in env]
         self._actors = [session.start(actor, placed, "rollout", i, settings, platform.name) for i, actor in enumerate(classes)]
-        self._timeout_s = timeout_s
+        self._timeout_s, self._watch = timeout_s, session.watch(WORKERS)
 
     def begin_start(self) -> list[Any]:
         """Have all engines start, which takes them seconds."""
@@ -129,7 +133,8 @@ class Engines:
         self._wait([actor.load_weights.remote(*weights) for actor in self._actors])
 
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
-        return wait_all(refs, timeout_s=self._timeout_s, labels=[f"rollout engine {i}" for i in range(len(refs))])
+        labels = [f"{WORKERS['rollout']} {i}" for i in range(len(refs))]
+        return wait_all(refs, timeout_s=self._timeout_s, labels=labels, watch=self._watch)
 
 
 def engine_environments(placed: Placed, platform: Platform, engine: EngineConfig, env: Mapping[str, str]) -> list[dict[str, str]]:
