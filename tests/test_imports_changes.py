@@ -27,7 +27,7 @@ REPORTED = {
         "resource_pool.actor_rollout",
     },
     "roll": {"top.validation", "data_args.file_name"},
-    "lightrft": {"flags.prompt_data", "flags.engine_type", "flags.use_wandb"},
+    "lightrft": {"flags.prompt_data", "flags.engine_type"},
     "mindspeed_rl": {"reward_config.load"},
 }  # fmt: skip
 

@@ -9,8 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest

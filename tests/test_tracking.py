@@ -9,6 +9,7 @@ import os
 import pty
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,57 @@ def test_tensorboard_reads_what_the_tracker_wrote_and_forgets_what_a_resumed_run
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 4.0), (3, 6.0)]
     assert [event.value for event in events.Scalars("seconds/update")] == [0.25] * 3
+
+
+def wandb_records(file: Path) -> list[bytes]:
+    """The records of a .wandb file: LevelDB's log format (doc/log_format.md) behind a header of seven bytes."""
+    data, at, found, part = file.read_bytes(), 7, list[bytes](), b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+            at += 32768 - at % 32768
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            found.append(part)
+            part = b""
+    return found
+
+
+def test_wandb_keeps_every_step_of_every_attempt_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "config.yaml").write_text("train: {steps: 3}\n")
+    found = []
+    for resumed_step, steps in [(None, (1, 2, 3)), (1, (2, 3))]:
+        (tracker,) = open_trackers(("wandb",), tmp_path, resumed_step=resumed_step)
+        for step in steps:
+            tracker.log(report(step, train__loss=2.0 * step))
+        tracker.close()
+        (file,) = set(tmp_path.glob("wandb/offline-run-*/*.wandb")) - {file for file, _, _ in found}
+        records = [Record.FromString(data) for data in wandb_records(file)]
+        names = {record.run.display_name for record in records if record.run.display_name}
+        items = [{item.key or ".".join(item.nested_key): item.value_json for item in record.history.item} for record in records]
+        found.append((file, names, [(json.loads(row["_step"]), json.loads(row["train/loss"])) for row in items if "train/loss" in row]))
+        assert all(row["seconds/update"] == "0.25" for row in items if "train/loss" in row)
+    assert [rest for _, *rest in found] == [
+        [{tmp_path.name}, [(1, 2.0), (2, 4.0), (3, 6.0)]],
+        [{f"{tmp_path.name} from step 1"}, [(2, 4.0), (3, 6.0)]],
+    ]
+
+
+def test_wandb_without_the_package_or_a_login_is_refused_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MsrlError, match=r"log\.trackers=wandb: the package wandb is not installed; pip install 'msrl\[wandb\]'"):
+        open_trackers(("wandb",), tmp_path)
+    nobody = types.ModuleType("wandb")
+    vars(nobody)["login"] = lambda **_: False
+    monkeypatch.setitem(sys.modules, "wandb", nobody)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(MsrlError, match=r"nobody is logged in; .*WANDB_MODE=offline"):
+        open_trackers(("wandb",), tmp_path)
 
 
 def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path) -> None:

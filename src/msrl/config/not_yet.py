@@ -32,7 +32,6 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "algo.preset": frozenset({"ppo"}),
     "algo.advantage.estimator": frozenset({"gae", "gigpo", "step_reinforce", "agentic_reinforce"}),
     "reward.sources.engine": frozenset({"megatron"}),
-    "log.trackers": frozenset({"wandb"}),
 }
 
 

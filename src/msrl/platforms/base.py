@@ -42,6 +42,10 @@ class Platform(ABC):
         """Memory of one device, in bytes; where devices share the machine's, all of it. None where it cannot be told."""
         return None
 
+    def peak_flops(self, dtype: str) -> float | None:
+        """Operations per second of one device in dense matrix products of that type, by its data sheet; None where it is not known."""
+        return None
+
     @abstractmethod
     def prepare(self) -> None:
         """Make this process ready to import Megatron. Raises MsrlError that says what is missing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +12,34 @@ from msrl.platforms.base import COMMON_STACK, Platform
 
 if TYPE_CHECKING:
     import torch
+
+# Dense bfloat16 with float32 sums, operations per second, by NVIDIA's data sheets (half of what they give with sparsity). The first name
+# that a device's contains counts.
+_PEAKS = (
+    ("B200", 2250e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835.5e12),
+    ("H100", 989.4e12),
+    ("H200", 989.4e12),
+    ("H800", 989.4e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362.05e12),
+    ("L40", 181.05e12),
+    ("L20", 119.5e12),
+    ("L4", 121e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+)
+
+
+def peak_flops(name: str) -> float | None:
+    """The peak of a device of that name; None where the table does not have it."""
+    return next((peak for part, peak in _PEAKS if re.search(rf"\b{part}\b", name)), None)
 
 
 class CudaPlatform(Platform):
@@ -46,6 +75,13 @@ class CudaPlatform(Platform):
         import torch
 
         return int(torch.cuda.get_device_properties(0).total_memory) if self.device_count() else None
+
+    def peak_flops(self, dtype: str) -> float | None:
+        if dtype != "bfloat16" or self.missing() is not None:
+            return None
+        import torch
+
+        return peak_flops(torch.cuda.get_device_name())
 
     def prepare(self) -> None:
         missing = self.missing()

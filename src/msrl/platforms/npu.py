@@ -26,6 +26,14 @@ _NEEDS = {
     "mindspeed": "MindSpeed core_r0.16.0",
 }
 
+# Dense bfloat16 of one device (of 910_93: one of a card's two dies). No data sheet gives it by name; this is what open trainers count with.
+_PEAKS = {"Ascend910B": 354e12, "Ascend910_93": 354e12}
+
+
+def peak_flops(name: str) -> float | None:
+    """The peak of a device of that name, operations per second; None where the table does not have it."""
+    return next((peak for part, peak in _PEAKS.items() if name.startswith(part)), None)
+
 
 class NpuPlatform(Platform):
     name = "npu"
@@ -58,6 +66,11 @@ class NpuPlatform(Platform):
     def memory_bytes(self) -> int | None:
         torch_npu = importlib.import_module("torch_npu")
         return int(torch_npu.npu.get_device_properties(0).total_memory) if self.device_count() else None
+
+    def peak_flops(self, dtype: str) -> float | None:
+        if dtype != "bfloat16" or self.missing() is not None:
+            return None
+        return peak_flops(importlib.import_module("torch_npu").npu.get_device_name(0))
 
     def prepare(self) -> None:
         missing = self.missing()

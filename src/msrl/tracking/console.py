@@ -25,6 +25,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("train/grad_norm", "grad norm", "{:.2f}".format),
     ("train/lr", "lr", "{:.1e}".format),
     ("perf/tokens_per_s", "tok/s", "{:,.0f}".format),
+    ("perf/mfu", "MFU", "{:.1%}".format),
 )
 STEP = "step"
 RECENT = 20

@@ -20,6 +20,7 @@ from msrl.trainer.worker import TrainWorker
 from msrl.types import MicroBatch, StepReport
 from msrl.workflows.best import Best, best_state
 from msrl.workflows.common import order_state, retention
+from msrl.workflows.mfu import mfu
 from msrl.workflows.sft_job import SftJob, Started, training_rows
 from msrl.workflows.sft_rows import Rows
 from msrl.workflows.text_rows import TextRows
@@ -73,11 +74,13 @@ def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bo
 
 def _step(worker: TrainWorker, job: SftJob, train: Rows | TextRows, step: int) -> StepReport:
     config, started = job.config, time.perf_counter()
-    mine, num_tokens, num_all = _share(worker, config, train.sequences(job.order.of_step(step).tolist()))
+    rows = train.sequences(job.order.of_step(step).tolist())
+    mine, num_tokens, num_all = _share(worker, config, rows)
     metrics = worker.train_step(mine, LOSS, num_tokens=num_tokens, lr=job.schedule.at(step))
     seconds = time.perf_counter() - started
     report = {f"train/{name}": value for name, value in metrics.items()}
     report |= {"perf/tokens_per_s": num_all / seconds, "train/loss_tokens": float(num_tokens)}
+    report |= mfu(worker.shape, config, worker.platform, rows, num_tokens, seconds)
     notes = ("the gradient was not finite, so this update was left out",) if metrics["skipped"] else ()
     return StepReport(step + 1, report, {"step": seconds}, notes)
 

@@ -14,11 +14,12 @@ from itertools import chain
 from pathlib import Path
 
 from msrl.cluster.session import ray_session
-from msrl.config.derived import max_model_len, needs_reference, updates_per_step, world_size
+from msrl.config.derived import max_model_len, model_shape, needs_reference, updates_per_step, world_size
 from msrl.config.schema import Config
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
+from msrl.trainer.batches import num_loss_tokens
 from msrl.trainer.resume import SavedTraining
 from msrl.types import Ints, StepReport
 from msrl.workflows.common import (
@@ -38,9 +39,10 @@ from msrl.workflows.grpo_eval import Evaluator
 from msrl.workflows.grpo_job import Job, prepare
 from msrl.workflows.grpo_step import Clock, report_of
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
-from msrl.workflows.grpo_update import Updater
+from msrl.workflows.grpo_update import Prepared, Updater
 from msrl.workflows.interrupts import EndAtOnce, Interrupts
 from msrl.workflows.memory_check import check_memory
+from msrl.workflows.mfu import mfu
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 
@@ -84,7 +86,7 @@ def _loop(
         trained = updater.update(prepared, step, clock)
         with clock("weights"):
             engines.load_weights(trainers.weights())
-        metrics = report_of(scores, trained, clock.seconds)
+        metrics = {**report_of(scores, trained, clock.seconds), **_mfu(job, prepared, clock)}
         rollouts.write(step + 1, scores.groups, prepared.samples)
         seconds = {**clock.seconds, "step": sum(clock.seconds.values())}
         log.log(evaluator.after(StepReport(step + 1, metrics, seconds, scores.notes)))
@@ -95,6 +97,14 @@ def _loop(
         if is_last:
             break
     return _said(trainers.finish_saves()) or saved
+
+
+def _mfu(job: Job, prepared: Prepared, clock: Clock) -> dict[str, float]:
+    """Of the updates alone: generation is bound by memory, not by arithmetic."""
+    shape = model_shape(job.config)
+    assert shape is not None, "the ranks have loaded it"
+    sequences, epochs = prepared.sequences, job.config.train.updates.epochs
+    return mfu(shape, job.config, job.platform, [sequences], num_loss_tokens(sequences), clock.seconds["update"], passes=epochs)
 
 
 def _said(finished: Sequence[SavedTraining]) -> SavedTraining | None:

@@ -87,7 +87,10 @@ class LogConfig(Section):
     """What is written while training."""
 
     every_steps: Count = Field(default=1, description="Steps between two lines on the terminal; metrics.jsonl has every step")
-    trackers: tuple[Literal["tensorboard"], ...] = Field(default=("tensorboard",), description="Where metrics go besides metrics.jsonl")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=("tensorboard",),
+        description="Where metrics go besides metrics.jsonl; wandb: as its own variables say (WANDB_PROJECT, WANDB_MODE)",
+    )
     save_rollouts: Bool = Field(
         default=True, description="Write every prompt and completion with its rewards to rollouts/*.jsonl and eval/*.jsonl"
     )
