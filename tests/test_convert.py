@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -151,7 +152,7 @@ def test_a_taken_folder_and_a_full_disk_are_refused_before_the_first_byte(tmp_pa
     with pytest.raises(MsrlError, match="already exists and is not an empty folder"):
         write_mcore(source, tmp_path / "hf", McoreTarget())
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(MsrlError, match=r"GB of disk, 0\.00 GB are free"):
+    with pytest.raises(MsrlError, match=r"needs [\d,]+ bytes of disk, 1,000 bytes are free"):
         write_hf(source, tmp_path / "out", None)
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
@@ -213,6 +214,26 @@ def test_a_failure_in_mid_write_leaves_no_trace(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_mcore(open_weights(tmp_path / "hf"), tmp_path / "out", McoreTarget(), fail)
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_disk_that_becomes_full_is_said_and_leaves_no_trace(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+
+    def full(num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for write in (lambda save: write_mcore(source, save, McoreTarget(), full), lambda save: write_hf(source, save, None, full)):
+        source = open_weights(tmp_path / "hf")
+        with pytest.raises(MsrlError, match="out: No space left on device; what was written is removed"):
+            write(tmp_path / "new" / "folders" / "out")
+        assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MsrlError, match=r"file/out: .*/file is a file; name another folder"):
+        write_mcore(open_weights(tmp_path / "hf"), tmp_path / "file" / "out", McoreTarget())
 
 
 # --- the command, with its proof --------------------------------------------------------------------------------------------------------

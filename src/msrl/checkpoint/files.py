@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -11,42 +12,65 @@ from pathlib import Path
 
 from msrl.errors import MsrlError
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def refuse_unless_free(target: Path) -> None:
-    """Raises MsrlError when `target` exists and is anything but an empty folder."""
+    """Raises MsrlError when `target` exists and is anything but an empty folder, or where no folder can be made."""
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists() or target.is_symlink():
         raise MsrlError(f"{target}: already exists and is not an empty folder; name another one, or remove it")
+    above = _existing(target)
+    if not above.is_dir():
+        raise MsrlError(f"{target}: {above} is a file; name another folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise MsrlError(f"{target}: {above} may not be written to; name another folder, or get the right to")
 
 
 def refuse_unless_fits(target: Path, needed_bytes: int) -> None:
     """Raises MsrlError when the file system that `target` will be on has less than `needed_bytes` left."""
-    existing = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_existing(target)).free
     if free < needed_bytes:
-        raise MsrlError(
-            f"{target}: needs {needed_bytes / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free; make room or name another folder"
-        )
+        raise MsrlError(f"{target}: needs {_size(needed_bytes)} of disk, {_size(free)} are free; make room or name another folder")
+
+
+def _existing(target: Path) -> Path:
+    """The nearest of a path and the folders above it that is there."""
+    return next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10_000_000 else f"{num_bytes:,} bytes"
 
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `target` when the block ends well and vanishes when it does not.
 
-    What a killed run left behind is cleared by the next one; a lock keeps two runs apart. Raises MsrlError when `target` is taken.
+    What a killed run left behind is cleared by the next one; a lock keeps two runs apart. Raises MsrlError when `target` is taken or
+    cannot be made, and when the disk becomes full on the way.
     """
     refuse_unless_free(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    made = [folder for folder in target.absolute().parents if not folder.exists()]
     partial = target.with_name(f".{target.name}.partial")
-    partial.mkdir(exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)
+    except OSError as error:
+        raise MsrlError(f"{target}: cannot be made: {error}; name another folder") from error
     with _locked(partial):
         _clear(partial)
         try:
             yield partial
             partial.rename(target)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise MsrlError(f"{target}: {error.strerror}; what was written is removed; make room or name another folder") from error
             raise
 
 

@@ -24,7 +24,7 @@ from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 
 _SIDECARS = ("*.json", "*.model", "*.jinja", "merges.txt", "*.py", "*.tiktoken")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")  # buffers that old checkpoints carry and every model computes
 
 

@@ -88,9 +88,9 @@ def check_section(file: IO[bytes], where: Range) -> str:
     try:
         return check_archive(window)
     except MsrlError as error:
-        raise MsrlError(f"{where.name}: the tensor at byte {where.begin}: {error}") from error
+        raise MsrlError(f"the tensor at byte {where.begin}: {error}") from error
     except (zipfile.BadZipFile, struct.error, OSError, EOFError) as error:
-        raise MsrlError(f"{where.name}: the tensor at byte {where.begin} cannot be read ({error})") from error
+        raise MsrlError(f"the tensor at byte {where.begin} cannot be read ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def check_records(path: Path) -> str:
         with path.open("rb") as file:
             return check_archive(file)
     except (MsrlError, struct.error) as error:
-        raise MsrlError(f"{path}: {error}; copy or convert the file again") from error
+        raise MsrlError(f"{path}: {error}") from error
 
 
 def piece_blocks(pieces: Pieces) -> Iterator[memoryview]:

@@ -39,11 +39,17 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
     if not folder and from_hf and not is_hf(convert.load):
         yield resolved.mistake("convert.load", "holds no config.json; give the folder of a Hugging Face model")
     elif not folder and convert.command == "inspect" and not is_mcore(convert.load) and not is_hf(convert.load):
-        yield resolved.mistake("convert.load", f"holds neither {TRACKER} nor config.json; give an mcore or a Hugging Face folder")
+        yield resolved.mistake(
+            "convert.load", f"holds neither {TRACKER} nor config.json; {_hint(convert.load)}an mcore or Hugging Face folder"
+        )
     elif not folder and not from_hf and convert.command != "inspect" and not is_mcore(convert.load):
-        yield resolved.mistake("convert.load", f"holds no {TRACKER}; give the folder of an mcore checkpoint")
+        yield resolved.mistake("convert.load", f"holds no {TRACKER}; {_hint(convert.load)}the folder of an mcore checkpoint")
     elif not folder and (convert.orm or convert.command in ("hf2mcore", "reshard")):
         yield from _convert_shape(resolved, derived.config_dir(convert.load, None if from_hf else convert.hf_config))
+
+
+def _hint(folder: str) -> str:
+    return "give the folder above, " if Path(folder).name.startswith("iter_") else "give "
 
 
 def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:

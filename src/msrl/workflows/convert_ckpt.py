@@ -12,6 +12,7 @@ import torch
 from msrl.checkpoint.carried import carried_bytes, carried_tensors
 from msrl.checkpoint.convert import McoreTarget, hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES
+from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free
 from msrl.checkpoint.lora import MergedSource
 from msrl.checkpoint.lora_files import read_adapter, read_mcore_lora, read_peft, write_peft
 from msrl.checkpoint.mcore import SIDECAR
@@ -51,6 +52,8 @@ def _convert(config: Config, load: Path, save: Path) -> None:
         proof.refuse_without_memory(source.shape)
     start = time.perf_counter()
     num_bytes, work = _work(convert, source, save)
+    refuse_unless_free(save)
+    refuse_unless_fits(save, num_bytes)
     with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
         work(bar.advance)
     elapsed = time.perf_counter() - start
