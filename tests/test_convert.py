@@ -6,6 +6,7 @@ import errno
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,10 +223,10 @@ def test_a_disk_that_becomes_full_is_said_and_leaves_no_trace(tmp_path: Path) ->
     def full(num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for write in (lambda save: write_mcore(source, save, McoreTarget(), full), lambda save: write_hf(source, save, None, full)):
-        source = open_weights(tmp_path / "hf")
+    source, save = open_weights(tmp_path / "hf"), tmp_path / "new" / "folders" / "out"
+    for write in (partial(write_mcore, source, save, McoreTarget(), full), partial(write_hf, source, save, None, full)):
         with pytest.raises(MsrlError, match="out: No space left on device; what was written is removed"):
-            write(tmp_path / "new" / "folders" / "out")
+            write()
         assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
