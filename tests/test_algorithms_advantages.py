@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from msrl.algorithms import kl_controller
 from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
 from msrl.algorithms.selection import kept, sample_weights
 from msrl.algorithms.token_rewards import TokenRewards, discounted, whiten
+from msrl.algorithms.turns import Turns
 from msrl.errors import MsrlError
 from msrl.trainer.losses import taken
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
 
 PACKAGE = "msrl.algorithms.advantages"
 ESTIMATORS = registry.names(PACKAGE)
+TURNS = [name for name in ESTIMATORS if getattr(registry.load(PACKAGE, name, key=""), "NEEDS_TURNS", False)]
 COMPARING = [name for name in ESTIMATORS if getattr(registry.load(PACKAGE, name, key=""), "COMPARES_GROUPS", False)]
 # Rewards 1, 0, 0, 1 for responses of 1, 2, 1, 1 tokens, with gamma 0.5. By hand: mean 0.5, unbiased deviation sqrt(4 * 0.25 / 3) = 0.57735.
 LENGTHS = [[1, 2, 1, 1]]
@@ -32,12 +35,21 @@ GOLDEN = {
     # group mean off: 0.5 -0.5 -0.5 -0.5 0.5, over five tokens mean -0.1, variance (2 * 0.36 + 3 * 0.16) / 4 = 0.3
     "reinforce_baseline": (TOKENS * 0.5 + 0.1) / math.sqrt(0.3),
     "reinforce_pp": OVER_TOKENS / math.sqrt(0.3),
+    # lambda 0.5, values 0.1 to 0.5: deltas 1 - 0.1, 0.5 * 0.3 - 0.2, 0 - 0.3, 0 - 0.4, 1 - 0.5, the second plus a quarter of the third
+    "gae": np.array([0.9, -0.125, -0.3, -0.4, 0.5]),
+    # every response is one turn here, and begins in the state of its prompt: twice what group_norm says, and the returns
+    "gigpo": 2 * TOKENS * 0.5 / math.sqrt(1 / 3),
+    "step_reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
 }
 
 
-def estimate(name: str, rewards: TokenRewards, **options: float) -> np.ndarray:
+def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
+    """An estimator's advantages: values are 0.1, 0.2 and so on, and every response is one turn, unless given."""
     function = registry.load(PACKAGE, name, key="algo.advantage.estimator").advantages
-    return function(rewards, **taken(function, {"eps": 1e-9, "gamma": 0.5, **options}))
+    sizes = rewards.lengths
+    turns = Turns(np.ones_like(sizes), sizes.ravel(), np.repeat(np.arange(len(sizes)), sizes.shape[1]))
+    given = {"eps": 1e-9, "gamma": 0.5, "lam": 0.5, "values": np.arange(1, sizes.sum() + 1) / 10, "turns": turns, **options}
+    return function(rewards, **taken(function, given), **{k: v for k, v in options.items() if k in registry.options_of(function)})
 
 
 def rewards(scores, lengths=None, extra=None) -> TokenRewards:
@@ -65,8 +77,14 @@ def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
         mean = sum(totals) / len(totals)
         deviation = math.sqrt(sum((t - mean) ** 2 for t in totals) / (len(totals) - 1))
         for i, given in enumerate(tokens):
-            if name == "group_norm":
-                rows += [(totals[i] - mean) / (deviation + 1e-9)] * len(given)
+            if name in ("group_norm", "gigpo"):
+                rows += [(totals[i] - mean) / (deviation + 1e-9) * (2 if name == "gigpo" else 1)] * len(given)
+            elif name == "step_reinforce":
+                rows += [totals[i]] * len(given)
+            elif name == "gae":
+                values = [(len(rows) + 1 + t) / 10 for t in range(len(given))] + [0.0]
+                deltas = [given[t] + gamma * values[t + 1] - values[t] for t in range(len(given))]
+                rows += [sum((gamma * 0.5) ** (k - t) * deltas[k] for k in range(t, len(given))) for t in range(len(given))]
             elif name == "rloo":
                 rows += [totals[i] - (sum(totals) - totals[i]) / (len(totals) - 1)] * len(given)
             elif name in ("reinforce", "reinforce_pp"):
@@ -111,6 +129,66 @@ def test_one_group_does_not_touch_another_and_precision_is_kept(name):
     np.testing.assert_allclose(got[0], got[1], rtol=1e-9)
 
 
+def test_gae_is_the_exponentially_weighted_mean_of_all_n_step_advantages():
+    """The definition (arXiv:1506.02438, equation 16), which the sum over deltas is derived from: (1 - l) sum over n of l^(n-1) A^(n)."""
+    random = np.random.default_rng(3)
+    lengths, gamma, lam = np.array([[7, 1, 4]]), 0.9, 0.8
+    given, values = rewards(random.normal(size=(1, 3)), lengths, random.normal(size=12)), random.normal(size=12)
+    got, start = estimate("gae", given, gamma=gamma, lam=lam, values=values), 0
+    for size in lengths.ravel():
+        r, v = given.per_token()[start : start + size], np.append(values[start : start + size], 0.0)
+        for t in range(size):
+            n_step = [sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n] - v[t] for n in range(1, size - t + 1)]
+            weights = [(1 - lam) * lam ** (n - 1) for n in range(1, size - t)] + [lam ** (size - t - 1)]
+            assert got[start + t] == pytest.approx(sum(w * a for w, a in zip(weights, n_step, strict=True)), rel=1e-12)
+        start += size
+
+
+def test_gae_needs_no_second_completion_and_trusts_rewards_or_the_critic_as_lambda_says():
+    given = rewards([[1.0], [0.0]], [[2], [1]])
+    values = np.array([0.5, 0.25, 0.125])
+    assert estimate("gae", given, gamma=1.0, lam=1.0, values=values).tolist() == [0.5, 0.75, -0.125]  # R - V
+    assert estimate("gae", given, gamma=1.0, lam=0.0, values=values).tolist() == [-0.25, 0.75, -0.125]  # r + V' - V
+
+
+def turns_of(counts, lengths, states) -> Turns:
+    return Turns(np.array(counts), np.array(lengths), np.array(states))
+
+
+def test_gigpo_by_hand_over_anchor_states_of_several_episodes():
+    """Two prompts of two episodes. State 5 is met three times under the first prompt, twice of them by the first episode; under the second
+    prompt it is another state. Rewards 1, 0 and 1, 1; turns of 1, 2, 1 | 2 and 1 | 1, 1 tokens; step_gamma 0.5."""
+    turns = turns_of([[3, 1], [1, 2]], [1, 2, 1, 2, 1, 1, 1], [5, 6, 5, 5, 5, 5, 7])
+    given = rewards([[1.0, 0.0], [1.0, 1.0]], [[4, 2], [1, 2]])
+    episode = 1 / math.sqrt(2)  # (1 - 0.5) / sqrt(0.5)
+    # returns of the first prompt's turns: 0.25, 0.5, 1 and 0. In state 5: 0.25, 1, 0 with mean 5/12; state 6 has one turn.
+    deviation = math.sqrt(sum((x - 5 / 12) ** 2 for x in (0.25, 1.0, 0.0)) / 2)
+    state = [(x - 5 / 12) / deviation for x in (0.25, 1.0, 0.0)]
+    # returns of the second prompt's: 1, 0.5, 1. In state 5: 1, 0.5; equal rewards of its episodes give 0.
+    other = 0.25 / math.sqrt(0.125)
+    omega = 0.3
+    expected = [episode + omega * state[0], episode, episode, episode + omega * state[1], *[-episode + omega * state[2]] * 2]
+    expected += [omega * other, -omega * other, 0.0]
+    got = estimate("gigpo", given, turns=turns, omega=omega, step_gamma=0.5)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-7)
+    plain = estimate("gigpo", given, turns=turns, omega=omega, step_gamma=0.5, normalise=False)
+    np.testing.assert_allclose(plain[:2], [0.5 + omega * (0.25 - 5 / 12), 0.5], atol=1e-12)
+
+
+def test_returns_of_turns_discount_by_turn_and_not_by_token():
+    turns, given = turns_of([[3]], [2, 1, 2], [0, 1, 2]), rewards([[1.0]], [[5]], np.array([0.0, 0.5, 0.0, 0.0, 0.0]))
+    got = estimate("step_reinforce", given, turns=turns, step_gamma=0.5)
+    np.testing.assert_allclose(got, [0.75, 0.75, 0.5, 1.0, 1.0])  # 0.5 + 0.5 (0 + 0.5 * 1), 0.5 * 1, 1
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_what_compares_turns_says_that_it_needs_several(name):
+    with pytest.raises(MsrlError, match=rf"{name}: needs episodes of several turns"):
+        estimate(name, rewards([[1.0, 0.0]]), turns=None)
+    with pytest.raises(ValueError, match="turns of 3 tokens"):
+        estimate(name, rewards([[1.0, 0.0]]), turns=turns_of([[1, 1]], [1, 2], [0, 0]))
+
+
 def test_discounting_stays_within_a_sequence():
     got = discounted(np.array([1.0, 2.0, 4.0, 8.0, 16.0]), np.array([2, 0, 3]), 0.5)
     assert got.tolist() == [2.0, 2.0, 12.0, 16.0, 16.0]
@@ -127,6 +205,9 @@ def test_rewards_of_tokens_and_of_responses_add_up():
 def test_whitening_has_mean_zero_and_deviation_one_and_nothing_to_say_of_equal_numbers():
     got = whiten(np.array([1.0, 2.0, 6.0]), 0.0)
     assert got.mean() == pytest.approx(0) and got.std(ddof=1) == pytest.approx(1)
+    some = whiten(np.array([1.0, 100.0, 3.0]), 0.0, np.array([True, False, True]))
+    np.testing.assert_allclose(some, [-1 / math.sqrt(2), 0.0, 1 / math.sqrt(2)])
+    assert not whiten(np.array([1.0, 5.0, 1.0]), 0.0, np.array([True, False, True])).any()
     assert not whiten(np.full(4, 0.3), 0.0).any() and not whiten(np.array([7.0]), 0.0).any()
     assert rewards([[1.0, 0.0]], [[2, 2]]).whitened(0.0).per_token().mean() == pytest.approx(0)
 

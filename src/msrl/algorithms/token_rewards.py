@@ -6,11 +6,13 @@ P prompts, G completions of each, N tokens of all responses end to end, prompt b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Reals = NDArray[np.float64]
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class TokenRewards:
         sums = np.bincount(self._responses(), weights=self.extra, minlength=self.lengths.size)
         return self.scores + sums.reshape(self.lengths.shape)
 
-    def everywhere(self, values: Reals) -> Reals:  # [P, G] -> [N]
+    def everywhere(self, values: NDArray[Number]) -> NDArray[Number]:  # [P, G] -> [N]
         """A number of each response, on all of its tokens."""
         return np.repeat(values.ravel(), self.lengths.ravel())
 
@@ -75,8 +77,13 @@ def discounted(
     return result
 
 
-def whiten(values: Reals, eps: float) -> Reals:
-    """(x - mean) / (standard deviation + eps), the deviation divided by N - 1; equal values, or fewer than two, become exactly 0."""
-    if len(values) < 2 or values.max() == values.min():
+def whiten(values: Reals, eps: float, among: NDArray[np.bool_] | None = None) -> Reals:
+    """(x - mean) / (standard deviation + eps), the deviation divided by N - 1; equal values, or fewer than two, become exactly 0.
+
+    With `among` these are counted alone, and all others become 0.
+    """
+    counted = values if among is None else values[among]
+    if len(counted) < 2 or counted.max() == counted.min():
         return np.zeros_like(values)
-    return (values - values.mean()) / (values.std(ddof=1) + eps)
+    whitened = (values - counted.mean()) / (counted.std(ddof=1) + eps)
+    return whitened if among is None else np.where(among, whitened, 0.0)
