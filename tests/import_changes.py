@@ -49,6 +49,7 @@ ROLL_CASES: dict[str, Case] = {
     "top.async_generation_ratio": ({}, 2), "top.max_grad_norm": ({}, 0), "top.lambd": (GAE, 0.9), "top.gamma": ({}, 0.9),
     "top.pg_clip": ({}, 0.1), "top.use_pg_clip_range": ({"pg_clip": 0.1}, True), "top.pg_clip_low": (RANGE, 0.1),
     "top.pg_clip_high": (RANGE, 0.3),
+    "top.reward_pretrain": (GAE, "rm"),
     "top.value_clip": (GAE, 0.3), "top.kl_penalty": (KL, "mse"), "top.init_kl_coef": (KL, 0.1), "top.target_kl": (KL, 0.1),
     "top.kl_horizon": ({**KL, "target_kl": 0.1}, 7), "top.add_token_level_kl": ({}, True), "top.use_kl_loss": ({"kl_loss_coef": 0.1}, True),
     "top.kl_loss_coef": ({"use_kl_loss": True}, 0.1), "top.adv_estimator": ({}, "reinforce"), "top.critic_warmup": (GAE, 3),
@@ -152,6 +153,7 @@ LLM_CASES: dict[str, Case] = {
     "train.eval_interval": (EVALUATED, 20), "train.eval_iters": (EVALUATED, 7), "inference.top_k": ({}, 0),
     "inference.temperature": ({}, 0.2),
 }  # fmt: skip
+RAY_PPO: Changes = {"training.stage": "ray_ppo", "algorithm.adv_estimator": "gae"}
 KL_CTRL: Changes = {"algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "target_kl": 0.1, "horizon": 10}}
 RAY_CASES: dict[str, Case] = {
     "actor_rollout.ppo_mini_batch_size": ({}, 4), "actor_rollout.shuffle_minibatch": ({}, True),
@@ -160,7 +162,8 @@ RAY_CASES: dict[str, Case] = {
     "actor_rollout.top_k": ({}, 0), "algorithm.adv_estimator": ({}, "rloo"), "algorithm.kl_ctrl": ({}, {"type": "fixed", "kl_coef": 0.1}),
     "algorithm.verifier_function": ({}, ["base_acc"]), "algorithm.verifier_weight": ({}, [0.5]), "algorithm.advantage_whiten": ({}, False),
     "kl_ctrl.kl_coef": ({}, 0.1), "reward.load": ({"reward.verifier": GONE}, "rm"), "reward.verifier": ({"reward.load": "rm"}, GONE),
-    "ref.load": ({}, "elsewhere"),
+    "ref.load": ({}, "elsewhere"), "algorithm.lam": (RAY_PPO, 0.9), "critic.cliprange_value": (RAY_PPO, 0.3),
+    "critic.load": (RAY_PPO, "elsewhere"),
 }  # fmt: skip
 RAY_SECTIONS = {
     "actor_rollout": "actor_rollout_ref.actor_rollout", "ref": "actor_rollout_ref.ref", "kl_ctrl": "algorithm.kl_ctrl",
@@ -168,10 +171,10 @@ RAY_SECTIONS = {
 
 # --- MindSpeed-RL's roles and environment (its other sections are in test_imports_mindspeed_rl.py) -----------------------------------
 
-PPO: Changes = {"megatron_training.stage": "ray_ppo"}
+PPO: Changes = {"megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae"}
 RL_CASES: dict[str, Case] = {
     "ref_config.load": ({}, "elsewhere"), "reward_config.load": ({"rl_config.rule_reward": False}, "rm"), "critic_config.lr": (PPO, 0.1),
-    "critic_config.load": (PPO, "elsewhere"), "critic_config.save": (PPO, "elsewhere"), "resource.num_npus": ({}, 8),
+    "critic_config.load": (PPO, "elsewhere"), "resource.num_npus": ({}, 8),
 }  # fmt: skip
 
 

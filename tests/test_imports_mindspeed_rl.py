@@ -272,6 +272,28 @@ def test_ppo_asks_for_its_critic(folder: Path):
     assert "kl" not in whole["algo"]
 
 
+PPO = {"megatron_training__stage": "ray_ppo", "rl_config__adv_estimator": "gae"}
+
+
+def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_numbers(folder: Path):
+    found = native(
+        PRESENT, folder, **PPO, critic_config={"lr": 5.0e-6, "min_lr": 1e-7, "lr_decay_style": "cosine", "load": "Qwen2.5-7B"}
+    ).config
+    assert found.algo.advantage.lam == 0.95 and found.algo.advantage.whiten and found.algo.value.clip == 0.5
+    critic = found.cluster.roles.critic
+    assert (critic.optimizer.lr, critic.optimizer.min_lr, critic.optimizer.schedule, critic.load) == (5e-6, 1e-7, "cosine", "Qwen2.5-7B")
+    own = native(PRESENT, folder, **PPO, rl_config__lam=0.9, rl_config__cliprange_value=0.1, rl_config__gamma=0.99).config.algo
+    assert (own.advantage.lam, own.value.clip, own.advantage.gamma) == (0.9, 0.1, 0.99)
+
+
+def test_a_critic_that_no_estimator_needs_is_told_to_have_no_effect(folder: Path):
+    given = {"critic_config": {"lr": 5e-6}, "rl_config.lam": 0.9, "rl_config.cliprange_value": 0.1}
+    for stage in ("ray_grpo", "ray_ppo"):
+        found = translated(PRESENT, folder, {"megatron_training.stage": stage, **given})
+        dead = {outcome.given.path for outcome in found.outcomes if outcome.fate is Fate.DEAD}
+        assert {"critic_config.lr", "rl_config.lam", "rl_config.cliprange_value"} <= dead and not found.refused()
+
+
 DAPO = {"megatron_training.stage": "ray_dapo"}
 # For each key that has a native one: what to change besides, and another value than the example's.
 OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -305,8 +327,8 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "sampling_config.max_tokens": ({}, 1024), "sampling_config.temperature": ({}, 0.7), "sampling_config.top_p": ({}, 0.9), "sampling_config.top_k": ({}, 40),
     "sampling_config.min_p": ({}, 0.1), "sampling_config.seed": ({}, 7), "sampling_config.stop": ({}, ["END"]),
     # What one of the algorithms reads, and what is or was not built: `later` keys count too.
-    "rl_config.gamma": ({"megatron_training.stage": "ray_ppo"}, 0.9), "rl_config.lam": ({"megatron_training.stage": "ray_ppo"}, 0.9),
-    "rl_config.cliprange_value": ({"megatron_training.stage": "ray_ppo"}, 0.2),
+    "rl_config.gamma": ({"megatron_training.stage": "ray_ppo"}, 0.9),
+    **{key: ({"megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae"}, 0.2) for key in ("rl_config.lam", "rl_config.cliprange_value")},
     "rl_config.use_kl_in_reward": ({"megatron_training.stage": "ray_ppo"}, True),
     "rl_config.overlong_buffer_enable": ({**DAPO, "rl_config.overlong_buffer": 512}, True),
     "rl_config.overlong_buffer": ({**DAPO, "rl_config.overlong_buffer_enable": True}, 512),

@@ -419,3 +419,61 @@ def test_presets_run_and_their_first_step_is_the_one_of_their_formula(preset_run
         assert (advantages * lengths).sum() == pytest.approx(0, abs=1e-4), "z-scores over tokens"
         assert abs(found[0]["train/reward_kl"]) < 1e-6 < found[2]["train/reward_kl"]
         assert [step["train/kl_factor"] for step in found] == pytest.approx([1.0, 0.9, 0.99]), "no divergence yet, then some"
+
+
+CRITIC: dict[str, Any] = {
+    "preset": "ppo", "value": {"warmup_steps": 1}, "kl": {"reward": {"coef": 0.05, "estimator": "k1"}}, "advantage": {"gamma": 0.98},
+}  # fmt: skip
+
+
+def with_critic(inputs: Path, name: str, resume: str = "none") -> dict[str, Any]:
+    """Untied, TP 2, two updates of 8 samples a step, a critic with a learning rate of its own that learns alone in the first step."""
+    cluster = {"platform": "cpu", "rpc_timeout_s": 180.0, "roles": {"critic": {"optimizer": {"lr": 1e-3, "schedule": "linear"}}}}
+    train = {"steps": 3, "micro_batch": 2, "optimizer": {"lr": 3e-4}, "parallel": {"tp": 2}, "updates": {"samples_per_update": 8}}
+    checkpoint = {"every_steps": 1, "resume": resume, "async": True}
+    return settings(inputs, name, "untied", algo=CRITIC, cluster=cluster, train=train, checkpoint=checkpoint)
+
+
+@pytest.fixture(scope="module")
+def critic_run(inputs) -> Path:
+    succeed("train-grpo", "-c", str(write_config(inputs / "ppo.yaml", with_critic(inputs, "ppo"))), log=inputs / "ppo.log")
+    return inputs / "runs" / "ppo"
+
+
+@pytest.mark.full
+def test_a_critic_of_zeros_makes_the_advantages_of_the_first_step_discounted_returns(critic_run):
+    """With values and divergences of 0, A_t = (gamma lambda)^(n - 1 - t) R, whitened over the tokens of the step; returns are the same."""
+    samples, found = rollouts(critic_run, 1), metrics(critic_run)
+    rows_of_tokens = [(0.98 * 0.95) ** np.arange(len(row["response_ids"]))[::-1] * row["reward"] for row in samples]
+    tokens = np.concatenate(rows_of_tokens)
+    expected = [((row - tokens.mean()) / (tokens.std(ddof=1) + 1e-6)).mean() for row in rows_of_tokens]
+    np.testing.assert_allclose([row["advantage"] for row in samples], expected, atol=1e-4)
+    assert found[0]["train/value_mean"] == 0 and found[0]["train/value_explained_variance"] == pytest.approx(0)
+    assert found[0]["train/return_mean"] == pytest.approx(tokens.mean(), abs=1e-5)
+
+
+@pytest.mark.full
+def test_the_critic_learns_alone_while_it_warms_up_and_its_learning_rate_is_its_own(critic_run, inputs, tmp_path):
+    found = metrics(critic_run)
+    assert "train/policy_loss" not in found[0] and {"train/policy_loss", "train/clip_fraction"} <= set(found[1])
+    assert [step["train/value_lr"] for step in found] == pytest.approx([1e-3 * (1 - k / 6) for k in (1, 3, 5)])
+    assert [step["train/lr"] for step in found[1:]] == [3e-4, 3e-4]
+    assert all(step["train/value_loss"] > 0 for step in found) and found[-1]["train/value_mean"] != 0
+    before, first = model_after(critic_run, 0, inputs / "untied", tmp_path), model_after(critic_run, 1, inputs / "untied", tmp_path)
+    second = model_after(critic_run, 2, inputs / "untied", tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), first.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.full
+def test_a_run_with_a_critic_goes_on_to_the_bit_and_not_without_it(critic_run, inputs):
+    first = str(critic_run / "checkpoints" / "iter_0000001")
+    file = write_config(inputs / "ppo2.yaml", with_critic(inputs, "ppo2", first))
+    command = Command(
+        "train-grpo", "-c", str(file), "--set", "algo.preset=grpo", "--set", "algo.value.warmup_steps=0", log=inputs / "no.log"
+    )
+    assert command.wait() == 2 and "cluster.roles.critic.optimizer.lr=0.001: has no effect" in command.output()
+    succeed("train-grpo", "-c", str(file), log=inputs / "ppo2.log")
+    assert metrics(inputs / "runs" / "ppo2") == metrics(critic_run)[1:]
+    for step in (2, 3):
+        assert rollouts(inputs / "runs" / "ppo2", step) == rollouts(critic_run, step)

@@ -16,7 +16,7 @@ from msrl.trainer.settings import Layout, Lora, Recompute
 from poisoned_ranks import LENGTHS, MASKED_OUT, Poisoned, Seen
 from product_ranks import Product, Step, combinations
 from support import python_path
-from training_ranks import NUM_SEQUENCES, VOCAB, Case, Result, sequences
+from training_ranks import NUM_SEQUENCES, VALUE_CLIP, VALUE_LR, VOCAB, Case, Result, sequences, value_sequences
 
 pytestmark = pytest.mark.slow
 SIZES = {
@@ -65,6 +65,13 @@ POISONED: dict[str, tuple[Layout, dict[str, Any]]] = {
 }  # fmt: skip
 _STEPS_BESIDE_TRANSFORMERS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 of the others
 FROZEN = ("model.embed_tokens.*", "decoder.layers.[01].*", "*.mlp.*")
+CRITICS = {
+    "tp2 sp": Case("", Path(), Layout(tp=2, sp=True)),
+    "tp2 pp2": Case("", Path(), Layout(tp=2, pp=2)),
+    "tp2 cp2": Case("", Path(), Layout(tp=2, cp=2)),
+    "vpp dp2": Case("", Path(), Layout(pp=2, vpp=1), dp=2, micro_batch=1),
+    "offload": Case("", Path(), dp=2, max_tokens=64, more={"offload": frozenset({"optimizer", "grads", "params"})}),
+}
 # Every policy loss with each ratio that it takes, the aggregations spread over them.
 POLICIES = [
     ("gspo", "seq-mean-token-mean", {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
@@ -114,11 +121,16 @@ def _models() -> dict[str, torch.nn.Module]:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A small random model of each family as a Hugging Face folder."""
+    """A small random model of each family, and a reward model, as Hugging Face folders."""
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
     root = tmp_path_factory.mktemp("models")
     for name, model in _models().items():
         _randomised(model).save_pretrained(root / name)
-    return {name: root / name for name in _models()}
+    torch.manual_seed(1)
+    scored = Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=1, pad_token_id=None))
+    _randomised(scored).save_pretrained(root / "scored")
+    return {name: root / name for name in (*_models(), "scored")}
 
 
 def _with(case: Case, **changes) -> Case:
@@ -185,12 +197,33 @@ def _cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         *[Case(name, folders["qwen2 tied"], layout, dp=dp, steps=5, lr=1e-2, more=LORA) for name, (layout, dp) in LORAS.items()],
         Case("lora saved", folders["qwen2 tied"], Layout(tp=2, pp=2), steps=3, lr=1e-2, more=LORA, save_at=3, save_to=saves / "lora"),
         Case("lora resumed", folders["qwen2 tied"], dp=2, first_step=3, steps=5, lr=1e-2, more=LORA, resume_from=saves / "lora"),
+        *_critics(folders, saves),
         Case("not poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", first_step=1, steps=3),
         Case("bf16", folders["qwen2"], dtype="bfloat16", steps=6, save_at=3, save_to=saves / "bf16"),
         Case("bf16 resumed", folders["qwen2"], dtype="bfloat16", steps=6, first_step=3, resume_from=saves / "bf16", more=SAVING),
         Case("bf16 tp2 dp2", folders["qwen2"], Layout(tp=2), dp=2, dtype="bfloat16", steps=6),
     ]
     return cases
+
+
+def _critics(folders: dict[str, Path], saves: Path) -> list[Case]:
+    """Policies with a critic beside them: from the policy's own weights, from a reward model, in every layout, saved and resumed."""
+    whole = Case("critic whole", folders["qwen2 tied"], steps=4, critic=folders["qwen2 tied"])
+    scored = Case("critic scored", folders["qwen2 tied"], steps=3, critic=folders["scored"])
+    bf16 = _with(whole, name="critic bf16", dtype="bfloat16")
+    return [
+        whole,
+        scored,
+        *[
+            _with(case, name=f"critic {layout}", model=whole.model, critic=whole.critic if case.dp == 2 else scored.critic, steps=3)
+            for layout, case in CRITICS.items()
+        ],
+        _with(whole, name="critic saved", save_at=2, save_to=saves / "critic"),
+        _with(whole, name="critic resumed", first_step=2, resume_from=saves / "critic"),
+        _with(whole, name="critic resumed tp2 pp2", layout=Layout(tp=2, pp=2), first_step=2, resume_from=saves / "critic"),
+        _with(bf16, save_at=2, save_to=saves / "critic bf16"),
+        _with(bf16, name="critic bf16 resumed", first_step=2, resume_from=saves / "critic bf16"),
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -401,6 +434,70 @@ def test_adapters_learn_as_they_do_in_transformers(results, folders):
     optimizer = torch.optim.AdamW(factors.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
     losses = [_transformers_step(model, optimizer, list(factors.values()), step) for step in range(5)]
     np.testing.assert_allclose(_losses(results["lora whole"]), losses, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "start", "steps"), [("whole", "qwen2 tied", 4), ("scored", "scored", 3)])
+def test_a_critic_learns_as_a_model_of_transformers_with_a_score_per_token_does(results, folders, name, start, steps):
+    """Scores are those of the classifier's head on every position's hidden state; the loss is written out here once more."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folders[start], dtype=torch.float32, num_labels=1)
+    if name == "whole":
+        torch.nn.init.zeros_(model.score.weight)
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == big] for big in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=VALUE_LR, betas=(0.9, 0.95), eps=1e-8)
+    for step, report in enumerate(results[f"critic {name}"].reports):
+        loss, clipped, squares = _value_losses(model, value_sequences(step))
+        assert report["value_loss"] == pytest.approx(loss.item(), rel=2e-4, abs=1e-6)
+        assert report["value_clip_fraction"] == pytest.approx(clipped, abs=0.02)
+        assert report["value_squares"] == pytest.approx(squares, rel=1e-3, abs=1e-9)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    for weight, value in model.named_parameters():
+        _assert_trained_alike(weight, results[f"critic {name}"].weights[f"critic.{weight}"], value.detach().numpy())
+    assert len(results[f"critic {name}"].reports) == steps and report["value_squares"] > 1e-3
+
+
+def _value_losses(model, batch) -> tuple[torch.Tensor, float, float]:
+    """Mean loss, share of clipped tokens, and sum of squares of the values of what is learnt."""
+    losses, clipped, squares = [], [], 0.0
+    for ids, mask, old, returns in zip(batch.token_ids, batch.loss_masks, *batch.fields.values(), strict=True):
+        hidden = model.model(torch.from_numpy(ids)[None]).last_hidden_state[0, :-1]
+        rows = torch.from_numpy(mask[1:])
+        values = model.score(hidden)[rows, 0]
+        before, wanted = (torch.from_numpy(field[1:])[rows] for field in (old, returns))
+        held = torch.minimum(torch.maximum(values, before - VALUE_CLIP), before + VALUE_CLIP)
+        plain, cut = (values - wanted) ** 2 / 2, (held - wanted) ** 2 / 2
+        losses.append(torch.maximum(plain, cut))
+        clipped.append((cut > plain).float())
+        squares += (values**2).sum().item()
+    return torch.cat(losses).mean(), torch.cat(clipped).mean().item(), squares
+
+
+@pytest.mark.parametrize("layout", CRITICS)
+def test_a_critic_learns_alike_in_every_layout_and_beside_a_policy_that_it_does_not_touch(results, layout):
+    whole = results["critic whole" if CRITICS[layout].dp == 2 else "critic scored"]
+    for cut, expected in zip(results[f"critic {layout}"].reports, whole.reports, strict=False):
+        assert set(cut) == set(expected)
+        for name, value in expected.items():
+            assert cut[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+    np.testing.assert_allclose(_losses(whole), _losses(results["whole qwen2 tied"])[: len(whole.reports)], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("resumed", "saved"), [("critic resumed", "critic whole"), ("critic bf16 resumed", "critic bf16")])
+def test_a_critic_is_resumed_to_the_bit(results, resumed, saved):
+    assert results[resumed].reports == results[saved].reports[2:]
+    for name, value in results[saved].weights.items():
+        np.testing.assert_array_equal(results[resumed].weights[name], value)
+
+
+def test_another_layout_resumes_the_same_critic(results):
+    for found, expected in zip(results["critic resumed tp2 pp2"].reports, results["critic whole"].reports[2:], strict=True):
+        for name in ("loss", "value_loss", "value_grad_norm", "value_squares"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
 def test_an_update_whose_gradient_is_not_finite_leaves_no_trace(results):

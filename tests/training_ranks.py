@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -18,9 +18,16 @@ from msrl.algorithms.aggregate import Mode
 from msrl.algorithms.packing import Sequences, balanced
 from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens, with_weights
 from msrl.trainer.launch import RankContext
-from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.losses import ValueLoss
+from msrl.trainer.settings import CriticSettings, Layout, OptimizerSettings, WorkerSettings
+from msrl.types import MicroBatch
+
+if TYPE_CHECKING:
+    from msrl.trainer.critic import Critic
+    from msrl.trainer.learner import Learner
 
 VOCAB, NUM_SEQUENCES, LONGEST = 199, 8, 30
+VALUE_LR, VALUE_CLIP = 2e-3, 0.5
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Case:
     more: Mapping[str, Any] = field(default_factory=dict)  # further settings of the ranks
     poison_at: int | None = None  # the step whose batch has a NaN among its advantages
     is_same_batch: bool = False  # every step has the batch of the first; the gradients of the last step are wanted too
+    critic: Path | None = None  # what a critic beside the policy starts from
 
     @property
     def world(self) -> int:
@@ -80,6 +88,15 @@ def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False
     return Sequences(ids, masks, fields)
 
 
+def value_sequences(step: int) -> Sequences:
+    """The batch of a step with what a critic's loss needs."""
+    batch, random = sequences(step), np.random.default_rng([8, step])
+    fields = {
+        name: tuple(random.normal(0, 0.5, len(row)).astype(np.float32) for row in batch.token_ids) for name in ("old_values", "returns")
+    }
+    return batch._replace(fields=fields)
+
+
 def main(context: RankContext, cases: list[Any]) -> None:
     """Every case whose world this rank is part of; rank 0 reports."""
     from poisoned_ranks import Poisoned, look
@@ -108,7 +125,7 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     settings = WorkerSettings(
         "cpu", weights.root if weights else case.model, case.layout, case.dtype, seed=0, timeout_s=120,
         iteration=weights.step if weights else None, optimizer=OptimizerSettings(lr=case.lr), reference=case.reference,
-        freeze=case.freeze, **case.more,
+        freeze=case.freeze, critic=CriticSettings(case.critic, None, OptimizerSettings(lr=VALUE_LR)) if case.critic else None, **case.more,
     )  # fmt: skip
     worker = TrainWorker(settings, context.rank, case.world, init_method)
     if saved:
@@ -121,21 +138,44 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
         batch = sequences(0 if case.is_same_batch else step, with_fields=case.loss != "sft", is_poisoned=step == case.poison_at)
         if case.loss != "sft":
             batch = with_weights(batch, case.aggregate, constant=1000.0)
-        lengths = [len(ids) for ids in batch.token_ids]
-        part = balanced(lengths, worker.dp_size)[worker.dp_rank]
-        limits = BatchLimits(case.micro_batch, case.max_tokens, worker.sequence_multiple)
-        groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
-        batches = micro_batches(batch, groups, limits)
+        batches = _mine(batch, case, worker)
         reports.append(worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr))
+        if worker.critic is not None:
+            reports[-1] |= _critic_step(case, worker.critic, step)
         if case.is_same_batch and step == case.steps - 1:
             gradients = _whole(whole_gradients(worker), context.rank, case.world)
-        worker.host.rest()
+        worker.rest()
         if case.save_at == step + 1:
             assert case.save_to is not None
             checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)
-    found = _whole(dict(export(worker)), context.rank, case.world)
+    own = dict(export(worker))
+    if worker.critic is not None:
+        own |= {f"critic.{name}": weight for name, weight in export(worker.critic)}
+    found = _whole(own, context.rank, case.world)
     worker.close()
     return Result(case.name, reports, found, gradients)
+
+
+def _mine(batch: Sequences, case: Case, worker: Learner) -> list[MicroBatch]:
+    """The micro-batches of this data-parallel rank."""
+    lengths = [len(ids) for ids in batch.token_ids]
+    part = balanced(lengths, worker.dp_size)[worker.dp_rank]
+    limits = BatchLimits(case.micro_batch, case.max_tokens, worker.sequence_multiple)
+    groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
+    return micro_batches(batch, groups, limits)
+
+
+def _critic_step(case: Case, critic: Critic, step: int) -> dict[str, float]:
+    """The report of a critic's step, and the sum of squares of all values before it."""
+    batch = value_sequences(step)
+    batches = _mine(batch, case, critic)
+    values = critic.values(batches)
+    found = critic.train_step(batches, ValueLoss(VALUE_CLIP), num_tokens=num_loss_tokens(batch), lr=VALUE_LR)
+    squares = None if values is None else sum(float((row.astype(np.float64) ** 2).sum()) for row in values)
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (critic.dp_rank, squares))
+    by_rank = {dp_rank: total for dp_rank, total in everybody if total is not None}
+    return {**{f"value_{name.removeprefix('value_')}": value for name, value in found.items()}, "value_squares": sum(by_rank.values())}
 
 
 def _whole(mine: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:

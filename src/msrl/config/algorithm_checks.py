@@ -45,6 +45,10 @@ def _estimator(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "rollout.samples_per_prompt", f"{name} compares the completions of a prompt and needs at least 2; set 2 or more"
         )
+    if getattr(module, "NEEDS_TURNS", False):
+        yield resolved.mistake("algo.advantage.estimator", "needs episodes of several turns: not in this version yet")
+    if resolved.is_set("algo.advantage.lambda") and not _names(module, "advantages", "lam"):
+        yield resolved.mistake("algo.advantage.lambda", f"has no effect with algo.advantage.estimator={name}; it belongs to gae")
     if resolved.config.algo.advantage.gamma != 1.0 and not _names(module, "advantages", "gamma"):
         yield resolved.mistake("algo.advantage.gamma", f"has no effect with algo.advantage.estimator={name}; set 1")
 

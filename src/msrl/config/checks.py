@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from msrl.config.algorithm_checks import algorithm as _algorithm
 from msrl.config.command_checks import chat_checks, convert_checks, generate_checks, preprocess_checks
+from msrl.config.critic_checks import critic as _critic
 from msrl.config.eval_checks import evaluation, grpo_evaluation, grpo_only
 from msrl.config.input_checks import holds_examples, holds_prompts
 from msrl.config.loader import Resolved
@@ -66,7 +67,18 @@ _TRAINING: tuple[Check, ...] = (
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     "train-sft": (*_TRAINING, holds_examples, one_node, sft_batches, rollout_offload, grpo_only),
-    "train-grpo": (*_TRAINING, holds_prompts, sft_only, _rewards, _algorithm, grpo_batches, grpo_lengths, grpo_evaluation, engines),
+    "train-grpo": (
+        *_TRAINING,
+        holds_prompts,
+        sft_only,
+        _rewards,
+        _algorithm,
+        _critic,
+        grpo_batches,
+        grpo_lengths,
+        grpo_evaluation,
+        engines,
+    ),
     "convert-ckpt": (convert_checks,),
     "preprocess": (preprocess_checks,),
     "generate": (generate_checks,),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from msrl.config.schema import Config, ConvertConfig, ParallelConfig
+from msrl import registry
+from msrl.config.schema import Config, ConvertConfig, OptimizerConfig, ParallelConfig
 from msrl.errors import MsrlError
 from msrl.models.cut import Cut
 from msrl.models.families import load_shape
+from msrl.models.reward_head import with_score
 from msrl.models.shape import Shape
 
 _TRAINING = ("train-sft", "train-grpo")
@@ -63,6 +65,25 @@ def aggregate_constant(config: Config) -> float | None:
 def needs_reference(config: Config) -> bool:
     """Whether a reference model is held beside the policy."""
     return config.algo.kl.loss.coef > 0 or config.algo.kl.reward.coef > 0
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether a value model is trained beside the policy."""
+    package, name = "msrl.algorithms.advantages", config.algo.advantage.estimator
+    return name in registry.names(package) and bool(getattr(registry.load(package, name, key=""), "NEEDS_VALUES", False))
+
+
+def critic_optimizer(config: Config) -> OptimizerConfig:
+    """The policy's, with what the critic has of its own."""
+    own = config.cluster.roles.critic.optimizer
+    return config.train.optimizer.model_copy(update={name: value for name, value in own if value is not None})
+
+
+def critic_shape(config: Config) -> Shape | None:
+    """The shape of the critic; None when no model is named. Raises MsrlError when it cannot be read."""
+    load = config.cluster.roles.critic.load
+    shape = model_shape(config) if load is None else load_shape(config_dir(load))
+    return shape if shape is None or shape.reward_head else with_score(shape, shape.architecture)
 
 
 def accumulation(config: Config, command: str) -> int | None:

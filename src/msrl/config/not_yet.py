@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_SHARED = "all roles share the devices, the layout and the micro-batches of training"
+
 NOT_YET: dict[str, str] = {
     "model.trust_remote_code": "",
     "model.override": "",
@@ -9,15 +11,15 @@ NOT_YET: dict[str, str] = {
     "data.num_workers": "",
     "data.split": "name the held-out data in data.eval",
     "data.mixed_modalities": "text only",
-    "cluster.roles": "all roles share the devices of training",
+    **dict.fromkeys((f"cluster.roles.{role}" for role in ("actor", "rollout", "reference", "reward")), _SHARED),
+    **dict.fromkeys((f"cluster.roles.critic.{key}" for key in ("devices", "colocate", "parallel", "micro_batch")), _SHARED),
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",
     "rollout.engine.ep": "",
     "rollout.engine.sleep": "",
     "rollout.async": "rollout and training take turns",
     "rollout.filter": "",
-    "algo.advantage.lambda": "it belongs to gae, which needs a critic",
-    "algo.value": "there is no critic",
+    "algo.value.coef": "the critic has an optimizer of its own; set cluster.roles.critic.optimizer.lr",
     "train.optimizer.name": "it is AdamW",
     "checkpoint.save_optimizer": "it is always saved",
     "checkpoint.save_rng": "it is always saved",
@@ -29,8 +31,7 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "rollout.engine.name": frozenset({"megatron"}),
     "train.parallel.cp_algo": frozenset({"ring", "ulysses", "hybrid", "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"}),
     "generate.engine": frozenset({"megatron"}),
-    "algo.preset": frozenset({"ppo"}),
-    "algo.advantage.estimator": frozenset({"gae", "gigpo", "step_reinforce", "agentic_reinforce"}),
+    "algo.advantage.estimator": frozenset({"gigpo", "step_reinforce", "agentic_reinforce"}),
     "reward.sources.engine": frozenset({"megatron"}),
 }
 

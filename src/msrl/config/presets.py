@@ -74,6 +74,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregate": {"mode": "token-mean"},
         "kl": {"reward": {"coef": 0.001, "estimator": "k2"}},
     },
+    # arXiv:1707.06347 with the numbers for language models of arXiv:2203.02155, appendix C.4, and github.com/openai/baselines, ppo2
+    "ppo": {
+        "advantage": {"estimator": "gae", "gamma": 1.0, "lambda": 0.95, "whiten": True},
+        "policy_loss": "ppo",
+        "clip": {"low": 0.2, "high": 0.2},
+        "aggregate": {"mode": "token-mean"},
+        "value": {"clip": 0.2},
+    },
     # arXiv:2503.14286
     "topr": {
         "advantage": {"estimator": "dr_grpo"},

@@ -16,7 +16,7 @@ from msrl.config.sections.evaluation import EvalConfig
 from msrl.config.sections.general import CheckpointConfig, ClusterConfig, DataConfig, LogConfig, ModelConfig, RunConfig
 from msrl.config.sections.reward import LengthConfig, OverlongConfig, RewardConfig, RewardNormConfig, RewardSource
 from msrl.config.sections.rollout import EngineConfig, RolloutConfig
-from msrl.config.sections.train import ParallelConfig, TrainConfig
+from msrl.config.sections.train import OptimizerConfig, ParallelConfig, TrainConfig
 
 __all__ = [
     "AlgoConfig",
@@ -32,6 +32,7 @@ __all__ = [
     "LengthConfig",
     "LogConfig",
     "ModelConfig",
+    "OptimizerConfig",
     "OverlongConfig",
     "ParallelConfig",
     "PreprocessConfig",

@@ -5,7 +5,7 @@ Every rank takes part in both. Nothing is visible before all of it is written; `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,12 @@ from msrl.models.cut import Coords, Cut
 from msrl.trainer import optimizer_state
 from msrl.trainer.megatron import named_weights
 from msrl.trainer.resume import KEEP_ALL, Retention, SavedTraining
-from msrl.trainer.saving import Part, Publication, SavedModel, Weights, optimizer_file, prepare_folders, random_file
+from msrl.trainer.saving import Part, Publication, SavedModel, Weights, critic_file, optimizer_file, prepare_folders, random_file
 
-_TRACKED = "tracked."
+_TRACKED, _WEIGHT = "tracked.", "weight"
 
 if TYPE_CHECKING:
+    from msrl.trainer.learner import Learner
     from msrl.trainer.worker import TrainWorker
 
 
@@ -51,7 +52,8 @@ def begin(
 
     With `keeps_copy` neither refers to anything that training changes.
     """
-    worker.host.need("params", "optimizer")
+    for learner in _learners(worker):
+        learner.host.need("params", "optimizer")
     is_first = dist.get_rank() == 0
     if is_first:
         prepare_folders(root, step)
@@ -61,13 +63,17 @@ def begin(
         return part, None
     updates, frozen = optimizer_state.num_updates(worker), list(worker.settings.freeze)
     state = {"step": step, "cut": worker.layout.as_json(), "updates": updates, "freeze": frozen, "extra": dict(extra)}
+    if worker.critic is not None:
+        state["critic"] = {"updates": optimizer_state.num_updates(worker.critic)}
     model = SavedModel(worker.shape, worker.layout, worker.settings.dtype, is_adapters=worker.adapters is not None)
     return part, Publication(root, step, dist.get_world_size(), state, model, hf_dir, retention)
 
 
 def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> Part:
     """What this rank writes; the first of the ranks that hold the same writes for all."""
-    states = {name: state.cpu() for name, state in optimizer_state.collect(worker)}
+    states = {optimizer_file(worker.coords): _states(worker)}
+    if worker.critic is not None:
+        states[critic_file(worker.coords)] = _states(worker.critic) | _weight_states(worker.critic)
     number = dist.get_rank()
     if not worker.is_writer:
         return Part(root, step, number, _random_states())
@@ -80,7 +86,21 @@ def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> Pa
     if keeps_copy:
         weights = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
     folder = mcore.rank_folder(worker.layout, worker.coords)
-    return Part(root, step, number, _random_states(), Weights(folder, weights, args, optimizer_file(worker.coords), states))
+    return Part(root, step, number, _random_states(), Weights(folder, weights, args, states))
+
+
+def _learners(worker: TrainWorker) -> list[Learner]:
+    return [worker] if worker.critic is None else [worker, worker.critic]
+
+
+def _states(learner: Learner) -> dict[str, Tensor]:
+    """The optimizer's; all data-parallel ranks take part."""
+    return {name: state.cpu() for name, state in optimizer_state.collect(learner)}
+
+
+def _weight_states(critic: Learner) -> dict[str, Tensor]:
+    """Copies of the critic's weights, for the file of its optimizer."""
+    return {f"{_WEIGHT}.{name}": weight.detach().to("cpu", copy=True) for name, weight in named_weights(critic.model).items()}
 
 
 def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, Any]:
@@ -89,21 +109,43 @@ def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, 
     if tuple(state.get("freeze", ())) != worker.settings.freeze:
         before = state.get("freeze", [])
         raise MsrlError(f"train.freeze: {saved.training_dir} was trained with {before}; set it so, or start anew with checkpoint.load")
+    if (worker.critic is None) != ("critic" not in state):
+        has, wants = ("no critic", "one") if worker.critic else ("a critic", "none")
+        told = f"{saved.training_dir} was trained with {has}, and this training has {wants}"
+        raise MsrlError(f"algo.advantage.estimator: {told}; set it as it was, or start anew with checkpoint.load")
     if worker.adapters is not None:
         worker.adapters.load(saved.root, saved.step)
-    cut = Cut.from_json(state["cut"])
-    files = {at: safe_open(saved.training_dir / optimizer_file(at), "pt") for at in cut.ranks()}
-    mine: dict[str, dict[str, Tensor]] = {}
-    for kind in optimizer_state.kinds(worker.dtype):
-        shards = {at: _of_kind(worker, cut, at, file, kind) for at, file in files.items()}
-        if worker.adapters is not None:
-            mine[kind] = worker.adapters.recut(cut, shards, str(saved.training_dir))
-            continue
-        source = ShardedSource(worker.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
-        mine[kind] = dict(source.local_tensors(worker.layout, worker.coords))
-    optimizer_state.restore(worker, mine, state["updates"])
+    optimizer_state.restore(worker, _states_of(worker, saved, optimizer_file, optimizer_state.kinds(worker.dtype)), state["updates"])
+    if worker.critic is not None:
+        _restore_critic(worker.critic, saved, state["critic"]["updates"])
     _restore_random(saved)
     return state["extra"]
+
+
+def _restore_critic(critic: Learner, saved: SavedTraining, updates: int) -> None:
+    """The weights first, then its optimizer's state."""
+    states = _states_of(critic, saved, critic_file, (_WEIGHT, *optimizer_state.kinds(critic.dtype)))
+    with torch.no_grad():
+        for name, weight in named_weights(critic.model).items():
+            weight.copy_(states[_WEIGHT][name])
+    optimizer_state.restore(critic, states, updates)
+
+
+def _states_of(
+    learner: Learner, saved: SavedTraining, file_of: Callable[[Coords], str], kinds: Sequence[str]
+) -> dict[str, dict[str, Tensor]]:  # fmt: skip
+    """This rank's tensors by kind and name, from the files of all ranks of the saved layout."""
+    cut = Cut.from_json(saved.state()["cut"])
+    files = {at: safe_open(saved.training_dir / file_of(at), "pt") for at in cut.ranks()}
+    mine: dict[str, dict[str, Tensor]] = {}
+    for kind in kinds:
+        shards = {at: _of_kind(learner, cut, at, file, kind) for at, file in files.items()}
+        if learner.adapters is not None:
+            mine[kind] = learner.adapters.recut(cut, shards, str(saved.training_dir))
+            continue
+        source = ShardedSource(learner.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
+        mine[kind] = dict(source.local_tensors(learner.layout, learner.coords))
+    return mine
 
 
 def _restore_random(saved: SavedTraining) -> None:
@@ -130,10 +172,10 @@ def _beginning(file: Any, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118 - no mapping
 
 
-def _of_kind(worker: TrainWorker, cut: Cut, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
+def _of_kind(learner: Learner, cut: Cut, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
     """What one rank's file has of a kind; what has no state (frozen parameters, biases of experts) as zeros that take no memory."""
     found = _beginning(file, f"{kind}.")
-    if not worker.settings.freeze and not (worker.shape.moe and worker.shape.moe.expert_bias):
+    if not learner.settings.freeze and not (learner.shape.moe and learner.shape.moe.expert_bias):
         return found
-    planned = rank_plan(worker.shape, cut, at, worker.shape.padded_vocab_size(cut.tp)).tensors
+    planned = rank_plan(learner.shape, cut, at, learner.shape.padded_vocab_size(cut.tp)).tensors
     return {name: found.get(name, torch.zeros(()).expand(size)) for name, size in planned.items()}

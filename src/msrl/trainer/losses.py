@@ -19,6 +19,7 @@ from msrl.algorithms import kl
 from msrl.algorithms.aggregate import weighted_sum
 from msrl.algorithms.mismatch import Correction, diagnosis
 from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, Ratio, TokenLosses
+from msrl.algorithms.value import value_loss
 
 Sums = dict[str, Tensor]
 _MEANS = ("kl", "entropy")  # reported as means over tokens, whatever the aggregation
@@ -136,6 +137,19 @@ class PolicyLoss:
             factors, more = self.correction(before, fields["sampler_logprobs"], mask, sequences)
             stats |= more
         return factors, {name: values.sum() for name, values in stats.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """The mean over the tokens of an update, on all ranks, of what `algorithms.value.value_loss` says of each."""
+
+    clip: float | None
+
+    def __call__(self, values: Tensor, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
+        """`values` and the fields `old_values` and `returns` are [M]."""
+        found = value_loss(values, fields["old_values"], fields["returns"], clip=self.clip)
+        sums = {name: numbers.sum() for name, numbers in found.stats.items()}
+        return found.loss.sum() / num_tokens, {**sums, "value_loss": found.loss.detach().sum()}
 
 
 def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,10 @@ def optimizer_file(at: Coords) -> str:
     return f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors"
 
 
+def critic_file(at: Coords) -> str:
+    return f"critic_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors"
+
+
 def random_file(rank: int) -> str:
     return f"rng_{rank:05d}.safetensors"
 
@@ -66,8 +70,7 @@ class Weights:
     folder: str  # of the rank, as `mcore.py` names it
     weights: Mapping[str, Tensor]
     args: argparse.Namespace
-    optimizer_file: str
-    states: dict[str, Tensor]
+    states: Mapping[str, dict[str, Tensor]]  # of the optimizer, and of the critic with its weights, by the name of their file
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class Part:
         tensors = {random_file(self.rank): self.random_states}
         records: dict[str, Record] = {}
         if self.weights is not None:
-            tensors[self.weights.optimizer_file] = self.weights.states
+            tensors |= self.weights.states
             records |= self._write_model(self.weights)
         for name, contents in tensors.items():
             save_file(contents, staged / name)

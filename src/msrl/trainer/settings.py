@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from msrl.models.cut import Cut
+from msrl.models.reward_head import BIAS
 from msrl.models.shape import Shape
 
 
@@ -69,6 +70,15 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class CriticSettings:
+    """What the critic has of its own: the weights that it starts from (see `trainer.critic`), and its optimizer."""
+
+    model: Path
+    hf_dir: Path | None
+    optimizer: OptimizerSettings
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """What every rank of a training run is told. `optimizer` None: forward passes only."""
 
@@ -90,3 +100,12 @@ class WorkerSettings:
     lora: Lora | None = None
     chunk: int | None = None  # positions whose logits exist at once; None: those of a micro-batch
     offload: frozenset[str] = frozenset()  # of "optimizer", "grads", "params": what waits on the host
+    critic: CriticSettings | None = None
+
+    def of_critic(self, critic: CriticSettings) -> WorkerSettings:
+        """The same for the critic, which is trained whole but for its head's bias: transformers' score heads have none."""
+        folder = self.bad_batch_dir / "critic" if self.bad_batch_dir else None
+        return replace(
+            self, model=critic.model, hf_dir=critic.hf_dir, optimizer=critic.optimizer, bad_batch_dir=folder,
+            iteration=None, reference=None, freeze=(BIAS,), lora=None, chunk=None, critic=None,
+        )  # fmt: skip

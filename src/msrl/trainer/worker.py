@@ -1,4 +1,4 @@
-"""One training rank: a policy (and, for GRPO, a reference), its optimizer, and what can be asked of them.
+"""One training rank: a policy (and, for reinforcement, a reference and a critic), its optimizer, and what can be asked of it.
 
 Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (`device_batch.py`).
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from msrl.platforms import resolve
 from msrl.trainer import groups, pipeline
 from msrl.trainer.chunked import chunked_logprobs
+from msrl.trainer.critic import Critic
 from msrl.trainer.device_batch import DeviceBatch, spread
 from msrl.trainer.divergence import KeepDistribution
 from msrl.trainer.learner import Learner, last_chunk
@@ -37,6 +38,7 @@ class TrainWorker(Learner):
         )  # fmt: skip
         super().__init__(settings, rank, world_size)
         self.reference = self.load_model(settings.reference)[0].eval() if settings.reference and not settings.lora else None
+        self.critic = Critic(settings.of_critic(settings.critic), rank, world_size) if settings.critic else None
 
     def held(self) -> list[torch.nn.Module]:
         return super().held() if self.reference is None else [self.model, self.reference]
@@ -133,6 +135,12 @@ class TrainWorker(Learner):
             width, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
             with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once, group=groups.tp_group(),
         )  # fmt: skip
+
+    def rest(self) -> None:
+        """Have everything wait on the host that may, until it is needed."""
+        self.host.rest()
+        if self.critic is not None:
+            self.critic.host.rest()
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says yes; all ranks must ask."""

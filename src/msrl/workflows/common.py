@@ -7,15 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from msrl.config.derived import cut_of, model_shape
-from msrl.config.schema import Config
+from msrl.config.derived import critic_optimizer, cut_of, model_shape, needs_critic
+from msrl.config.schema import Config, OptimizerConfig
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.platforms.base import Platform
 from msrl.trainer.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
-from msrl.trainer.settings import Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
+from msrl.trainer.settings import CriticSettings, Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
 from msrl.types import DatasetManifest
 from msrl.workflows.best import Best
 
@@ -115,7 +115,7 @@ def _is_mixture(config: Config) -> bool:
 
 def worker_settings(config: Config, platform: str, *, resume: SavedTraining | None, reference: Path | None = None) -> WorkerSettings:
     """What the training ranks are told."""
-    parallel, optimizer = config.train.parallel, config.train.optimizer
+    parallel = config.train.parallel
     weights = resume if config.train.lora.rank is None else None  # a checkpoint of adapters has no other weights
     return WorkerSettings(
         platform=platform,
@@ -126,10 +126,9 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,
-        optimizer=OptimizerSettings(
-            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, grad_clip=optimizer.grad_clip
-        ),
+        optimizer=_optimizer(config.train.optimizer),
         reference=reference,
+        critic=_critic(config),
         deterministic=config.run.deterministic,
         freeze=config.train.freeze,
         max_skipped=config.train.max_skipped,
@@ -138,6 +137,20 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
         lora=_lora(config),
         chunk=config.train.chunk,
         offload=frozenset(kind for kind, is_on in config.train.offload.model_dump().items() if is_on),
+    )
+
+
+def _critic(config: Config) -> CriticSettings | None:
+    if not needs_critic(config):
+        return None
+    load, optimizer = config.cluster.roles.critic.load, critic_optimizer(config)
+    model, hf_dir = (weights_path(config), hf_files(config)) if load is None else (Path(load).absolute(), None)
+    return CriticSettings(model, hf_dir, _optimizer(optimizer))
+
+
+def _optimizer(section: OptimizerConfig) -> OptimizerSettings:
+    return OptimizerSettings(
+        lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, grad_clip=section.grad_clip
     )
 
 

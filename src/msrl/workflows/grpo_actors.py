@@ -17,7 +17,8 @@ from msrl.workflows.weight_transfer import Parcel, pack, unpack
 
 if TYPE_CHECKING:
     from msrl.rollout.engine import EngineSettings
-    from msrl.trainer.losses import Loss
+    from msrl.trainer.critic import Critic
+    from msrl.trainer.losses import Loss, ValueLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +73,23 @@ class TrainActor:
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float) -> dict[str, float]:
         return self._worker.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
+        return self._critic.values(micro_batches)
+
+    def update_critic(self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: int, lr: float) -> dict[str, float]:
+        return self._critic.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
+
+    @property
+    def _critic(self) -> Critic:
+        assert self._worker.critic is not None, "made without a critic"
+        return self._worker.critic
+
     def weights(self) -> tuple[Parcel, ...]:
         """This stage's weights under their Hugging Face names on its first rank; nothing on the others, which take part."""
         from msrl.trainer.weights import export
 
         parcels = pack(export(self._worker))
-        self._worker.host.rest()
+        self._worker.rest()
         return parcels
 
     def save(self, step: int, extra: Mapping[str, Any], retention: Retention) -> list[SavedTraining]:

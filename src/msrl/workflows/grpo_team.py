@@ -22,7 +22,7 @@ from msrl.workflows.grpo_actors import RolloutActor, SavePlan, TrainActor
 
 if TYPE_CHECKING:
     from msrl.rollout.engine import EngineSettings
-    from msrl.trainer.losses import Loss
+    from msrl.trainer.losses import Loss, ValueLoss
 
 WORKERS = {"actor": "training rank", "rollout": "rollout engine"}  # roles, in words
 
@@ -47,27 +47,40 @@ class Trainers:
         return started[0][1]
 
     def update(self, sequences: Sequences, limits: BatchLimits, loss: Loss, lr: float) -> dict[str, float]:
-        """One optimizer update on these sequences. Returns the report's means."""
+        """One optimizer update of the policy on these sequences. Returns the report's means."""
+        return self._update("update", sequences, limits, loss, lr)
+
+    def update_critic(self, sequences: Sequences, limits: BatchLimits, loss: ValueLoss, lr: float) -> dict[str, float]:
+        """One optimizer update of the critic on these sequences. Returns the report's means."""
+        return self._update("update_critic", sequences, limits, loss, lr)
+
+    def _update(self, method: str, sequences: Sequences, limits: BatchLimits, loss: Loss | ValueLoss, lr: float) -> dict[str, float]:
         num_tokens = num_loss_tokens(sequences)
         batches = [ray.put(self._pack(sequences, part, limits)[0]) for part in balanced(_lengths(sequences), self._dp_size)]
         calls = [
-            actor.update.remote(batches[place.dp_rank], loss, num_tokens, lr)
+            getattr(actor, method).remote(batches[place.dp_rank], loss, num_tokens, lr)
             for actor, place in zip(self._actors, self._places, strict=True)
         ]
         return self._wait(calls)[0]
 
     def logprobs(self, sequences: Sequences, limits: BatchLimits, temperature: float, *, of_reference: bool = False) -> tuple[Floats, ...]:
         """Log-probability of every token of every sequence, [T] each, 0 where nothing is learnt."""
+        return self._per_token("logprobs", sequences, limits, temperature, of_reference)
+
+    def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
+        """The critic's value of what precedes every token of every sequence, [T] each, 0 where nothing is learnt."""
+        return self._per_token("values", sequences, limits)
+
+    def _per_token(self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any) -> tuple[Floats, ...]:
+        """What a method of the ranks says of every token, by sequence."""
         parts = balanced(_lengths(sequences), self._dp_size)
         packed = [self._pack(sequences, part, limits) for part in parts]
         batches = [ray.put(batches) for batches, _ in packed]
-        found = self._wait(
-            [
-                actor.logprobs.remote(batches[place.dp_rank], temperature, of_reference)
-                for actor, place in zip(self._actors, self._places, strict=True)
-            ]
-        )
-        result: dict[int, Floats] = {}
+        calls = [
+            getattr(actor, method).remote(batches[place.dp_rank], *arguments)
+            for actor, place in zip(self._actors, self._places, strict=True)
+        ]
+        found, result = self._wait(calls), dict[int, Floats]()
         for place, rows in zip(self._places, found, strict=True):
             if place.is_reporter:
                 own_batches, groups = packed[place.dp_rank]

@@ -18,14 +18,15 @@ from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
 from msrl.algorithms.selection import Flags, kept, sample_weights
 from msrl.algorithms.token_rewards import Reals, TokenRewards, whiten
-from msrl.config.derived import aggregate_constant, updates_per_step
+from msrl.config.derived import aggregate_constant, needs_critic, updates_per_step
 from msrl.config.schema import AlgoConfig, Config
 from msrl.errors import MsrlError
 from msrl.rewards.process import RewardSteps
 from msrl.trainer.batches import BatchLimits, num_loss_tokens, select, with_weights
 from msrl.trainer.losses import PolicyLoss, taken
-from msrl.trainer.schedule import Schedule
 from msrl.types import Floats, ScoredGroup, TrainingSample
+from msrl.workflows.common import schedule
+from msrl.workflows.grpo_critic import CriticUpdater, value_metrics, with_targets
 from msrl.workflows.grpo_step import Clock
 from msrl.workflows.grpo_team import Trainers
 
@@ -37,14 +38,17 @@ class Prepared:
     samples: tuple[TrainingSample, ...]
     sequences: Sequences
     metrics: Mapping[str, float]
+    for_critic: Sequences | None = None
 
 
 class Updater:
     """Turns scored groups into optimizer updates. Its state is the factor of the KL coefficients and the moments of the rewards."""
 
-    def __init__(self, config: Config, trainers: Trainers, schedule: Schedule, state: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config, trainers: Trainers, num_steps: int, state: Mapping[str, Any]) -> None:
         """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
-        self._config, self._trainers, self._schedule = config, trainers, schedule
+        self._config, self._trainers = config, trainers
+        self._schedule = schedule(config, (num_steps - config.algo.value.warmup_steps) * updates_per_step(config))
+        self._critic = CriticUpdater(config, trainers, num_steps) if needs_critic(config) else None
         self._kl_factor = float(state.get("kl_factor", 1.0))
         self._rewards = RewardSteps(config.reward, config.rollout.max_response_tokens, state.get("rewards", {}))
         self._loss = policy_loss(config)
@@ -54,12 +58,16 @@ class Updater:
         return {"kl_factor": self._kl_factor, "rewards": self._rewards.state()}
 
     def prepare(self, groups: Sequence[ScoredGroup], clock: Clock) -> Prepared:
-        """Log-probabilities of the policy and of the reference where they are needed, then advantages."""
+        """Log-probabilities of the policy and of the reference and values of the critic where they are needed, then advantages."""
         algo = self._config.algo
         keep = kept_samples(self._config, groups)
         plain = rl_sequences(training_samples(groups, np.zeros(int(length_matrix(groups).sum())), np.ones_like(keep)))
         with clock("logprobs"):
             found = self._logprobs(plain)
+        values = None
+        if self._critic is not None:
+            with clock("values"):
+                values = self._critic.values(plain, self._limits(forward=True))
         processed = self._rewards.apply(groups)
         metrics = dict(processed.metrics)
         if algo.kl.controller.kind == "adaptive":
@@ -69,7 +77,9 @@ class Updater:
             divergence = token_divergence(plain, found["policy"], found["reference"], algo.kl.reward.estimator)
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
-        samples = samples_of(self._config, groups, processed.rewards, keep, penalty)
+        rewards = TokenRewards(processed.rewards, length_matrix(groups), penalty)
+        estimated = estimates(algo, rewards, values)
+        samples = samples_of(self._config, groups, rewards, keep, estimated)
         sequences = rl_sequences(samples)
         fields = dict(sequences.fields)
         if updates_per_step(self._config) > 1:
@@ -78,28 +88,41 @@ class Updater:
             fields["reference_logprobs"] = found["reference"]
         if not keep.all():
             metrics["masked"] = 1.0 - float(keep.mean())
-        return Prepared(samples, sequences._replace(fields=fields), metrics)
+        for_critic = None
+        if values is not None:
+            metrics |= value_metrics(values, estimated + values)
+            for_critic = with_targets(sequences, plain, values, estimated + values)
+        return Prepared(samples, sequences._replace(fields=fields), metrics, for_critic)
 
     def update(self, prepared: Prepared, step: int, clock: Clock) -> dict[str, float]:
-        """All updates of a step. Returns their mean report; the learning rate is the last update's.
+        """All updates of a step, the critic's first. Returns their mean report; the learning rate is the last update's.
 
-        An update whose samples are all masked out is left out, and counted.
+        An update whose samples are all masked out is left out, and counted. In the critic's warm-up the policy has none.
         """
-        parts = update_parts(self._config, len(prepared.samples), step)
+        parts, metrics = update_parts(self._config, len(prepared.samples), step), dict(prepared.metrics)
+        if self._critic is not None and prepared.for_critic is not None:
+            with clock("critic"):
+                metrics |= self._critic.update(prepared.for_critic, parts, step, self._limits())
+        warmed_up = step - self._config.algo.value.warmup_steps
+        if warmed_up >= 0:
+            with clock("update"):
+                metrics |= self._update_policy(prepared, parts, warmed_up)
+            self._adapt(metrics, len(prepared.samples))
+        return metrics
+
+    def _update_policy(self, prepared: Prepared, parts: Sequence[Sequence[int]], step: int) -> dict[str, float]:
+        """`step` counts from the first one in which the policy learns."""
         loss = replace(self._loss, kl_coef=self._loss.kl_coef * self._kl_factor)
         reports, lr = [], 0.0
-        with clock("update"):
-            for number, part in enumerate(parts):
-                lr = self._schedule.at(step * len(parts) + number)
-                sequences = select(prepared.sequences, part)
-                if num_loss_tokens(sequences):
-                    mode, constant = self._config.algo.aggregate.mode, aggregate_constant(self._config)
-                    reports.append(self._trainers.update(with_weights(sequences, mode, constant), self._limits(), loss, lr))
+        for number, part in enumerate(parts):
+            lr = self._schedule.at(step * len(parts) + number)
+            sequences = select(prepared.sequences, part)
+            if num_loss_tokens(sequences):
+                mode, constant = self._config.algo.aggregate.mode, aggregate_constant(self._config)
+                reports.append(self._trainers.update(with_weights(sequences, mode, constant), self._limits(), loss, lr))
         means = {name: float(np.mean([report[name] for report in reports])) for name in (reports[0] if reports else ())}
         skipped = {"empty_updates": float(len(parts) - len(reports))} if len(reports) < len(parts) else {}
-        metrics = {**prepared.metrics, **means, **skipped, "lr": lr}
-        self._adapt(metrics, len(prepared.samples))
-        return metrics
+        return {**means, **skipped, "lr": lr}
 
     def _adapt(self, metrics: Mapping[str, float], num_samples: int) -> None:
         """The KL coefficients of the next step, from the divergence of this one."""
@@ -156,30 +179,31 @@ def kept_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P,
     )  # fmt: skip
 
 
-def samples_of(
-    config: Config,
-    groups: Sequence[ScoredGroup],
-    rewards: Reals,  # [P, G]
-    keep: Flags,  # [P, G]
-    penalty: Reals | None = None,  # [N]
-) -> tuple[TrainingSample, ...]:
-    """Every completion with its advantages: penalised, estimated, whitened, cut, weighed, in this order."""
-    given = TokenRewards(rewards, length_matrix(groups), penalty)
-    values = token_advantages(config.algo, given) * given.everywhere(_weights(config.algo, groups, keep))
-    return training_samples(groups, values, keep)
-
-
-def token_advantages(algo: AlgoConfig, rewards: TokenRewards) -> Reals:  # [N]
-    """What the `advantage` section makes of the rewards."""
+def estimates(algo: AlgoConfig, rewards: TokenRewards, values: Reals | None = None) -> Reals:  # [N]
+    """What the estimator makes of the rewards, and of the critic's values, [N], where it needs them."""
     advantage = algo.advantage
     estimate = registry.load("msrl.algorithms.advantages", advantage.estimator, key="algo.advantage.estimator").advantages
     if advantage.whiten_rewards:
         rewards = rewards.whitened(advantage.eps)
     options = {name: value for name, value in algo.options.items() if name in registry.options_of(estimate)}
-    values = estimate(rewards, **taken(estimate, {"eps": advantage.eps, "gamma": advantage.gamma}), **options)
+    given = {"eps": advantage.eps, "gamma": advantage.gamma, "lam": advantage.lam, "values": values, "turns": None}
+    return estimate(rewards, **taken(estimate, given), **options)
+
+
+def samples_of(
+    config: Config,
+    groups: Sequence[ScoredGroup],
+    rewards: TokenRewards,
+    keep: Flags,  # [P, G]
+    estimated: Reals,  # [N]
+) -> tuple[TrainingSample, ...]:
+    """Every completion with its advantages: estimated, then whitened over what is learnt from, cut, weighed, in this order."""
+    advantage, values = config.algo.advantage, estimated
     if advantage.whiten:
-        values = whiten(values, advantage.eps)
-    return values if advantage.clip is None else values.clip(-advantage.clip, advantage.clip)
+        values = whiten(values, advantage.eps, rewards.everywhere(keep))
+    if advantage.clip is not None:
+        values = values.clip(-advantage.clip, advantage.clip)
+    return training_samples(groups, values * rewards.everywhere(_weights(config.algo, groups, keep)), keep)
 
 
 def _weights(algo: AlgoConfig, groups: Sequence[ScoredGroup], keep: Flags) -> Reals:  # [P, G]

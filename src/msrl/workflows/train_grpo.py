@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from msrl.cluster.session import ray_session
-from msrl.config.derived import max_model_len, model_shape, needs_reference, updates_per_step, world_size
+from msrl.config.derived import max_model_len, model_shape, needs_reference, world_size
 from msrl.config.schema import Config
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
@@ -27,7 +27,6 @@ from msrl.workflows.common import (
     hf_files,
     order_state,
     retention,
-    schedule,
     tokenizer_path,
     weights_path,
     worker_settings,
@@ -71,7 +70,7 @@ def _loop(
 ) -> SavedTraining | None:  # fmt: skip
     config, saved = job.config, job.resume
     state = saved.state()["extra"] if saved else {}
-    updater = Updater(config, trainers, schedule(config, job.num_steps * updates_per_step(config)), state)
+    updater = Updater(config, trainers, job.num_steps, state)
     rollouts = RolloutLog(log.path, job.tokenizer, is_on=config.log.save_rollouts)
     evaluator = Evaluator(job, engines, scorer, rollouts, state)
     if config.eval.at_start and job.start_step == 0 and not log.has_reports:

@@ -88,6 +88,11 @@ class _Flags:
         lr = keys.value("actor_learning_rate")
         if isinstance(lr, float):
             self.translation.set_default("train.optimizer.min_lr", 0.1 * lr)
+        critic_lr = keys.value("critic_learning_rate")
+        if estimator == "gae":
+            self.translation.set_default("algo.advantage.whiten", True)  # over the batch, whatever advantages_norm says
+            if isinstance(critic_lr, float):
+                self.translation.set_default("cluster.roles.critic.optimizer.min_lr", 0.1 * critic_lr)
 
     def _kl(self) -> None:
         keys = self.keys

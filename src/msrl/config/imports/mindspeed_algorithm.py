@@ -7,6 +7,7 @@ from typing import Any
 
 from msrl import registry
 from msrl.config.imports.built import refusal
+from msrl.config.imports.critic import say_dead
 from msrl.config.imports.mindspeed_megatron import converted
 from msrl.config.imports.sections import Keys, as_list
 from msrl.config.imports.translation import Fate, Translation
@@ -33,6 +34,7 @@ class Algorithm:
         self._shuffle()
         self._tokens()
         self._clip()
+        self._values()
         self._kl()
         self._sources()
         self._overlong()
@@ -83,6 +85,17 @@ class Algorithm:
         self.rl.take("clip_ratio_low", ["algo.clip.low"], self.rl.value("clip_ratio_low"))
         self.rl.take("clip_ratio_high", ["algo.clip.high"], self.rl.value("clip_ratio_high"))
         return self.rl.say("clip_higher_enable", Fate.TOOK, "algo.clip.low and algo.clip.high: clip_ratio_low and clip_ratio_high")
+
+    def _values(self) -> None:
+        """The critic's numbers; advantages of gae are whitened, whatever advantage_whiten says."""
+        if self.name != "ppo":
+            return None
+        own = {"lam": "algo.advantage.lambda", "cliprange_value": "algo.value.clip"}
+        if self.rl.value("adv_estimator") != "gae":
+            return say_dead(self.translation, [given for key in own if (given := self.rl.get(key)) is not None])
+        for key, native in own.items():
+            self.rl.take(key, [native], self.rl.value(key))
+        return self.translation.set_default("algo.advantage.whiten", True)
 
     def _kl(self) -> None:
         controller = self.rl.value("kl_ctrl_type")

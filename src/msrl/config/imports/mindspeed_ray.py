@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msrl.config.imports.critic import put_optimizer, say_dead
 from msrl.config.imports.mindspeed_algorithm import put_sources
 from msrl.config.imports.mindspeed_megatron import MegatronKeys, data_parallel, with_model
 from msrl.config.imports.sections import Keys, as_list, hydra_layers, same_path
@@ -146,7 +147,9 @@ class _File:
     def _kl(self) -> None:
         """kl_ctrl of algorithm, or kl_coef of the actor in the oldest files; GRPO never moves an adaptive one."""
         section, key = (self.kl, "kl_coef") if self.kl.get("kl_coef") else (self.actor, "kl_coef")
-        if section.get(key):
+        if self.translation.algorithm == "ppo" and section.value(key):
+            section.say(key, Fate.NOT_YET, "of ppo it is taken off the rewards; set it to 0, and --set algo.kl.reward.coef")
+        elif section.get(key):
             section.take(key, ["algo.kl.loss.coef"], section.value(key), why="k3, in the loss")
             self.translation.set("algo.kl.loss.estimator", wrap("k3", section.origin(key)))
         if self.kl.value("type") not in (None, "fixed", "adaptive"):
@@ -180,7 +183,7 @@ class _File:
             self.translation.take(load, ["cluster.roles.reference.load"], load.value)
         _say_all(self.ref, Fate.SAME, "the reference is cut, and computes, like the actor")
         _say_all(self.reward, Fate.SAME, "where a reward model computes")
-        _say_all(self.critic, Fate.DEAD, "read by ppo only")
+        self._critic()
         self.pool.say("actor_rollout", Fate.SAME, "num_gpus_for_train are the devices of training, which rollout shares")
         _say_all(self.pool, Fate.SAME, "all roles share the devices of training")
         for keys in (self.actor, self.algorithm):
@@ -188,6 +191,25 @@ class _File:
             if given is not None:
                 is_read = self.translation.algorithm == "ppo" and given.value not in (0, 0.0)
                 self.translation.say(given, Fate.NOT_YET if is_read else Fate.DEAD, "read by ppo only, where it lowers the score")
+
+    def _critic(self) -> None:
+        """Of ppo with gae alone: weights, learning rate, lambda and the clip of values."""
+        if self.translation.algorithm != "ppo" or self.algorithm.value("adv_estimator") != "gae":
+            say_dead(self.translation, [*self.critic, *([lam] if (lam := self.algorithm.get("lam")) else [])])
+            return
+        self.algorithm.take("lam", ["algo.advantage.lambda"], self.algorithm.value("lam"))
+        for key in ("cliprange_value", "load"):
+            if key == "cliprange_value" or self.critic.get(key):
+                native = "algo.value.clip" if key == "cliprange_value" else "cluster.roles.critic.load"
+                self.critic.take(key, [native], self.critic.value(key))
+        for key, same in (("critic_mini_batch_size", "ppo_mini_batch_size"), ("critic_update_epochs", "ppo_epochs")):
+            given = self.critic.get(key)
+            if given is not None:
+                is_alike = given.value == self.actor.value(same)
+                told = "the critic takes the policy's mini-batches and epochs"
+                self.translation.say(given, Fate.SAME if is_alike else Fate.NOT_YET, told)
+        put_optimizer(self.translation, self.critic)
+        _say_all(self.critic, Fate.SAME, "the critic is cut, and trained, like the actor")
 
 
 def _say_all(keys: Keys, fate: Fate, text: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from msrl.config.imports import mindspeed_data
+from msrl.config.imports.critic import put_optimizer, say_dead
 from msrl.config.imports.mindspeed_algorithm import Algorithm
 from msrl.config.imports.mindspeed_megatron import MegatronKeys, with_model
 from msrl.config.imports.sections import Keys, hydra_layers, same_path
@@ -193,18 +194,25 @@ class _File:
             else:
                 self.translation.take(load, ["cluster.roles.reference.load"], load.value)
         if name == "critic_config" and self.translation.algorithm == "ppo":
-            for given in (given for given in keys if given.section == name and given.key != "model"):
-                self.translation.apply(given)
+            self._critic(name, keys)
         why = {
             "ref_config": "the reference is cut, and computes, like the actor",
             "reward_config": "no reward model scores: rule_reward is true",
-            "critic_config": "the critic is trained like the actor",
+            "critic_config": "the critic is cut, and trained, like the actor",
         }[name]
         if name == "reward_config" and self.rl.value("rule_reward") is False:
             why = "of the reward model that rule_reward: false asks for"
         for given in keys:
             unread = name == "critic_config" and self.translation.algorithm != "ppo"
             self.translation.say(given, Fate.DEAD if unread else Fate.SAME, "read by ppo only" if unread else why)
+
+    def _critic(self, name: str, keys: Keys) -> None:
+        """The critic's weights and learning rate, where the estimator needs one."""
+        if self.rl.value("adv_estimator") != "gae":
+            return say_dead(self.translation, keys)
+        for given in (given for given in keys if given.section == name and given.key != "model"):
+            self.translation.apply(given)
+        return put_optimizer(self.translation, (given for given in keys if given.section == "megatron"))
 
 
 def put_environment(translation: Translation, variables: Node) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msrl.config.imports.critic import put_optimizer
 from msrl.config.imports.mindspeed_megatron import converted
 from msrl.config.imports.roll_devices import Devices
 from msrl.config.imports.roll_rewards import put_filter, put_rewards
@@ -75,6 +76,7 @@ class _File:
         put_rewards(self.translation, self.top)
         put_filter(self.translation, self.top)
         self._worker_args()
+        self._critic()
         self._environments()
         self.top.apply_rest()
         for section in ("training_args", "generating_args"):
@@ -215,6 +217,22 @@ class _File:
         infer.say_all(Fate.SAME, "the engine takes it from the training, or decides by itself")
         self.reference.say_all(Fate.SAME, "the reference is cut, and computes, like the actor")
         train.say_all(Fate.SAME, "how the original trains the same")
+
+    def _critic(self) -> None:
+        """The critic's worker, where the estimator is gae: where it starts, its learning rate; the rest as the actor's."""
+        given = self.top.get("critic")
+        if given is None or self.translation.algorithm != "gae":
+            return
+        critic = self._worker("critic")
+        start = critic.parts["model_args"].get("model_name_or_path")
+        if start is not None:
+            self.translation.take(start, ["cluster.roles.critic.load"], start.value)
+            self.top.say("reward_pretrain", Fate.DEAD, "critic.model_args.model_name_or_path counts")
+        args = critic.parts["training_args"]
+        put_optimizer(self.translation, args)
+        if args.get("learning_rate") is None:
+            self.translation.set_default("cluster.roles.critic.optimizer.lr", args.value("learning_rate"))
+        critic.say_all(Fate.SAME, "the critic is cut, and trained, like the actor")
 
     def _data(self, data: Keys) -> None:
         data.say("file_name", Fate.SAME, "rows are preprocessed first: `msrl preprocess`, then --set data.train=PREFIX")

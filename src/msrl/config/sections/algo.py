@@ -4,22 +4,40 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, create_model
 
-from msrl.config.sections.base import Bool, Count, Float, Fraction, NonNegative, Positive, Section, Text, UpToOne
+from msrl.config.sections.base import Bool, Count, Float, Fraction, NonNegative, Positive, Section, Size, Text, UpToOne
+
+_LAMBDA = Field(default=0.95, description="Of gae: 0 trusts the critic alone, 1 the rewards; fewer than 1 lowers variance and adds bias")
+_KEYWORD: dict[str, Any] = {"lambda": (UpToOne, _LAMBDA)}  # a word of Python's, so no class body can have it
+_WithLambda: type[Section] = create_model("_WithLambda", __base__=Section, **_KEYWORD)
 
 
-class AdvantageConfig(Section):
+class AdvantageConfig(_WithLambda):
     """How rewards become advantages."""
 
     estimator: Text = Field(
-        default="group_norm", description="group_norm, dr_grpo, rloo, cpgd, reinforce, reinforce_baseline or reinforce_pp"
+        default="group_norm", description="group_norm, dr_grpo, rloo, cpgd, reinforce, reinforce_baseline, reinforce_pp or gae"
     )
-    gamma: Fraction = Field(default=1.0, description="Discount per token of reinforce and reinforce_pp; 1 is none")
+    gamma: Fraction = Field(default=1.0, description="Discount per token of reinforce, reinforce_pp and gae; 1 is none")
     whiten_rewards: Bool = Field(default=False, description="Rewards of all tokens at mean 0 and deviation 1, before the estimator")
     whiten: Bool = Field(default=False, description="Advantages of all tokens of a step at mean 0 and deviation 1")
     clip: Positive | None = Field(default=None, description="Advantages are cut at plus and minus it, after whitening; null is off")
     eps: Positive = Field(default=1e-6, description="Added to standard deviations")
+
+    @property
+    def lam(self) -> float:
+        """The key `lambda`."""
+        return getattr(self, "lambda")
+
+
+class ValueConfig(Section):
+    """How the critic learns that gae needs; its weights and optimizer are in cluster.roles.critic."""
+
+    clip: Positive | None = Field(
+        default=None, description="A value may leave the one from before the step's updates by so much before its loss stops; null is off"
+    )
+    warmup_steps: Size = Field(default=0, description="First steps of the run in which the critic alone learns")
 
 
 class ClipConfig(Section):
@@ -117,9 +135,9 @@ class MismatchConfig(Section):
 class AlgoConfig(Section):
     """Advantages and loss."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cpgd", "rloo", "reinforce", "reinforce_pp", "topr", "cispo"] | None = Field(
-        default=None, description="A published algorithm: values for the keys of this section that are not set"
-    )
+    preset: (
+        Literal["grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cpgd", "rloo", "reinforce", "reinforce_pp", "ppo", "topr", "cispo"] | None
+    ) = Field(default=None, description="A published algorithm: values for the keys of this section that are not set")
     advantage: AdvantageConfig = Field(default=AdvantageConfig(), description="How rewards become advantages")
     ratio: Literal["token", "sequence"] = Field(
         default="token", description="Likelihood ratio of a token, or of its sequence: the geometric mean of its tokens' (GSPO)"
@@ -131,6 +149,7 @@ class AlgoConfig(Section):
     clip: ClipConfig = Field(default=ClipConfig(), description="Clipping of the ratio")
     aggregate: AggregateConfig = Field(default=AggregateConfig(), description="From tokens to one loss")
     kl: KlConfig = Field(default=KlConfig(), description="Divergence from the reference model")
+    value: ValueConfig = Field(default=ValueConfig(), description="The critic's learning, where the estimator is gae")
     entropy_coef: Float = Field(default=0.0, description="Factor of the entropy bonus; 0 is off")
     rl_coef: NonNegative = Field(default=1.0, description="Factor of the policy loss and the KL term")
     sft: SftTermConfig = Field(default=SftTermConfig(), description="Likelihood of good responses as a further term")

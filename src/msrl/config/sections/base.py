@@ -33,6 +33,7 @@ LayerNumbers = Annotated[tuple[Size, ...], BeforeValidator(_split)]
 
 Platform = Literal["auto", "cpu", "cuda", "npu"]
 Dtype = Literal["float32", "bfloat16"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
 ConvertCommand = Literal["hf2mcore", "mcore2hf", "reshard", "hf2hf", "lora2hf", "inspect"]
 
 

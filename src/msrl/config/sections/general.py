@@ -6,7 +6,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, create_model
 
-from msrl.config.sections.base import BelowOne, Bool, Count, Dtype, Platform, Positive, Seconds, Section, Size, Text
+from msrl.config.sections.base import (
+    BelowOne,
+    Bool,
+    Count,
+    Dtype,
+    NonNegative,
+    Platform,
+    Positive,
+    Schedule,
+    Seconds,
+    Section,
+    Size,
+    Text,
+)
 
 
 class RunConfig(Section):
@@ -49,6 +62,33 @@ class DataConfig(Section):
     shuffle: Bool = Field(default=True, description="New order of the rows in every epoch, from run.seed")
 
 
+class CriticOptimizerConfig(Section):
+    """The critic's learning rate; everything else of its AdamW is the policy's."""
+
+    lr: Positive | None = Field(default=None, description="Highest learning rate; unset: train.optimizer.lr")
+    min_lr: NonNegative | None = Field(default=None, description="At the end of a schedule that goes down; unset: train.optimizer.min_lr")
+    schedule: Schedule | None = Field(default=None, description="After the warm-up; unset: train.optimizer.schedule")
+    warmup: Size | BelowOne | None = Field(default=None, description="Linear warm-up; unset: train.optimizer.warmup")
+    weight_decay: NonNegative | None = Field(default=None, description="Of matrices; unset: train.optimizer.weight_decay")
+
+
+class CriticConfig(Section):
+    """The value model of algo.advantage.estimator=gae. It is trained by the policy's ranks, cut as the policy is."""
+
+    load: Text | None = Field(
+        default=None,
+        description="Hugging Face or mcore folder that it starts from; a reward model keeps its score head, any other gets one of zeros; "
+        "unset: the policy's weights",
+    )
+    optimizer: CriticOptimizerConfig = Field(default=CriticOptimizerConfig(), description="Its learning rate, where it has its own")
+
+
+class RolesConfig(Section):
+    """Who computes besides the policy; all share the devices of training."""
+
+    critic: CriticConfig = Field(default=CriticConfig(), description="The value model of gae")
+
+
 class ClusterConfig(Section):
     """The devices and how workers reach each other."""
 
@@ -58,6 +98,7 @@ class ClusterConfig(Section):
     devices_per_node: Count | None = Field(default=None, description="Training ranks per node, one per device; unset: tp * pp")
     rpc_timeout_s: Seconds = Field(default=600.0, description="Seconds to wait for a worker, or a collective, before the run is ended")
     env: dict[str, Annotated[str, Strict()]] = Field(default_factory=dict[str, str], description="Environment variables of every worker")
+    roles: RolesConfig = Field(default=RolesConfig(), description="Who computes besides the policy")
 
 
 _ASYNC = Field(default=False, description="Write checkpoints while the training goes on, from copies in the machine's memory")

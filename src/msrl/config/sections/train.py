@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from msrl.config.sections.base import BelowOne, Bool, Count, LayerNumbers, NonNegative, Positive, Section, Size, Text
+from msrl.config.sections.base import BelowOne, Bool, Count, LayerNumbers, NonNegative, Positive, Schedule, Section, Size, Text
 
 
 class UpdatesConfig(Section):
@@ -22,7 +22,7 @@ class OptimizerConfig(Section):
 
     lr: Positive = Field(default=1e-5, description="Highest learning rate")
     min_lr: NonNegative = Field(default=0.0, description="Learning rate at the end of a schedule that goes down")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+    schedule: Schedule = Field(
         default="constant", description="Learning rate after the warm-up; wsd: constant, then linearly down to min_lr at the end"
     )
     warmup: Size | BelowOne = Field(default=0, description="Linear warm-up: optimizer updates (integer) or fraction of them all (below 1)")
