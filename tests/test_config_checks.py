@@ -327,6 +327,17 @@ def test_only_what_is_trained_has_gradients_and_a_place_in_the_optimizer(folder:
     assert "reference weights" not in memory_rows(load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", *lora]).config, "train-grpo")
 
 
+def test_a_critic_takes_what_a_policy_without_an_output_layer_takes_and_is_trained_whole(folder: Path):
+    cut = ["train.parallel.tp=2", "cluster.devices_per_node=4", "model.dtype=float32", "train.freeze=['*.mlp.*']"]
+    rows = memory_rows(load(["grpo.yaml"], [*cut, "algo.preset=ppo"]).config, "train-grpo")
+    shape = model_shape(load(["grpo.yaml"]).config)
+    assert shape is not None and shape.tie_word_embeddings
+    count = parameters_per_rank(shape, Cut(tp=2)) + shape.hidden_size // 2
+    found = {name: rows[f"critic's {name}"] for name in ("weights", "gradients", "optimizer")}
+    assert found == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
+    assert not [name for name in memory_rows(load(["grpo.yaml"], cut).config, "train-grpo") if "critic" in name]
+
+
 def test_nothing_is_derived_without_training_or_devices():
     assert derived(Config(), "chat") == {}
     assert derived(load(sets=["train.parallel.tp=4", "cluster.devices_per_node=2"]).config, "train-sft") == {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from msrl.config.derived import accumulation, cut_of, dp_size, max_model_len, model_shape, replica_size, world_size
 from msrl.config.schema import Config
-from msrl.config.state_memory import element_bytes, parameters_per_rank, reference_bytes, state_bytes
+from msrl.config.state_memory import NO_STATE, State, critic_state, element_bytes, parameters_per_rank, reference_bytes, state_bytes
 from msrl.errors import MsrlError
 from msrl.models.activations import LINEARS, LayerBytes, Pass, Recomputed, Spread, head_bytes, kept_bytes, layer_bytes
 from msrl.models.cut import Cut
@@ -38,6 +38,7 @@ class Memory:
     kv_cache: int = 0
     engine_sleeps: bool = False  # while the training works
     forward: int = 0  # of a pass without gradients, where it is larger than one with them
+    critic: State = NO_STATE
 
     @property
     def engine(self) -> int:
@@ -47,6 +48,7 @@ class Memory:
     def training(self) -> int:
         """Most at once while the ranks train: in a backward pass, or in the optimizer's step."""
         held = self.weights + self.reference + self.gradients + (0 if self.engine_sleeps else self.engine)
+        held += self.critic.weights + self.critic.gradients + (0 if "optimizer" in self.resting else self.critic.optimizer)
         optimizer = 0 if "optimizer" in self.resting else self.optimizer
         passes = max(self.activations + max(self.working, self.logits), self.forward)
         return held + max(self.optimizer, optimizer + passes)
@@ -56,7 +58,11 @@ class Memory:
         """While the engine generates; 0 without one."""
         if not self.engine:
             return 0
-        kinds = {"params": self.weights + self.reference, "grads": self.gradients, "optimizer": self.optimizer}
+        kinds = {
+            "params": self.weights + self.reference + self.critic.weights,
+            "grads": self.gradients + self.critic.gradients,
+            "optimizer": self.optimizer + self.critic.optimizer,
+        }
         return self.engine + sum(size for kind, size in kinds.items() if kind not in self.resting)
 
     @property
@@ -70,6 +76,9 @@ class Memory:
             "reference weights": self.reference,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
+            "critic's weights": self.critic.weights,
+            "critic's gradients": self.critic.gradients,
+            "critic's optimizer": self.critic.optimizer,
             "activations": self.activations,
             "logits": self.logits,
             "other work of the backward pass": self.working if self.working > self.logits else 0,
@@ -149,7 +158,8 @@ def _stage_memory(config: Config, shape: Shape, command: str, stage: int, batch:
     """What a rank of a pipeline stage takes; without activations where there is no pass to go by."""
     state, reference = state_bytes(config, shape, stage), reference_bytes(config, shape) if command == "train-grpo" else 0
     resting = frozenset(kind for kind, is_on in config.train.offload.model_dump().items() if is_on)
-    memory = Memory(state["weights"], reference, state["gradients"], state["optimizer"], resting=resting)
+    critic = critic_state(config, stage) if command == "train-grpo" else NO_STATE
+    memory = Memory(state["weights"], reference, state["gradients"], state["optimizer"], resting=resting, critic=critic)
     if batch is None:
         return memory
     spread, is_last = spread_of(config), stage == config.train.parallel.pp - 1

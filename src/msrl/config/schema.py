@@ -16,7 +16,7 @@ from msrl.config.sections.evaluation import EvalConfig
 from msrl.config.sections.general import CheckpointConfig, ClusterConfig, DataConfig, LogConfig, ModelConfig, RunConfig
 from msrl.config.sections.reward import LengthConfig, OverlongConfig, RewardConfig, RewardNormConfig, RewardSource
 from msrl.config.sections.rollout import EngineConfig, RolloutConfig
-from msrl.config.sections.train import OptimizerConfig, ParallelConfig, TrainConfig
+from msrl.config.sections.train import LoraConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 __all__ = [
     "AlgoConfig",
@@ -31,6 +31,7 @@ __all__ = [
     "GenerateConfig",
     "LengthConfig",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "OverlongConfig",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from msrl.config.derived import cut_of, needs_reference, world_size
-from msrl.config.schema import Config
+from msrl.config.derived import critic_shape, cut_of, needs_critic, needs_reference, world_size
+from msrl.config.schema import Config, LoraConfig
 from msrl.models.cut import Coords, Cut
+from msrl.models.reward_head import BIAS
 from msrl.models.rules import Replicated, Sharded, Vocab
 from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
@@ -71,6 +72,27 @@ def state_bytes(config: Config, shape: Shape, stage: int) -> dict[str, int]:
     spread = held.trained * moments // (per_stage // parallel.tp)
     spread += held.trained_experts * moments // max(per_stage // (cut.etp_size * cut.num_expert_groups), 1)
     return {"weights": held.held * element, "gradients": (held.trained + held.trained_experts) * 4, "optimizer": spread}
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes of a model in training."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+
+NO_STATE = State()
+
+
+def critic_state(config: Config, stage: int) -> State:
+    """The critic's on a rank of a pipeline stage; nothing where none is trained. It is trained whole but for its head's bias."""
+    shape = critic_shape(config) if needs_critic(config) else None
+    if shape is None:
+        return NO_STATE
+    train = config.train.model_copy(update={"lora": LoraConfig(), "freeze": (BIAS,)})
+    return State(**state_bytes(config.model_copy(update={"train": train}), shape, stage))
 
 
 def bytes_per_device(config: Config, shape: Shape) -> dict[str, int]:
