@@ -76,6 +76,12 @@ def test_help_of_every_command_says_what_it_does_and_cuts_nothing_off(
         assert "--tp, --tensor-model-parallel-size, --target-tensor-parallel-size N" in said
 
 
+def test_a_flag_of_mindspeeds_is_answered_with_the_command_that_reads_its_scripts(capsys: pytest.CaptureFixture[str]):
+    for flag, is_known in (("--use-mcore-models", True), ("--lode", False)):
+        assert msrl("convert-ckpt", "hf2mcore", flag) == 2
+        assert ("msrl config import --from mindspeed-llm" in capsys.readouterr().err) is is_known
+
+
 def test_help_in_a_fresh_process_is_quick_and_imports_nothing_heavy():
     program = (
         "import sys\n"

@@ -192,7 +192,7 @@ def test_a_conversion_is_checked_before_it_starts(folder: Path):
     ]
     assert mistakes("convert-ckpt", "convert.command=mcore2hf", "convert.load=model") == [
         "--set: convert.load=model: holds no latest_checkpointed_iteration.txt; give the folder of an mcore checkpoint",
-        "convert.save: is missing; give --save: Folder to write; it must not exist or be empty",
+        "convert.save: is missing; give --save: Folder to write; new or empty",
     ]
     make_mcore(folder / "mcore")
     assert load(sets=["convert.command=inspect", "convert.load=mcore"], command="convert-ckpt").config.convert.save is None

@@ -146,7 +146,7 @@ def test_all_mistakes_of_a_configuration_are_said_at_once(folder: Path):
         "grpo.yaml:3: rollout.engine.name=megatron: not in this version yet",
         "grpo.yaml:3: rollout.engine.max_num_seqs=lots: must be a whole number",
         "grpo.yaml:4: rollout.async: not in this version yet; rollout and training take turns",
-        "grpo.yaml:6: train.tp=2: there is no such key; did you mean 'rollout.engine.tp' or 'train.parallel.tp' or 'convert.tp'?",
+        "grpo.yaml:6: train.tp=2: there is no such key; did you mean 'train.parallel.tp'?",
         "grpo.yaml:7: train.steps=yes: must be a whole number",
         "grpo.yaml:8: train.micro_batch=2.0: must be a whole number",
         "grpo.yaml:10: train.optimizer.lr=0: must be above 0",

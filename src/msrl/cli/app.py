@@ -18,7 +18,7 @@ ORDER = ("convert-ckpt", "preprocess", "train-sft", "train-grpo", "generate", "c
 
 
 class _Root(TyperGroup):
-    """Commands in the order of their use. Ctrl-C ends with 130, whatever version of click is below."""
+    """Commands in the order of their use. Ctrl-C ends with 130, and a flag of MindSpeed's is known, whatever version of click is below."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*ORDER]
@@ -29,6 +29,17 @@ class _Root(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None
+        except Exception as error:
+            if is_flag_of_mindspeed(str(getattr(error, "option_name", ""))):
+                error.message += "; a script with MindSpeed's flags is read by: msrl config import --from mindspeed-llm FILE"  # pyright: ignore
+            raise
+
+
+def is_flag_of_mindspeed(flag: str) -> bool:
+    """Whether MindSpeed-LLM's programs have an option of this name."""
+    from msrl.config.imports.table import canonical, load_table
+
+    return bool(flag) and any(key == canonical(flag) for _, key in load_table("mindspeed_llm").rows)
 
 
 app = typer.Typer(

@@ -135,5 +135,5 @@ def inspect(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """What a checkpoint holds, and whether its files are as they were written."""
+    """What a checkpoint holds, and whether its files are whole."""
     execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "inspect"})

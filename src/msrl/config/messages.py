@@ -168,14 +168,16 @@ def description(loc: Sequence[int | str]) -> str:
 
 
 def _nearest_key(loc: Loc) -> str:
-    """The closest key of this section; else the same name elsewhere; else all keys of this section."""
+    """The same name further down; else the closest key of this section; else the same name elsewhere; else all keys of this section."""
     word = str(loc[-1])
     model = model_at(loc[:-1])
     siblings = list(model.model_fields) if model else []
-    close = difflib.get_close_matches(word, siblings, n=1)
+    elsewhere = [key for key in keys() if key.rsplit(".", 1)[-1] == word]
+    below = [key for key in elsewhere if key.startswith(f"{loc[0]}.")]
+    close = [] if below else difflib.get_close_matches(word, siblings, n=1)
     if close:
         return f"did you mean {close[0]!r}?"
-    elsewhere = [key for key in keys() if key.rsplit(".", 1)[-1] == word]
+    elsewhere = below or elsewhere
     if elsewhere:
         return f"did you mean {' or '.join(repr(key) for key in elsewhere[:3])}?"
     return f"known: {', '.join(siblings)}"

@@ -274,5 +274,6 @@ def read(file: Path) -> Node:
     if tree.value is None:
         return Node({}, tree.origin)
     if not isinstance(tree.value, dict):
-        raise MsrlError(f"{tree.origin}: must hold sections such as `model:` and `train:`")
+        other = "" if file.suffix in (".yaml", ".yml") else "; scripts of other systems are read by `msrl config import`"
+        raise MsrlError(f"{tree.origin}: must hold sections such as `model:` and `train:`{other}")
     return tree

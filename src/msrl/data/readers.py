@@ -75,9 +75,9 @@ def _files_of(item: str) -> list[Path]:
         raise MsrlError(f"preprocess.input={item}: {problem}")
     wrong = [p for p in files if p.suffix not in SUFFIXES]
     if wrong:
-        raise MsrlError(
-            f"preprocess.input={wrong[0]}: cannot read {wrong[0].suffix or 'a file without a suffix'}; known: {', '.join(SUFFIXES)}"
-        )
+        kind = wrong[0].suffix or "a file without a suffix"
+        advice = "; a configuration is given with -c" if kind in (".yaml", ".yml") else ""
+        raise MsrlError(f"preprocess.input={wrong[0]}: cannot read {kind}; known: {', '.join(SUFFIXES)}{advice}")
     return files
 
 

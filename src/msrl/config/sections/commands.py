@@ -27,7 +27,7 @@ class ConvertConfig(Section):
 
     command: ConvertCommand | None = Field(default=None, description="What to do; the name of the subcommand")
     load: Text | None = Field(default=None, description="Checkpoint to read: Hugging Face folder (hf2mcore, hf2hf) or mcore folder")
-    save: Text | None = Field(default=None, description="Folder to write; it must not exist or be empty")
+    save: Text | None = Field(default=None, description="Folder to write; new or empty")
     hf_config: Text | None = Field(
         default=None, description="Hugging Face folder with config.json and tokenizer, where the checkpoint has none"
     )
