@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,6 +85,62 @@ def test_transformers_computes_the_same_layer_by_layer(tmp_path: Path, family: s
     source, tokens = open_weights(tmp_path / "hf"), [[0, 5, 98, 7], [3, 1]]
     whole, parts = convert_logits._pretrained(tmp_path / "hf", tokens), convert_layerwise.transformers_logits(source, tokens, None)
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+
+
+LAYERWISE = {name: family for name, family in (families.FAMILIES | MIXTURES).items() if family.reference == "transformers"}
+SOME_LAYERWISE = ("qwen3 moe, every second layer", "mixtral", "deepseek v3", "gpt-oss", "qwen2.5-vl")
+
+
+def _assert_alike_layer_by_layer(root: Path, name: str) -> None:
+    """Sequences of one length, so that a rope scaling which follows the length is the same in one pass as in several."""
+    families.save_models(root, {name: LAYERWISE[name]})
+    folder, tokens = root / name, np.random.default_rng(5).integers(0, 190, (2, 30)).tolist()
+    whole, parts = convert_logits._pretrained(folder, tokens), convert_layerwise.transformers_logits(open_weights(folder), tokens, None)
+    assert whole[0].std() > 0.3, "logits so small that nothing is compared"
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME_LAYERWISE)
+def test_experts_and_what_stands_beside_a_vision_tower_are_found_layer_by_layer(tmp_path: Path, name: str) -> None:
+    _assert_alike_layer_by_layer(tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in LAYERWISE if name not in SOME_LAYERWISE])
+def test_every_family_is_found_layer_by_layer(tmp_path: Path, name: str) -> None:
+    _assert_alike_layer_by_layer(tmp_path, name)
+
+
+def _assert_proven_layer_by_layer(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    families.save_models(root, {name: LAYERWISE[name]})
+    cut = {"ep": 2} if name in MIXTURES else {"tp": 2}
+    run(command="hf2mcore", load=root / name, save=root / "mcore", pp=2, **cut)
+    said = capsys.readouterr().out
+    assert "logits are computed layer by layer" in said and "transformers, Megatron" in said
+    assert "equal bit for bit" in said and "same likeliest token" in said
+
+
+@pytest.mark.slow
+def test_a_mixture_larger_than_memory_is_proven_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts, first dense layers, latent attention and the biases of experts, by one rank that holds one layer at a time."""
+    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: False)
+    _assert_proven_layer_by_layer(tmp_path, "deepseek v3", capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["qwen3 moe", "qwen3 moe, every second layer", "mixtral", "deepseek v2 lite", "deepseek v2", "gpt-oss", "qwen2.5-vl"]
+)
+def test_every_mixture_larger_than_memory_is_proven_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: False)
+    _assert_proven_layer_by_layer(tmp_path, name, capsys)
 
 
 @pytest.mark.slow

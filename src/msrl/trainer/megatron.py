@@ -142,7 +142,7 @@ def build_model(
     models = [_build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size) for number, layers in enumerate(chunks)]
     model = models[0] if len(models) == 1 else Chunks(models)
     _mark_shards(model, shape, layout)
-    return model.to(device)
+    return model if device.type == "cpu" else model.to(device)  # weights without memory (see `streaming`) could not be moved
 
 
 def _build_chunk(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.source import WeightSource
-from msrl.models.families import all_rules, num_experts
+from msrl.models.entries import stack_of
+from msrl.models.families import all_rules, rules_for
+from msrl.models.rules import Rule
 from msrl.models.shape import Shape
+
+if TYPE_CHECKING:
+    from msrl.trainer.streaming import Fill
 
 ATTENTION = "eager"  # transformers' fused attention leaves out the caps of scores (Gemma 2) without a word
 
@@ -26,11 +31,6 @@ def largest_part(shape: Shape) -> int:
     return max(sizes.values())
 
 
-def is_possible(shape: Shape) -> bool:
-    """Whether transformers names the parameters as the files do: it stacks experts, and nests what stands beside a vision tower."""
-    return not num_experts(shape) and not shape.carried
-
-
 def class_of(shape: Shape) -> Any:
     """transformers' class of the model; None where its code comes with its checkpoints (which is never run)."""
     import transformers
@@ -42,13 +42,17 @@ def transformers_logits(source: WeightSource, tokens: list[list[int]], dtype: to
     """Each sequence's logits in float32, [T, vocabulary]; weights rounded to `dtype` unless it is None."""
     from transformers import AutoConfig
 
-    from msrl.trainer.streaming import stream_weights
+    from msrl.trainer.streaming import parameters_without_memory, stream_weights
 
     config = AutoConfig.from_pretrained(source.hf_dir, local_files_only=True)
     vars(config).pop("quantization_config", None)  # the tensors are what the packed ones stand for
     with parameters_without_memory():
         model = class_of(source.shape)._from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
-    stream_weights(model, _fetcher(source, dtype))
+    fill = _filler(source, dtype)
+    stream_weights(model, fill)
+    for name, buffer in model.named_buffers():
+        if name in places(source.shape):  # the biases of experts, a number for each
+            fill(name, buffer)
     model.eval()
     longest = max(map(len, tokens))
     rows = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens])  # in one pass; attention is causal, the filling comes last
@@ -67,29 +71,67 @@ def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
     return model(rows, use_cache=False).logits
 
 
-def _fetcher(source: WeightSource, dtype: torch.dtype | None) -> Callable[[str], Tensor]:
-    places = {name: (rule, index) for rule in all_rules(source.shape) for index, name in enumerate(rule.hf)}
-    if source.shape.tie_word_embeddings:
-        places.setdefault("lm_head.weight", places["model.embed_tokens.weight"])
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a parameter of transformers' model is made of: for each of its `entries` along the first axis a rule and which of its tensors,
+    one above the other. A parameter that is no stack has one entry, which it is itself.
+    """
 
-    def fetch(name: str) -> Tensor:
-        rule, index = places[name]
-        tensor, kind = source.hf_tensors(rule)[index], cast_to(rule, dtype)
-        return tensor if kind is None else tensor.to(kind)
-
-    return fetch
+    entries: tuple[tuple[Rule, tuple[int, ...]], ...]
+    is_stack: bool = False
 
 
-@contextlib.contextmanager
-def parameters_without_memory() -> Iterator[None]:
-    """Modules that are made inside have their parameters' shapes alone (on torch's `meta` device); buffers are as ever."""
-    register = nn.Module.register_parameter
+@functools.lru_cache(maxsize=2)
+def places(shape: Shape) -> dict[str, Place]:
+    """Where the parameters of transformers' model are, by its names: those of the files but for stacked experts and some prefixes."""
+    found: dict[str, Place] = {}
+    stacks: dict[str, list[tuple[Rule, tuple[int, ...]]]] = {}
+    for layer, rule in ((layer, rule) for layer, rules in enumerate(rules_for(shape).layers) for rule in rules):
+        if rule.expert is not None:
+            numbered = rule.at(layer)
+            stacks.setdefault(_stack_name(numbered, layer), []).append((numbered, tuple(range(len(rule.hf)))))
+    for rule in all_rules(shape):
+        if rule.expert is None:
+            found |= {_model_name(name, shape): Place(((rule, (index,)),)) for index, name in enumerate(rule.hf)}
+    found |= {name: Place(tuple(sorted(entries, key=_expert_of)), is_stack=True) for name, entries in stacks.items()}
+    if shape.tie_word_embeddings:
+        found.setdefault("lm_head.weight", found[_model_name("model.embed_tokens.weight", shape)])
+    return found
 
-    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, None if param is None else nn.Parameter(param.data.to("meta"), requires_grad=False))
 
-    nn.Module.register_parameter = without_memory
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+def _expert_of(entry: tuple[Rule, tuple[int, ...]]) -> int:
+    assert entry[0].expert is not None
+    return entry[0].expert
+
+
+def _stack_name(rule: Rule, layer: int) -> str:
+    """The parameter that a rule of one expert is an entry of: gate above up, and down, where the files have experts one by one."""
+    stack = stack_of(rule.hf[0])
+    if stack is not None:
+        return stack[0]
+    return f"model.layers.{layer}.mlp.experts.{'gate_up_proj' if len(rule.hf) > 1 else 'down_proj'}"
+
+
+def _model_name(name: str, shape: Shape) -> str:
+    """transformers' name for a tensor of a file: Mixtral's mixtures are `mlp` as all others', a model beside a vision tower is nested."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return name.replace("model.", "model.language_model.", 1) if shape.family == "qwen2_5_vl" and name.startswith("model.") else name
+
+
+def _filler(source: WeightSource, dtype: torch.dtype | None) -> Fill:
+    from msrl.trainer.streaming import put
+
+    def made(rule: Rule, which: tuple[int, ...]) -> Tensor:
+        tensors, kind = source.hf_tensors(rule), cast_to(rule, dtype)
+        parts = [tensors[index] for index in which]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return whole if kind is None else whole.to(kind)
+
+    def fill(name: str, into: Tensor) -> None:
+        place = places(source.shape)[name]
+        if place.is_stack and len(place.entries) != len(into):
+            raise RuntimeError(f"{name} has {len(place.entries)} experts, but the module makes it {len(into)}")
+        for entry, room in zip(place.entries, into if place.is_stack else [into], strict=True):
+            put(room, made(*entry), name)
+
+    return fill
