@@ -51,6 +51,16 @@ def test_the_quickstart_in_mindspeeds_form_is_the_same_training():
     assert (native.run.seed, native.data.train, native.data.shuffle) == (theirs.run.seed, theirs.data.train, theirs.data.shuffle)
 
 
+def test_the_quickstart_by_ppo_in_mindspeeds_form_trains_a_critic_with_its_own_numbers():
+    theirs = load([str(EXAMPLES / "mindspeed" / "ppo_quickstart.yaml")]).config
+    algo, critic = theirs.algo, theirs.cluster.roles.critic
+    assert (algo.advantage.estimator, algo.advantage.lam, algo.advantage.whiten, algo.value.clip) == ("gae", 0.95, True, 0.5)
+    assert (algo.kl.reward.coef, algo.kl.reward.estimator, algo.kl.loss.coef) == (0.001, "k1", 0.0)
+    assert (critic.optimizer.lr, critic.optimizer.schedule, critic.load) == (2e-4, "constant", "runs/sft/checkpoints")
+    native = load([str(EXAMPLES / "quickstart" / "grpo.yaml")]).config
+    assert theirs.reward == native.reward and theirs.train.parallel == native.train.parallel
+
+
 @pytest.mark.slow
 def test_a_file_of_mindspeed_trains_from_mindspeeds_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

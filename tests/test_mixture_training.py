@@ -82,10 +82,15 @@ def _usual_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         *[_row(name, "whole", folders) for name in TRAINED],
         *[_row(name, layout, folders) for name, layout in USUAL],
         *[_first_step(name, layout, folders, saves) for name, layout in COMPARED],
-        Case("saved ep2", model, Layout(ep=2), steps=4, save_at=4, save_to=saves / "ep2"),
-        Case("resumed ep2", model, Layout(ep=2), first_step=4, steps=STEPS, resume_from=saves / "ep2"),
-        Case("resumed whole from ep2", model, first_step=4, steps=STEPS, resume_from=saves / "ep2"),
-        Case("resumed tp2 ep2 etp1 from ep2", model, Layout(tp=2, ep=2, etp=1), first_step=4, steps=STEPS, resume_from=saves / "ep2"),
+        Case("saved ep2", model, Layout(ep=2), steps=4, save_at=4, save_to=saves / "ep2", critic=model),
+        *[
+            Case(name, model, layout, first_step=4, steps=STEPS, resume_from=saves / "ep2", critic=model)
+            for name, layout in (
+                ("resumed ep2", Layout(ep=2)),
+                ("resumed whole from ep2", Layout()),
+                ("resumed tp2 ep2 etp1 from ep2", Layout(tp=2, ep=2, etp=1)),
+            )
+        ],
         Case("saved tp2 ep2 etp2", model, Layout(tp=2, ep=2), steps=4, save_at=4, save_to=saves / "tp2"),
         Case("resumed pp2 ep2 from tp2 ep2 etp2", model, Layout(pp=2, ep=2), first_step=4, steps=STEPS, resume_from=saves / "tp2"),
         Case("bf16 ep2", model, Layout(ep=2), dtype="bfloat16", steps=4, save_at=2, save_to=saves / "bf16"),
@@ -221,7 +226,7 @@ def _assert_same(found: Result, whole: Result, steps: slice = slice(None)) -> No
     np.testing.assert_allclose(_losses(found), _losses(whole)[steps], rtol=1e-5)
     norms = [[report["grad_norm"] for report in result.reports] for result in (found, whole)]
     np.testing.assert_allclose(norms[0], norms[1][steps], rtol=1e-4)
-    assert found.weights.keys() == whole.weights.keys()
+    assert {name for name in found.weights if not name.startswith("critic.")} == whole.weights.keys()
     for name, value in whole.weights.items():
         distance = np.linalg.norm(found.weights[name] - value) / max(np.linalg.norm(value), 1e-30)
         assert distance < 2e-5, (name, distance)
@@ -243,6 +248,14 @@ def test_all_mixtures_learn_the_same_at_all_layouts(
 @pytest.mark.parametrize("name", ["resumed whole from ep2", "resumed tp2 ep2 etp1 from ep2", "resumed pp2 ep2 from tp2 ep2 etp2"])
 def test_another_layout_resumes_the_same_run(results: dict[str, Result], name: str) -> None:
     _assert_same(results[name], results["deepseek v3, whole"], slice(4, None))
+
+
+@pytest.mark.parametrize("name", ["resumed whole from ep2", "resumed tp2 ep2 etp1 from ep2"])
+def test_a_critic_with_experts_goes_on_alike_in_other_layouts(results: dict[str, Result], name: str) -> None:
+    for found, expected in zip(results[name].reports, results["resumed ep2"].reports, strict=True):
+        assert expected["value_squares"] > 0
+        for metric in ("value_loss", "value_squares", "value_grad_norm"):
+            assert found[metric] == pytest.approx(expected[metric], rel=2e-4), metric
 
 
 def test_the_same_layout_resumes_to_the_bit(results: dict[str, Result]) -> None:

@@ -190,5 +190,8 @@ def _grpo_rows(config: Config) -> dict[str, str | int]:
     if constant is not None:
         rows["divisor of an update's loss"] = f"{constant:,g}"
     if config.train.steps:
-        rows["optimizer updates in all"] = updates_per_step(config) * config.train.steps
+        warmup = config.algo.value.warmup_steps
+        rows["optimizer updates in all"] = updates_per_step(config) * (config.train.steps - warmup)
+        if needs_critic(config):
+            rows["optimizer updates of the critic"] = updates_per_step(config) * config.train.steps
     return rows
