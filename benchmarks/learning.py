@@ -1,9 +1,9 @@
 """`nox -s learning -- [PRESET...] [--seeds N...]`: does every preset learn, and not only run?
 
 One SFT checkpoint of the quickstart is the start of all; each preset then has the quickstart's 30 steps, whose learning rate and batch
-stay as they are, while its `algo` is the preset's alone. Held-out accuracy must rise by 10 points. `flipped` is the quickstart with the
-signs of its rewards turned: it must not pass, or the check would let anything through. What is done is kept in results.jsonl and not run
-again.
+stay as they are, while its `algo` is the preset's alone. Held-out accuracy, as the run's last evaluation tells it, must rise by 10 points.
+`flipped` is the quickstart with the signs of its rewards turned: it must not pass, or the check would let anything through. What is done is
+kept in results.jsonl and not run again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
 from run import Runner, fine_tune  # noqa: E402  # pyright: ignore[reportMissingImports] - stands beside the maker of its inputs
 
 NEEDED = 0.10
+STEPS = 30
 FLIPPED = "flipped"
 _FLIP = ("--set", "reward.sources.0.weight=-0.9", "--set", "reward.sources.1.weight=-0.1")
 
@@ -53,32 +54,43 @@ def sft_accuracy(runner: Runner) -> float:
     kept = runner.folder / "start.json"
     if not kept.exists():
         kept.write_text(json.dumps(fine_tune(runner)["after SFT"]))
+    if not list((runner.folder / "data").glob("heldout_*.idx")):
+        runner.preprocess("heldout", "r1", {"prompt": "question", "response": "answer"})
     return float(json.loads(kept.read_text()))
 
 
-def accuracy(runner: Runner, preset: str, seed: int) -> float:
-    """Held-out accuracy after 30 steps of a preset; from the results, if it is there."""
+def accuracy(runner: Runner, preset: str, seed: int, steps: int = STEPS) -> float:
+    """Held-out accuracy after so many steps of a preset; from the results, if it is there."""
     results = runner.folder / "results.jsonl"
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     for row in rows:
-        if (row["preset"], row["seed"]) == (preset, seed):
+        if (row["preset"], row["seed"], row.get("steps", STEPS)) == (preset, seed, steps):
             return float(row["accuracy"])
-    name = f"{preset}-{seed}"
+    name = f"{preset}-{seed}" if steps == STEPS else f"{preset}-{seed}-{steps}"
     algorithm = _FLIP if preset == FLIPPED else ("--set", f"algo.preset={preset}")
     config = without_algorithm(runner.folder)
     shutil.rmtree(runner.folder / "runs" / name, ignore_errors=True)
-    (runner.folder / f"answers_{name}.jsonl").unlink(missing_ok=True)
-    runner.msrl(name, "train-grpo", "-c", config, "--set", f"run.name={name}", "--set", f"run.seed={seed}", *algorithm)
-    reached = runner.accuracy(name, f"runs/{name}/checkpoints")
+    wanted = ("--set", f"run.name={name}", "--set", f"run.seed={seed}", "--set", f"train.steps={steps}")
+    runner.msrl(name, "train-grpo", "-c", config, *wanted, *algorithm)
+    reached = evaluations(runner, name)[steps]
     with results.open("a") as file:
-        file.write(json.dumps({"preset": preset, "seed": seed, "accuracy": reached}) + "\n")
+        file.write(json.dumps({"preset": preset, "seed": seed, "steps": steps, "accuracy": reached}) + "\n")
     return reached
 
 
+def evaluations(runner: Runner, name: str) -> dict[int, float]:
+    """Share of the held-out problems that a run answered right, greedily, by step; 0 is its start."""
+    rows = [json.loads(line) for line in (runner.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["metrics"]["eval/pass@1"] for row in rows if "eval/pass@1" in row["metrics"]}
+
+
 def without_algorithm(folder: Path) -> str:
-    """The quickstart's configuration without its `algo`, which would stand over what the presets fill in; the file's name in `folder`."""
+    """The quickstart's configuration without its `algo`, which would stand over what the presets fill in, and with evaluations; the file's
+    name in `folder`."""
     kept = yaml.safe_load((folder / "grpo.yaml").read_text(encoding="utf-8"))
     del kept["algo"]
+    kept["data"]["eval"] = "data/heldout"
+    kept["eval"] = {"every_steps": 5, "at_start": True}
     (folder / "learning.yaml").write_text(yaml.safe_dump(kept), encoding="utf-8")
     return "learning.yaml"
 

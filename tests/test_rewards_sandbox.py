@@ -163,7 +163,7 @@ for attempt in attempts:
         attempt(); print("changed")
     except OSError: pass
 """
-        (case,) = run(program, [""], SMALL, python=str(own / "bin" / "python"))
+        (case,) = run(program, [""], AMPLE, python=str(own / "bin" / "python"))
         assert (case.stdout, case.stderr) == ("True True ['clone']\n", "")
 
 

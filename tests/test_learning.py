@@ -1,0 +1,40 @@
+"""Learning, not only running: GRPO, GSPO and RLOO gain on held-out problems from one fine-tuned start, and turned signs are found out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.learning import FLIPPED, Runner, accuracy, evaluations, learnt, sft_accuracy  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    return Runner(tmp_path_factory.mktemp("learning") / "runs", seed=0)
+
+
+@pytest.fixture(scope="module")
+def start(runner: Runner) -> float:
+    """Held-out accuracy of the fine-tuned model, as `msrl generate` answers."""
+    return sft_accuracy(runner)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "rloo"])
+def test_a_preset_answers_ten_points_more_held_out_problems_than_its_start(runner: Runner, start: float, preset: str):
+    reached = accuracy(runner, preset, 0, STEPS)
+    assert evaluations(runner, f"{preset}-0-{STEPS}")[0] == pytest.approx(start), "evaluations answer as `msrl generate` does"
+    assert learnt(start, [reached])
+
+
+@pytest.mark.timeout(1800)
+def test_turned_signs_do_not_pass_for_learning(runner: Runner, start: float):
+    assert not learnt(start, [accuracy(runner, FLIPPED, 0, STEPS)])
