@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
 import families
 from mixture_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
-from msrl.checkpoint.source import ShardedSource
-from msrl.models.cut import Coords, Cut
-from msrl.models.families import load_shape
-from msrl.trainer.resume import SavedTraining
 from msrl.trainer.settings import Layout
-from msrl.workflows.serving import hf_weights
+from reference_gradients import assert_same_gradients, backward, gradients_of_first_step, transformers_gradients
 from support import python_path
-from training_ranks import Case, Result, sequences
+from training_ranks import Case, Result
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -46,13 +39,23 @@ LAYOUTS = {
     "cp2 ep2": Case("", Path(), Layout(ep=2, cp=2)),
     "tp2 cp2 ep2": Case("", Path(), Layout(tp=2, ep=2, cp=2)),
     "pp2 vpp1 ep2": Case("", Path(), Layout(pp=2, vpp=1, ep=2)),
+    "pp2 ep2, uneven": Case("", Path(), Layout(pp=2, ep=2, num_layer_list=(3, 1))),
+    "pp2 ep2, empty layers": Case("", Path(), Layout(pp=2, ep=2, noop_layers=(0, 3))),
 }
 
 USUAL = (("qwen3 moe", "tp2 ep2 etp2"), ("deepseek v3", "ep2"), ("gpt-oss", "tp2 ep2 etp1"))
 TRAINED = ("qwen3 moe", "deepseek v2 lite", "gpt-oss", "deepseek v3")
 REST = tuple((name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in USUAL)
-COMPARED = (("qwen3 moe", "ep2"), ("gpt-oss, clamped", "tp2 ep2 etp1"), ("gpt-oss, clamped", "tp2 ep2 etp2"))
-ALSO_COMPARED = (("qwen3 moe", "tp2 ep2 etp1"), ("qwen3 moe", "tp2 ep2 etp2"), ("gpt-oss, clamped", "ep2"))
+COMPARED = (
+    ("qwen3 moe", "ep2"), ("qwen3 moe", "pp2 vpp1 ep2"), ("gpt-oss, clamped", "tp2 ep2 etp1"), ("gpt-oss, clamped", "tp2 ep2 etp2"),
+    ("deepseek v3", "tp2 ep2 etp1"),
+)  # fmt: skip
+ALSO_COMPARED = (
+    *[("qwen3 moe", layout) for layout in ("tp2 ep2 etp1", "tp2 ep2 etp2", "pp2 ep2, uneven", "pp2 ep2, empty layers")],
+    *[("gpt-oss, clamped", layout) for layout in ("ep2", "pp2 vpp1 ep2")],
+    *[("deepseek v3", layout) for layout in ("tp2", "pp2 vpp1 ep2", "pp2 ep2, uneven", "pp2 ep2, empty layers", "tp2 cp2 ep2")],
+    ("deepseek v2 lite", "tp2 ep2 etp2"), ("deepseek v2 lite", "pp2 vpp1 ep2"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -138,82 +141,27 @@ def _transformers_losses(folder: Path) -> list[float]:
     losses: list[float] = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses.append(_backward(model, step))
+        losses.append(backward(model, step))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return losses
 
 
-def _backward(model: Any, step: int) -> float:
-    """The loss of a step's batch, one sequence at a time; gradients are in the parameters afterwards."""
-    batch, total, count = sequences(step), torch.zeros(()), 0
-    for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
-        logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
-        total = total - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][torch.from_numpy(mask[1:])].sum()
-        count += int(mask[1:].sum())
-    (total / count).backward()
-    return (total / count).item()
-
-
-def _gradients(save: Path) -> dict[str, Tensor]:
-    """What AdamW's first moments hold after one step, under Hugging Face names: a tenth of the gradient, clipped to a norm of 1."""
-    saved = SavedTraining(save, 1)
-    cut, shards = Cut.from_json(saved.state()["cut"]), dict[Coords, dict[str, Tensor]]()
-    for at in cut.ranks():
-        file = load_file(saved.training_dir / f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors")
-        shards[at] = {name.removeprefix("exp_avg."): state for name, state in file.items() if name.startswith("exp_avg.")}
-    source = ShardedSource(load_shape(save / "hf"), cut, shards, save / "hf", str(save))
-    return {name: tensor * 10 for name, tensor in hf_weights(source)}
-
-
-@pytest.fixture(scope="module")
-def expected_gradients(folders: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
-    """transformers' gradients of the first step, clipped to a norm of 1; experts one by one or stacked, as the files have them."""
-    from transformers import AutoModelForCausalLM
-
-    found: dict[str, dict[str, Tensor]] = {}
-    for name in dict.fromkeys(name for name, _ in COMPARED):
-        model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32, attn_implementation="eager")
-        _backward(model, 0)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        found[name] = {key: value for parameter in model.named_parameters() for key, value in _as_in_files(name, *parameter)}
-    return found
-
-
-def _as_in_files(family: str, name: str, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """transformers keeps Qwen's experts in two tensors, [experts, gate above up, inputs] and [experts, outputs, inputs]."""
-    assert parameter.grad is not None, name
-    prefix, _, last = name.rpartition(".")
-    if family != "qwen3 moe" or last not in ("gate_up_proj", "down_proj"):
-        yield name, parameter.grad
-        return
-    for number, grad in enumerate(parameter.grad):
-        parts = zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True) if last == "gate_up_proj" else (("down_proj", grad),)
-        yield from ((f"{prefix}.{number}.{part}.weight", value) for part, value in parts)
-
-
 @pytest.mark.parametrize(("name", "layout"), COMPARED)
 def test_the_gradient_of_every_tensor_is_that_of_transformers(
-    results: dict[str, Result], saves: Path, expected_gradients: dict[str, dict[str, Tensor]], name: str, layout: str
+    results: dict[str, Result], saves: Path, folders: dict[str, Path], name: str, layout: str
 ) -> None:
     assert f"{name}, {layout}, first step" in results
-    _assert_same_gradients(_gradients(saves / f"first, {name}, {layout}"), expected_gradients[name])
+    assert_same_gradients(gradients_of_first_step(saves / f"first, {name}, {layout}"), transformers_gradients(folders[name]))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "layout"), ALSO_COMPARED)
 def test_the_gradient_is_that_of_transformers_at_more_layouts(
-    more_results: dict[str, Result], saves: Path, expected_gradients: dict[str, dict[str, Tensor]], name: str, layout: str
+    more_results: dict[str, Result], saves: Path, folders: dict[str, Path], name: str, layout: str
 ) -> None:
     assert f"{name}, {layout}, first step" in more_results
-    _assert_same_gradients(_gradients(saves / f"first, {name}, {layout}"), expected_gradients[name])
-
-
-def _assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        assert gradient.norm() > 0, key
-        assert (found[key] - gradient).norm() < 1e-4 * gradient.norm(), key
+    assert_same_gradients(gradients_of_first_step(saves / f"first, {name}, {layout}"), transformers_gradients(folders[name]))
 
 
 @pytest.mark.parametrize("name", TRAINED)
