@@ -172,6 +172,26 @@ def test_a_ray_that_does_not_start_says_its_last_words_and_leaves_nothing():
     assert list(Path(os.environ["RAY_TMPDIR"]).iterdir()) == []
 
 
+def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(monkeypatch, caplog):
+    from msrl.cluster import session
+
+    starts, ends = [], []
+
+    def init(num_late, **arguments):
+        starts.append(arguments)
+        if len(starts) <= num_late:
+            raise Exception("The current node timed out during startup. This could happen because some of the raylet failed to startup")
+
+    monkeypatch.setattr(session.ray, "shutdown", lambda: ends.append(len(starts)))
+    monkeypatch.setattr(session.ray, "init", lambda **arguments: init(1, **arguments))
+    session._start_ray(address="local")
+    assert (starts, ends) == ([{"address": "local"}] * 2, [1]) and "trying again" in caplog.text
+    monkeypatch.setattr(session.ray, "init", lambda **arguments: init(9, **arguments))
+    with pytest.raises(MsrlError, match="3 times: is this machine overloaded"):
+        session._start_ray(address="local")
+    assert len(starts) == 5
+
+
 def make_teller():
     """The class of an actor that tells where it is, and fails in the ways that workers fail. Local, so that Ray carries its code along."""
     import ray

@@ -30,6 +30,9 @@ from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
 
 _LOG = logging.getLogger("msrl.cluster")
+_STARTS = 3
+_STORE_WAIT = "RAY_gcs_server_port_wait_time_s"  # 30 s, which are few on a busy machine
+_GIVEN_UP = "timed out during startup"  # what ray.init says when the raylet is late; how long it waits cannot be set
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +219,7 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
     try:
         with _ray_settings(token, loopback=True):
             with _own_signals():
-                ray.init(
+                _start_ray(
                     address="local",
                     include_dashboard=False,
                     _node_ip_address=probe.LOOPBACK,
@@ -232,6 +235,22 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
         _keep_logs(temp_dir) if _logs_may_help(error) else shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _start_ray(**arguments: Any) -> None:
+    """`ray.init`, again where Ray gave its own start up, which it does on a busy machine. Raises MsrlError when it does so every time."""
+    for attempt in range(1, _STARTS + 1):
+        try:
+            ray.init(**arguments)
+        except Exception as error:
+            ray.shutdown()
+            if _GIVEN_UP not in str(error):
+                raise
+            if attempt == _STARTS:
+                raise MsrlError(f"Ray gave up starting after 30 s, {_STARTS} times: is this machine overloaded?") from error
+            _LOG.warning("Ray gave up starting after 30 s, as it does on a busy machine; trying again")
+        else:
+            return
 
 
 def _logs_may_help(error: BaseException) -> bool:
@@ -285,6 +304,7 @@ def _ray_settings(token: Path | str, *, loopback: bool) -> Iterator[None]:
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
     wanted = {**state.token_environment(token), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    wanted[_STORE_WAIT] = os.environ.get(_STORE_WAIT, "120")
     names = {*wanted, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"}
     before = {name: os.environ.pop(name, None) for name in names}
     multi_machine = ray_constants.ENABLE_RAY_CLUSTER
