@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 # Versions of what every platform needs besides; pyproject's extra `engine`.
 COMMON_STACK = {"ray": ">=2.54,<2.61", "datasets": ">=3,<6", "math-verify": ">=0.8,<0.10", "safetensors": ">=0.4.5"}
+
+
+class VarlenAttention(Protocol):
+    """Causal attention over packed sequences in one kernel, differentiable.
+
+    query [Q, h, d] and key, value [K, g, d] hold the sequences end to end, up to `query_ends` and `key_ends` (cumulative lengths). The
+    queries of a sequence are its last ones: each sees the keys up to its own, of which the newest `window`, where that is set.
+    """
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: tuple[int, ...], key_ends: tuple[int, ...],
+        scale: float, window: int | None,
+    ) -> torch.Tensor: ...  # fmt: skip
 
 
 class Platform(ABC):
@@ -65,6 +78,10 @@ class Platform(ABC):
     def engine_arguments(self) -> Mapping[str, Any]:
         """Arguments that `vllm.LLM` needs on this platform."""
         return {}
+
+    def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:
+        """The platform's fused attention for such heads; or why it has none, "" where that is as it should be."""
+        return ""
 
     def seed(self, seed: int) -> None:
         """Seed every generator of torch in this process."""

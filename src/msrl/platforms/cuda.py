@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import COMMON_STACK, Platform
+from msrl.platforms.base import COMMON_STACK, Platform, VarlenAttention
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,28 @@ _PEAKS = (
 def peak_flops(name: str) -> float | None:
     """The peak of a device of that name; None where the table does not have it."""
     return next((peak for part, peak in _PEAKS if re.search(rf"\b{part}\b", name)), None)
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: tuple[int, ...], key_ends: tuple[int, ...],
+    scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """torch's own flash attention over sequences of any lengths (`torch.nn.attention.varlen`); see `VarlenAttention`."""
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    def bounds(ends: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor((0, *ends), dtype=torch.int32, device=query.device)
+
+    def longest(ends: tuple[int, ...]) -> int:
+        return max(end - start for start, end in zip((0, *ends), ends, strict=False))
+
+    found = varlen_attn(
+        query, key, value, bounds(query_ends), bounds(key_ends), longest(query_ends), longest(key_ends), scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),  # keys before the query's own, and behind it
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return cast("torch.Tensor", found)
 
 
 class CudaPlatform(Platform):
@@ -101,6 +123,19 @@ class CudaPlatform(Platform):
 
     def engine_arguments(self) -> Mapping[str, Any]:
         return {"enable_sleep_mode": True}
+
+    def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:
+        import torch
+
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"flash attention has no {str(dtype).removeprefix('torch.')}"
+        if head_dim % 8 or head_dim > 256:
+            return f"flash attention has heads of 8, 16, ... 256 channels, not {head_dim}"
+        if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+            return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+        if torch.cuda.get_device_capability() < (8, 0):
+            return f"flash attention needs compute capability 8.0, and this is a {torch.cuda.get_device_name()}"
+        return flash_attention
 
     def synchronize(self) -> None:
         import torch

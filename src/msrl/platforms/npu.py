@@ -6,6 +6,7 @@ command line, which therefore is hidden from it (MindSpeed, mindspeed/megatron_a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import COMMON_STACK, Platform
+from msrl.platforms.base import COMMON_STACK, Platform, VarlenAttention
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,32 @@ _PEAKS = {"Ascend910B": 354e12, "Ascend910_93": 354e12}
 def peak_flops(name: str) -> float | None:
     """The peak of a device of that name, operations per second; None where the table does not have it."""
     return next((peak for part, peak in _PEAKS.items() if name.startswith(part)), None)
+
+
+_MASK_SIZE = 2048  # of the compressed causal mask that the sparse modes read
+_RIGHT_DOWN_CAUSAL, _BAND = 3, 4  # sparse modes; both count from the last query and the last key of a sequence
+
+
+@functools.cache
+def _causal_mask(device: torch.device) -> torch.Tensor:
+    """What no query sees: [2048, 2048] bool, whatever the lengths."""
+    import torch
+
+    return torch.ones((_MASK_SIZE, _MASK_SIZE), dtype=torch.bool, device=device).triu(1)
+
+
+def fusion_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: tuple[int, ...], key_ends: tuple[int, ...],
+    scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """`torch_npu.npu_fusion_attention` on packed sequences (hiascend.com, API list of its PyTorch extension); see `VarlenAttention`."""
+    torch_npu = importlib.import_module("torch_npu")
+    reach = {"sparse_mode": _RIGHT_DOWN_CAUSAL} if window is None else {"sparse_mode": _BAND, "pre_tockens": window - 1, "next_tockens": 0}
+    found = torch_npu.npu_fusion_attention(
+        query, key, value, query.shape[1], input_layout="TND", atten_mask=_causal_mask(query.device), scale=scale,
+        actual_seq_qlen=list(query_ends), actual_seq_kvlen=list(key_ends), **reach,
+    )  # fmt: skip
+    return found[0]
 
 
 class NpuPlatform(Platform):
@@ -104,6 +131,11 @@ class NpuPlatform(Platform):
 
     def engine_arguments(self) -> Mapping[str, Any]:
         return {"enable_sleep_mode": True}
+
+    def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:
+        if head_dim % 16 or head_dim > 512:
+            return f"npu_fusion_attention has heads of 16, 32, ... 512 channels, not {head_dim}"
+        return fusion_attention
 
     def synchronize(self) -> None:
         importlib.import_module("torch_npu").npu.synchronize()

@@ -1,6 +1,7 @@
 """The one core attention: causal within each sequence of a packed micro-batch, with windows, capped scores or sinks where a model has them.
 
-It is handed to Megatron through the layer spec in place of its own, which knows neither packing nor fast kernels on CPU.
+It is handed to Megatron through the layer spec in place of its own, which knows neither packing nor fast kernels on CPU. Where the platform
+has a fused kernel for sequences of any lengths, that computes it (`fused_attention.py`); what follows is torch's own otherwise.
 Letters: N tokens of a packed micro-batch, h query heads and g key/value groups of this rank, d head size, S sequences of L tokens.
 """
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from msrl.models.shape import PLAIN, Attention
 from msrl.trainer.context import ContextShare, gather_sequences
+from msrl.trainer.fused_attention import fused_attention, fused_context_attention, kernel_of
 from msrl.trainer.rope import PackedSequences, rotate
 
 _BLOCK = 512  # queries at once where scores must be seen: what bounds the memory of a long sequence
@@ -160,7 +162,15 @@ def packed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [h]
 ) -> Tensor:  # [n, h, v]
-    """The attention of this rank's tokens, rotated already."""
+    """The attention of this rank's tokens, rotated already; by the platform's fused kernel where it has one that computes such scores."""
+    kernel = kernel_of(query.device.type, query.dtype, query.shape[-1]) if softcap is None and sinks is None else None
+    if kernel is not None and packed.context is None:
+        return fused_attention(kernel, query, key, value, packed.lengths, scale, window)
+    if kernel is not None and packed.context is not None:
+        group = packed.context.group
+        key, value = gather_sequences(key, packed.context), gather_sequences(value, packed.context)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        return fused_context_attention(kernel, query, key, value, packed.context.lengths, rank, size, scale, window)
     if packed.context is not None:
         return context_attention(query, key, value, packed.context, scale, window, softcap, sinks)
     return block_diagonal_attention(query, key, value, packed.lengths, scale, window, softcap, sinks)

@@ -1,0 +1,75 @@
+"""TRL's SFTTrainer, packed, on the real lengths of GSM8K: tokens of the examples that it trains on per second, padding left out.
+
+Run by the peers' Python: `trl_lengths.py INPUTS [--steps N]`; prints one line of JSON. Only the assistant's turns are learnt, as in ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+SETTLE_STEPS = 4
+
+
+class Steps(TrainerCallback):
+    """Seconds of every step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.start = 0.0
+
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+class Counted:
+    """A collator that notes how many tokens of examples each of its batches holds."""
+
+    def __init__(self, collate: Callable[[Any], Any], pad_token_id: int) -> None:
+        self.collate, self.pad_token_id = collate, pad_token_id
+        self.tokens: list[int] = []
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collate(rows)
+        self.tokens.append(int((batch["input_ids"] != self.pad_token_id).sum()))
+        return batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("inputs")
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    rows = load_dataset("json", data_files=f"{args.inputs}/sft.jsonl", split="train")
+    tokenizer = AutoTokenizer.from_pretrained(f"{args.inputs}/tiny")
+    model = AutoModelForCausalLM.from_pretrained(f"{args.inputs}/tiny", dtype=torch.float32, attn_implementation="sdpa")
+    config = SFTConfig(
+        output_dir=f"{args.inputs}/out_trl_sft", max_steps=args.steps, per_device_train_batch_size=4, max_length=512, packing=True,
+        packing_strategy="bfd", assistant_only_loss=True, learning_rate=1e-4, lr_scheduler_type="constant", logging_steps=5, report_to=[],
+        save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=0,
+    )  # fmt: skip
+    steps = Steps()
+    trainer = SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[steps])
+    trainer.data_collator = counted = Counted(trainer.data_collator, tokenizer.pad_token_id)
+    trainer.train()
+    later = slice(SETTLE_STEPS, args.steps)
+    seconds, tokens = steps.seconds[later], counted.tokens[later]
+    print(json.dumps({"peer": "trl", "tokens_per_s": sum(tokens) / sum(seconds), "step_s": sum(seconds) / len(seconds)}))
+
+
+if __name__ == "__main__":
+    main()
