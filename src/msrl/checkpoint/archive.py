@@ -75,7 +75,7 @@ class ArchiveWriter:
         for name, num_bytes in sizes.items():
             record = self._records[name] = _Record(f"{ROOT}/{name}".encode(), num_bytes, self._end)
             self._end = record.data + num_bytes
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         os.truncate(descriptor, begin + self._end)
         os.close(descriptor)
 

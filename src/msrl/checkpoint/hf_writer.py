@@ -106,7 +106,7 @@ class HfWriter:
             entries[name] = {"dtype": SAFETENSORS_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
         header = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
-        self._descriptors[path] = descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._descriptors[path] = descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         header = len(header).to_bytes(8, "little") + header
         os.write(descriptor, header)
         os.truncate(descriptor, len(header) + end)

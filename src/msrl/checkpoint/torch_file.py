@@ -24,7 +24,7 @@ from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 from msrl.checkpoint.archive import check_archive
 from msrl.errors import MsrlError
 
-BLOCK_BYTES = 4 << 20  # what is checksummed and written in one go: the checksum leaves it in the cache for the write
+BLOCK_BYTES = 512 << 10  # what is checksummed and written in one go: the checksum leaves it in the core's own cache for the write
 STORAGES = {torch.bfloat16: "BFloat16Storage", torch.float16: "HalfStorage", torch.float32: "FloatStorage", torch.float64: "DoubleStorage"}
 STORAGES |= {torch.int64: "LongStorage", torch.int32: "IntStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage"}
 
