@@ -1,4 +1,4 @@
-"""What the ranks of the training tests do to show that no loss depends on how its batch is spread: one step of every loss, ratio, aggregation."""
+"""What ranks do to show that no loss depends on how its batch is spread: one step of every loss, ratio and aggregation."""
 
 from __future__ import annotations
 

@@ -29,10 +29,13 @@ END = 2  # <|im_end|>
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("grpo"))
+
+
+def make_inputs(folder: Path) -> Path:
     """Prompts whose answer is 1 or 2, and a tied and an untied model that answer either at random."""
     from msrl.cli import app
 
-    folder = tmp_path_factory.mktemp("grpo")
     make_tokenizer().save_pretrained(folder / "tokenizer")
     problems = [{"question": f"{i}%3=", "answer": f"so #### {i % 3}"} for i in range(40) if i % 3]
     for name, part in (("data", problems[:20]), ("eval", problems[20:])):

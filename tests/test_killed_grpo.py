@@ -1,0 +1,138 @@
+"""A GRPO run with all that has a memory, killed with SIGKILL in steps and in saves, ends number by number as the uninterrupted one."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from msrl.trainer.resume import SavedTraining
+from test_train_grpo import make_inputs, rollouts, settings
+from training_runs import Command, children, metrics, rows, succeed, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+STEPS = 12
+
+
+def everything(inputs: Path, name: str) -> dict[str, Any]:
+    """Two ranks, a reference, two epochs of two shuffled updates a step, rewards by running moments, an adaptive coefficient in rewards and
+    loss, groups that are left out, a falling learning rate, several passes over the data, checkpoints every other step in the background.
+    """
+    return settings(
+        inputs, name, "tied",
+        cluster={"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0},
+        rollout={
+            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 12,
+            "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
+        },
+        reward={
+            "sources": [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}],
+            "overlong": {"buffer": 4, "factor": 0.5}, "norm": {"center": "running", "scale": "running"},
+        },
+        algo={
+            "preset": "dapo", "entropy_coef": 0.001, "mask": {"truncated": True},
+            "kl": {
+                "reward": {"coef": 0.05, "estimator": "k3"}, "loss": {"coef": 0.02},
+                "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32},
+            },
+        },
+        train={
+            "steps": STEPS, "micro_batch": 2, "updates": {"samples_per_update": 8, "epochs": 2},
+            "optimizer": {"lr": 5e-4, "schedule": "cosine", "warmup": 3},
+        },
+        checkpoint={"every_steps": 2, "keep": 2, "resume": "auto", "async": True},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A run of several lives: the metrics that each life had written when it was killed, and how many were in the midst of a save."""
+
+    run: Path
+    lives: tuple[list[dict[str, float]], ...]
+    kills_in_a_save: int
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("killed-grpo"))
+
+
+@pytest.fixture(scope="module")
+def whole(inputs) -> Path:
+    file = write_config(inputs / "whole.yaml", everything(inputs, "whole"))
+    succeed("train-grpo", "-c", str(file), log=inputs / "whole.log")
+    return inputs / "runs" / "whole"
+
+
+def is_saving(run: Path) -> bool:
+    folder = run / "checkpoints"
+    return any(folder.glob(".iter_*.partial")) or any(folder.glob("training/.iter_*.partial"))
+
+
+def kill_all(command: Command) -> None:
+    """SIGKILL to the command and to everything that it has started, Ray's own processes too."""
+    started = children(command.process.pid)
+    command.kill()
+    for pid in started:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+
+
+@pytest.fixture(scope="module")
+def killed(inputs, whole) -> Killed:
+    """Killed in a save, between two steps of which the first is not saved, at any moment of a step, and in a later save."""
+    file, run = write_config(inputs / "killed.yaml", everything(inputs, "killed")), inputs / "runs" / "killed"
+    seconds = float(np.median([row["seconds"]["step"] for row in rows(whole)]))
+
+    def at_step(step: int) -> Callable[[], bool]:
+        return lambda: len(rows(run)) >= step
+
+    moments: list[tuple[Callable[[], bool], float]] = [
+        (lambda: len(rows(run)) >= 2 and is_saving(run), 0.0),
+        (at_step(3), 0.0),
+        (at_step(5), random.Random(1).random() * seconds),
+        (lambda: len(rows(run)) >= 6 and is_saving(run), 0.0),
+    ]
+    lives, in_a_save = [], 0
+    for number, (happened, wait_s) in enumerate(moments):
+        command = Command("train-grpo", "-c", str(file), log=inputs / f"life{number}.log")
+        command.when(happened, every_s=0.002)
+        time.sleep(wait_s)
+        in_a_save += is_saving(run)
+        kill_all(command)
+        lives.append(metrics(run))
+    succeed("train-grpo", "-c", str(file), log=inputs / "last.log")
+    return Killed(run, tuple(lives), in_a_save)
+
+
+def test_a_killed_run_has_the_same_rollouts_rewards_and_losses(whole, killed):
+    assert metrics(killed.run) == metrics(whole) and len(metrics(whole)) == STEPS
+    for step in range(1, STEPS + 1):
+        assert rollouts(killed.run, step) == rollouts(whole, step)
+    for life in killed.lives:
+        assert life == metrics(whole)[: len(life)], "a step that was done twice was the same both times"
+    assert killed.kills_in_a_save > 0
+
+
+def test_everything_with_a_memory_moved_and_came_back_to_the_bit(whole, killed):
+    states = [SavedTraining(run / "checkpoints", STEPS).state() for run in (whole, killed.run)]
+    assert states[0] == states[1]  # with the checksums of weights, moments and random numbers
+    extra = states[0]["extra"]
+    assert extra["rewards"]["count"] == STEPS * 16
+    factors = [step["train/kl_factor"] for step in metrics(whole)]
+    assert len(set(factors)) == STEPS and extra["kl_factor"] > factors[-1] > 1.0
+    assert len({step["train/lr"] for step in metrics(whole)}) > 3
+    assert max(step.get("train/masked", 0.0) for step in metrics(whole)) > 0
+    seen = [row["prompt_index"] for step in range(1, STEPS + 1) for row in rollouts(whole, step)[::4]]
+    assert len(seen) > 2 * len(set(seen)), "several passes over the data"
+    assert "going on after step" in (whole.parent.parent / "last.log").read_text()
+    assert not list((killed.run / "checkpoints").rglob(".iter*partial"))
