@@ -31,7 +31,7 @@ def write(root: Path, step: int, hf_dir: Path, shape: Shape, retention: Retentio
     prepare_folders(root, step)
     for rank, at in enumerate(LAYOUT.ranks()):
         tensors = {"exp_avg.w": torch.full((50,), float(step + rank))}
-        weights = Weights(rank_folder(LAYOUT, at), {"w": torch.ones(20) * step}, namespace(shape, LAYOUT), optimizer_file(at), tensors)
+        weights = Weights(rank_folder(LAYOUT, at), {"w": torch.ones(20) * step}, namespace(shape, LAYOUT), {optimizer_file(at): tensors})
         Part(root, step, rank, {"rng": torch.arange(9)}, weights).write()
     model = SavedModel(shape, LAYOUT, "float32", is_adapters=False)
     Publication(root, step, 2, {"step": step, "extra": {"best": float("nan")}}, model, hf_dir, retention).publish()
