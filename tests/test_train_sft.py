@@ -141,6 +141,21 @@ def test_the_checkpoint_converts_to_what_was_exported_and_transformers_computes_
     torch.testing.assert_close(found, model(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
 
 
+def test_the_model_is_asked_as_it_was_taught_wherever_it_is_opened(whole, inputs):
+    from transformers import AutoTokenizer
+
+    from msrl.types import Conversation, Message
+    from msrl.workflows.serving import choose_renderer
+
+    question = Conversation((Message("user", "1+1="),))
+    taught = choose_renderer(inputs / "hf", "qwen").prompt(question).tolist()
+    assert choose_renderer(inputs / "hf", None).prompt(question).tolist() != taught, "the tokenizer's own template has no system text"
+    for folder in (whole / "hf", whole / "checkpoints" / "hf"):
+        assert choose_renderer(folder, None).prompt(question).tolist() == taught
+        chat = [{"role": "user", "content": "1+1="}]
+        assert AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, add_generation_prompt=True)["input_ids"] == taught
+
+
 def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config, inputs, tmp_path):
     from msrl.errors import MsrlError
 

@@ -63,6 +63,15 @@ class DatasetManifest:
     eos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     truncated: int = 0
+    chat_template: str = ""  # the template as Jinja; empty where it is the tokenizer's own, and for text
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How a model wants to be asked: its chat template (Jinja), and the tokens that end an answer."""
+
+    template: str
+    stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from msrl.checkpoint.stacks import taken_apart
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, load_shape
-from msrl.models.hf_config import read_hf_config
+from msrl.models.hf_config import end_tokens, read_hf_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
+from msrl.types import ChatFormat
 
 _SIDECARS = ("*.json", "*.model", "*.jinja", "merges.txt", "*.py", "*.tiktoken")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -89,10 +90,11 @@ def sidecar_files(folder: Path) -> list[Path]:
     return sorted(file for file in found if not file.name.endswith(".index.json") and file.name != "msrl_manifest.json")
 
 
-def copy_sidecars(source: Path, target: Path, dtype: torch.dtype | None) -> None:
+def copy_sidecars(source: Path, target: Path, dtype: torch.dtype | None, chat: ChatFormat | None = None) -> None:
     """Copy config and tokenizer files; config.json names `dtype` as the type of the weights unless it is None.
 
-    A `quantization_config` is left out: weights that were read in FP8 or MXFP4 are what they stand for from then on.
+    A `quantization_config` is left out: weights that were read in FP8 or MXFP4 are what they stand for from then on. With `chat`, the
+    model has that chat template from then on, and its tokens end an answer besides those that did.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in sidecar_files(source):
@@ -104,3 +106,17 @@ def copy_sidecars(source: Path, target: Path, dtype: torch.dtype | None) -> None
         changed["dtype" if "dtype" in changed else "torch_dtype"] = hf_name(dtype)
     if changed != config:
         path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if chat is not None:
+        _write_chat(target, chat)
+
+
+def _write_chat(folder: Path, chat: ChatFormat) -> None:
+    """`chat_template.jinja`, in the place of a template in tokenizer_config.json, and `eos_token_id` of generation_config.json."""
+    (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
+    ends = list(dict.fromkeys((*chat.stop_token_ids, *end_tokens(folder))))
+    for name, changes in (("tokenizer_config.json", {}), ("generation_config.json", {"eos_token_id": ends})):
+        path = folder / name
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        after = {key: value for key, value in before.items() if key != "chat_template"} | changes
+        if after != before:
+            path.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

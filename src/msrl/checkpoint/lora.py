@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -84,11 +85,11 @@ class Adapter:
 class MergedSource(WeightSource):
     """The weights of `base` with an adapter merged into them, in the types of `base`."""
 
-    def __init__(self, base: WeightSource, adapter: Adapter) -> None:
-        """Raises MsrlError when the adapter is of another model."""
+    def __init__(self, base: WeightSource, adapter: Adapter, *, hf_dir: Path | None = None) -> None:
+        """`hf_dir` has config and tokenizer, where they are not those of `base`. Raises MsrlError when the adapter is of another model."""
         adapter.check(all_rules(base.shape))
         self.base, self.adapter = base, adapter
-        self.shape, self.hf_dir = base.shape, base.hf_dir
+        self.shape, self.hf_dir = base.shape, hf_dir or base.hf_dir
 
     def dtype(self, rule: Rule) -> torch.dtype:
         return self.base.dtype(rule)

@@ -72,7 +72,7 @@ class Renderer:
             else:
                 before = system if self.template.system_in_user and number == first_user else []
                 parts += _fill(self.template.user, turn.content, before)
-        return [Part(self._named(part.text), part.learn) if not part.quoted else part for part in parts if part.text]
+        return [Part(self.named(part.text), part.learn) if not part.quoted else part for part in parts if part.text]
 
     def _answer(self, content: str, thought: bool | None) -> list[Part]:
         """An answer's pieces. thought: None drops it (answers to earlier questions), True has one even if empty, False only a real one."""
@@ -91,9 +91,9 @@ class Renderer:
     def _opening(self) -> list[Part]:
         """What a prompt ends with."""
         empty = self.template.thought_start + self.template.thought_end if self.enable_thinking is False else ""
-        return [Part(self._named(self.template.assistant_start + empty))]
+        return [Part(self.named(self.template.assistant_start + empty))]
 
-    def _named(self, text: str) -> str:
+    def named(self, text: str) -> str:
         """The template's text with the tokenizer's tokens in the place of `{{bos}}` and `{{eos}}`."""
         return text.replace("{{bos}}", self.tokenizer.bos_token or "").replace("{{eos}}", _eos(self.template, self.tokenizer) or "")
 

@@ -96,6 +96,23 @@ class HfConfig:
         return value
 
 
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """`eos_token_id` of a folder's generation_config.json: the tokens that end an answer; none where it names none.
+
+    Raises MsrlError for a file that is not JSON.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return ()
+    try:
+        values: Any = json.loads(file.read_text(encoding="utf-8"))
+        found: Any = values.get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise MsrlError(f"{file}: not a JSON object: {error}") from error
+    listed = cast("list[Any]", found) if isinstance(found, list) else [found]
+    return tuple(one for one in listed if isinstance(one, int) and not isinstance(one, bool))
+
+
 def read_hf_config(path: Path) -> HfConfig:
     """`path` (a config.json, or a folder that holds one). Raises MsrlError when it is absent or not a JSON object."""
     file = path / "config.json" if path.is_dir() else path

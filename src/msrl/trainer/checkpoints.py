@@ -66,7 +66,7 @@ def begin(
     if worker.critic is not None:
         state["critic"] = {"updates": optimizer_state.num_updates(worker.critic)}
     model = SavedModel(worker.shape, worker.layout, worker.settings.dtype, is_adapters=worker.adapters is not None)
-    return part, Publication(root, step, dist.get_world_size(), state, model, hf_dir, retention)
+    return part, Publication(root, step, dist.get_world_size(), state, model, hf_dir, retention, worker.settings.chat)
 
 
 def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> Part:

@@ -32,6 +32,7 @@ from msrl.models.shape import Shape
 from msrl.trainer.resume import STATE, Retention, training_dir
 from msrl.trainer.sealed import Record, seal, sealed_json
 from msrl.trainer.settings import Layout
+from msrl.types import ChatFormat
 
 _POLL_S = 0.02
 
@@ -126,6 +127,7 @@ class Publication:
     model: SavedModel
     hf_dir: Path
     retention: Retention
+    chat: ChatFormat | None = None  # how the model is asked from then on
 
     def publish(self) -> None:
         """Make the checkpoint visible once all parts are there: what only a resume needs first, the model and its tracker last."""
@@ -160,7 +162,7 @@ class Publication:
             return
         staged = place.with_name(f".{place.name}.partial")
         shutil.rmtree(staged, ignore_errors=True)
-        copy_sidecars(self.hf_dir, staged, getattr(torch, self.model.dtype))
+        copy_sidecars(self.hf_dir, staged, getattr(torch, self.model.dtype), self.chat)
         carry(self.hf_dir, staged, self.model.shape)
         shutil.rmtree(place, ignore_errors=True)
         staged.rename(place)

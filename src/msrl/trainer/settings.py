@@ -9,6 +9,7 @@ from typing import Literal
 from msrl.models.cut import Cut
 from msrl.models.reward_head import BIAS
 from msrl.models.shape import Shape
+from msrl.types import ChatFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class WorkerSettings:
     chunk: int | None = None  # positions whose logits exist at once; None: those of a micro-batch
     offload: frozenset[str] = frozenset()  # of "optimizer", "grads", "params": what waits on the host
     critic: CriticSettings | None = None
+    chat: ChatFormat | None = None  # how the model will have learnt to be asked; its checkpoints say so
 
     def of_critic(self, critic: CriticSettings) -> WorkerSettings:
         """The same for the critic, which is trained whole but for its head's bias: transformers' score heads have none."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from msrl.config.derived import critic_optimizer, cut_of, model_shape, needs_critic
 from msrl.config.schema import Config, OptimizerConfig
+from msrl.data.manifest import read_manifest
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
@@ -16,7 +17,7 @@ from msrl.platforms.base import Platform
 from msrl.trainer.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import CriticSettings, Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
-from msrl.types import DatasetManifest
+from msrl.types import ChatFormat, DatasetManifest
 from msrl.workflows.best import Best
 
 
@@ -137,7 +138,14 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
         lora=_lora(config),
         chunk=config.train.chunk,
         offload=frozenset(kind for kind, is_on in config.train.offload.model_dump().items() if is_on),
+        chat=_chat_format(config),
     )
+
+
+def _chat_format(config: Config) -> ChatFormat | None:
+    """That of the data, where `msrl preprocess` wrote it by a template that is not the tokenizer's own."""
+    manifest = read_manifest(config.data.train) if config.data.train is not None else None
+    return ChatFormat(manifest.chat_template, manifest.stop_token_ids) if manifest is not None and manifest.chat_template else None
 
 
 def _critic(config: Config) -> CriticSettings | None:

@@ -17,6 +17,7 @@ def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, h
     from msrl.checkpoint.convert import write_hf
     from msrl.checkpoint.lora import MergedSource
     from msrl.checkpoint.lora_files import read_mcore_lora
+    from msrl.checkpoint.mcore import SIDECAR
     from msrl.checkpoint.source import open_mcore, open_weights
 
     if target.exists():
@@ -25,5 +26,7 @@ def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, h
         write_hf(open_mcore(saved.root, iteration=saved.step), target, None)
     else:
         weights = open_weights(base, hf_dir)
-        write_hf(MergedSource(weights, read_mcore_lora(saved.root, weights.shape)), target, None)
+        adapters = read_mcore_lora(saved.root, weights.shape)
+        sidecars = saved.root / SIDECAR  # a checkpoint of another system has none
+        write_hf(MergedSource(weights, adapters, hf_dir=sidecars if sidecars.is_dir() else None), target, None)
     return target

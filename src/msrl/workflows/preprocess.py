@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from msrl.config.schema import Config, PreprocessConfig
+from msrl.data.chat_template import chat_template
 from msrl.data.handlers import make_handler
 from msrl.data.manifest import KEYS
 from msrl.data.readers import RowBatch, find_files, read_batches
@@ -98,6 +99,7 @@ def make_manifest(settings: PreprocessConfig, job: Job, writer: DatasetWriter) -
         eos_token_id=_eos_token_id(job.tokenizer, renderer),
         stop_token_ids=() if renderer is None else renderer.stop_token_ids,
         truncated=counts["truncated"],
+        chat_template="" if renderer is None else chat_template(renderer),
     )
 
 

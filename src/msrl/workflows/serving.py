@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from msrl.data.templates import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
+from msrl.models.hf_config import end_tokens
 from msrl.rollout.engine import Engine, EngineSettings
 from msrl.types import Ints, Message, SamplingParams
 
@@ -100,10 +102,16 @@ def is_mcore(source: WeightSource, model: str | None) -> bool:
 
 
 def choose_renderer(folder: Path, template: str | None) -> Renderer:
-    """The template of that name, or the tokenizer's own, or `empty` where it has none, bound to the tokenizer in `folder`."""
+    """The template of that name, or the tokenizer's own, or `empty` where it has none, bound to the tokenizer in `folder`.
+
+    With the tokenizer's own, what the folder's generation_config.json says ends an answer too.
+    """
     tokenizer = load_tokenizer(folder)
     name = template or ("native" if getattr(tokenizer, "chat_template", None) else "empty")
-    return make_renderer(load_template(name), text_tokenizer(tokenizer))
+    renderer = make_renderer(load_template(name), text_tokenizer(tokenizer))
+    if name != "native":
+        return renderer
+    return replace(renderer, stop_token_ids=tuple(dict.fromkeys((*renderer.stop_token_ids, *end_tokens(folder)))))
 
 
 def raw_ids(renderer: Renderer, text: str) -> Ints:
