@@ -45,6 +45,7 @@ from msrl.errors import MsrlError
 from msrl.models.cut import WHOLE, Coords, Cut
 from msrl.models.families import all_rules
 from msrl.models.rules import Rule
+from msrl.models.shape import Shape
 from msrl.models.stages import chunk_of
 
 ITERATION = 1
@@ -76,19 +77,25 @@ class McoreTarget:
 
 
 def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
-    """What would be written and its bytes.
+    """What would be written and its bytes. Raises as `ruled_plan` does."""
+    plan = ruled_plan(source.shape, target)
+    carried = carried_bytes(carried_tensors(source.hf_dir, source.shape))
+    return plan, carried + sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
+
+
+def ruled_plan(shape: Shape, target: McoreTarget) -> Plan:
+    """What the rules make of a model, from its shape alone.
 
     Raises ManyErrors when the layout does not divide the model, MsrlError when the names that are asked for do not cover it.
     """
-    if target.naming.grouped and not target.naming.te and source.shape.moe and source.shape.moe.biases:
+    if target.naming.grouped and not target.naming.te and shape.moe and shape.moe.biases:
         raise MsrlError("--moe-grouped-gemm: fused experts have no biases in Megatron, and this model's do; leave it out or add --names te")
-    target.cut.check(source.shape)
+    target.cut.check(shape)
     _refuse_without_place(target)
-    plan = replace(make_plan(source.shape, target.file_cut, target.file_multiple), cut=target.cut)
+    plan = replace(make_plan(shape, target.file_cut, target.file_multiple), cut=target.cut)
     if target.naming.legacy:
-        refuse_unnamed([chunk_of(name)[1] for rank in plan.ranks for name in rank.tensors], source.shape.architecture)
-    carried = carried_bytes(carried_tensors(source.hf_dir, source.shape))
-    return plan, carried + sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
+        refuse_unnamed([chunk_of(name)[1] for rank in plan.ranks for name in rank.tensors], shape.architecture)
+    return plan
 
 
 def _refuse_without_place(target: McoreTarget) -> None:

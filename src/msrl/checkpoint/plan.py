@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msrl.checkpoint.layouts import shard_shape
 from msrl.models.cut import Coords, Cut
@@ -13,10 +13,11 @@ from msrl.models.stages import stage_tensors
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank holds: shapes by Megatron's local names, in the order of the network."""
+    """What one rank holds: shapes by Megatron's local names, in the order of the network; `own_types` of those that no cast changes."""
 
     at: Coords
     tensors: dict[str, tuple[int, ...]]
+    own_types: dict[str, str]  # as configs name them
 
     @property
     def num_elements(self) -> int:
@@ -44,7 +45,8 @@ def padded_vocab_size(shape: Shape, tp: int, multiple: int | None = None) -> int
 def rank_plan(shape: Shape, cut: Cut, at: Coords, padded_vocab: int) -> RankPlan:
     """The shapes that one rank holds."""
     placed = stage_tensors(shape, cut, at)
-    return RankPlan(at, {p.name: shard_shape(p.layout, p.rule.shapes, p.num_shards, padded_vocab) for p in placed})
+    shapes = {p.name: shard_shape(p.layout, p.rule.shapes, p.num_shards, padded_vocab) for p in placed}
+    return RankPlan(at, shapes, {p.name: p.rule.dtype for p in placed if p.rule.dtype is not None})
 
 
 def make_plan(shape: Shape, cut: Cut, vocab_multiple: int | None = None) -> Plan:
@@ -55,5 +57,5 @@ def make_plan(shape: Shape, cut: Cut, vocab_multiple: int | None = None) -> Plan
     for at in cut.ranks():
         if (at.pp, cut.expert_group(at)) not in alike:
             alike[at.pp, cut.expert_group(at)] = rank_plan(shape, cut, at, padded)
-    ranks = (RankPlan(at, alike[at.pp, cut.expert_group(at)].tensors) for at in cut.ranks())
+    ranks = (replace(alike[at.pp, cut.expert_group(at)], at=at) for at in cut.ranks())
     return Plan(cut, padded, tuple(ranks))

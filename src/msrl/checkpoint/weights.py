@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint.dtypes import cast_to
-from msrl.checkpoint.plan import padded_vocab_size, rank_plan
+from msrl.checkpoint.layouts import shard_shape
+from msrl.checkpoint.plan import padded_vocab_size
 from msrl.checkpoint.torch_file import Pieces, TensorSpec
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules
@@ -73,9 +74,13 @@ class WeightSource(ABC):
     def local_specs(self, cut: Cut, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> dict[str, TensorSpec]:
         """Types and shapes of what `local_tensors` gives, without reading it."""
         padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
-        shapes = rank_plan(self.shape, cut, at, padded).tensors
-        types = {placed.name: cast_to(placed.rule, dtype) or self.dtype(placed.rule) for placed in stage_tensors(self.shape, cut, at)}
-        return {name: TensorSpec(types[name], shape) for name, shape in shapes.items()}
+        return {
+            placed.name: TensorSpec(
+                cast_to(placed.rule, dtype) or self.dtype(placed.rule),
+                shard_shape(placed.layout, placed.rule.shapes, placed.num_shards, padded),
+            )
+            for placed in stage_tensors(self.shape, cut, at)
+        }
 
     def main_dtype(self) -> torch.dtype:
         """The type of the embedding, which stands for that of the model."""

@@ -38,7 +38,7 @@ def hf2mcore(
     verbose: o.Verbose = False,
 ) -> None:
     """Hugging Face folder to mcore checkpoint. Cut for tensor, pipeline (virtual, uneven, with empty layers) and expert parallelism."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2mcore"})
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2mcore"}, plan="convert_plan")
 
 
 @app.command()
@@ -90,7 +90,7 @@ def reshard(
     verbose: o.Verbose = False,
 ) -> None:
     """mcore checkpoint to another cut of the same."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "reshard"})
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "reshard"}, plan="convert_plan")
 
 
 @app.command()

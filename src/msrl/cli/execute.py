@@ -25,10 +25,13 @@ _KEYS = {
 _UNKNOWN_LENGTHS = "memory of the fullest device, without activations: set data.seq_length or train.max_tokens_per_micro_batch"
 
 
-def execute(ctx: typer.Context, command: str, *, section: str = "", fixed: Mapping[str, object] | None = None) -> None:
+def execute(
+    ctx: typer.Context, command: str, *, section: str = "", fixed: Mapping[str, object] | None = None, plan: str | None = None
+) -> None:
     """Runs `msrl.workflows.<command>` on the configuration of this call, or prints its plan under `--dry-run`.
 
-    A parameter of the command overlays the key of its name in `section`; `fixed` are further keys that the subcommand stands for.
+    A parameter of the command overlays the key of its name in `section`; `fixed` are further keys that the subcommand stands for. `plan` is
+    the module of `msrl.workflows` whose `show` prints what more is known before the work.
     """
     verbosity(ctx.params.get("verbose", False))
     resolved = resolve(ctx, section, fixed or {}, command)
@@ -36,6 +39,8 @@ def execute(ctx: typer.Context, command: str, *, section: str = "", fixed: Mappi
     advise(resolved, command)
     if ctx.params.get("dry_run"):
         show_plan(resolved, command)
+        if plan is not None:
+            importlib.import_module(f"msrl.workflows.{plan}").show(resolved.config)
         return
     importlib.import_module(f"msrl.workflows.{command.replace('-', '_')}").run(resolved.config)
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 
 from msrl.checkpoint.carried import carried_bytes, carried_tensors
-from msrl.checkpoint.convert import McoreTarget, hf_specs, mcore_plan, write_hf, write_mcore
+from msrl.checkpoint.convert import hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free
 from msrl.checkpoint.lora import MergedSource
 from msrl.checkpoint.lora_files import read_adapter, read_mcore_lora, read_peft, write_peft
 from msrl.checkpoint.mcore import SIDECAR
-from msrl.checkpoint.names import Naming
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.config.derived import cut_of
 from msrl.config.schema import Config, ConvertConfig
@@ -25,6 +24,7 @@ from msrl.models.families import load_shape, num_parameters
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.workflows import convert_proof as proof
 from msrl.workflows.convert_inspect import inspect, print_left_out, print_table, refuse_altered
+from msrl.workflows.convert_plan import target_of
 
 FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf")
 
@@ -104,8 +104,7 @@ def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int
     if convert.command in TO_HF:
         num_bytes = sum(spec.num_bytes for spec in hf_specs(source, dtype).values())
         return num_bytes, lambda advance: write_hf(source, save, dtype, advance)
-    naming = Naming(convert.names == "te", convert.moe_grouped_gemm, convert.names == "legacy")
-    target = McoreTarget(cut_of(convert), dtype, naming, convert.pad_vocab_to_multiple, convert.layout == "dist")
+    target = target_of(convert)
     return mcore_plan(source, target)[1], lambda advance: write_mcore(source, save, target, advance)
 
 
