@@ -282,6 +282,10 @@ def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_numbers(folder: Path):
     assert found.algo.advantage.lam == 0.95 and found.algo.advantage.whiten and found.algo.value.clip == 0.5
     critic = found.cluster.roles.critic
     assert (critic.optimizer.lr, critic.optimizer.min_lr, critic.optimizer.schedule, critic.load) == (5e-6, 1e-7, "cosine", "Qwen2.5-7B")
+    same = {"clip_grad": 1.0, "adam_beta1": 0.9, "micro_batch_size": 2, "finetune": True}
+    assert native(PRESENT, folder, **PPO, critic_config=same).config == native(PRESENT, folder, **PPO).config
+    (line,) = mistakes(PRESENT, folder, **PPO, critic_config={"lr": 5.0e-6, "clip_grad": 0.5})
+    assert "critic_config.clip_grad=0.5: not in this version yet, and would change results: the critic's grad_clip is the policy's" in line
     own = native(PRESENT, folder, **PPO, rl_config__lam=0.9, rl_config__cliprange_value=0.1, rl_config__gamma=0.99).config.algo
     assert (own.advantage.lam, own.value.clip, own.advantage.gamma) == (0.9, 0.1, 0.99)
 

@@ -208,7 +208,7 @@ class _File:
                 is_alike = given.value == self.actor.value(same)
                 told = "the critic takes the policy's mini-batches and epochs"
                 self.translation.say(given, Fate.SAME if is_alike else Fate.NOT_YET, told)
-        put_optimizer(self.translation, self.critic)
+        put_optimizer(self.translation, (given for given in self.critic if given.section == "megatron"), self.megatron)
         _say_all(self.critic, Fate.SAME, "the critic is cut, and trained, like the actor")
 
 

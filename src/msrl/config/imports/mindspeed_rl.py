@@ -212,7 +212,7 @@ class _File:
             return say_dead(self.translation, keys)
         for given in (given for given in keys if given.section == name and given.key != "model"):
             self.translation.apply(given)
-        return put_optimizer(self.translation, (given for given in keys if given.section == "megatron"))
+        return put_optimizer(self.translation, (given for given in keys if given.section == "megatron"), self.megatron)
 
 
 def put_environment(translation: Translation, variables: Node) -> None:

@@ -229,7 +229,7 @@ class _File:
             self.translation.take(start, ["cluster.roles.critic.load"], start.value)
             self.top.say("reward_pretrain", Fate.DEAD, "critic.model_args.model_name_or_path counts")
         args = critic.parts["training_args"]
-        put_optimizer(self.translation, args)
+        put_optimizer(self.translation, args, self.train.parts["training_args"])
         if args.get("learning_rate") is None:
             self.translation.set_default("cluster.roles.critic.optimizer.lr", args.value("learning_rate"))
         critic.say_all(Fate.SAME, "the critic is cut, and trained, like the actor")
