@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank stands in the layout. The reporter of a data-parallel rank is the first tensor-parallel rank of the last stage."""
+    """Where a rank stands in the layout. The reporter of a data-parallel rank is the first tensor-parallel rank of the last stage.
+
+    The tokens of its micro-batches are a multiple of `sequence_multiple`, for the policy or the critic.
+    """
 
     dp_rank: int
     is_reporter: bool
+    sequence_multiple: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,9 @@ class TrainActor:
         extra = checkpoints.load_training_state(self._worker, resume) if resume else {}
         self._saver = Saver(self._worker, saves.root, saves.hf_dir, in_background=saves.in_background)
         is_reporter = self._worker.is_last_stage and self._worker.tp_rank == 0
-        return RankPlace(self._worker.dp_rank, is_reporter), extra
+        learners = [self._worker] if self._worker.critic is None else [self._worker, self._worker.critic]
+        multiple = max(learner.sequence_multiple for learner in learners)
+        return RankPlace(self._worker.dp_rank, is_reporter, multiple), extra
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool) -> list[Floats] | None:
         return self._worker.logprobs(micro_batches, temperature, of_reference=of_reference)

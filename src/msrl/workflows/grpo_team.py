@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +37,6 @@ class Trainers:
         actor = ray.remote(runtime_env={"env_vars": dict(env)})(TrainActor)
         self._actors = [session.start(actor, placed, "actor", rank, settings, rank, num_ranks) for rank in range(num_ranks)]
         self._timeout_s, self._watch = timeout_s, session.watch(WORKERS)
-        self._multiple = settings.layout.tp if settings.layout.sp else 1
 
     def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
         """Load everywhere. Returns the workflow's own state of the checkpoint."""
@@ -90,6 +90,7 @@ class Trainers:
 
     def _pack(self, sequences: Sequences, part: Sequence[int], limits: BatchLimits) -> tuple[list, list[list[int]]]:
         """A rank's micro-batches, and the numbers of the sequences in each."""
+        limits = replace(limits, pad_to_multiple=self._places[0].sequence_multiple)
         groups = [[part[i] for i in group] for group in limits.group([len(sequences.token_ids[i]) for i in part])]
         return micro_batches(sequences, groups, limits), groups
 

@@ -146,7 +146,7 @@ class Updater:
     def _limits(self, *, forward: bool = False) -> BatchLimits:
         train = self._config.train
         count = (train.forward_micro_batch if forward else None) or train.micro_batch
-        return BatchLimits(count, train.max_tokens_per_micro_batch, train.parallel.tp if train.parallel.sp else 1)
+        return BatchLimits(count, train.max_tokens_per_micro_batch)
 
 
 def policy_loss(config: Config) -> PolicyLoss:
