@@ -433,7 +433,7 @@ def with_critic(inputs: Path, name: str, resume: str = "none") -> dict[str, Any]
     """Untied, TP 2, two updates of 8 samples a step, a critic with a learning rate of its own that learns alone in the first step."""
     cluster = {"platform": "cpu", "rpc_timeout_s": 180.0, "roles": {"critic": {"optimizer": {"lr": 1e-3, "schedule": "linear"}}}}
     train = {"steps": 3, "micro_batch": 2, "optimizer": {"lr": 3e-4}, "parallel": {"tp": 2}, "updates": {"samples_per_update": 8}}
-    checkpoint = {"every_steps": 1, "resume": resume, "async": True}
+    checkpoint = {"every_steps": 1, "resume": resume, "async": True, "export_hf": True}
     return settings(inputs, name, "untied", algo=CRITIC, cluster=cluster, train=train, checkpoint=checkpoint)
 
 
@@ -466,6 +466,41 @@ def test_the_critic_learns_alone_while_it_warms_up_and_its_learning_rate_is_its_
     second = model_after(critic_run, 2, inputs / "untied", tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), first.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_the_exported_critic_is_a_classifier_of_transformers_and_another_run_starts_from_it(critic_run, inputs):
+    """A value is the score at the position before its token: those of transformers make the next run's advantages."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = with_critic(inputs, "ppo3")
+    config["cluster"]["roles"]["critic"]["load"] = str(critic_run / "hf_critic")
+    config["algo"] = {**CRITIC, "value": {"warmup_steps": 0}}
+    config["train"]["steps"] = 1
+    succeed("train-grpo", "-c", str(write_config(inputs / "ppo3.yaml", config)), log=inputs / "ppo3.log")
+    model: Any = AutoModelForSequenceClassification.from_pretrained(critic_run / "hf_critic", dtype=torch.float32)
+    assert type(model).__name__ == "Qwen2ForSequenceClassification" and model.config.num_labels == 1
+    samples, values = rollouts(inputs / "runs" / "ppo3", 1), []
+    for row in samples:
+        hidden = model.model(torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])).last_hidden_state
+        values.append(model.score(hidden)[0, len(row["prompt_ids"]) - 1 : -1, 0].double().numpy())
+    (found,) = metrics(inputs / "runs" / "ppo3")
+    assert found["train/value_mean"] == pytest.approx(np.concatenate(values).mean(), rel=1e-4) and abs(found["train/value_mean"]) > 1e-3
+    estimated = [_gae_by_a_loop(row["reward"], mine, 0.98, 0.95) for row, mine in zip(samples, values, strict=True)]
+    tokens = np.concatenate(estimated)
+    expected = [((mine - tokens.mean()) / (tokens.std(ddof=1) + 1e-6)).mean() for mine in estimated]
+    np.testing.assert_allclose([row["advantage"] for row in samples], expected, atol=1e-4)
+
+
+def _gae_by_a_loop(reward: float, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """From the last token backwards; the reference is still the policy, so that there is no penalty."""
+    advantages, after, following = np.zeros(len(values)), 0.0, 0.0
+    for t in reversed(range(len(values))):
+        got = reward if t == len(values) - 1 else 0.0
+        after = got + gamma * following - values[t] + gamma * lam * after
+        advantages[t], following = after, values[t]
+    return advantages
 
 
 @pytest.mark.full

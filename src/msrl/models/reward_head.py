@@ -42,6 +42,18 @@ def base_config(config: HfConfig) -> HfConfig:
     return replace(config, values={**config.values, "architectures": [base_architecture(config.architecture())]})
 
 
+def has_classifier(architecture: str) -> bool:
+    """Whether there is a name for the same decoder with a score head."""
+    return architecture.endswith((_SCORING, _GENERATING))
+
+
+def scoring_config(values: Mapping[str, object]) -> dict[str, object]:
+    """The config.json of a decoder with a score head, from that of the one with an output layer."""
+    names = cast("list[str]", values["architectures"])
+    scoring = [name.removesuffix(_GENERATING) + _SCORING for name in names]
+    return {**values, "architectures": scoring, "num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
 def with_score(shape: Shape, architecture: str) -> Shape:
     """The shape of the decoder with a score head; nothing of it is tied to the embedding."""
     return replace(shape, architecture=architecture, tie_word_embeddings=False, reward_head=True)

@@ -23,9 +23,9 @@ from msrl.models.cut import Coords, Cut
 from msrl.trainer import optimizer_state
 from msrl.trainer.megatron import named_weights
 from msrl.trainer.resume import KEEP_ALL, Retention, SavedTraining
-from msrl.trainer.saving import Part, Publication, SavedModel, Weights, critic_file, optimizer_file, prepare_folders, random_file
+from msrl.trainer.saving import WEIGHT, Part, Publication, SavedModel, Weights, critic_file, optimizer_file, prepare_folders, random_file
 
-_TRACKED, _WEIGHT = "tracked.", "weight"
+_TRACKED = "tracked."
 
 if TYPE_CHECKING:
     from msrl.trainer.learner import Learner
@@ -100,7 +100,7 @@ def _states(learner: Learner) -> dict[str, Tensor]:
 
 def _weight_states(critic: Learner) -> dict[str, Tensor]:
     """Copies of the critic's weights, for the file of its optimizer."""
-    return {f"{_WEIGHT}.{name}": weight.detach().to("cpu", copy=True) for name, weight in named_weights(critic.model).items()}
+    return {f"{WEIGHT}.{name}": weight.detach().to("cpu", copy=True) for name, weight in named_weights(critic.model).items()}
 
 
 def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, Any]:
@@ -124,10 +124,10 @@ def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, 
 
 def _restore_critic(critic: Learner, saved: SavedTraining, updates: int) -> None:
     """The weights first, then its optimizer's state."""
-    states = _states_of(critic, saved, critic_file, (_WEIGHT, *optimizer_state.kinds(critic.dtype)))
+    states = _states_of(critic, saved, critic_file, (WEIGHT, *optimizer_state.kinds(critic.dtype)))
     with torch.no_grad():
         for name, weight in named_weights(critic.model).items():
-            weight.copy_(states[_WEIGHT][name])
+            weight.copy_(states[WEIGHT][name])
     optimizer_state.restore(critic, states, updates)
 
 

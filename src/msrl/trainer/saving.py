@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from msrl.trainer.sealed import Record, seal, sealed_json
 from msrl.trainer.settings import Layout
 from msrl.types import ChatFormat
 
+WEIGHT = "weight"  # of the critic, beside its optimizer's kinds
 _POLL_S = 0.02
 
 
@@ -43,6 +45,13 @@ def optimizer_file(at: Coords) -> str:
 
 def critic_file(at: Coords) -> str:
     return f"critic_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors"
+
+
+def critic_weights(folder: Path, at: Coords) -> dict[str, Tensor]:
+    """The weights of the critic in a rank's file, by name; views of the file."""
+    with safe_open(folder / critic_file(at), "pt") as file:
+        kept = [name for name in file.keys() if name.startswith(f"{WEIGHT}.")]  # noqa: SIM118 - no mapping
+        return {name.removeprefix(f"{WEIGHT}."): file.get_tensor(name) for name in kept}
 
 
 def random_file(rank: int) -> str:

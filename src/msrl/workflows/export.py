@@ -1,11 +1,20 @@
-"""A training checkpoint as a Hugging Face folder."""
+"""A training checkpoint as Hugging Face folders: the model, and the critic that was trained beside it."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from msrl.models.cut import Cut
+from msrl.models.reward_head import is_scoring, scoring_config
+from msrl.models.shape import Shape
 from msrl.trainer.resume import SavedTraining
+
+if TYPE_CHECKING:
+    from msrl.checkpoint.source import ShardedSource
 
 
 def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, hf_dir: Path | None = None) -> Path:
@@ -30,3 +39,30 @@ def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, h
         sidecars = saved.root / SIDECAR  # a checkpoint of another system has none
         write_hf(MergedSource(weights, adapters, hf_dir=sidecars if sidecars.is_dir() else None), target, None)
     return target
+
+
+def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path) -> Path:
+    """Write the critic of a checkpoint, of this shape, as a classifier with one label; `hf_dir` has the config that it started from."""
+    from msrl.checkpoint.convert import write_hf
+    from msrl.checkpoint.hf import copy_sidecars
+
+    if target.exists():
+        shutil.rmtree(target)
+    with tempfile.TemporaryDirectory(prefix="msrl-critic-") as name:
+        copy_sidecars(hf_dir, Path(name), None)
+        path = Path(name, "config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not is_scoring(shape.architecture):
+            path.write_text(json.dumps(scoring_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_hf(_critic(saved, shape, Path(name)), target, None)
+    return target
+
+
+def _critic(saved: SavedTraining, shape: Shape, hf_dir: Path) -> ShardedSource:
+    """The critic's weights in the files of all ranks."""
+    from msrl.checkpoint.source import ShardedSource
+    from msrl.trainer.saving import critic_weights
+
+    cut = Cut.from_json(saved.state()["cut"])
+    shards = {at: critic_weights(saved.training_dir, at) for at in cut.ranks()}
+    return ShardedSource(shape, cut, shards, hf_dir, str(saved.training_dir))

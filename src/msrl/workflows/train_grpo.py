@@ -14,8 +14,9 @@ from itertools import chain
 from pathlib import Path
 
 from msrl.cluster.session import ray_session
-from msrl.config.derived import max_model_len, model_shape, needs_reference, world_size
+from msrl.config.derived import config_dir, critic_shape, max_model_len, model_shape, needs_critic, needs_reference, world_size
 from msrl.config.schema import Config
+from msrl.models.reward_head import has_classifier
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
@@ -32,7 +33,7 @@ from msrl.workflows.common import (
     worker_settings,
     worker_variables,
 )
-from msrl.workflows.export import export_hf
+from msrl.workflows.export import export_critic, export_hf
 from msrl.workflows.grpo_actors import SavePlan
 from msrl.workflows.grpo_eval import Evaluator
 from msrl.workflows.grpo_job import Job, prepare
@@ -45,7 +46,16 @@ from msrl.workflows.mfu import mfu
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 
-CURVES = ("reward/mean", "rollout/response_length", "train/kl", "train/entropy", "train/grad_norm", "eval/pass@1", "eval/reward")
+CURVES = (
+    "reward/mean",
+    "rollout/response_length",
+    "train/kl",
+    "train/entropy",
+    "train/grad_norm",
+    "train/value_explained_variance",
+    "eval/pass@1",
+    "eval/reward",
+)
 
 
 def run(config: Config) -> None:
@@ -190,4 +200,9 @@ def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_d
     results = {"checkpoint": f"{saved.root}, step {saved.step}"} if saved else {}
     if saved and is_done and config.checkpoint.export_hf:
         results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)))
+        shape = critic_shape(config) if needs_critic(config) else None
+        if shape is not None and has_classifier(shape.architecture):
+            load = config.cluster.roles.critic.load
+            folder = hf_files(config) if load is None else config_dir(load)
+            results["Hugging Face critic"] = str(export_critic(saved, run_dir / "hf_critic", shape, folder))
     return results

@@ -116,7 +116,9 @@ class CheckpointConfig(_WithAsync):
     max_gb: Positive | None = Field(default=None, description="Gigabytes (1e9) that checkpoints may take; older ones go, the newest stays")
     keep_best: Bool = Field(default=False, description="Save after every evaluation that is the best so far, and keep that checkpoint too")
     resume: Text = Field(default="none", description="none: start anew; auto: go on from the newest checkpoint, if any; or the path of one")
-    export_hf: Bool = Field(default=False, description="Write the final model as a Hugging Face folder, hf in the folder of the run")
+    export_hf: Bool = Field(
+        default=False, description="Write the final model as a Hugging Face folder, hf in the folder of the run (and a critic as hf_critic)"
+    )
 
     @property
     def in_background(self) -> bool:
