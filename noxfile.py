@@ -68,7 +68,7 @@ def full(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff: rules and formatting."""
-    install(session, "dev")
+    install(session, "lint")
     python(session, "-m", "ruff", "check", ".")
     python(session, "-m", "ruff", "format", "--check", ".")
 
@@ -83,7 +83,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def layers(session: nox.Session) -> None:
     """import-linter: imports go down only, and the light packages stay light."""
-    install(session, "dev")
+    install(session, "lint")
     python(session, "-c", "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())")
 
 

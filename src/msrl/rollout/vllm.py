@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from msrl.errors import MsrlError
-from msrl.models.families import load_shape
+from msrl.models.families import load_shape, num_parameters
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
@@ -124,7 +125,7 @@ class VllmEngine:
         if self._settings.tp == 1:
             self._llm.collective_rpc("receive_weights", args=(checked_weights(tensors, expected),))
         else:
-            with tempfile.TemporaryDirectory(prefix="msrl-weights-", dir=_shared_memory()) as folder:
+            with tempfile.TemporaryDirectory(prefix="msrl-weights-", dir=_shared_memory(4 * num_parameters(self._shape))) as folder:
                 _write_files(tensors, Path(folder))
                 self._llm.collective_rpc("receive_weight_files", args=(folder, sorted(expected)))
         self.forget_prompts()
@@ -304,10 +305,10 @@ def _check_known(settings: EngineSettings) -> None:
     raise MsrlError(f"{settings.model_dir}: {missing}; the model can be converted and trained (train-sft), but not generated with")
 
 
-def _shared_memory() -> str | None:
-    """A folder in memory where there is one; the ordinary temporary folder otherwise."""
+def _shared_memory(num_bytes: int) -> str | None:
+    """A folder in memory where there is one with so much room (containers give it 64 MB); the ordinary temporary folder otherwise."""
     folder = Path("/dev/shm")
-    return str(folder) if folder.is_dir() and os.access(folder, os.W_OK) else None
+    return str(folder) if folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > num_bytes else None
 
 
 def _write_files(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
