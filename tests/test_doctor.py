@@ -10,10 +10,12 @@ import pytest
 
 from config_inputs import GRPO, make_data, make_model
 from msrl.config.loader import load
+from msrl.errors import MsrlError
 from msrl.platforms import NAMES, get
 from msrl.platforms.cpu import CpuPlatform
 from msrl.workflows import doctor
 from msrl.workflows.doctor_config import config_findings
+from msrl.workflows.memory_check import check_memory, fit
 from test_cli import msrl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +32,21 @@ class Small(CpuPlatform):
 
     def memory_bytes(self) -> int | None:
         return 10**6
+
+
+class Sized(Small):
+    """The same of a given size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def memory_bytes(self) -> int | None:
+        return self.size
+
+
+class Sleeping(Sized):
+    def engine_arguments(self) -> dict[str, bool]:
+        return {"enable_sleep_mode": True}
 
 
 @pytest.fixture
@@ -117,3 +134,36 @@ def test_a_platform_that_is_not_here_is_wrong_only_when_it_is_asked_for(capsys: 
 def test_the_libraries_of_this_machine_import():
     findings = doctor.run("cpu", resolved=None, mistakes=(), command=None, imports=True)
     assert [one for one in findings if one.what.startswith("import ") and one.level != "ok"] == []
+
+
+def test_a_training_that_cannot_fit_is_refused_before_it_starts_and_one_that_might_not_is_warned_about(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    # Weights, gradients and moments of 141,000 parameters in fp32 are 2.3 MB; a row of 500 tokens has 500 x 1001 logits, 2 MB.
+    config = load(sets=["model.path=model", "model.dtype=float32", "train.micro_batch=8", "data.seq_length=500"]).config
+    with pytest.raises(
+        MsrlError,
+        match=r"memory: the run takes [\d.]+ MB or more, and there are 1\.0 MB; set train\.recompute\.granularity: full, or raise",
+    ):
+        check_memory(config, "train-sft", Small(), longest=500)
+    needed = fit(config, "train-sft", Sized(10**6), longest=500)
+    assert needed is not None and needed.certain < needed.needed / 2
+    check_memory(config, "train-sft", Sized((needed.certain + needed.needed) // 2), longest=500)
+    said = capsys.readouterr().err
+    assert said.startswith("warning: memory: the run takes at most ") and "lower train.micro_batch" in said and "set train.chunk" in said
+    check_memory(config, "train-sft", Sized(needed.needed), longest=500)
+    assert capsys.readouterr().err == ""
+    on_cores = Sized(10**6)
+    on_cores.shares_main_memory = True
+    check_memory(config, "train-sft", on_cores, longest=500)
+    assert "MB or more, and there are 1.0 MB" in capsys.readouterr().err
+
+
+def test_where_the_engine_sleeps_its_memory_and_that_of_a_pass_are_not_needed_at_once(folder: Path):
+    config = load(["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000000", "train.offload.optimizer=true"]).config
+    awake, asleep = fit(config, "train-grpo", Sized(10**9)), fit(config, "train-grpo", Sleeping(10**9))
+    assert awake is not None and asleep is not None
+    engine, memory = asleep.memory.engine, asleep.memory
+    assert engine == 100_000_000 + memory.weights
+    assert awake.needed - engine == memory.training
+    assert asleep.needed == memory.generating == engine + memory.weights + memory.gradients  # moments wait in the machine's memory

@@ -1,7 +1,7 @@
 """The layers of ours that stand in Megatron's layer spec. Letters: N tokens, c channels, f channels of the feed-forward part on this rank.
 
-On CPU, where torch has no fused kernels for them, the norm and the gate bring their own derivatives: what limits them there is how
-often a tensor goes through memory.
+The gate, and on CPU, where torch has no fused kernel for it, the norm, bring their own derivatives: what limits them is how often a tensor
+goes through memory, and how many are kept.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up (arXiv:2002.05202), where gate and up lie side by side; both gradients are written into one tensor."""
+    """silu(gate) * up (arXiv:2002.05202), where gate and up lie side by side, which alone are kept. On CPU both gradients are written into
+    one tensor."""
 
     @staticmethod
     def forward(
@@ -90,11 +91,18 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
+        if not gate_up.is_cpu:
+            return gate_gradient(gate, up, grads[0])
         grad = torch.empty_like(gate_up)
         grad_gate, grad_up = grad.chunk(2, -1)
         torch.mul(F.silu(gate), grads[0], out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
         return grad
+
+
+def gate_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of silu(gate) * up by both, side by side, from operations that every device has."""
+    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)), -1)
 
 
 class GatedMlp(MLP):
@@ -106,7 +114,7 @@ class GatedMlp(MLP):
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:  # [N, 1, c]
         gate_up, _bias = self.linear_fc1(hidden_states)
-        if gate_up.is_cpu and self.config.activation_func is F.silu:
+        if self.config.activation_func is F.silu:
             mixed = _SwiGlu.apply(gate_up)
         else:
             gate, up = gate_up.chunk(2, -1)

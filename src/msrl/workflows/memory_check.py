@@ -16,9 +16,12 @@ from msrl.platforms.base import Platform
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a training's memory stands to a device's. `certain` is what it takes however long its rows turn out."""
+    """How a training's memory stands to a device's, when passes are as full as the configuration allows (`memory`, `needed`), and however
+    short they turn out (`least`, `certain`).
+    """
 
     memory: Memory
+    least: Memory
     needed: int  # bytes of one device; in main memory of all ranks and engines of a machine
     certain: int
     total: int
@@ -27,6 +30,11 @@ class Fit:
     def level(self) -> Literal["ok", "note", "wrong"]:
         """wrong: it cannot fit; note: it might not, when passes are as full as the configuration allows."""
         return "wrong" if self.certain > self.total else "note" if self.needed > self.total else "ok"
+
+    @property
+    def shown(self) -> Memory:
+        """The one that a message is about."""
+        return self.least if self.level == "wrong" else self.memory
 
     @property
     def head(self) -> str:
@@ -46,11 +54,11 @@ def fit(config: Config, command: str, platform: Platform, *, longest: int | None
         return None
     memory = training_memory(config, shape, command, longest=longest, temporary_elements=platform.elements_at_once)
     memory = _with_engine(memory, config, shape, command, platform)
-    certain = _certain(memory, config, shape, command, longest)
-    return Fit(memory, _on_machine(memory, config, platform), _on_machine(certain, config, platform), total)
+    least = _least(memory, config, shape, command, longest)
+    return Fit(memory, least, _on_machine(memory, config, platform), _on_machine(least, config, platform), total)
 
 
-def _certain(memory: Memory, config: Config, shape: Shape, command: str, longest: int | None) -> Memory:
+def _least(memory: Memory, config: Config, shape: Shape, command: str, longest: int | None) -> Memory:
     """With a pass over the longest row alone, or, where no row is certain to be long, without activations."""
     if longest is None or command == "train-grpo":
         return replace(memory, activations=0, working=0, logits=0, forward=0)
@@ -74,23 +82,21 @@ def _on_machine(memory: Memory, config: Config, platform: Platform) -> int:
     return alone.training * ranks + memory.engine * engine.tp * engine.dp
 
 
-def cures(config: Config, memory: Memory) -> str:
+def cures(config: Config, found: Fit) -> str:
     """What would make the largest parts smaller, of what is not done yet."""
-    train, found = config.train, dict[str, int]()
-    state = memory.weights + memory.gradients + memory.optimizer
-    found["raise train.parallel.tp or pp"] = state
+    train, memory = config.train, found.shown
+    helps = {"raise train.parallel.tp or pp": memory.weights + memory.gradients + memory.optimizer}
     if not train.offload.optimizer:
-        found["set train.offload.optimizer"] = memory.optimizer
+        helps["set train.offload.optimizer"] = memory.optimizer
     if train.recompute.granularity != "full":
-        found["set train.recompute.granularity: full"] = memory.activations
+        helps["set train.recompute.granularity: full"] = memory.activations
     if train.chunk is None:
-        found["set train.chunk, such as 1024"] = memory.logits
-    if train.micro_batch > 1 or train.max_tokens_per_micro_batch is not None:
+        helps["set train.chunk, such as 1024"] = memory.logits
+    if found.level != "wrong" and (train.micro_batch > 1 or train.max_tokens_per_micro_batch is not None):
         key = "micro_batch" if train.max_tokens_per_micro_batch is None else "max_tokens_per_micro_batch"
-        found[f"lower train.{key}"] = memory.activations + memory.logits
-    if memory.kv_cache:
-        found["lower rollout.engine.memory_fraction or kv_cache_bytes"] = memory.kv_cache
-    best = sorted(found, key=lambda cure: found[cure], reverse=True)
+        helps[f"lower train.{key}"] = memory.activations + memory.logits
+    helps["lower rollout.engine.memory_fraction or kv_cache_bytes"] = memory.kv_cache
+    best = sorted((cure for cure, size in helps.items() if size), key=lambda cure: helps[cure], reverse=True)
     return ", or ".join(best[:3])
 
 
@@ -99,8 +105,10 @@ def check_memory(config: Config, command: str, platform: Platform, *, longest: i
     found = fit(config, command, platform, longest=longest)
     if found is None or found.level == "ok":
         return
-    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.memory.rows().items())
-    message = f"memory: {found.head}; {cures(config, found.memory)} (the fullest device: {parts})"
+    parts = ", ".join(
+        f"{name} {bytes_text(size)}" for name, size in (found.least if found.level == "wrong" else found.memory).rows().items()
+    )
+    message = f"memory: {found.head}; {cures(config, found)} (the fullest device: {parts})"
     if found.level == "wrong" and not platform.shares_main_memory:
         raise MsrlError(message)
     print(f"warning: {message}", file=sys.stderr)
@@ -108,6 +116,6 @@ def check_memory(config: Config, command: str, platform: Platform, *, longest: i
 
 def finding(found: Fit, config: Config) -> tuple[Literal["ok", "note", "wrong"], str, str]:
     """What doctor says: how the training stands to the device, and the table."""
-    cure = "" if found.level == "ok" else f"; {cures(config, found.memory)}"
+    cure = "" if found.level == "ok" else f"; {cures(config, found)}"
     lines = "\n".join(f"         {line}" for line in table(found.memory.rows()))
     return found.level, "memory", f"{found.head}{cure}; on the fullest device:\n{lines}"
