@@ -111,14 +111,6 @@ def test_a_family_comes_back_from_virtual_stages(tmp_path: Path, family: str) ->
     round_trip(tmp_path, family, CUTS["tp2 vpp"], Naming(te=True))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("te", [False, True])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_comes_back_from_every_cut(tmp_path: Path, family: str, cut: str, te: bool) -> None:
-    round_trip(tmp_path, family, CUTS[cut], Naming(te=te))
-
-
 @pytest.mark.parametrize("chain", [("tp2 pp2", "tp1 pp4", "tp4 pp1"), ("vpp", "uneven", "empty")])
 def test_a_chain_of_cuts_ends_as_if_converted_directly(tmp_path: Path, chain: tuple[str, ...]) -> None:
     cuts = {**CUTS, "tp2 pp2": Cut(2, 2), "tp1 pp4": Cut(1, 4), "tp4 pp1": Cut(4)}

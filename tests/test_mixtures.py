@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -38,6 +39,10 @@ LAYOUTS = {
     "tp2 ep2 etp1": Layout(tp=2, ep=2, etp=1),
     "tp2 ep2 etp2": Layout(tp=2, ep=2, etp=2),
     "pp2 ep2": Layout(pp=2, ep=2),
+    "pp2": Layout(pp=2),
+    "pp2 vpp ep2": Layout(pp=2, vpp=1, ep=2),
+    "tp2 pp2, uneven": Layout(tp=2, pp=2, num_layer_list=(3, 1)),
+    "pp2 ep2, empty layers": Layout(pp=2, ep=2, noop_layers=(0, 5)),
 }
 
 USUAL = (
@@ -69,8 +74,13 @@ def _logits(folders: dict[str, Path], rows: Sequence[tuple[str, str]]) -> dict[s
     return parity_ranks.logits_of(cases)
 
 
+@functools.cache
+def _expected(folder: Path, vocab_size: int) -> np.ndarray:
+    return transformers_logits(folder, parity_ranks.sequences(vocab_size))
+
+
 def _assert_logits_of_transformers(found: np.ndarray, folder: Path, name: str) -> None:
-    expected = transformers_logits(folder, parity_ranks.sequences(MIXTURES[name].config["vocab_size"]))
+    expected = _expected(folder, MIXTURES[name].config["vocab_size"])
     assert expected.std() > 0.3, "logits so small that nothing is compared"
     assert np.abs(found - expected).max() < 1e-4
 
