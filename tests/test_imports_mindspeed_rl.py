@@ -247,6 +247,13 @@ def test_the_reference_starts_from_the_actors_weights_or_is_refused(folder: Path
     assert "ref_config.load=./other: not in this version yet, and would change results: cluster.roles.reference.load" in line
 
 
+def test_a_reward_model_scores_on_the_training_ranks_where_rule_reward_is_false(folder: Path):
+    (source,) = native(PRESENT, folder, **{"rl_config.rule_reward": False, "reward_config.load": "./rm"}).config.reward.sources
+    assert (source.model, source.engine, source.verifier) == ("./rm", "megatron", None)
+    (line,) = mistakes(PRESENT, folder, **{"rl_config.rule_reward": False})
+    assert "rule_reward=false: leaves scoring to a reward model; name its checkpoint in reward_config.load" in line
+
+
 def test_dapo_reads_its_own_keys_and_has_no_kl(folder: Path):
     dapo = {"megatron_training__stage": "ray_dapo", "rl_config__clip_higher_enable": True, "rl_config__clip_ratio_low": 0.2}
     algo = native(PRESENT, folder, **dapo, rl_config__clip_ratio_high=0.28).config.algo

@@ -16,10 +16,11 @@ import psutil
 import pytest
 import torch
 
-from msrl.checkpoint.convert import write_hf
-from msrl.checkpoint.source import open_mcore
+from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
+from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.data.dataset import PromptDataset
-from tiny_qwen2 import make_model, make_tokenizer
+from msrl.models.cut import Cut
+from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer
 from training_runs import Command, children, metrics, rows, still_running, succeed, write_config, write_rows
 
 pytestmark = pytest.mark.slow
@@ -47,6 +48,21 @@ def make_inputs(folder: Path) -> Path:
         learn_to_answer(model, PromptDataset(folder / "data"))
         model.save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
+    write_mcore(open_weights(save_reward_model(folder / "judge")), folder / "judge-mcore", McoreTarget(Cut(1, 2)))
+    return folder
+
+
+def save_reward_model(folder: Path) -> Path:
+    """A random Qwen2 with one score, of another shape than the policy."""
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    torch.manual_seed(11)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, initializer_range=0.3, num_labels=1, pad_token_id=None, bos_token_id=None, eos_token_id=2,
+    )  # fmt: skip
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -78,7 +94,7 @@ def settings(inputs: Path, name: str, model: str, **sections: Any) -> dict[str, 
             "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 16,
             "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
         },
-        "reward": {"sources": [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}]},
+        "reward": {"sources": SOURCES},
         "train": {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 2e-3}},
         "checkpoint": {"every_steps": 1},
         **sections,
@@ -91,6 +107,8 @@ ADAPTIVE: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Scores by models on the training ranks, which are logged and count for nothing.
+SOURCES: list[dict[str, Any]] = [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}]
 SAMPLED: dict[str, Any] = {"every_steps": 2, "at_start": True, "prompts": 6, "samples_per_prompt": 4, "sampling": {"temperature": 0.9}}
 
 
@@ -99,6 +117,7 @@ def several_updates(inputs: Path, name: str, resume: str = "none", **sections: A
     train = {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 3e-4}, "parallel": {"tp": 2}, "updates": {"samples_per_update": 8}}
     return settings(
         inputs, name, "untied", train=train, algo=ADAPTIVE,
+        reward={"sources": [*SOURCES, {"model": str(inputs / "judge-mcore"), "weight": 0.0, "options": {"batch": 3}}]},
         **{"checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume}, **sections},
     )  # fmt: skip
 
@@ -125,6 +144,8 @@ class Interrupted:
 def interrupted(inputs) -> Interrupted:
     """A tied model on two data-parallel ranks, one update a step, evaluated greedily after every second one."""
     changes = {"train": {"steps": 1000, "micro_batch": 4, "optimizer": {"lr": 3e-4}}, "eval": {"every_steps": 2}}
+    judge = {"model": str(inputs / "judge"), "engine": "megatron", "name": "judge", "weight": 0.0}
+    changes["reward"] = {"sources": [*SOURCES, judge]}
     config = settings(inputs, "interrupted", "tied", cluster={"platform": "cpu", "devices_per_node": 2}, **changes)
     command = Command("train-grpo", "-c", str(write_config(inputs / "interrupted.yaml", config)), log=inputs / "interrupted.log")
     run = inputs / "runs" / "interrupted"
@@ -225,10 +246,25 @@ def test_rewards_are_those_of_the_answers_and_advantages_are_relative_to_the_gro
             rewards = np.array([row["reward"] for row in samples])
             for row in samples:
                 right = f"\\boxed{{{row['answer']}}}" in row["response"]
-                assert row["scores"] == {"acc": 1.0 if right else -0.5 if "\\boxed{" in row["response"] else -1.0, "strict_format": -0.5}
+                scores = {name: score for name, score in row["scores"].items() if name != "reward_model"}
+                assert scores == {"acc": 1.0 if right else -0.5 if "\\boxed{" in row["response"] else -1.0, "strict_format": -0.5}
                 assert row["reward"] == row["scores"]["acc"] - 0.25
             expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
             np.testing.assert_allclose([row["advantage"] for row in samples], expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_reward_model_on_the_training_ranks_scores_as_transformers_does(whole, interrupted, inputs):
+    from transformers import AutoModelForSequenceClassification
+
+    model: Any = AutoModelForSequenceClassification.from_pretrained(inputs / "judge", dtype=torch.float32).eval()
+    tokenizer = make_tokenizer()
+    found = [(row, row["scores"]["reward_model"]) for row in rollouts(whole, 1) + rollouts(whole, 3)]
+    found += [(row, row["scores"]["judge"]) for row in rollouts(interrupted.run, 2) + rollouts(interrupted.run, 2, "eval")]
+    expected = [model(**tokenizer(row["prompt"] + row["response"], return_tensors="pt")).logits.item() for row, _ in found]
+    assert np.std(expected) > 0.1
+    assert np.abs(np.array(expected) - [score for _, score in found]).max() < 1e-4
+    assert metrics(whole)[0]["reward/reward_model"] == pytest.approx(np.mean(expected[:16]), abs=1e-4)
 
 
 def test_the_first_update_of_a_rollout_has_ratio_one(interrupted):

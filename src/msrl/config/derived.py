@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from msrl import registry
+from msrl.config.input_checks import is_mcore
 from msrl.config.schema import Config, ConvertConfig, OptimizerConfig, ParallelConfig
 from msrl.errors import MsrlError
 from msrl.models.cut import Cut
@@ -84,6 +85,17 @@ def critic_shape(config: Config) -> Shape | None:
     load = config.cluster.roles.critic.load
     shape = model_shape(config) if load is None else load_shape(config_dir(load))
     return shape if shape is None or shape.reward_head else with_score(shape, shape.architecture)
+
+
+def stands_on_ranks(model: str | None, engine: str | None) -> bool:
+    """Whether the training ranks hold and run a reward source's model: if asked for, or if it is an mcore checkpoint."""
+    return model is not None and (engine == "megatron" or (engine is None and is_mcore(model)))
+
+
+def rank_model_shapes(config: Config) -> list[Shape]:
+    """The shapes of the reward models on the training ranks. Raises MsrlError when one cannot be read."""
+    sources = [source for source in config.reward.sources if stands_on_ranks(source.model, source.engine)]
+    return [load_shape(config_dir(str(source.model))) for source in sources]
 
 
 def accumulation(config: Config, command: str) -> int | None:

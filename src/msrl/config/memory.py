@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 
 from msrl.config.derived import accumulation, cut_of, dp_size, max_model_len, model_shape, replica_size, world_size
 from msrl.config.schema import Config
-from msrl.config.state_memory import NO_STATE, State, critic_state, element_bytes, parameters_per_rank, reference_bytes, state_bytes
+from msrl.config.state_memory import (
+    NO_STATE,
+    State,
+    critic_state,
+    element_bytes,
+    parameters_per_rank,
+    reference_bytes,
+    reward_model_bytes,
+    state_bytes,
+)
 from msrl.errors import MsrlError
 from msrl.models.activations import LINEARS, LayerBytes, Pass, Recomputed, Spread, head_bytes, kept_bytes, layer_bytes
 from msrl.models.cut import Cut
@@ -39,6 +48,7 @@ class Memory:
     engine_sleeps: bool = False  # while the training works
     forward: int = 0  # of a pass without gradients, where it is larger than one with them
     critic: State = NO_STATE
+    reward_models: int = 0
 
     @property
     def engine(self) -> int:
@@ -48,7 +58,9 @@ class Memory:
     def training(self) -> int:
         """Most at once while the ranks train: in a backward pass, or in the optimizer's step."""
         held = self.weights + self.reference + self.gradients + (0 if self.engine_sleeps else self.engine)
-        held += self.critic.weights + self.critic.gradients + (0 if "optimizer" in self.resting else self.critic.optimizer)
+        held += (
+            self.reward_models + self.critic.weights + self.critic.gradients + (0 if "optimizer" in self.resting else self.critic.optimizer)
+        )
         optimizer = 0 if "optimizer" in self.resting else self.optimizer
         passes = max(self.activations + max(self.working, self.logits), self.forward)
         return held + max(self.optimizer, optimizer + passes)
@@ -59,7 +71,7 @@ class Memory:
         if not self.engine:
             return 0
         kinds = {
-            "params": self.weights + self.reference + self.critic.weights,
+            "params": self.weights + self.reference + self.critic.weights + self.reward_models,
             "grads": self.gradients + self.critic.gradients,
             "optimizer": self.optimizer + self.critic.optimizer,
         }
@@ -76,6 +88,7 @@ class Memory:
             "reference weights": self.reference,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
+            "reward models' weights": self.reward_models,
             "critic's weights": self.critic.weights,
             "critic's gradients": self.critic.gradients,
             "critic's optimizer": self.critic.optimizer,
@@ -159,7 +172,10 @@ def _stage_memory(config: Config, shape: Shape, command: str, stage: int, batch:
     state, reference = state_bytes(config, shape, stage), reference_bytes(config, shape) if command == "train-grpo" else 0
     resting = frozenset(kind for kind, is_on in config.train.offload.model_dump().items() if is_on)
     critic = critic_state(config, stage) if command == "train-grpo" else NO_STATE
-    memory = Memory(state["weights"], reference, state["gradients"], state["optimizer"], resting=resting, critic=critic)
+    rewards = reward_model_bytes(config, stage) if command == "train-grpo" else 0
+    memory = Memory(
+        state["weights"], reference, state["gradients"], state["optimizer"], resting=resting, critic=critic, reward_models=rewards
+    )  # fmt: skip
     if batch is None:
         return memory
     spread, is_last = spread_of(config), stage == config.train.parallel.pp - 1

@@ -32,7 +32,6 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "train.parallel.cp_algo": frozenset({"ring", "ulysses", "hybrid", "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"}),
     "generate.engine": frozenset({"megatron"}),
     "algo.advantage.estimator": frozenset({"gigpo", "step_reinforce", "agentic_reinforce"}),
-    "reward.sources.engine": frozenset({"megatron"}),
 }
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
+from msrl.config.derived import config_dir, cut_of, stands_on_ranks
 from msrl.config.loader import Resolved
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape
 
 
 def rewards(resolved: Resolved) -> Iterator[str]:
@@ -16,7 +19,24 @@ def rewards(resolved: Resolved) -> Iterator[str]:
             yield f"reward.sources: {message}"
         else:
             yield resolved.mistake(f"reward.sources.{number}.{key}", message)
+    yield from _rank_models(resolved)
     yield from _reward_steps(resolved)
+
+
+def _rank_models(resolved: Resolved) -> Iterator[str]:
+    """Models on the training ranks are cut as the policy is."""
+    cut = cut_of(resolved.config.train.parallel)
+    for number, section in enumerate(resolved.config.reward.sources):
+        if section.model is None or not stands_on_ranks(section.model, section.engine):
+            continue
+        try:
+            shape = load_shape(config_dir(section.model))
+        except (MsrlError, OSError):
+            continue  # said by the source itself
+        if shape.moe is not None and cut.tp > 1 and not resolved.config.train.parallel.sp:
+            yield resolved.mistake(f"reward.sources.{number}.model", "has experts, which need train.parallel.sp beside train.parallel.tp")
+        for field, message in cut.problems(shape):
+            yield resolved.mistake(f"reward.sources.{number}.model", f"is cut as the policy is, and train.parallel.{field} {message}")
 
 
 def _reward_steps(resolved: Resolved) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from msrl.config.derived import critic_shape, cut_of, needs_critic, needs_reference, world_size
+from msrl.config.derived import critic_shape, cut_of, needs_critic, needs_reference, rank_model_shapes, world_size
 from msrl.config.schema import Config, LoraConfig
 from msrl.models.cut import Coords, Cut
 from msrl.models.reward_head import BIAS
@@ -93,6 +93,12 @@ def critic_state(config: Config, stage: int) -> State:
         return NO_STATE
     train = config.train.model_copy(update={"lora": LoraConfig(), "freeze": (BIAS,)})
     return State(**state_bytes(config.model_copy(update={"train": train}), shape, stage))
+
+
+def reward_model_bytes(config: Config, stage: int) -> int:
+    """The weights of the reward models that stand on a rank of a pipeline stage."""
+    cut, shapes = cut_of(config.train.parallel), rank_model_shapes(config)
+    return element_bytes(config) * sum(_elements(one) for shape in shapes for one in stage_tensors(shape, cut, Coords(pp=stage)))
 
 
 def bytes_per_device(config: Config, shape: Shape) -> dict[str, int]:

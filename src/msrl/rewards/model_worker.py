@@ -55,6 +55,16 @@ def _read(source: IO[bytes]) -> Any:
     return pickle.loads(source.read(LENGTH.unpack(prefix)[0])) if len(prefix) == LENGTH.size else None
 
 
+def text_ids(tokenizer: Any, template: str, prompt: str, response: str) -> list[int]:
+    """What a reward model reads: the response behind the prompt, or both as turns of its own chat template."""
+    if template == "chat":
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    else:
+        text = prompt + response
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 class Model:
     """A sequence classifier with one label and its tokenizer. Raises ValueError where the folder holds another kind of model."""
 
@@ -76,21 +86,13 @@ class Model:
 
     def answers(self, texts: Sequence[tuple[str, str]]) -> list[Answer]:
         """One for each (prompt, response), in their order."""
-        ids = [self._ids(prompt, response) for prompt, response in texts]
+        ids = [text_ids(self._tokenizer, self._settings.template, prompt, response) for prompt, response in texts]
         fitting = [number for number, one in enumerate(ids) if 0 < len(one) <= self._max_tokens]
         told: list[Answer] = [(None, f"{len(one)} tokens; the reward model takes from 1 to {self._max_tokens}") for one in ids]
         scores = self._scores([ids[number] for number in fitting]) if fitting else []
         for number, score in zip(fitting, scores, strict=True):
             told[number] = (score, None) if math.isfinite(score) else (None, f"the reward model gave {score}")
         return told
-
-    def _ids(self, prompt: str, response: str) -> list[int]:
-        if self._settings.template == "chat":
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False)
-        else:
-            text = prompt + response
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _scores(self, ids: Sequence[Sequence[int]]) -> list[float]:
         """Padded on the right, the padding masked. The head reads the last token that is none of the model's padding.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from msrl.errors import MsrlError
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, Outcome, Pool
+from msrl.rewards.rank_model import RankModel
 from msrl.rewards.remote import Item
 from msrl.rewards.sources import TAG, Source, checked
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
@@ -71,6 +72,11 @@ class Scorer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def rank_models(self) -> dict[str, RankModel]:
+        """The reward models that stand on the training ranks, by the names of their sources; they wait to be connected."""
+        return {self._sources[s].label: client for s, client in self._clients.items() if isinstance(client, RankModel)}
 
     def close(self) -> None:
         """End the processes."""

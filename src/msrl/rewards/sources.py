@@ -9,9 +9,11 @@ from types import ModuleType
 from typing import Any, Literal
 
 from msrl import registry
+from msrl.config.derived import stands_on_ranks
 from msrl.errors import ManyErrors, MsrlError
 from msrl.rewards import functions
 from msrl.rewards.model import RewardModel
+from msrl.rewards.rank_model import RankModel
 from msrl.rewards.remote import Remote
 from msrl.rewards.worker import Function
 
@@ -19,7 +21,7 @@ VERIFIERS = "msrl.rewards.verifiers"
 KINDS = ("verifier", "function", "url", "model")
 TAG = "tag"
 OnFailure = Literal["wrong", "undecided", "fail"]
-_CLIENTS: dict[str, type[Remote] | type[RewardModel]] = {"url": Remote, "model": RewardModel}
+Client = Remote | RewardModel | RankModel
 Mistake = tuple[int | None, str, str]  # entry (None: all of them), field of it, what is wrong
 
 
@@ -27,8 +29,9 @@ Mistake = tuple[int | None, str, str]  # entry (None: all of them), field of it,
 class Source:
     """One entry of `reward.sources`: exactly one of `verifier`, `function`, `url` (a server) and `model` (a folder) says what scores.
 
-    `tags`: only rows whose column `tag` (`Prompt.extra`) is one of them; empty: all rows. `wrong`: the score of what could not be decided
-    (unset: the verifier's own, 0.0 for anything else). `on_failure`: what that means, see `score.py`.
+    `engine`: what runs a model, transformers (`hf`) or the training ranks (`megatron`); unset, by the folder's format. `tags`: only rows
+    whose column `tag` (`Prompt.extra`) is one of them; empty: all rows. `wrong`: the score of what could not be decided (unset: the
+    verifier's own, 0.0 for anything else). `on_failure`: what that means, see `score.py`.
     """
 
     verifier: str | None = None
@@ -42,6 +45,7 @@ class Source:
     tags: tuple[str, ...] = ()
     wrong: float | None = None
     on_failure: OnFailure | None = None
+    engine: Literal["hf", "megatron"] | None = None
 
     @classmethod
     def of(cls, section: object) -> Source:
@@ -64,7 +68,7 @@ class Source:
     @property
     def policy(self) -> OnFailure:
         """What a failure means; unset, a server or a model that fails ends the run: nothing would be learnt from what it did not say."""
-        return self.on_failure or ("fail" if self.kind in _CLIENTS else "wrong")
+        return self.on_failure or ("wrong" if self.in_pool else "fail")
 
     @property
     def wrong_score(self) -> float:
@@ -94,11 +98,22 @@ class Source:
     @property
     def in_pool(self) -> bool:
         """Whether the workers of the pool run it; else it has a client of its own."""
-        return self.kind not in _CLIENTS
+        return self.kind not in ("url", "model")
 
-    def client(self) -> Remote | RewardModel:
+    @property
+    def on_ranks(self) -> bool:
+        """Whether the training ranks hold and run its model."""
+        return stands_on_ranks(self.model, self.engine)
+
+    @property
+    def client_class(self) -> type[Client]:
+        return Remote if self.kind == "url" else RankModel if self.on_ranks else RewardModel
+
+    def client(self) -> Client:
         """The client of a server or a model; nothing is started by that."""
-        return _CLIENTS[self.kind](getattr(self, self.kind), self.limit_s, **self.options)
+        if self.model is not None and self.on_ranks:
+            return RankModel(self.model, **self.options)
+        return (Remote if self.kind == "url" else RewardModel)(getattr(self, self.kind), self.limit_s, **self.options)
 
     def worker_function(self, number: int) -> Function:
         """What the workers of the pool run for this source."""
@@ -149,6 +164,8 @@ def _mistakes_of(source: Source) -> Iterator[tuple[str, str]]:
     if len(given) != 1:
         yield given[-1] if given else "verifier", f"exactly one of {', '.join(KINDS)} says what scores; there are {len(given)}"
         return
+    if source.engine is not None and source.model is None:
+        yield "engine", "is for a model"
     if source.limit_s <= 0:
         yield "timeout_s", f"the limit of {source.label} has to be positive"
     if source.function is not None:
@@ -157,7 +174,9 @@ def _mistakes_of(source: Source) -> Iterator[tuple[str, str]]:
     elif source.verifier is not None:
         yield from _verifier_mistakes(source)
     else:
-        client, place = _CLIENTS[source.kind], getattr(source, source.kind)
+        client, place = source.client_class, getattr(source, source.kind)
+        if source.on_ranks and source.timeout_s is not None:
+            yield "timeout_s", "is not for a model on the training ranks; cluster.rpc_timeout_s is their limit"
         yield from _plugin_mistakes(source, client.__init__, lambda **options: client.refusal(place, **options))
 
 

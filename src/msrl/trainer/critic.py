@@ -1,7 +1,8 @@
 """The critic of a rank: a second model in the same processes and groups, cut as the policy is, whose head gives one value per token.
 
 It starts from a reward model, whose score head it keeps, or from a model that generates, whose output layer gives way to a head of zeros:
-then all values are 0 before the first update, whatever the layout. Adapters and frozen parameters are the policy's alone.
+then all values are 0 before the first update, whatever the layout. Adapters and frozen parameters are the policy's alone. Without an
+optimizer it is a reward model.
 Letters: N tokens of a packed micro-batch, M of them selected by the loss mask.
 """
 
@@ -23,7 +24,7 @@ from msrl.types import Floats, MicroBatch
 
 
 class Critic(Learner):
-    """The value model of a rank, whose settings are `WorkerSettings.of_critic`."""
+    """The value model of a rank; its settings are `WorkerSettings.of_critic`, or `of_reward_model`."""
 
     def shape_of(self, source: WeightSource) -> Shape:
         return source.shape if source.shape.reward_head else with_score(source.shape, source.shape.architecture)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -103,11 +104,19 @@ class WorkerSettings:
     offload: frozenset[str] = frozenset()  # of "optimizer", "grads", "params": what waits on the host
     critic: CriticSettings | None = None
     chat: ChatFormat | None = None  # how the model will have learnt to be asked; its checkpoints say so
+    reward_models: Mapping[str, Path] = field(default_factory=dict[str, Path])  # by the names of their reward sources
+
+    def of_reward_model(self, name: str) -> WorkerSettings:
+        """The same for a reward model, which only scores."""
+        return replace(
+            self, model=self.reward_models[name], hf_dir=None, optimizer=None,
+            iteration=None, reference=None, freeze=(), lora=None, chunk=None, recompute=None, critic=None, reward_models={},
+        )  # fmt: skip
 
     def of_critic(self, critic: CriticSettings) -> WorkerSettings:
         """The same for the critic, which is trained whole but for its head's bias: transformers' score heads have none."""
         folder = self.bad_batch_dir / "critic" if self.bad_batch_dir else None
         return replace(
             self, model=critic.model, hf_dir=critic.hf_dir, optimizer=critic.optimizer, bad_batch_dir=folder,
-            iteration=None, reference=None, freeze=(BIAS,), lora=None, chunk=None, critic=None,
+            iteration=None, reference=None, freeze=(BIAS,), lora=None, chunk=None, critic=None, reward_models={},
         )  # fmt: skip

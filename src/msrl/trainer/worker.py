@@ -1,4 +1,4 @@
-"""One training rank: a policy (and, for reinforcement, a reference and a critic), its optimizer, and what can be asked of it.
+"""One training rank: a policy (and, for reinforcement, a reference, a critic, reward models), its optimizer, and what can be asked of it.
 
 Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (`device_batch.py`).
 """
@@ -39,6 +39,7 @@ class TrainWorker(Learner):
         super().__init__(settings, rank, world_size)
         self.reference = self.load_model(settings.reference)[0].eval() if settings.reference and not settings.lora else None
         self.critic = Critic(settings.of_critic(settings.critic), rank, world_size) if settings.critic else None
+        self.reward_models = {name: Critic(settings.of_reward_model(name), rank, world_size) for name in settings.reward_models}
 
     def held(self) -> list[torch.nn.Module]:
         return super().held() if self.reference is None else [self.model, self.reference]
@@ -139,8 +140,17 @@ class TrainWorker(Learner):
     def rest(self) -> None:
         """Have everything wait on the host that may, until it is needed."""
         self.host.rest()
-        if self.critic is not None:
-            self.critic.host.rest()
+        for other in (self.critic, *self.reward_models.values()):
+            if other is not None:
+                other.host.rest()
+
+    def scores(self, name: str, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
+        """What a reward model gives for what precedes each label, [N] per micro-batch, 0 where the mask is not set. None except on the
+        last stage."""
+        model = self.reward_models[name]
+        found = model.values(micro_batches)
+        model.host.rest()
+        return found
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says yes; all ranks must ask."""

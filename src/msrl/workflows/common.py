@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,15 @@ def _is_mixture(config: Config) -> bool:
     return shape is not None and shape.moe is not None
 
 
-def worker_settings(config: Config, platform: str, *, resume: SavedTraining | None, reference: Path | None = None) -> WorkerSettings:
-    """What the training ranks are told."""
+def worker_settings(
+    config: Config,
+    platform: str,
+    *,
+    resume: SavedTraining | None,
+    reference: Path | None = None,
+    reward_models: Mapping[str, Path] | None = None,
+) -> WorkerSettings:
+    """What the training ranks are told; `reward_models` are those that they hold, by the names of their sources."""
     parallel = config.train.parallel
     weights = resume if config.train.lora.rank is None else None  # a checkpoint of adapters has no other weights
     return WorkerSettings(
@@ -130,6 +138,7 @@ def worker_settings(config: Config, platform: str, *, resume: SavedTraining | No
         optimizer=_optimizer(config.train.optimizer),
         reference=reference,
         critic=_critic(config),
+        reward_models=reward_models or {},
         deterministic=config.run.deterministic,
         freeze=config.train.freeze,
         max_skipped=config.train.max_skipped,

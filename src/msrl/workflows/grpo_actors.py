@@ -85,6 +85,9 @@ class TrainActor:
     def update_critic(self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: int, lr: float) -> dict[str, float]:
         return self._critic.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
+    def scores(self, micro_batches: Sequence[MicroBatch], name: str) -> list[Floats] | None:
+        return self._worker.scores(name, micro_batches)
+
     @property
     def _critic(self) -> Critic:
         assert self._worker.critic is not None, "made without a critic"

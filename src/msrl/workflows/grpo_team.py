@@ -18,7 +18,7 @@ from msrl.platforms.base import Platform
 from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.resume import Retention, SavedTraining
 from msrl.trainer.settings import WorkerSettings
-from msrl.types import Floats, Prompt, RolloutGroup, SamplingParams
+from msrl.types import Floats, Ints, Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.grpo_actors import RolloutActor, SavePlan, TrainActor
 
 if TYPE_CHECKING:
@@ -70,6 +70,18 @@ class Trainers:
     def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
         """The critic's value of what precedes every token of every sequence, [T] each, 0 where nothing is learnt."""
         return self._per_token("values", sequences, limits)
+
+    def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
+        """What a reward model gives at the last token of each sequence; at most `batch` of them share a pass of a rank.
+
+        A value stands at the position before a label, so each sequence gets one token more, to be that label; nothing reads it. Sequences
+        are filled up with the first to as many as divide over the data-parallel ranks.
+        """
+        filled = [*token_ids, *[token_ids[0]] * (-len(token_ids) % self._dp_size)]
+        longer = tuple(np.append(ids, ids[-1]) for ids in filled)
+        ends = tuple(np.arange(len(ids)) == len(ids) - 1 for ids in longer)
+        found = self._per_token("scores", Sequences(longer, ends, {}), BatchLimits(batch, None, self._multiple), name)
+        return [float(values[-1]) for values in found[: len(token_ids)]]
 
     def _per_token(self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any) -> tuple[Floats, ...]:
         """What a method of the ranks says of every token, by sequence."""

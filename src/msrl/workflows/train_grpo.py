@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -133,9 +134,10 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
     config, platform = job.config, job.platform
     timeout_s, num_ranks = config.cluster.rpc_timeout_s, world_size(config)
     reference = weights_path(config) if needs_reference(config) else None
-    settings = worker_settings(config, platform.name, resume=job.resume, reference=reference)
     with ExitStack() as stack:
         scorer = stack.enter_context(_scorer(job))
+        reward_models = {name: Path(model.path).absolute() for name, model in scorer.rank_models.items()}
+        settings = worker_settings(config, platform.name, resume=job.resume, reference=reference, reward_models=reward_models)
         scorer.check(chain((job.prompts.dataset[row] for row in job.prompts.rows), job.eval_prompts))
         session = stack.enter_context(
             ray_session(
@@ -154,6 +156,8 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
         )
         engines = Engines(session, placed, _engine_settings(config, job.hf_dir), platform, engine_env, timeout_s)
         _start(trainers, engines, job)
+        for name, model in scorer.rank_models.items():
+            model.connect(partial(trainers.scores, name))
         yield trainers, engines, scorer
 
 

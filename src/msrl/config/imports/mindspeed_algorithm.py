@@ -124,7 +124,7 @@ class Algorithm:
         if self.rl.value("rule_reward") is False:
             for key in keys:
                 self.rl.say(key, Fate.DEAD, "rule_reward: false leaves scoring to the reward model")
-            return self.rl.say("rule_reward", Fate.NOT_YET, "reward.sources: a reward model")
+            return self.rl.say("rule_reward", Fate.TOOK, "reward.sources: the model in reward_config.load")
         names, weights = map(as_list, map(self.rl.value, keys))
         if len(names) != len(weights):
             return self.rl.mistake(

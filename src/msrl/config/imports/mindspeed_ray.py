@@ -171,7 +171,7 @@ class _File:
         for key in ("verifier_function", "verifier_weight"):
             self.algorithm.say(key, Fate.DEAD, "read with reward.verifier: true only")
         if load is not None:
-            return self.translation.say(load, Fate.NOT_YET, "reward.sources: a reward model of Megatron's")
+            return self.translation.take(load, ["reward.sources"], [{"model": load.value, "engine": "megatron"}])
         return None
 
     def _others(self) -> None:
@@ -182,7 +182,7 @@ class _File:
         elif load is not None:
             self.translation.take(load, ["cluster.roles.reference.load"], load.value)
         _say_all(self.ref, Fate.SAME, "the reference is cut, and computes, like the actor")
-        _say_all(self.reward, Fate.SAME, "where a reward model computes")
+        _say_all(self.reward, Fate.SAME, "the reward model is cut, and computes, like the actor")
         self._critic()
         self.pool.say("actor_rollout", Fate.SAME, "num_gpus_for_train are the devices of training, which rollout shares")
         _say_all(self.pool, Fate.SAME, "all roles share the devices of training")

@@ -201,10 +201,17 @@ class _File:
             "critic_config": "the critic is cut, and trained, like the actor",
         }[name]
         if name == "reward_config" and self.rl.value("rule_reward") is False:
-            why = "of the reward model that rule_reward: false asks for"
+            why = "the reward model is cut, and computes, like the actor"
+            self._reward_model(load)
         for given in keys:
             unread = name == "critic_config" and self.translation.algorithm != "ppo"
             self.translation.say(given, Fate.DEAD if unread else Fate.SAME, "read by ppo only" if unread else why)
+
+    def _reward_model(self, load: Given | None) -> None:
+        """What scores where rule_reward is false: a checkpoint of Megatron's, on the ranks of the training."""
+        if load is None:
+            return self.rl.mistake("rule_reward", "leaves scoring to a reward model; name its checkpoint in reward_config.load")
+        return self.translation.take(load, ["reward.sources"], [{"model": load.value, "engine": "megatron"}])
 
     def _critic(self, name: str, keys: Keys) -> None:
         """The critic's weights and learning rate, where the estimator needs one."""

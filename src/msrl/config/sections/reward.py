@@ -15,8 +15,13 @@ class RewardSource(Section):
     verifier: Text | None = Field(default=None, description="Name of a verifier")
     function: Text | None = Field(default=None, description="path/file.py:function of your own, called as (response, answer, **options)")
     url: Text | None = Field(default=None, description="Server that gives rewards for batches of completions")
-    model: Text | None = Field(default=None, description="Hugging Face folder of a reward model with a scalar head")
-    engine: Literal["hf"] = Field(default="hf", description="What runs the reward model: transformers, in a process of its own")
+    model: Text | None = Field(
+        default=None, description="Reward model with a scalar head: a Hugging Face folder, or an mcore checkpoint with rm_head"
+    )
+    engine: Literal["hf", "megatron"] | None = Field(
+        default=None,
+        description="What runs the model: transformers in a process of its own, or the training ranks; unset: by the folder's format",
+    )
     name: Text | None = Field(
         default=None, description="Its name in metrics and rollouts; unset: the verifier's or function's, remote, reward_model"
     )
