@@ -110,11 +110,13 @@ def _loop(
 
 
 def _mfu(job: Job, prepared: Prepared, clock: Clock) -> dict[str, float]:
-    """Of the updates alone: generation is bound by memory, not by arithmetic."""
-    shape = model_shape(job.config)
+    """Of the policy's updates alone: generation is bound by memory, not by arithmetic. Nothing of a step without one."""
+    shape, seconds = model_shape(job.config), clock.seconds.get("update", 0.0)
     assert shape is not None, "the ranks have loaded it"
+    if not seconds:
+        return {}
     sequences, epochs = prepared.sequences, job.config.train.updates.epochs
-    return mfu(shape, job.config, job.platform, [sequences], num_loss_tokens(sequences), clock.seconds["update"], passes=epochs)
+    return mfu(shape, job.config, job.platform, [sequences], num_loss_tokens(sequences), seconds, passes=epochs)
 
 
 def _said(finished: Sequence[SavedTraining]) -> SavedTraining | None:
