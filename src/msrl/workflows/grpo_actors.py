@@ -42,6 +42,14 @@ class SavePlan:
     in_background: bool
 
 
+def held_port(host: str) -> socket.socket:
+    """A free port of this node, given to nobody else while the socket is open; torch's store, which reuses addresses, may listen on it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
 class TrainActor:
     """One training rank."""
 
@@ -49,13 +57,12 @@ class TrainActor:
         self._settings, self._rank, self._world_size = settings, rank, world_size
 
     def rendezvous(self) -> str:
-        """An address of this node at which the ranks can meet; asked of rank 0."""
+        """An address of this node at which the ranks can meet; asked of rank 0, which holds its port until they have met."""
         import ray
 
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        self._meeting_place = held_port(host)
+        return f"tcp://{host}:{self._meeting_place.getsockname()[1]}"
 
     def start(self, init_method: str, resume: SavedTraining | None, saves: SavePlan) -> tuple[RankPlace, dict[str, Any]]:
         """Join the other ranks and load. Returns the rank's place, and the workflow's own state of the checkpoint."""
@@ -66,6 +73,8 @@ class TrainActor:
         from msrl.trainer.worker import TrainWorker
 
         self._worker = TrainWorker(self._settings, self._rank, self._world_size, init_method)
+        if self._rank == 0:
+            self._meeting_place.close()
         extra = checkpoints.load_training_state(self._worker, resume) if resume else {}
         self._saver = Saver(self._worker, saves.root, saves.hf_dir, in_background=saves.in_background)
         is_reporter = self._worker.is_last_stage and self._worker.tp_rank == 0

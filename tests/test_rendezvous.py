@@ -1,0 +1,21 @@
+"""Where training ranks meet: the port is theirs from the moment it is named."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from msrl.workflows.grpo_actors import held_port
+
+
+def test_a_named_port_is_not_given_to_others_before_the_ranks_meet_there():
+    with held_port("127.0.0.1") as held, socket.socket() as other:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = dist.TCPStore("127.0.0.1", port, 1, True, datetime.timedelta(seconds=60))
+        store.set("met", "yes")
+        assert store.get("met") == b"yes"
