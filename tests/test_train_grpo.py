@@ -406,6 +406,34 @@ def test_sampled_evaluations_are_of_the_policy_of_their_step_and_the_best_checkp
     assert saved_steps(resumed.run / "checkpoints") == sorted({best, STEPS})
 
 
+@pytest.fixture(scope="module")
+def adapted(inputs) -> Path:
+    """Three steps that train adapters on two tensor-parallel ranks, with a divergence from the reference; one evaluation at the end."""
+    changes = settings(inputs, "adapted", "untied", algo={"kl": {"loss": {"coef": 0.05}}}, checkpoint={"export_hf": True})
+    changes["train"] = {"steps": 3, "micro_batch": 2, "optimizer": {"lr": 5e-3}, "parallel": {"tp": 2}, "lora": {"rank": 4, "alpha": 8.0}}
+    changes["eval"] = {"every_steps": 3, "sampling": {"temperature": 0.9}}
+    succeed("train-grpo", "-c", str(write_config(inputs / "adapted.yaml", changes)), log=inputs / "adapted.log")
+    return inputs / "runs" / "adapted"
+
+
+@pytest.mark.full
+def test_adapters_are_reinforced_and_their_reference_is_the_model_without_them(adapted, inputs, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    base = model_after(adapted, 0, inputs / "untied", tmp_path)
+    for step, found in enumerate(metrics(adapted), 1):
+        responses = rollouts(adapted, step)
+        sampled, reference = np.concatenate([row["logprobs"] for row in responses]), all_logprobs(base, responses)
+        k3 = np.exp(reference - sampled) - 1 + sampled - reference
+        assert found["train/kl"] == pytest.approx(k3.mean(), abs=1e-6, rel=1e-3), step
+        assert found["train/sampler_logprob_difference"] < 1e-5
+    assert abs(metrics(adapted)[0]["train/kl"]) < 1e-6 < 1e-4 < metrics(adapted)[2]["train/kl"]
+    exported: Any = AutoModelForCausalLM.from_pretrained(adapted / "hf", dtype=torch.float32)
+    evaluated = rollouts(adapted, 3, "eval")
+    assert np.abs(np.concatenate([row["logprobs"] for row in evaluated]) - all_logprobs(exported, evaluated)).max() < 1e-4
+    assert np.abs(all_logprobs(base, evaluated) - all_logprobs(exported, evaluated)).max() > 1e-2
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {"train": {"updates": {"samples_per_update": 8}}, "algo": {"mismatch": {"weight": "sequence", "filter": "token"}}},
     "dr_grpo": {"algo": {"kl": {"loss": {"coef": 0.05, "estimator": "full"}}, "sample_weight": {"length": True}}},

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from msrl.algorithms.aggregate import Mode
@@ -149,6 +150,9 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
             assert case.save_to is not None
             checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)
     own = dict(export(worker))
+    if worker.adapters is not None:  # merged for the engine after every step, they must leave the model as it was
+        again = dict(export(worker))
+        assert all(torch.equal(own[name], again[name]) for name in own)
     if worker.critic is not None:
         own |= {f"critic.{name}": weight for name, weight in export(worker.critic)}
     found = _whole(own, context.rank, case.world)

@@ -163,7 +163,7 @@ class Adapters:
             return None
         base: Any = adapted.linear.weight
         product = adapted.parameter("B").detach().float() @ adapted.parameter("A").detach().float()
-        return base.detach().float().add_(product, alpha=self.settings.scale).to(base.dtype)
+        return torch.add(base.detach().float(), product, alpha=self.settings.scale).to(base.dtype)
 
     def named(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by name."""
