@@ -137,12 +137,14 @@ class TrainWorker(Learner):
             with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once, group=groups.tp_group(),
         )  # fmt: skip
 
+    def learners(self) -> list[Learner]:
+        """All models of this rank but the reference: the policy, the critic, and the reward models."""
+        return [self, *([self.critic] if self.critic is not None else []), *self.reward_models.values()]
+
     def rest(self) -> None:
         """Have everything wait on the host that may, until it is needed."""
-        self.host.rest()
-        for other in (self.critic, *self.reward_models.values()):
-            if other is not None:
-                other.host.rest()
+        for learner in self.learners():
+            learner.host.rest()
 
     def scores(self, name: str, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
         """What a reward model gives for what precedes each label, [N] per micro-batch, 0 where the mask is not set. None except on the

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class RankPlace:
     """Where a rank stands in the layout. The reporter of a data-parallel rank is the first tensor-parallel rank of the last stage.
 
-    The tokens of its micro-batches are a multiple of `sequence_multiple`, for the policy or the critic.
+    The tokens of its micro-batches are a multiple of `sequence_multiple`, for whichever model they are.
     """
 
     dp_rank: int
@@ -78,8 +78,7 @@ class TrainActor:
         extra = checkpoints.load_training_state(self._worker, resume) if resume else {}
         self._saver = Saver(self._worker, saves.root, saves.hf_dir, in_background=saves.in_background)
         is_reporter = self._worker.is_last_stage and self._worker.tp_rank == 0
-        learners = [self._worker] if self._worker.critic is None else [self._worker, self._worker.critic]
-        multiple = max(learner.sequence_multiple for learner in learners)
+        multiple = max(learner.sequence_multiple for learner in self._worker.learners())
         return RankPlace(self._worker.dp_rank, is_reporter, multiple), extra
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool) -> list[Floats] | None:

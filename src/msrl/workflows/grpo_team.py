@@ -80,7 +80,7 @@ class Trainers:
         filled = [*token_ids, *[token_ids[0]] * (-len(token_ids) % self._dp_size)]
         longer = tuple(np.append(ids, ids[-1]) for ids in filled)
         ends = tuple(np.arange(len(ids)) == len(ids) - 1 for ids in longer)
-        found = self._per_token("scores", Sequences(longer, ends, {}), BatchLimits(batch, None, self._multiple), name)
+        found = self._per_token("scores", Sequences(longer, ends, {}), BatchLimits(batch), name)
         return [float(values[-1]) for values in found[: len(token_ids)]]
 
     def _per_token(self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any) -> tuple[Floats, ...]:
