@@ -131,10 +131,11 @@ def loss_per_logprob(name: str, batch: Batch, ratio: str) -> np.ndarray:
     return result
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
-def test_the_gradient_of_every_loss_equals_finite_differences(name, ratio):
+def test_the_gradient_of_every_loss_equals_finite_differences(name, ratio, mode):
     batch, step = Batch(seed=3), 1e-6
-    weights = batch.weights("seq-mean-token-mean")
+    weights = batch.weights(mode)
     _, gradient, _ = loss_of(name, batch, weights, ratio)
     for i in range(len(batch.new)):
         high, low = batch.new.copy(), batch.new.copy()
@@ -162,11 +163,12 @@ def test_neither_split_nor_order_of_the_sequences_changes_loss_or_gradient(name,
         np.testing.assert_allclose(gradients, gradient, rtol=1e-10, atol=1e-15)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
-def test_what_stands_in_masked_places_reaches_neither_loss_nor_gradient(name, ratio, poison):
+def test_what_stands_in_masked_places_reaches_neither_loss_nor_gradient(name, ratio, poison, mode):
     batch = Batch()
-    weights = batch.weights("token-mean")
+    weights = batch.weights(mode)
     clean = loss_of(name, batch, weights, ratio)
     for field in ("new", "old", "advantages"):
         dirty = batch.pick(np.arange(len(batch.new)))
@@ -179,19 +181,21 @@ def test_what_stands_in_masked_places_reaches_neither_loss_nor_gradient(name, ra
         np.testing.assert_array_equal(gradient, clean[1])
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
-def test_padding_of_any_width_changes_nothing(name, ratio):
+def test_padding_of_any_width_changes_nothing(name, ratio, mode):
     batch = Batch()
-    weights = batch.weights("seq-mean-token-mean")
+    weights = batch.weights(mode)
     value, gradient, stats = loss_of(name, batch, weights, ratio)
-    wide = Batch()
     last = int(batch.sequences[-1])
-    for field, filler in (("new", math.nan), ("old", 3.0), ("advantages", 1.0), ("mask", False), ("sequences", last)):
-        setattr(wide, field, np.concatenate((getattr(batch, field), np.full(7, filler, getattr(batch, field).dtype))))
-    padded = loss_of(name, wide, np.concatenate((weights, np.ones(7))), ratio)
-    assert padded[0] == pytest.approx(value, rel=1e-12) and padded[2] == pytest.approx(stats)
-    np.testing.assert_allclose(padded[1][:-7], gradient, rtol=1e-12)
-    assert not padded[1][-7:].any()
+    for width in (1, 7, 64):
+        wide = Batch()
+        for field, filler in (("new", math.nan), ("old", 3.0), ("advantages", 1.0), ("mask", False), ("sequences", last)):
+            setattr(wide, field, np.concatenate((getattr(batch, field), np.full(width, filler, getattr(batch, field).dtype))))
+        padded = loss_of(name, wide, np.concatenate((weights, np.ones(width))), ratio)
+        assert padded[0] == pytest.approx(value, rel=1e-12) and padded[2] == pytest.approx(stats)
+        np.testing.assert_allclose(padded[1][:-width], gradient, rtol=1e-12)
+        assert not padded[1][-width:].any()
 
 
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
