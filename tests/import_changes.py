@@ -139,7 +139,7 @@ EVALUATED: Changes = {"eval_interval": 10, "eval_iters": 5}
 LLM_CASES: dict[str, Case] = {
     "convert.load_model_type": ({"save_model_type": "mg"}, "mg"), "convert.save_model_type": ({"load_model_type": "mg"}, "hf"),
     "convert.num_layer_list": ({}, "1,3"), "convert.noop_layers": ({}, "0,3"), "convert.params_dtype": ({}, "fp16"),
-    "convert.transformer_impl": ({}, "transformer_engine"), "convert.orm": ({}, True),
+    "convert.transformer_impl": ({}, "transformer_engine"), "convert.save_to_legacy": (BACK, True),
     "preprocess.map_keys": ({}, '{"prompt": "question"}'),
     "preprocess.json_keys": ({}, "content"), "preprocess.enable_thinking": ({}, True), "preprocess.neat_pack": ({}, True),
     "train.finetune": ({"finetune": GONE}, True), "train.no_load_optim": (RESUMES, True),

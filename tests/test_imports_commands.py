@@ -215,6 +215,18 @@ def test_the_commands_of_the_mindspeed_guides_become_msrls(tmp_path: Path):
     assert preprocess["map_keys"] == {"prompt": "prompt", "query": "", "response": "prompt", "system": ""}
 
 
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("convert_ckpt.py --use-mcore-models", None), ("convert_ckpt.py", "legacy"), ("convert_ckpt_v2.py", None),
+        ("convert_ckpt.py --load-model-type mg --load-from-legacy", None), ("convert_ckpt.py --load-model-type mg --save-to-legacy", "legacy"),
+    ],
+)  # fmt: skip
+def test_the_form_from_before_megatron_core_is_written_where_the_original_writes_it(flags: str, names: str | None):
+    words = ["python", *flags.split(), "--load-dir", "a", "--save-dir", "b"]
+    assert tree_of(translation_of("mindspeed-llm", words))["convert"].get("names") == names
+
+
 def test_a_supervised_script_with_variables_becomes_train_sft(tmp_path: Path):
     script = """\
 export CUDA_DEVICE_MAX_CONNECTIONS=1

@@ -78,6 +78,11 @@ def convert_dtype(value: Any) -> str:
     return _one_of({"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32"}, value)
 
 
+def legacy_names(value: Any) -> str:
+    """A switch for the form of Megatron's models from before megatron-core."""
+    return _one_of({True: "legacy"}, value)
+
+
 def schedule(value: Any) -> str:
     names = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
     return _one_of({**names, "cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}, value)
@@ -133,7 +138,7 @@ def _one_of(names: Mapping[Any, str], value: Any) -> str:
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     function.__name__: function
     for function in (
-        negated, zero_is_off, fraction, top_k, text, text_list, int_list, one_path, above_one, bf16, dtype, convert_dtype, schedule,
-        kl_estimator, cp_algo, token_level, aggregate, estimator, ratio, recompute, inverse_recompute,
+        negated, zero_is_off, fraction, top_k, text, text_list, int_list, one_path, above_one, bf16, dtype, convert_dtype, legacy_names,
+        schedule, kl_estimator, cp_algo, token_level, aggregate, estimator, ratio, recompute, inverse_recompute,
     )
 } | {"": same_value}  # fmt: skip

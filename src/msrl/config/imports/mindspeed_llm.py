@@ -71,6 +71,8 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     keys = Keys(translation, section, translation.given(flags(words[start:], translation.name), section, ""))
     {"convert": _convert, "preprocess": put_preprocessing, "train": _train}.get(section, _advised)(translation, keys)
     keys.apply_rest()
+    if section == "convert" and _writes_legacy(words[start].text, keys):
+        translation.set_default("convert.names", "legacy")
     translation.laid_in((section,), keys)
 
 
@@ -83,6 +85,12 @@ def _environment(translation: Translation, script: Script) -> None:
             translation.take(given, [f"cluster.env.{variable}"], word.text)
         else:
             translation.say(given, Fate.SAME, "no workers are started; export it before msrl if it is to hold there")
+
+
+def _writes_legacy(program: str, keys: Keys) -> bool:
+    """Whether Hugging Face weights become those of Megatron's models from before megatron-core, which its second converter never writes."""
+    kinds = tuple(str(keys.value(key) or default) for key, default in (("load_model_type", "hf"), ("save_model_type", "mg")))
+    return program.endswith("convert_ckpt.py") and kinds == ("hf", "mg") and keys.value("use_mcore_models") is not True
 
 
 def _convert(translation: Translation, keys: Keys) -> None:
