@@ -14,6 +14,7 @@ from torch import Tensor
 
 import families
 import parity_ranks
+from mixture_families import QWEN3_MOE
 from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_weights
@@ -26,9 +27,14 @@ from parity_ranks import Case
 from test_convert import run
 
 TIED = {"tie_word_embeddings": True}
-ROWS = {"llama": families.LLAMA, "qwen2": families.QWEN2 | TIED, "gemma2": families.GEMMA2, "mistral": families.MISTRAL}
+ROWS = {
+    "llama": families.LLAMA, "qwen2": families.QWEN2 | TIED, "gemma2": families.GEMMA2, "mistral": families.MISTRAL, "qwen3 moe": QWEN3_MOE,
+}  # fmt: skip
 PAD = 5
-LAYOUTS = {"whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True)}
+LAYOUTS = {
+    "whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True), "tp2 pp2 vpp": Layout(tp=2, pp=2, vpp=1),
+    "pp2, uneven": Layout(pp=2, num_layer_list=(3, 1)), "pp2, empty layers": Layout(pp=2, noop_layers=(0, 5)),
+}  # fmt: skip
 
 
 def save(folder: Path, row: str, **changes: Any) -> dict[str, Tensor]:
