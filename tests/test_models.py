@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from msrl.errors import MsrlError
+from mixture_families import QWEN3_MOE
+from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules, families, load_shape, num_parameters, shape_of
 from msrl.models.hf_config import HfConfig
 from msrl.models.megatron import transformer_settings
@@ -79,6 +81,19 @@ def test_head_size_of_qwen3_is_its_own() -> None:
     found = load_shape(shared_data("configs", "Qwen3-4B.config.json"))
     assert (found.head_dim, found.hidden_size // found.num_attention_heads) == (128, 80)
     assert (found.qkv_bias, found.qk_norm) == (False, True)
+
+
+def test_several_mistakes_come_back_from_a_worker_as_they_were() -> None:
+    found = pickle.loads(pickle.dumps(ManyErrors(["a: one", "b: two"])))
+    assert isinstance(found, ManyErrors) and found.messages == ("a: one", "b: two") and str(found) == "a: one\nb: two"
+
+
+def test_both_spellings_of_the_number_of_experts_mean_the_same() -> None:
+    """transformers 5 writes Qwen3's as num_local_experts."""
+    values = {**QWEN3_MOE, "num_local_experts": 4}
+    del values["num_experts"]
+    found = shape_of(HfConfig(values, "config.json")).moe
+    assert found is not None and found.num_experts == 4
 
 
 def test_both_spellings_of_the_rope_settings_mean_the_same() -> None:

@@ -17,6 +17,10 @@ class ManyErrors(MsrlError):  # noqa: N818 - it is what it says
         self.messages = tuple(messages)
         super().__init__("\n".join(self.messages))
 
+    def __reduce__(self) -> tuple[type[ManyErrors], tuple[tuple[str, ...]]]:
+        """Itself after its way from a worker: by default it would be made anew of its one text, taken for a sequence."""
+        return type(self), (self.messages,)
+
 
 class VerificationError(Exception):
     """A result of ours that failed its own proof (a conversion that is not exact, say). The command exits with 1."""

@@ -18,7 +18,7 @@ def shape(config: HfConfig) -> Shape:
     config.refuse("attention_bias", False)
     config.refuse("shared_expert_intermediate_size", 0)
     moe = Moe(
-        num_experts=config.count("num_experts", 128),
+        num_experts=config.count("num_experts", config.count("num_local_experts", 128)),  # transformers 5 writes the latter
         experts_per_token=config.count("num_experts_per_tok", 8),
         ffn_hidden_size=config.count("moe_intermediate_size", 768),
         layers=_mixtures(config),
