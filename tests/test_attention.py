@@ -137,3 +137,10 @@ def test_pairs_turn_by_their_angle_and_other_channels_pass(interleaved: bool, ch
         sin[:, 0, 0, a], sin[:, 0, 0, b] = -angles[:, i].sin(), angles[:, i].sin()
     torch.testing.assert_close(rotate(x, cos, sin, interleaved=interleaved), expected)
     assert torch.autograd.gradcheck(lambda y: rotate(y, cos, sin, interleaved=interleaved), (x,))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_values_narrower_than_keys_are_mixed_alike(window: int | None) -> None:
+    query, key, value = _inputs()
+    found = block_diagonal_attention(query, key, value[..., :5], LENGTHS, 0.3, window)
+    torch.testing.assert_close(found, _plain(query, key, value[..., :5], 0.3, window, None), rtol=0, atol=1e-10)

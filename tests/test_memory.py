@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from families import GEMMA2
 from memory_ranks import Case, Measured
+from mixture_families import DEEPSEEK_V3
 from msrl.config.loader import load
 from msrl.config.memory import Memory, training_memory
 from msrl.models.families import all_rules, load_shape
@@ -31,6 +33,15 @@ MODELS = {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192, "tie_word_embeddings": False, "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 384, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "latent attention": {
+        **DEEPSEEK_V3, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 8192,
+        "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "moe_intermediate_size": 128, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    },
+    "capped": {
+        **GEMMA2, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
+        "num_key_value_heads": 2, "vocab_size": 16384, "sliding_window": 128, "tie_word_embeddings": True, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
 LENGTHS = (233, 90, 61, 128, 300, 200, 12)
@@ -104,6 +115,8 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
         ("train.lora.rank=8", "train.lora.targets=[q_proj,k_proj,v_proj,linear_proj]"),
     ),
     "frozen": ("dense", {"more": {"freeze": ("*.mlp.*",)}}, ("train.freeze=['*.mlp.*']",)),
+    "latent attention": ("latent attention", {}, ()),
+    "capped scores and logits": ("capped", {}, ()),
     "tp2 sp": ("dense", {"layout": Layout(tp=2, sp=True)}, ()),
     "tp2": ("dense", {"layout": Layout(tp=2)}, ()),
     "pp2": ("dense", {"layout": Layout(pp=2), "batches": 3}, ()),

@@ -173,6 +173,7 @@ def wandb_records(file: Path) -> list[bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_wandb_keeps_every_step_of_every_attempt_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record

@@ -124,7 +124,7 @@ def _latent_attention(shape: Shape, mla: Mla, batch: Pass, spread: Spread, norm_
     down = first + mla.kv_lora_rank + mla.rope_head_dim
     normed = (mla.q_lora_rank or 0) + mla.kv_lora_rank
     latents = norm_tokens * ((down + normed) * element + 2 * _WIDE)
-    per_head = (mla.nope_head_dim + mla.v_head_dim) + 2 * query_dim + mla.v_head_dim * (1 + (batch.is_packed or spread.cp > 1))
+    per_head = 4 * query_dim + mla.v_head_dim  # queries, keys, values and outcome as wide as they, the outcome as it goes on
     core = tokens * heads * (per_head * element + _WIDE)
     if spread.cp > 1:
         core += tokens * heads * (spread.cp - 1) * (query_dim + mla.v_head_dim) * element
@@ -186,9 +186,12 @@ def head_bytes(shape: Shape, batch: Pass, spread: Spread, chunk: int | None, tem
     element, learnt = batch.element_bytes, batch.num_learnt // spread.cp
     columns = -(-shape.vocab_size // spread.tp)
     rows = learnt if chunk is None else min(chunk, learnt)
-    copies = 1 if shape.logit_softcap is None else 2
+    logits = rows * columns * element
     hidden = 2 * learnt * shape.hidden_size * element
     weight = columns * shape.hidden_size * (element if chunk is None else _WIDE)
     if shape.normalized_head:
         weight += columns * shape.hidden_size * element
-    return rows * columns * element * copies + hidden + weight + 2 * min(temporary_elements, rows * columns) * _WIDE
+    gradients = hidden + weight + 2 * min(temporary_elements, rows * columns) * _WIDE
+    if shape.logit_softcap is None:
+        return logits + gradients
+    return max(3 * logits, 2 * logits + gradients)  # while they are capped, and while their gradient is made

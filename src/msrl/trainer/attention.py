@@ -31,9 +31,13 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None, sinks: Tensor | None,
     first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """[S, h, Q, d] queries of positions `first` on against [S, g, L, d] keys and values of positions 0 on, L = first + Q."""
+    """[S, h, Q, d] queries of positions `first` on against [S, g, L, d] keys and [S, g, L, v] values of positions 0 on, L = first + Q."""
     is_grouped = query.shape[1] != key.shape[1]
     is_usual = softcap is None and sinks is None
+    width = value.shape[-1]
+    if is_usual and width < query.shape[-1]:  # torch's fused kernels want one width, and without them all weights are kept
+        value = F.pad(value, (0, query.shape[-1] - width))
+        return _attend(query, key, value, scale, window, None, None, first)[..., :width]
     if window is None and is_usual and first == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
     if is_usual:
