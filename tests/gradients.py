@@ -11,7 +11,9 @@ from torch import Tensor
 
 from msrl.checkpoint import layouts
 from msrl.models.rules import Replicated
+from msrl.models.stages import stage_tensors
 from msrl.trainer import groups, lora
+from msrl.trainer.megatron import named_weights
 from msrl.trainer.optimizer_state import _owned, trained
 from msrl.trainer.weights import _gathered, export
 
@@ -26,6 +28,23 @@ def whole_gradients(worker: TrainWorker) -> dict[str, Tensor]:
     """
     own = {name: _of_all_data_parallel_ranks(worker, parameter) for name, parameter in trained(worker.model)}
     return dict(_of_adapters(worker, own) if worker.adapters is not None else _of_weights(worker, own))
+
+
+def assert_copies_are_alike(worker: TrainWorker) -> None:
+    """What tensor-parallel ranks hold whole is the same to the bit on all of them; a wrong gradient of one would part them in silence."""
+    weights = {**named_weights(worker.model), **(worker.adapters.named() if worker.adapters is not None else {})}
+    copies = [
+        each.name for each in stage_tensors(worker.shape, worker.layout, worker.coords) if isinstance(each.rule.unpacked[0], Replicated)
+    ]
+    if worker.adapters is not None:
+        parts = [(each, part) for each in worker.adapters.all for part in "AB"]
+        copies += [each.name(part) for each, part in parts if isinstance(lora.factor_layout(each.placed.layout, part), Replicated)]
+    group: Any = groups.tp_group()
+    for name in copies if group.size() > 1 else ():
+        if ".local_experts." not in name:  # other experts on other ranks
+            first = weights[name].detach().clone()
+            dist.broadcast(first, group_src=0, group=group)
+            assert torch.equal(first, weights[name]), name
 
 
 def _of_all_data_parallel_ranks(worker: TrainWorker, parameter: torch.nn.Parameter) -> Tensor:

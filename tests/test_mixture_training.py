@@ -43,7 +43,7 @@ LAYOUTS = {
     "pp2 ep2, empty layers": Case("", Path(), Layout(pp=2, ep=2, noop_layers=(0, 3))),
 }
 
-USUAL = (("qwen3 moe", "tp2 ep2 etp2"), ("deepseek v3", "ep2"), ("gpt-oss", "tp2 ep2 etp1"))
+USUAL = (("deepseek v3", "ep2"), ("gpt-oss", "tp2 ep2 etp1"))
 TRAINED = ("qwen3 moe", "deepseek v2 lite", "gpt-oss", "deepseek v3")
 REST = tuple((name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in USUAL)
 COMPARED = (

@@ -52,6 +52,7 @@ class Case:
     resume_from: Path | None = None
     first_step: int = 0
     lr: float = 1e-3
+    eps: float = 1e-8  # of AdamW: a large one makes no step of the rate out of a gradient that is nearly zero
     freeze: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # further settings of the ranks
     poison_at: int | None = None  # the step whose batch has a NaN among its advantages
@@ -112,7 +113,7 @@ def main(context: RankContext, cases: list[Any]) -> None:
 
 
 def _train(context: RankContext, case: Case, init_method: str) -> Result:
-    from gradients import whole_gradients
+    from gradients import assert_copies_are_alike, whole_gradients
     from msrl.trainer import checkpoints
     from msrl.trainer.losses import PolicyLoss, SftLoss
     from msrl.trainer.resume import resume_from
@@ -125,7 +126,7 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     weights = None if "lora" in case.more else saved  # a checkpoint of adapters has no other weights
     settings = WorkerSettings(
         "cpu", weights.root if weights else case.model, case.layout, case.dtype, seed=0, timeout_s=120,
-        iteration=weights.step if weights else None, optimizer=OptimizerSettings(lr=case.lr), reference=case.reference,
+        iteration=weights.step if weights else None, optimizer=OptimizerSettings(lr=case.lr, eps=case.eps), reference=case.reference,
         freeze=case.freeze, critic=CriticSettings(case.critic, None, OptimizerSettings(lr=VALUE_LR)) if case.critic else None, **case.more,
     )  # fmt: skip
     worker = TrainWorker(settings, context.rank, case.world, init_method)
@@ -149,6 +150,7 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
         if case.save_at == step + 1:
             assert case.save_to is not None
             checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)
+    assert_copies_are_alike(worker)
     own = dict(export(worker))
     if worker.adapters is not None:  # merged for the engine after every step, they must leave the model as it was
         again = dict(export(worker))

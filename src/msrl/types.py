@@ -149,7 +149,8 @@ class MicroBatch:
     """Sequences laid end to end. Everything is aligned with the token that is *predicted at* a position: labels[i] follows token_ids[i].
 
     A position without a successor in its own sequence has loss_mask False. `fields` holds further per-position numbers of the
-    loss (advantages, weights, old_logprobs, reference_logprobs, sampler_logprobs), 0 where loss_mask is False.
+    loss (advantages, weights, old_logprobs, reference_logprobs, sampler_logprobs), 0 where loss_mask is False. The last `num_padding`
+    positions, if any, belong to no sequence of the batch.
     """
 
     token_ids: Ints  # [N]
@@ -157,6 +158,7 @@ class MicroBatch:
     loss_mask: Bools  # [N]
     cu_seqlens: NDArray[np.int32]  # [S + 1], starts with 0, ends with N
     fields: Mapping[str, Floats] = field(default_factory=dict[str, Floats])  # each [N]
+    num_padding: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ def micro_batch(
         loss_mask=mask,
         cu_seqlens=np.cumsum([0, *segments], dtype=np.int32),
         fields={name: np.where(mask, _shifted(values, padding, np.float32), np.float32(0)) for name, values in fields.items()},
+        num_padding=padding,
     )
 
 

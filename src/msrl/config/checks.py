@@ -26,6 +26,7 @@ from msrl.config.train_checks import (
     model_fits,
     one_node,
     rollout_offload,
+    router_fits,
     sft_batches,
     sft_only,
     training_inputs,
@@ -62,7 +63,7 @@ _TELLTALE = {
 }
 
 _TRAINING: tuple[Check, ...] = (
-    training_inputs, length_of_training, evaluation, enough_devices, model_fits, frozen_names, memory_options, lora_fits,
+    training_inputs, length_of_training, evaluation, enough_devices, model_fits, frozen_names, memory_options, router_fits, lora_fits,
 )  # fmt: skip
 
 CHECKS: dict[str, tuple[Check, ...]] = {

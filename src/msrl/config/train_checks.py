@@ -63,6 +63,24 @@ def memory_options(resolved: Resolved) -> Iterator[str]:
             yield resolved.mistake("train.recompute.modules", "the model has no mixture of experts; leave moe out")
 
 
+def router_fits(resolved: Resolved) -> Iterator[str]:
+    """Lines for what is asked of a router that the model does not have."""
+    router, shape = resolved.config.train.router, _shape_or_none(resolved)
+    moe = shape.moe if shape is not None else None
+    if shape is not None and moe is None:
+        for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+            if getattr(router, name):
+                yield resolved.mistake(f"train.router.{name}", "the model has no mixture of experts; leave it out")
+    if not router.aux_loss_coef and resolved.is_set("train.router.aux_loss_over"):
+        yield resolved.mistake("train.router.aux_loss_over", "has no effect without train.router.aux_loss_coef; set it")
+    if moe is not None and router.aux_loss_coef == "model" and moe.aux_loss_coef is None:
+        yield resolved.mistake("train.router.aux_loss_coef", "config.json has no router_aux_loss_coef or aux_loss_alpha; set a number")
+    if moe is not None and router.bias_update_rate and not moe.expert_bias:
+        yield resolved.mistake("train.router.bias_update_rate", "the model's experts have no biases for their choice; leave it out")
+    if router.bias_update_rate and resolved.config.train.lora.rank is not None:
+        yield resolved.mistake("train.router.bias_update_rate", "biases are of the model, which train.lora does not change; leave it out")
+
+
 def lora_fits(resolved: Resolved) -> Iterator[str]:
     lora, shape = resolved.config.train.lora, _shape_or_none(resolved)
     if lora.rank is None:

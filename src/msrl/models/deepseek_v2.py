@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msrl.models.deepseek import deepseek_rules, deepseek_shape, first_dense
 from msrl.models.hf_config import HfConfig
+from msrl.models.mixture import aux_loss_coef
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
@@ -26,6 +27,7 @@ def shape(config: HfConfig) -> Shape:
         scaling_factor=config.positive("routed_scaling_factor", 1.0),
         num_groups=config.count("n_group") if by_group else 1,
         num_chosen_groups=config.count("topk_group") if by_group else 1,
+        aux_loss_coef=aux_loss_coef(config),
     )
     return deepseek_shape(config, family="deepseek_v2", moe=moe)
 

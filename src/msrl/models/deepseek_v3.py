@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from msrl.models.deepseek import deepseek_rules, deepseek_shape, first_dense
 from msrl.models.hf_config import HfConfig
+from msrl.models.mixture import aux_loss_coef
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
@@ -34,6 +35,7 @@ def shape(config: HfConfig) -> Shape:
         num_chosen_groups=config.count("topk_group", 4),
         group_score="top2",
         expert_bias=True,
+        aux_loss_coef=aux_loss_coef(config),
     )
     found = deepseek_shape(config, family="deepseek_v3", moe=moe)
     return replace(found, carried=_prediction_layers(config, found.num_layers), may_lack_carried=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from msrl.models.decoder import alternating_window, decoder_shape
 from msrl.models.decoder_rules import LLAMA, attention_rules, model_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import check_experts
+from msrl.models.mixture import aux_loss_coef, check_experts
 from msrl.models.rules import GateUp, Packed, Replicated, Rule, Rules, Sharded
 from msrl.models.shape import Moe, Shape
 
@@ -34,6 +34,7 @@ def shape(config: HfConfig) -> Shape:
         ffn_hidden_size=config.count("intermediate_size", 2880),
         layers=(True,) * config.count("num_hidden_layers"),
         biases=True,
+        aux_loss_coef=aux_loss_coef(config),
     )
     found = decoder_shape(
         config, family="gpt_oss", qkv_bias=True, qk_norm=False, head_dim=64, num_key_value_heads=8, max_position_embeddings=131072,

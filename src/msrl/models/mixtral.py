@@ -5,7 +5,7 @@ from __future__ import annotations
 from msrl.models.decoder import decoder_shape, window_everywhere
 from msrl.models.decoder_rules import attention_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import ExpertNames, check_experts, mixture_rules
+from msrl.models.mixture import ExpertNames, aux_loss_coef, check_experts, mixture_rules
 from msrl.models.rules import Rules
 from msrl.models.shape import PLAIN, Attention, Moe, Shape
 
@@ -20,6 +20,7 @@ def shape(config: HfConfig) -> Shape:
         experts_per_token=config.count("num_experts_per_tok", 2),
         ffn_hidden_size=config.count("intermediate_size"),
         layers=(True,) * config.count("num_hidden_layers"),
+        aux_loss_coef=aux_loss_coef(config),
     )
     return decoder_shape(
         config, family="mixtral", qkv_bias=False, qk_norm=False, num_key_value_heads=8, max_position_embeddings=131072, norm_eps=1e-5,

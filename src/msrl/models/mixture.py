@@ -64,6 +64,14 @@ def _feed_forward(mcore: str, hf: str, hidden: int, ffn: int, names: ExpertNames
     )
 
 
+def aux_loss_coef(config: HfConfig) -> float | None:
+    """The coefficient of the load-balancing loss; None where the config has none."""
+    key = next((key for key in ("router_aux_loss_coef", "aux_loss_alpha") if config.values.get(key) is not None), None)
+    if key is None:
+        return None
+    return 0.0 if config.values[key] == 0 else config.checked_positive(key, config.values[key], None)
+
+
 def check_experts(config: HfConfig, moe: Moe) -> Moe:
     """Raises MsrlError when a token would go to more experts, or groups, than there are."""
     if moe.experts_per_token > moe.num_experts:

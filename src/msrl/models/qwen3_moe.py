@@ -7,7 +7,7 @@ from typing import cast
 from msrl.models.decoder import decoder_shape, switched_window
 from msrl.models.decoder_rules import attention_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import check_experts, mixture_rules
+from msrl.models.mixture import aux_loss_coef, check_experts, mixture_rules
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
@@ -23,6 +23,7 @@ def shape(config: HfConfig) -> Shape:
         ffn_hidden_size=config.count("moe_intermediate_size", 768),
         layers=_mixtures(config),
         normalise=config.flag("norm_topk_prob", False),
+        aux_loss_coef=aux_loss_coef(config),
     )
     return decoder_shape(
         config, family="qwen3_moe", qkv_bias=False, qk_norm=True, max_position_embeddings=32768, num_key_value_heads=4,

@@ -83,6 +83,7 @@ class Moe:
     Experts are chosen from the best `num_chosen_groups` of `num_groups` equal groups; a group is as good as its best expert
     (`group_score` max, DeepSeek V2) or as its best two together (top2, DeepSeek V3). With `expert_bias` (arXiv:2408.15664) a number
     per expert is added to the scores for the choice alone. With `biases`, the router and the matrices of every expert have biases.
+    `aux_loss_coef` is what the config gives for the load-balancing loss, which a training may ask for.
     """
 
     num_experts: int
@@ -98,6 +99,7 @@ class Moe:
     group_score: Literal["max", "top2"] = "max"
     expert_bias: bool = False
     biases: bool = False
+    aux_loss_coef: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,4 +61,4 @@ def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None
 def filler(length: int, token: int = 0) -> MicroBatch:
     """A micro-batch of `length` times a token that is run for the sake of other ranks and counts for nothing."""
     ids = np.full(length, token, np.int64)
-    return MicroBatch(ids, ids, np.ones(length, np.bool_), np.array([0, length], np.int32))
+    return MicroBatch(ids, ids, np.ones(length, np.bool_), np.array([0, length], np.int32), num_padding=length)

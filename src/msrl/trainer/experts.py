@@ -1,13 +1,14 @@
 """Mixtures of experts: the router of ours, and where it stands in Megatron's MoE layer.
 
 Megatron dispatches tokens to the ranks that hold the experts (all-to-all) and runs the experts; what decides is here, exact to the models'
-own definitions. No load-balancing loss is added in fine-tuning: the router learns from the task alone, as in transformers unless
-`output_router_logits` is asked for. Letters: N tokens, E experts, k experts per token, g groups.
+own definitions. No load-balancing loss is added unless a training asks for it (`balance.py`): the router learns from the task alone, as in
+transformers without `output_router_logits`. Letters: N tokens, E experts, k experts per token, g groups.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,17 +58,22 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, *, moe: Moe) -> None:
         super().__init__(config, pg_collection)
         self.moe = moe
+        self.attach: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None  # what a training adds (`balance.py`)
 
     def gating(self, input: Tensor) -> Tensor:  # [n, 1, c] -> [n, 1, E]
         return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[n, 1, E] logits -> [n, E] weights, 0 for experts that were not chosen, and [n, E] whether they were."""
-        logits = self.apply_z_loss(logits.flatten(0, 1))
+        """[n, 1, E] logits -> [n, E] weights, 0 for experts that were not chosen, and [n, E] whether they were.
+
+        What Megatron passes on as `padding_mask` is here [n, G], which group of tokens each belongs to (`balance.py`).
+        """
+        logits = logits.flatten(0, 1)
         weights, experts = choose_experts(logits, self.moe, self.expert_bias)
         probs = torch.zeros_like(logits).scatter(-1, experts, weights)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, experts, True)
-        self._apply_expert_bias(chosen)
+        if self.attach is not None and padding_mask is not None and torch.is_grad_enabled():  # not in a pass that is made again
+            probs = self.attach(probs, logits, chosen, padding_mask)
         return probs, chosen
 
 

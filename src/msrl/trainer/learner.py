@@ -23,6 +23,7 @@ from msrl.checkpoint.weights import WeightSource
 from msrl.models.shape import Shape
 from msrl.platforms import resolve
 from msrl.trainer import groups, megatron, optimizer_state, pipeline
+from msrl.trainer.balance import ExpertBalance
 from msrl.trainer.batches import filler
 from msrl.trainer.device_batch import DeviceBatch, to_device
 from msrl.trainer.guard import GradientGuard
@@ -62,11 +63,14 @@ class Learner:
         self.running = last_chunk(pipeline.chunks_of(self.model))  # of the model whose pass is under way
         self.wrapped: list[DistributedDataParallel] | None = None
         self.adapters: Adapters | None = None
+        self.balance: ExpertBalance | None = None
         self.guard = GradientGuard(settings.max_skipped, settings.bad_batch_dir, rank)
         if settings.optimizer:
             megatron.freeze(self.model, self.shape, self.layout, settings.freeze)
             if settings.lora:
                 self.adapters = Adapters(self.model, self.shape, self.layout, self.coords, settings.lora, settings.seed)
+            if settings.balance and self.shape.moe:
+                self.balance = ExpertBalance(settings.balance, self.shape.moe, self.model, self.device)
             self.wrapped = megatron.wrap(self.model, self.platform)
             self.optimizer = build_optimizer(self.wrapped, settings.optimizer, is_bf16=self.dtype == torch.bfloat16)
         self.host = HostMemory(self._restful(), forgotten=frozenset({"grads"}))
@@ -135,6 +139,8 @@ class Learner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.model.train()
+        if self.balance is not None:
+            self.balance.begin(micro_batches)
         sums = self.run(self.wrapped, micro_batches, finish, forward_only=False, gives_hidden=gives_hidden, references=references)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -145,7 +151,8 @@ class Learner:
             self.host.need("optimizer")
             self.optimizer.step_with_ready_grads()
             self.host.rest("optimizer")
-        return {**self.reduce(sums, num_tokens), "grad_norm": grad_norm, "lr": lr, "skipped": float(is_skipped)}
+        balance = self.balance.end(is_skipped=is_skipped) if self.balance is not None else {}
+        return {**self.reduce(sums, num_tokens), **balance, "grad_norm": grad_norm, "lr": lr, "skipped": float(is_skipped)}
 
     def run(
         self,
@@ -173,7 +180,8 @@ class Learner:
             number, micro_batch = next(batches)
             batch = to_device(micro_batch, self.rotary, self.device, cp=self.layout.cp, multiple=self.sequence_multiple)
             batch = replace(batch, reference=references.get(id(micro_batch)))
-            output = module(batch.tokens, None, None, packed_seq_params=batch.packed, loss_mask=batch.mask)
+            members = self.balance.members(micro_batch, batch.packed) if self.balance is not None and not forward_only else None
+            output = module(batch.tokens, None, None, packed_seq_params=batch.packed, loss_mask=batch.mask, padding_mask=members)
             return output, functools.partial(self._finish, finish if number < len(micro_batches) else _nothing, batch)
 
         with torch.set_grad_enabled(not forward_only):

@@ -30,12 +30,21 @@ class PolicyModel(GPTModel):
             self.rm_head = _score_head(self.config)
         self.gives_hidden = False  # in place of logits: for `chunked_logprobs`
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None = None, **kwargs: Any) -> Any:
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        decoder_input: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`padding_mask` is what `balance.py` says of this rank's tokens, for the layers; Megatron's own would cut it like tokens."""
         scale = self._shape.embedding_scale
         if scale != 1 and self.pre_process and decoder_input is None:
             embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
             decoder_input = embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)  # rounded like the weights
-        return super()._preprocess(input_ids, position_ids, decoder_input, **kwargs)  # pyright: ignore[reportArgumentType]
+        found = super()._preprocess(input_ids, position_ids, decoder_input, **kwargs)  # pyright: ignore[reportArgumentType]
+        return (*found[:5], padding_mask, *found[6:])
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, loss_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         if not self.post_process:

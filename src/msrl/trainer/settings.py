@@ -81,6 +81,16 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Balance:
+    """What keeps experts in use (`trainer/balance.py`); the coefficients multiply each layer's loss."""
+
+    aux_loss_coef: float = 0.0
+    over: Literal["sequence", "micro_batch"] = "sequence"  # the tokens among which the load is to be balanced
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """What every rank of a training run is told. `optimizer` None: forward passes only."""
 
@@ -101,6 +111,7 @@ class WorkerSettings:
     recompute: Recompute | None = None
     lora: Lora | None = None
     chunk: int | None = None  # positions whose logits exist at once; None: those of a micro-batch
+    balance: Balance | None = None
     offload: frozenset[str] = frozenset()  # of "optimizer", "grads", "params": what waits on the host
     critic: CriticSettings | None = None
     chat: ChatFormat | None = None  # how the model will have learnt to be asked; its checkpoints say so
@@ -118,5 +129,5 @@ class WorkerSettings:
         folder = self.bad_batch_dir / "critic" if self.bad_batch_dir else None
         return replace(
             self, model=critic.model, hf_dir=critic.hf_dir, optimizer=critic.optimizer, bad_batch_dir=folder,
-            iteration=None, reference=None, freeze=(BIAS,), lora=None, chunk=None, critic=None, reward_models={},
+            iteration=None, reference=None, freeze=(BIAS,), lora=None, chunk=None, balance=None, critic=None, reward_models={},
         )  # fmt: skip

@@ -17,7 +17,7 @@ from msrl.models.families import load_shape
 from msrl.platforms.base import Platform
 from msrl.trainer.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
-from msrl.trainer.settings import CriticSettings, Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
+from msrl.trainer.settings import Balance, CriticSettings, Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
 from msrl.types import ChatFormat, DatasetManifest
 from msrl.workflows.best import Best
 
@@ -144,6 +144,7 @@ def worker_settings(
         max_skipped=config.train.max_skipped,
         bad_batch_dir=run_path(config).absolute() / "bad_batch",
         recompute=_recompute(config),
+        balance=_balance(config),
         lora=_lora(config),
         chunk=config.train.chunk,
         offload=frozenset(kind for kind, is_on in config.train.offload.model_dump().items() if is_on),
@@ -179,6 +180,13 @@ def adapted_base(config: Config) -> Path | None:
 def _lora(config: Config) -> Lora | None:
     asked = config.train.lora
     return None if asked.rank is None else Lora(asked.rank, asked.alpha, asked.targets, asked.dropout)
+
+
+def _balance(config: Config) -> Balance | None:
+    asked, shape = config.train.router, model_shape(config)
+    coef = asked.aux_loss_coef if asked.aux_loss_coef != "model" else shape and shape.moe and shape.moe.aux_loss_coef
+    balance = Balance(coef or 0.0, asked.aux_loss_over, asked.z_loss_coef, asked.bias_update_rate)
+    return balance if balance.aux_loss_coef or balance.z_loss_coef or balance.bias_update_rate else None
 
 
 def _recompute(config: Config) -> Recompute | None:

@@ -71,6 +71,23 @@ class OffloadConfig(Section):
     params: Bool = Field(default=False, description="Weights of policy and reference, while train-grpo generates")
 
 
+class RouterConfig(Section):
+    """What keeps the experts of a mixture in use; each layer of experts adds its own, and padding counts for nothing."""
+
+    aux_loss_coef: NonNegative | Literal["model"] = Field(
+        default=0.0, description="Times the load-balancing loss; model: config.json's router_aux_loss_coef or aux_loss_alpha; 0 is off"
+    )
+    aux_loss_over: Literal["sequence", "micro_batch"] = Field(
+        default="sequence",
+        description="Tokens whose load is balanced: of each sequence, whatever it is packed with, or of all that share a pass on a rank",
+    )
+    z_loss_coef: NonNegative = Field(default=0.0, description="Times the mean square of log sum exp of the router's logits; 0 is off")
+    bias_update_rate: NonNegative = Field(
+        default=0.0,
+        description="What the bias of an expert moves by after an update, up where it had fewer tokens than the mean; 0 is off",
+    )
+
+
 class LoraConfig(Section):
     """Adapters that are trained in place of the model."""
 
@@ -100,6 +117,7 @@ class TrainConfig(Section):
     )
     recompute: RecomputeConfig = Field(default=RecomputeConfig(), description="Activations that are made again instead of kept")
     offload: OffloadConfig = Field(default=OffloadConfig(), description="What waits in the machine's memory while it is not needed")
+    router: RouterConfig = Field(default=RouterConfig(), description="What keeps the experts of a mixture in use")
     lora: LoraConfig = Field(default=LoraConfig(), description="Adapters that are trained in place of the model")
     freeze: tuple[Text, ...] = Field(
         default=(), description="Parameters that are not trained: patterns (* and ?) of their Hugging Face or Megatron names"

@@ -1,0 +1,67 @@
+"""What is asked of mixtures of experts and their adapters is refused by name where the model has no such thing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from config_inputs import TRAINING, make_data
+from families import QWEN2
+from mixture_families import DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
+from msrl.config.loader import load
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape
+
+MODELS = {"qwen3 moe": {**QWEN3_MOE, "router_aux_loss_coef": 0.001}, "deepseek v3": DEEPSEEK_V3, "gpt-oss": GPT_OSS}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    make_data(tmp_path / "data")
+    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
+    return tmp_path
+
+
+def test_what_a_mixture_takes_passes(folder: Path):
+    router = ["train.router.aux_loss_coef=model", "train.router.aux_loss_over=micro_batch", "train.router.z_loss_coef=0.001"]
+    assert load(["sft.yaml"], ["model.path=qwen3 moe", *router], command="train-sft").config.train.router.aux_loss_coef == "model"
+    moe = load_shape(folder / "qwen3 moe").moe
+    assert moe is not None and moe.aux_loss_coef == 0.001
+    adapted = ["train.lora.rank=4", "train.lora.targets=[linear_q_up_proj, kv_b_proj, o_proj]"]
+    load(["sft.yaml"], ["model.path=deepseek v3", *adapted], command="train-sft")
+    load(["sft.yaml"], ["model.path=deepseek v3", "train.router.bias_update_rate=0.001"], command="train-sft")
+
+
+@pytest.mark.parametrize(
+    ("model", "sets", "message"),
+    [
+        ("qwen3 moe", ["train.router.bias_update_rate=0.1"], "train.router.bias_update_rate=0.1: the model's experts have no biases"),
+        ("qwen3 moe", ["train.router.aux_loss_over=micro_batch"], "has no effect without train.router.aux_loss_coef"),
+        ("gpt-oss", ["train.router.aux_loss_coef=model"], "config.json has no router_aux_loss_coef or aux_loss_alpha; set a number"),
+        (
+            "deepseek v3",
+            ["train.router.bias_update_rate=0.1", "train.lora.rank=4", "train.lora.targets=[o_proj]"],
+            "biases are of the model, which train.lora does not change",
+        ),
+        ("qwen3 moe", ["train.lora.rank=4", "train.lora.targets=[up_proj]"], "up_proj names layers of experts"),
+        ("deepseek v3", ["train.lora.rank=4", "train.lora.targets=[linear_fc1]"], "linear_fc1 names layers of experts"),
+        ("deepseek v3", ["train.lora.rank=4", "train.lora.targets=[q_a_proj]"], "linear_qkv.weight, which every rank holds whole"),
+        ("gpt-oss", ["train.lora.rank=4", "train.lora.targets=[router]"], "router.weight, which every rank holds whole"),
+    ],
+)
+def test_what_a_mixture_does_not_have_is_refused_before_launch(folder: Path, model: str, sets: list[str], message: str):
+    with pytest.raises(MsrlError, match=message.replace(".", r"\.")):
+        load(["sft.yaml"], [f"model.path={model}", *sets], command="train-sft")
+
+
+def test_a_dense_model_has_no_router(folder: Path):
+    (folder / "qwen3 moe" / "config.json").write_text(json.dumps(QWEN2))
+    for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+        with pytest.raises(MsrlError, match=rf"train\.router\.{key}=0\.1: the model has no mixture of experts; leave it out"):
+            load(["sft.yaml"], ["model.path=qwen3 moe", f"train.router.{key}=0.1"], command="train-sft")
