@@ -82,6 +82,13 @@ def test_a_flag_of_mindspeeds_is_answered_with_the_command_that_reads_its_script
         assert ("msrl config import --from mindspeed-llm" in capsys.readouterr().err) is is_known
 
 
+def test_a_plan_shows_of_the_items_of_a_list_what_is_set():
+    from msrl.config.schema import RewardSource
+    from msrl.config.show import flow
+
+    assert flow((RewardSource(verifier="acc", weight=0.5),)) == "[{verifier: acc, weight: 0.5}]"
+
+
 def test_help_in_a_fresh_process_is_quick_and_imports_nothing_heavy():
     program = (
         "import sys\n"

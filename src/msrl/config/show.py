@@ -43,9 +43,9 @@ def _key(name: str) -> str:
 
 
 def flow(value: Any) -> str:
-    """A value on one line, readable by every YAML parser (1e-05 is text to many, 1.0e-05 a number to all)."""
+    """A value on one line, readable by every YAML parser (1e-05 is text to many, 1.0e-05 a number to all); of a section what is set."""
     if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
+        value = value.model_dump(mode="json", exclude_defaults=True)
     if isinstance(value, dict):
         entries = cast("Mapping[str, Any]", value)
         return "{" + ", ".join(f"{_key(key)}: {flow(child)}" for key, child in entries.items()) + "}"
