@@ -15,6 +15,7 @@ import parity_ranks
 import reference_models
 import tiny_qwen2
 from families import FAMILIES
+from mixture_families import QWEN3_MOE
 from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
@@ -66,3 +67,23 @@ def test_the_engine_has_the_logprobs_of_the_reference(tmp_path: Path, name: str)
         picked = exact.gather(-1, torch.from_numpy(row[1:])[:, None])[:, 0].numpy()
         np.testing.assert_allclose(logprobs, picked, rtol=0, atol=1e-4)
         start += len(row)
+
+
+@pytest.mark.slow
+def test_experts_that_are_pushed_into_the_engine_are_those_that_it_answers_with(tmp_path: Path) -> None:
+    """An engine of random weights gets those of a Qwen3 mixture twice, as it does after every update."""
+    config = {**QWEN3_MOE, "hidden_size": 128, "vocab_size": tiny_qwen2.VOCAB_SIZE}
+    weights = families.weights(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tiny_qwen2.make_tokenizer().save_pretrained(tmp_path)
+    ids = parity_ranks.sequences(190)
+    logits = torch.from_numpy(np.asarray(transformers_logits(tmp_path, ids))).double().log_softmax(-1)
+    labels = torch.from_numpy(np.concatenate([np.append(row[1:], 0) for row in ids]))
+    exact = logits.gather(-1, labels[:, None])[:, 0].split([len(row) for row in ids])
+    engine = VllmEngine(EngineSettings(tmp_path, dtype="float32", max_model_len=64, max_num_seqs=4, random_weights=True), get("cpu"))
+    for _ in range(2):
+        engine.load_weights(weights.items())
+        for found, row in zip(engine.score(ids), exact, strict=True):
+            np.testing.assert_allclose(found, row[:-1].numpy(), rtol=0, atol=1e-4)
+    engine.close()

@@ -51,12 +51,21 @@ class WeightReceiver:
 
     def receive_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load Hugging Face weights in place and prepare them as at the start."""
+        _unpack_experts(self.model_runner.get_model())
         self.model_runner.reload_weights(weights_iterator=tensors)
         _repack_tied_head(self.model_runner.get_model())
 
     def receive_weight_files(self, folder: str, expected: Sequence[str]) -> None:
         """The same from the safetensors files in `folder`."""
         self.receive_weights(checked_weights(_read_files(Path(folder)), frozenset(expected)))
+
+
+def _unpack_experts(model: Any) -> None:
+    """On CPU experts are packed when their kernel is made; a reload that finds one takes plain weights for packed: make it anew."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None
 
 
 def _repack_tied_head(model: Any) -> None:
