@@ -36,14 +36,14 @@ def write_examples(prefix: Path, num_rows: int) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The folder of three trainings at TP 2 that save every step: left alone, killed in the foreground's saves, in the background's."""
+    """Three trainings at TP 2 on packed rows that save every step: left alone, killed in the foreground's saves, in the background's."""
     folder = tmp_path_factory.mktemp("killed")
     save_model(folder / "hf", tied=True, positions=64)
-    write_examples(folder / "data", 50)
+    write_examples(folder / "data", 120)
     settings = {
         "run": {"dir": str(folder / "runs")},
         "model": {"path": str(folder / "hf"), "dtype": "bfloat16"},
-        "data": {"train": str(folder / "data")},
+        "data": {"train": str(folder / "data"), "pack": True, "seq_length": 32},
         "cluster": {"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 60.0},
         "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 4, "parallel": {"tp": 2}, "optimizer": {"lr": 1e-3}},
         "checkpoint": {"keep": 3},
