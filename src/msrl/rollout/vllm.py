@@ -63,7 +63,7 @@ class WeightReceiver:
 def _unpack_experts(model: Any) -> None:
     """On CPU experts are packed when their kernel is made; a reload that finds one takes plain weights for packed: make it anew."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
             method.moe_kernel = None
 
