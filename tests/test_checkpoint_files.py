@@ -29,7 +29,7 @@ from msrl.checkpoint.files import staged_folder
 from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.hf import HfCheckpoint, copy_sidecars
 from msrl.checkpoint.hf_writer import HfWriter
-from msrl.checkpoint.names import local_name, te_name
+from msrl.checkpoint.names import Naming, entries, local_name
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_file import Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of
 from msrl.checkpoint.torch_writer import TorchWriter
@@ -263,10 +263,15 @@ def test_missing_and_strange_ranks_are_named(tmp_path: Path) -> None:
 
 
 def test_names_of_transformer_engine_and_local_spec_are_each_others() -> None:
-    local = "decoder.layers.11.pre_mlp_layernorm.weight"
-    assert te_name(local) == "decoder.layers.11.mlp.linear_fc1.layer_norm_weight"
-    assert local_name(te_name(local)) == local
-    assert te_name("decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
+    local = ["decoder.layers.11.pre_mlp_layernorm.weight", "decoder.final_layernorm.weight"]
+    stored = [entry.name for entry in entries(local, Naming(te=True))]
+    assert stored == ["decoder.layers.11.mlp.linear_fc1.layer_norm_weight", "decoder.final_layernorm.weight"]
+    assert [local_name(name) for name in stored] == local
+
+
+def test_names_of_transformer_engine_keep_the_norm_before_latent_attention() -> None:
+    names = [f"decoder.layers.3.{rest}" for rest in ("input_layernorm.weight", "self_attention.linear_kv_up_proj.weight")]
+    assert [entry.name for entry in entries(names, Naming(te=True))] == names
 
 
 # --- Hugging Face folders -------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from msrl.checkpoint.torch_file import Pieces, TensorSpec
 _LAYER = r"(?P<layer>(?:model\d+\.)?decoder\.layers\.\d+\.)"
 _PARAMETER = re.compile(_LAYER + r"(?P<rest>.+)")
 _EXPERT = re.compile(_LAYER + r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)")
+_LATENT = re.compile(_LAYER + r"self_attention\.linear_kv_up_proj\.weight")
 _TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 _TE_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -52,15 +53,21 @@ class Entry:
 def entries(names: Iterable[str], naming: Naming) -> list[Entry]:
     """What a file has for a rank's tensors, given by our names, in their order; fused experts come after the last of their layer."""
     names = list(names)
-    mixtures = {match["layer"] for name in names if (match := _EXPERT.fullmatch(name))}
+    alone = _norms_alone(names)
     fused = _fused(names) if naming.grouped and not naming.te else {}
     found: list[Entry] = []
     for name in names:
         if fused and _EXPERT.fullmatch(name):
             found += fused.pop(name, [])
         else:
-            found.append(Entry(_file_name(name, naming, mixtures), (name,)))
+            found.append(Entry(_file_name(name, naming, alone), (name,)))
     return found
+
+
+def _norms_alone(names: Iterable[str]) -> set[str]:
+    """Norms that Transformer Engine does not fuse with a linear layer: what follows them is a router, or the latents of an attention."""
+    routers = {f"{match['layer']}pre_mlp_layernorm.weight" for name in names if (match := _EXPERT.fullmatch(name))}
+    return routers | {f"{match['layer']}input_layernorm.weight" for name in names if (match := _LATENT.fullmatch(name))}
 
 
 def _fused(names: Iterable[str]) -> dict[str, list[Entry]]:
@@ -78,23 +85,16 @@ def _fused(names: Iterable[str]) -> dict[str, list[Entry]]:
     }
 
 
-def _file_name(name: str, naming: Naming, mixtures: set[str]) -> str:
-    """The name in a file of a tensor that is not fused."""
+def _file_name(name: str, naming: Naming, alone: set[str]) -> str:
+    """The name in a file of a tensor that is not fused. `alone`: norms that keep their names."""
     match = _PARAMETER.fullmatch(name)
-    if match is None or not naming.te:
+    if match is None or not naming.te or name in alone:
         return name
     layer, rest = match["layer"], match["rest"]
-    if rest.startswith("pre_mlp_layernorm.") and layer in mixtures:
-        return name  # Transformer Engine fuses this norm with a linear layer, and a router follows here
     expert = _EXPERT.fullmatch(name)
     if expert and naming.grouped:
         return f"{layer}mlp.experts.{expert['linear']}.{expert['kind']}{expert['number']}"
     return layer + _TE_NORMS.get(rest, rest)
-
-
-def te_name(name: str) -> str:
-    """Transformer Engine's name of a dense layer's tensor: it keeps a layer's norms inside the linear layers that follow them."""
-    return _file_name(name, Naming(te=True), set())
 
 
 def local_name(name: str) -> str:
