@@ -59,14 +59,14 @@ def test_the_readme_names_every_folder_and_names_none_that_is_not_there() -> Non
     assert tree is not None
     named = set(re.findall(r"^ {2,4}([\w.]+/)", tree[1], re.M))
     packages = {f"{path.name}/" for path in (ROOT / "src" / "msrl").iterdir() if (path / "__init__.py").exists()}
-    top = {"src/", "tests/", "templates/", "examples/", "benchmarks/", ".ci/"}
+    top = {"src/", "tests/", "templates/", "examples/", "benchmarks/", "docs/", ".ci/"}
     assert named == packages | top
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    for file in ("README.md", "CONTRIBUTING.md"):
+def test_links_of_documents_lead_somewhere() -> None:
+    for file in ("README.md", "CONTRIBUTING.md", "docs/reinforcement.md", "benchmarks/README.md"):
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / file).read_text()):
-            assert (ROOT / target).exists(), f"{file} links to {target}"
+            assert ((ROOT / file).parent / target).exists(), f"{file} links to {target}"
 
 
 def test_the_licence_is_apache_2() -> None:
