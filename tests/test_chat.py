@@ -135,6 +135,7 @@ class Terminal:
     def __init__(self, arguments: list[str], code: str = COMMAND) -> None:
         self.child, self.master = pty.fork()
         if self.child == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # as a shell in a terminal has it, whatever these tests were started with
             os.execv(sys.executable, [sys.executable, "-c", code, *arguments])
         self.seen = ""
 

@@ -159,7 +159,7 @@ def test_a_harmful_file_is_refused_by_name_and_runs_nothing(tmp_path: Path, plac
     assert (tmp_path / "proof").exists()  # the file does do harm to a reader that trusts it
 
 
-@pytest.mark.parametrize("function", [eval, getattr, torch.load, print, __import__])
+@pytest.mark.parametrize("function", [eval, getattr, torch.load, sum, __import__])
 def test_functions_are_not_values_of_a_checkpoint(tmp_path: Path, function: Any) -> None:
     torch.save({"args": function}, tmp_path / "file.pt")
     with pytest.raises(MsrlError, match="no use for"):

@@ -222,7 +222,7 @@ def test_what_is_wrong_with_a_server_or_a_model_is_said_before(tmp_path):
         "must begin with http:// or https://",
         "options.batch and concurrency have to be 1 or more, retries and backoff_s 0 or more",
     ]
-    assert found[2] == "holds no config.json; give the folder of a Hugging Face model"
+    assert found[2] == "holds no config.json; give the folder of a Hugging Face model or, with engine: megatron, an mcore checkpoint"
     assert found[3] == "is Qwen2ForCausalLM, no model with a scalar head (...ForSequenceClassification)"
     assert found[4] == "not an option here; did you mean 'batch'?"
     assert "integer" in found[5]

@@ -51,7 +51,7 @@ class RewardModel:
         """What is wrong with the model's folder or these options."""
         config = Path(path) / "config.json"
         if not config.is_file():
-            return "holds no config.json; give the folder of a Hugging Face model, or engine: megatron an mcore checkpoint"
+            return "holds no config.json; give the folder of a Hugging Face model or, with engine: megatron, an mcore checkpoint"
         architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or ["none"]
         if not any("SequenceClassification" in name for name in architectures):
             return f"is {architectures[0]}, no model with a scalar head (...ForSequenceClassification)"
