@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
+_THREADS_PER_CORE = 2  # two writers of one file wait for each other, and a core would too
 
 
 def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Run the jobs on a thread per core; their results in order. The first failure is raised, and what has not begun by then never does."""
-    with ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
+    """Run the jobs on two threads per core; their results in order. The first failure is raised, and what has not begun by then never does."""
+    with ThreadPoolExecutor(max(1, min(len(jobs), _THREADS_PER_CORE * (os.cpu_count() or 1)))) as pool:
         futures = [pool.submit(job) for job in jobs]
         try:
             return [future.result() for future in futures]
