@@ -5,6 +5,7 @@ Imported by rank processes after `platform.prepare()`, by name (`training_ranks:
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -110,6 +111,7 @@ def main(context: RankContext, cases: list[Any]) -> None:
             result = does[type(case)](context, case, f"{context.init_method}-{number}")
             if context.rank == 0:
                 context.report(result)
+            gc.collect()  # models hold themselves, and with them the threads and sockets of a case's process groups
 
 
 def _train(context: RankContext, case: Case, init_method: str) -> Result:

@@ -233,5 +233,14 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
     return wrapped
 
 
+def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """End the training of what `wrap` gave: its hooks hold it by way of autograd's nodes, where no garbage collector sees it."""
+    for chunk in wrapped:
+        for node in cast("list[Any]", chunk.grad_accs):
+            hooks = node.register_hook(lambda *gradients: None).hooks_dict_ref()  # all of the node's
+            hooks.clear()
+        chunk.grad_accs = []
+
+
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)

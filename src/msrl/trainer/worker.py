@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msrl.platforms import resolve
-from msrl.trainer import groups, pipeline
+from msrl.trainer import groups, megatron, pipeline
 from msrl.trainer.chunked import chunked_logprobs
 from msrl.trainer.critic import Critic
 from msrl.trainer.device_batch import DeviceBatch, spread
@@ -161,4 +161,8 @@ class TrainWorker(Learner):
         return bool(said.item())
 
     def close(self) -> None:
+        """Leave the process groups; their threads and sockets go with the last model that knows them."""
+        for learner in (self, self.critic):
+            if learner is not None and learner.wrapped is not None:
+                megatron.unwrap(learner.wrapped)
         groups.shutdown()
