@@ -12,7 +12,7 @@ _THREADS_PER_CORE = 2  # two writers of one file wait for each other, and a core
 
 
 def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Run the jobs on two threads per core; their results in order. The first failure is raised, and what has not begun by then never does."""
+    """Run the jobs on two threads per core; their results in order. The first failure is raised, what has not begun by then never does."""
     with ThreadPoolExecutor(max(1, min(len(jobs), _THREADS_PER_CORE * (os.cpu_count() or 1)))) as pool:
         futures = [pool.submit(job) for job in jobs]
         try:
