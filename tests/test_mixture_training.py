@@ -170,14 +170,19 @@ def test_losses_are_those_of_transformers_with_adamw(results: dict[str, Result],
 
 
 def _assert_same(found: Result, whole: Result, steps: slice = slice(None)) -> None:
-    """Losses to 1e-5, gradient norms to 1e-4, weights to 2e-5 of their own norm: AdamW enlarges rounding errors."""
+    """Losses to 1e-5, gradient norms to 1e-4, weights to 2e-5 of their own norm: AdamW enlarges rounding errors.
+
+    One element in 5,000 may stray by the steps' own size: where a gradient is next to 0, rounding decides where AdamW goes.
+    """
     np.testing.assert_allclose(_losses(found), _losses(whole)[steps], rtol=1e-5)
     norms = [[report["grad_norm"] for report in result.reports] for result in (found, whole)]
     np.testing.assert_allclose(norms[0], norms[1][steps], rtol=1e-4)
     assert {name for name in found.weights if not name.startswith("critic.")} == whole.weights.keys()
     for name, value in whole.weights.items():
-        distance = np.linalg.norm(found.weights[name] - value) / max(np.linalg.norm(value), 1e-30)
+        apart = np.sort(np.abs(found.weights[name] - value).ravel())
+        distance = np.linalg.norm(apart[: -max(1, apart.size // 5000)]) / max(np.linalg.norm(value), 1e-30)
         assert distance < 2e-5, (name, distance)
+        assert apart[-1] < 2 * sum(report["lr"] for report in whole.reports), (name, apart[-1])
 
 
 @pytest.mark.parametrize(("name", "layout"), USUAL)
