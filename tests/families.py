@@ -158,11 +158,15 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
 
 def save_models(root: Path, rows: Mapping[str, Family]) -> dict[str, Path]:
     """A small random model of each row as a Hugging Face folder."""
-    for name, family in rows.items():
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(family.config))
-        save_file(weights(family.config), root / name / "model.safetensors", metadata={"format": "pt"})
-    return {name: root / name for name in rows}
+    return {name: save_model(root / name, family.config) for name, family in rows.items()}
+
+
+def save_model(folder: Path, config: dict[str, Any]) -> Path:
+    """A small random model as a Hugging Face folder, which may be there."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def _vision_weights(config: dict[str, Any]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import families
 from dist_ranks import Case
@@ -44,11 +44,7 @@ SOME = (*RANKS, "chatglm 2", "gemma 2")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small random model of each row as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("dist")
-    for name in SOME:
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(ROWS[name].config))
-        save_file(families.weights(ROWS[name].config), root / name / "model.safetensors", metadata={"format": "pt"})
-    return {name: root / name for name in SOME}
+    return families.save_models(root, {name: ROWS[name] for name in SOME})
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import families
@@ -54,11 +52,7 @@ ATTENTION = Lora(4, 8.0, ("linear_q_up_proj", "kv_b_proj", "o_proj"))
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small random model of each as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("mixtures")
-    for name, config in MODELS.items():
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(config))
-        save_file(families.weights(config), root / name / "model.safetensors", metadata={"format": "pt"})
-    return {name: root / name for name in MODELS}
+    return {name: families.save_model(root / name, config) for name, config in MODELS.items()}
 
 
 def _bases(folders: dict[str, Path]) -> dict[str, Case]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import families
 from mixture_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
@@ -62,11 +61,7 @@ ALSO_COMPARED = (
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small random model of each as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("mixtures")
-    for name, config in MODELS.items():
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(config))
-        save_file(families.weights(config), root / name / "model.safetensors", metadata={"format": "pt"})
-    return {name: root / name for name in MODELS}
+    return {name: families.save_model(root / name, config) for name, config in MODELS.items()}
 
 
 def _row(name: str, layout: str, folders: dict[str, Path]) -> Case:
@@ -228,10 +223,9 @@ def test_train_sft_spreads_experts_as_it_is_told(tmp_path: Path, folders: dict[s
     save_model(tmp_path / "hf", tied=False, positions=256)  # for its tokenizer
     vocab = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
     config = {**MODELS["qwen3 moe"], "vocab_size": vocab}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     for file in (tmp_path / "hf").glob("*.safetensors*"):
         file.unlink()
-    save_file(families.weights(config), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    families.save_model(tmp_path / "hf", config)
     rows = [json.dumps({"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)}) for i in range(16)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
     arguments = ["preprocess", "--input", str(tmp_path / "data.jsonl"), "--tokenizer", str(tmp_path / "hf"), "--handler", "alpaca"]

@@ -28,8 +28,7 @@ def _save(folder: Path, name: str) -> tuple[Path, dict]:
     config = {**FAMILIES[name].config, "hidden_size": 128}
     config |= {key: 32 for key in ("head_dim", "kv_channels") if key in config}
     config |= {key: tiny_qwen2.VOCAB_SIZE for key in ("vocab_size", "padded_vocab_size") if key in config}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(families.weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    families.save_model(folder, config)
     tiny_qwen2.make_tokenizer().save_pretrained(folder)
     return folder, config
 

@@ -23,7 +23,18 @@ from msrl.models.cut import Coords, Cut
 from msrl.trainer import optimizer_state
 from msrl.trainer.megatron import named_weights
 from msrl.trainer.resume import KEEP_ALL, Retention, SavedTraining
-from msrl.trainer.saving import WEIGHT, Part, Publication, SavedModel, Weights, critic_file, optimizer_file, prepare_folders, random_file
+from msrl.trainer.saving import (
+    WEIGHT,
+    Part,
+    Publication,
+    SavedModel,
+    Weights,
+    beginning,
+    critic_file,
+    optimizer_file,
+    prepare_folders,
+    random_file,
+)
 
 _TRACKED = "tracked."
 
@@ -154,7 +165,7 @@ def _restore_random(saved: SavedTraining) -> None:
     if path.is_file():
         with safe_open(path, "pt") as file:
             torch.set_rng_state(file.get_tensor("rng"))
-            tracked = _beginning(file, _TRACKED)
+            tracked = beginning(file, _TRACKED)
         if tracked:
             tracker: Any = tensor_parallel.get_cuda_rng_tracker()
             tracker.set_states(tracked)
@@ -167,14 +178,9 @@ def _random_states() -> dict[str, Tensor]:
     return {"rng": torch.get_rng_state(), **{_TRACKED + name: state.cpu().clone() for name, state in tracked.items()}}
 
 
-def _beginning(file: Any, prefix: str) -> dict[str, Tensor]:
-    """The tensors of an open safetensors file whose names begin with `prefix`, by what follows it."""
-    return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118 - no mapping
-
-
 def _of_kind(learner: Learner, cut: Cut, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
     """What one rank's file has of a kind; what has no state (frozen parameters, biases of experts) as zeros that take no memory."""
-    found = _beginning(file, f"{kind}.")
+    found = beginning(file, f"{kind}.")
     if not learner.settings.freeze and not (learner.shape.moe and learner.shape.moe.expert_bias):
         return found
     planned = rank_plan(learner.shape, cut, at, learner.shape.padded_vocab_size(cut.tp)).tensors

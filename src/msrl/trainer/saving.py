@@ -50,8 +50,12 @@ def critic_file(at: Coords) -> str:
 def critic_weights(folder: Path, at: Coords) -> dict[str, Tensor]:
     """The weights of the critic in a rank's file, by name; views of the file."""
     with safe_open(folder / critic_file(at), "pt") as file:
-        kept = [name for name in file.keys() if name.startswith(f"{WEIGHT}.")]  # noqa: SIM118 - no mapping
-        return {name.removeprefix(f"{WEIGHT}."): file.get_tensor(name) for name in kept}
+        return beginning(file, f"{WEIGHT}.")
+
+
+def beginning(file: Any, prefix: str) -> dict[str, Tensor]:
+    """The tensors of an open safetensors file whose names begin with `prefix`, by what follows it."""
+    return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118 - no mapping
 
 
 def random_file(rank: int) -> str:
