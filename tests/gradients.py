@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from msrl.checkpoint import layouts
-from msrl.models.rules import Replicated
+from msrl.models.rules import Layout, Replicated
 from msrl.models.stages import stage_tensors
 from msrl.trainer import groups, lora
 from msrl.trainer.megatron import named_weights
 from msrl.trainer.optimizer_state import _owned, trained
-from msrl.trainer.weights import _gathered, export
+from msrl.trainer.weights import _experts_by_name, _gathered, export
 
 if TYPE_CHECKING:
     from msrl.trainer.worker import TrainWorker
@@ -31,7 +32,9 @@ def whole_gradients(worker: TrainWorker) -> dict[str, Tensor]:
 
 
 def assert_copies_are_alike(worker: TrainWorker) -> None:
-    """What tensor-parallel ranks hold whole is the same to the bit on all of them; a wrong gradient of one would part them in silence."""
+    """What tensor-parallel ranks, and those of an expert, hold whole is the same to the bit on all of them; a wrong gradient of one would
+    part them in silence.
+    """
     weights = {**named_weights(worker.model), **(worker.adapters.named() if worker.adapters is not None else {})}
     copies = [
         each.name for each in stage_tensors(worker.shape, worker.layout, worker.coords) if isinstance(each.rule.unpacked[0], Replicated)
@@ -39,9 +42,9 @@ def assert_copies_are_alike(worker: TrainWorker) -> None:
     if worker.adapters is not None:
         parts = [(each, part) for each in worker.adapters.all for part in "AB"]
         copies += [each.name(part) for each, part in parts if isinstance(lora.factor_layout(each.placed.layout, part), Replicated)]
-    group: Any = groups.tp_group()
-    for name in copies if group.size() > 1 else ():
-        if ".local_experts." not in name:  # other experts on other ranks
+    for name in copies:
+        group: Any = parallel_state.get_expert_tensor_parallel_group() if ".local_experts." in name else groups.tp_group()
+        if group.size() > 1:
             first = weights[name].detach().clone()
             dist.broadcast(first, group_src=0, group=group)
             assert torch.equal(first, weights[name]), name
@@ -72,10 +75,22 @@ def _of_weights(worker: TrainWorker, own: dict[str, Tensor]) -> Iterator[tuple[s
 
 def _of_adapters(worker: TrainWorker, own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     adapters: Any = worker.adapters
+    elsewhere = _experts_by_name(worker)
     for adapted in adapters.all:
         for part in "AB":
             layout, gradient = lora.factor_layout(adapted.placed.layout, part), own[adapted.name(part)]
+            if adapted.placed.rule.expert is not None:
+                yield from _of_experts(worker, gradient, layout, [f"{rule.mcore} {part}" for rule in elsewhere[adapted.placed.name]])
+                continue
             is_whole = worker.layout.tp == 1 or isinstance(layout, Replicated)
             shards = [gradient] if is_whole else _gathered(gradient, groups.tp_group())
             if worker.stage_rank == 0:
                 yield f"{adapted.placed.rule.mcore} {part}", layouts.join(layout, shards)
+
+
+def _of_experts(worker: TrainWorker, gradient: Tensor, layout: Layout, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """A factor of one expert of this rank, and those that are in its place on the ranks of the other experts."""
+    size = worker.layout.etp_size
+    shards = _gathered(gradient, groups.expert_group())
+    for number, name in enumerate(names if worker.stage_rank == 0 else ()):
+        yield name, layouts.join(layout, shards[number * size : (number + 1) * size])

@@ -33,8 +33,11 @@ def test_what_a_mixture_takes_passes(folder: Path):
     assert load(["sft.yaml"], ["model.path=qwen3 moe", *router], command="train-sft").config.train.router.aux_loss_coef == "model"
     moe = load_shape(folder / "qwen3 moe").moe
     assert moe is not None and moe.aux_loss_coef == 0.001
-    adapted = ["train.lora.rank=4", "train.lora.targets=[linear_q_up_proj, kv_b_proj, o_proj]"]
-    load(["sft.yaml"], ["model.path=deepseek v3", *adapted], command="train-sft")
+    for model, targets in (
+        ("deepseek v3", "linear_q_up_proj, q_a_proj, o_proj, linear_fc1"),
+        ("qwen3 moe", "linear_qkv, up_proj, down_proj"),
+    ):
+        load(["sft.yaml"], [f"model.path={model}", "train.lora.rank=4", f"train.lora.targets=[{targets}]"], command="train-sft")
     load(["sft.yaml"], ["model.path=deepseek v3", "train.router.bias_update_rate=0.001"], command="train-sft")
 
 
@@ -49,10 +52,17 @@ def test_what_a_mixture_takes_passes(folder: Path):
             ["train.router.bias_update_rate=0.1", "train.lora.rank=4", "train.lora.targets=[o_proj]"],
             "biases are of the model, which train.lora does not change",
         ),
-        ("qwen3 moe", ["train.lora.rank=4", "train.lora.targets=[up_proj]"], "up_proj names layers of experts"),
-        ("deepseek v3", ["train.lora.rank=4", "train.lora.targets=[linear_fc1]"], "linear_fc1 names layers of experts"),
-        ("deepseek v3", ["train.lora.rank=4", "train.lora.targets=[q_a_proj]"], "linear_qkv.weight, which every rank holds whole"),
-        ("gpt-oss", ["train.lora.rank=4", "train.lora.targets=[router]"], "router.weight, which every rank holds whole"),
+        (
+            "qwen3 moe",
+            ["train.lora.rank=4", "train.lora.targets=[gate]"],
+            "gate decides which experts a token goes to, and gets no adapter",
+        ),
+        ("gpt-oss", ["train.lora.rank=4", "train.lora.targets=[router]"], "router decides which experts a token goes to"),
+        (
+            "gpt-oss",
+            ["train.lora.rank=4", "train.lora.targets=[linear_fc1]"],
+            "linear_fc1 has all experts of a layer in one Hugging Face tensor",
+        ),
     ],
 )
 def test_what_a_mixture_does_not_have_is_refused_before_launch(folder: Path, model: str, sets: list[str], message: str):

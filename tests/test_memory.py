@@ -114,6 +114,11 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
         {"more": {"lora": Lora(8, 16.0, ("linear_qkv", "linear_proj"))}},
         ("train.lora.rank=8", "train.lora.targets=[q_proj,k_proj,v_proj,linear_proj]"),
     ),
+    "adapters of experts": (
+        "mixture",
+        {"more": {"lora": Lora(8, 16.0, ("linear_proj", "linear_fc1", "linear_fc2"))}, "layout": Layout(tp=2, ep=2, etp=1, sp=True)},
+        ("train.parallel.etp=1", "train.lora.rank=8", "train.lora.targets=[o_proj,linear_fc1,linear_fc2]"),
+    ),
     "frozen": ("dense", {"more": {"freeze": ("*.mlp.*",)}}, ("train.freeze=['*.mlp.*']",)),
     "latent attention": ("latent attention", {}, ()),
     "capped scores and logits": ("capped", {}, ()),

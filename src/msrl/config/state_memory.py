@@ -49,8 +49,10 @@ def _held(config: Config, shape: Shape, stage: int) -> _Held:
     placed, lora = stage_tensors(shape, cut_of(config.train.parallel), Coords(pp=stage)), config.train.lora
     held = sum(_elements(one) for one in placed)
     if lora.rank is not None:
-        adapters = sum(_adapter_elements(one, lora.rank) for one in placed if is_layer(one.rule.mcore, one.rule.hf, lora.targets))
-        return _Held(held + adapters, adapters, 0)
+        adapted = [one for one in placed if is_layer(one.rule.mcore, one.rule.hf, lora.targets)]
+        adapters = sum(_adapter_elements(one, lora.rank) for one in adapted)
+        experts = sum(_adapter_elements(one, lora.rank) for one in adapted if one.rule.expert is not None)
+        return _Held(held + adapters, adapters - experts, experts)
     frozen = chosen(shape, config.train.freeze, key="train.freeze") if config.train.freeze else frozenset[str]()
     trained = [one for one in placed if one.rule.mcore not in frozen]
     experts = sum(_elements(one) for one in trained if one.rule.expert is not None)
@@ -59,8 +61,10 @@ def _held(config: Config, shape: Shape, stage: int) -> _Held:
 
 def _adapter_elements(placed: Placed, rank: int) -> int:
     """Elements of a layer's two factors on a rank: one of them is cut as the layer is, the other whole."""
-    rows, columns = sum(size[0] for size in placed.rule.shapes), placed.rule.shapes[0][1]
-    is_row = isinstance(placed.rule.layout, Sharded) and placed.rule.layout.axis == 1
+    rows, columns, layout = sum(size[0] for size in placed.rule.shapes), placed.rule.shapes[0][1], placed.rule.layout
+    if isinstance(layout, Replicated):
+        return rank * (rows + columns)
+    is_row = isinstance(layout, Sharded) and layout.axis == 1
     return rank * (rows + columns // placed.num_shards if is_row else rows // placed.num_shards + columns)
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from msrl.errors import MsrlError, nearest
 from msrl.models.families import all_rules, rules_for
-from msrl.models.rules import Replicated, Rule
+from msrl.models.rules import Packed, Rule
 from msrl.models.shape import Shape
 
 
@@ -32,10 +32,10 @@ def is_layer(mcore: str, hf: Iterable[str], targets: Collection[str]) -> bool:
 
 def check_layers(shape: Shape, targets: Iterable[str], *, key: str) -> None:
     """Raises MsrlError, which names the setting `key`, for a target that is no linear layer inside the model's layers, or one that gets
-    no adapter: those of experts, and those that every tensor-parallel rank holds whole (routers, the first of latent attention).
+    no adapter (`adapter_problem`).
     """
     rules = [rule for layer in rules_for(shape).layers for rule in layer if len(rule.shapes[0]) == 2]
-    problems = {name: problem for rule in rules if (problem := _problem(rule)) for name in _layer_names(rule)}
+    problems = {name: problem for rule in rules if (problem := adapter_problem(rule)) for name in _layer_names(rule)}
     layers = sorted({name for rule in rules for name in _layer_names(rule)} - problems.keys())
     for target in targets:
         if target in problems:
@@ -49,15 +49,13 @@ def _layer_names(rule: Rule) -> list[str]:
     return [name.split(".")[-2] for name in (rule.mcore, *rule.hf) if name.endswith(".weight")]
 
 
-def _problem(rule: Rule) -> str | None:
+def adapter_problem(rule: Rule) -> str | None:
     """Why a layer gets no adapter; None where it does."""
-    if rule.expert is not None:
-        return f"names layers of experts ({rule.mcore}), which get no adapters"
-    return (
-        f"names {rule.mcore}, which every rank holds whole, so that it gets no adapter"
-        if isinstance(rule.unpacked[0], Replicated)
-        else None
-    )
+    if rule.mcore.endswith("router.weight"):
+        return "decides which experts a token goes to, and gets no adapter"
+    if rule.expert is not None and isinstance(rule.layout, Packed):
+        return "has all experts of a layer in one Hugging Face tensor, for whose parts no adapter file has a name"
+    return None
 
 
 def _matches(names: Iterable[str], pattern: str) -> bool:

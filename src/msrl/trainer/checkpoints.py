@@ -181,7 +181,8 @@ def _random_states() -> dict[str, Tensor]:
 def _of_kind(learner: Learner, cut: Cut, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
     """What one rank's file has of a kind; what has no state (frozen parameters, biases of experts) as zeros that take no memory."""
     found = beginning(file, f"{kind}.")
-    if not learner.settings.freeze and not (learner.shape.moe and learner.shape.moe.expert_bias):
+    is_all_trained = not learner.settings.freeze and not (learner.shape.moe and learner.shape.moe.expert_bias)
+    if learner.adapters is not None or is_all_trained:
         return found
     planned = rank_plan(learner.shape, cut, at, learner.shape.padded_vocab_size(cut.tp)).tensors
     return {name: found.get(name, torch.zeros(()).expand(size)) for name, size in planned.items()}

@@ -33,6 +33,7 @@ class _Whole(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
+        self.config = config
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
         # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]

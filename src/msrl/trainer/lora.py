@@ -1,19 +1,21 @@
 """LoRA while training (arXiv:2106.09685): W x becomes W x + s B A x with s = alpha / r; W stays, A [r, in] and B [out, r] are trained.
 
 Tensor-parallel: a column-parallel layer has all of A and its own rows of B, a row-parallel one its own columns of A and all of B, as
-`checkpoint/lora_files.py` says of the files. Adapters stand beside the layers that they belong to, which keep their names. q, k and v
-(gate and up) share one A; where only some of them are adapted, the rows of B of the others stay zero.
+`checkpoint/lora_files.py` says of the files; a layer that every rank holds whole has all of both. Adapters stand beside the layers that
+they belong to, which keep their names. q, k and v (gate and up) share one A; where only some of them are adapted, the rows of B of the
+others stay zero. Every expert of a mixture has its own, on the ranks that hold it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from torch import Tensor
 
 from msrl.checkpoint import layouts
@@ -33,9 +35,10 @@ from msrl.checkpoint.mcore import read_rank_file
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.rules import Layout, Replicated, Sharded
-from msrl.models.select import is_layer
+from msrl.models.select import adapter_problem, is_layer
 from msrl.models.shape import Shape
 from msrl.models.stages import Placed, stage_tensors
+from msrl.trainer.megatron import mark_expert_copy, mark_shard
 from msrl.trainer.settings import Lora
 
 Key = tuple[str, str]  # Megatron's name of the base weight, with global layer numbers, and "A" or "B"
@@ -69,11 +72,15 @@ def factor_name(placed: Placed, part: str) -> str:
 
 
 def factor_layout(layout: Layout, part: str) -> Layout:
-    """How a factor is cut over tensor-parallel ranks, from how the base weight is."""
-    is_row = isinstance(layout, Sharded) and layout.axis == 1
+    """How a factor is cut over the ranks of its layer, from how the base weight is."""
     if part == "A":
-        return layout if is_row else Replicated()
-    return Replicated() if is_row else layout
+        return layout if _is_row(layout) else Replicated()
+    return Replicated() if _is_row(layout) else layout
+
+
+def _is_row(layout: Layout) -> bool:
+    """Whether a weight is cut along its inputs."""
+    return isinstance(layout, Sharded) and layout.axis == 1
 
 
 class Adapters:
@@ -81,7 +88,7 @@ class Adapters:
 
     def __init__(self, model: torch.nn.Module, shape: Shape, cut: Cut, at: Coords, settings: Lora, seed: int) -> None:
         """Freeze the model and put adapters beside the chosen layers. Raises MsrlError when a target chooses nothing."""
-        self.settings, self._shape, self._cut, self._at = settings, shape, cut, at
+        self.settings, self._shape = settings, shape
         self._is_on = True
         model.requires_grad_(False)
         modules = dict(model.named_modules())
@@ -90,26 +97,32 @@ class Adapters:
             for placed in stage_tensors(shape, cut, at)
             if is_layer(placed.rule.mcore, placed.rule.hf, settings.targets)
         )
+        self._by_name = {adapted.placed.name: adapted for adapted in self.all}
         for adapted in self.all:
             self._attach(adapted, seed)
 
     def _attach(self, adapted: Adapted, seed: int) -> None:
-        linear, rank = adapted.linear, self.settings.rank
-        if not isinstance(linear, (ColumnParallelLinear, RowParallelLinear)) or adapted.placed.rule.expert is not None:
-            name = adapted.placed.rule.mcore
-            raise MsrlError(f"train.lora.targets: {name} cannot be adapted; name linear layers of attention or feed-forward")
-        base, is_row = dict(linear.named_parameters())["weight"], isinstance(linear, RowParallelLinear)
-        whole_inputs = base.shape[1] * (self._cut.tp if is_row else 1)
-        a = _initial(rank, whole_inputs, seed, adapted.placed.rule.mcore)
-        a = layouts.split(factor_layout(adapted.placed.layout, "A"), a, self._cut.tp)[self._at.tp]
-        b = torch.zeros(base.shape[0], rank)
+        placed, linear = adapted.placed, adapted.linear
+        problem = adapter_problem(placed.rule)
+        if problem is not None:
+            raise MsrlError(f"train.lora.targets: {placed.rule.mcore} {problem}")
+        base: Any = linear.weight
+        whole_inputs = base.shape[1] * (placed.num_shards if _is_row(placed.layout) else 1)
+        a = _initial(self.settings.rank, whole_inputs, seed, placed.rule.mcore)
+        a = layouts.split(factor_layout(placed.layout, "A"), a, placed.num_shards)[placed.shard]
+        b = torch.zeros(base.shape[0], self.settings.rank)
         for part, value in (("A", a), ("B", b)):
             setattr(linear, f"lora_{part}", torch.nn.ModuleDict({"default": _Part(value.to(base.device, base.dtype))}))
-        sharded, replicated = ("A", "B") if is_row else ("B", "A")
-        vars(adapted.parameter(sharded)).update(tensor_model_parallel=True, partition_dim=int(is_row), partition_stride=1)
-        vars(adapted.parameter(replicated)).update(sequence_parallel=linear.config.sequence_parallel)
+            _mark(adapted, part)
         self._mask(adapted)
-        linear.register_forward_hook(self._row_hook if is_row else self._column_hook)
+        linear.register_forward_hook(self._hook_of(placed))
+
+    def _hook_of(self, placed: Placed) -> Callable[[Any, tuple[Tensor, ...], Any], Any]:
+        if placed.rule.expert is not None:
+            return functools.partial(self._expert_hook, is_row=_is_row(placed.layout))
+        if isinstance(placed.layout, Replicated):
+            return self._whole_hook
+        return self._row_hook if _is_row(placed.layout) else self._column_hook
 
     def _mask(self, adapted: Adapted) -> None:
         """Keep the rows of B at zero that belong to layers which are fused with an adapted one."""
@@ -119,17 +132,19 @@ class Adapters:
             return
         ones = [torch.full((size[0], 1), float(is_on)) for size, is_on in zip(rule.shapes, chosen, strict=True)]
         parameter = adapted.parameter("B")
-        mask = layouts.shard(rule.layout, ones, self._at.tp, self._cut.tp).to(parameter.device, parameter.dtype)
+        mask = layouts.shard(rule.layout, ones, adapted.placed.shard, adapted.placed.num_shards).to(parameter.device, parameter.dtype)
         parameter.register_hook(lambda grad: grad * mask)
 
-    def _dropped(self, linear: torch.nn.Module, x: Tensor, *, is_split: bool) -> Tensor:
-        """Dropout in front of A; ranks that hold different parts of x draw different numbers."""
+    def _dropped(self, linear: torch.nn.Module, x: Tensor, *, is_split: bool, draws: tuple[str, ...] = ()) -> Tensor:
+        """Dropout in front of A. Ranks that hold different parts of x draw different numbers: from Megatron's generator named by `draws`,
+        which is that of tensor-parallel ranks unless told.
+        """
         if not (self.settings.dropout and linear.training):
             return x
         if not is_split:
             return F.dropout(x, self.settings.dropout)
         tracker: Any = get_cuda_rng_tracker()
-        with tracker.fork():
+        with tracker.fork(*draws):
             return F.dropout(x, self.settings.dropout)
 
     def _column_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -147,6 +162,26 @@ class Adapters:
         reduce = reduce_scatter_to_sequence_parallel_region if linear.config.sequence_parallel else reduce_from_tensor_model_parallel_region
         return output[0] + self.settings.scale * F.linear(reduce(low), linear.lora_B["default"].weight), output[1]
 
+    def _whole_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not self._is_on:
+            return output
+        low = F.linear(self._dropped(linear, inputs[0], is_split=linear.config.sequence_parallel), linear.lora_A["default"].weight)
+        return output + self.settings.scale * F.linear(low, linear.lora_B["default"].weight)
+
+    def _expert_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any], *, is_row: bool) -> tuple[Tensor, Any]:
+        """The parts of an expert see the same tokens, and the dispatcher sums their outputs; so each has a share of the gradient of the
+        factor that all of them hold.
+        """
+        if not self._is_on:
+            return output
+        a, b = linear.lora_A["default"].weight, linear.lora_B["default"].weight
+        if is_row:
+            b = copy_to_tensor_model_parallel_region(b, linear.tp_group)
+        else:
+            a = copy_to_tensor_model_parallel_region(a, linear.tp_group)
+        x = self._dropped(linear, inputs[0], is_split=True, draws=(get_expert_parallel_rng_tracker_name(),))
+        return output[0] + self.settings.scale * F.linear(F.linear(x, a), b), output[1]
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """The base model, as long as the block lasts."""
@@ -158,7 +193,7 @@ class Adapters:
 
     def merged(self, name: str) -> Tensor | None:
         """A base weight of this rank with its adapter added, the sum taken in float32; None for a weight without one."""
-        adapted = next((adapted for adapted in self.all if adapted.placed.name == name), None)
+        adapted = self._by_name.get(name)
         if adapted is None:
             return None
         base: Any = adapted.linear.weight
@@ -183,24 +218,42 @@ class Adapters:
         Raises MsrlError when one is missing or has another shape.
         """
         shards: dict[Key, dict[int, Tensor]] = {}
+        counts: dict[Key, int] = {}
         for at, tensors in files.items():
             for placed in stage_tensors(self._shape, cut, at):
                 for part in "AB":
                     if factor_name(placed, part) in tensors:
-                        shards.setdefault((placed.rule.mcore, part), {})[placed.shard] = tensors[factor_name(placed, part)]
-        mine = {a.name(part): self._own(a.placed, part, shards, cut.tp, where) for a in self.all for part in "AB"}
+                        key = (placed.rule.mcore, part)
+                        shards.setdefault(key, {})[placed.shard] = tensors[factor_name(placed, part)]
+                        counts[key] = placed.num_shards
+        whole = {key: [found[shard] for shard in sorted(found)] for key, found in shards.items() if len(found) == counts[key]}
+        mine = {a.name(part): _own(a.placed, part, whole, where) for a in self.all for part in "AB"}
         for name, parameter in self.named().items():
             if mine[name].shape != parameter.shape:
                 raise MsrlError(f"{where}: {name} is {list(mine[name].shape)}, but train.lora makes it {list(parameter.shape)}")
         return mine
 
-    def _own(self, placed: Placed, part: str, shards: Mapping[Key, Mapping[int, Tensor]], tp: int, where: str) -> Tensor:
-        found = shards.get((placed.rule.mcore, part))
-        if found is None or len(found) < tp:
-            raise MsrlError(f"{where}: has no adapter of {placed.rule.mcore}; train.lora.targets must be those that it was trained with")
-        layout = factor_layout(placed.layout, part)
-        whole = layouts.join(layout, [found[rank] for rank in range(tp)])
-        return layouts.split(layout, whole, self._cut.tp)[self._at.tp]
+
+def _mark(adapted: Adapted, part: str) -> None:
+    """Tell Megatron how a factor is cut, and among whom its gradients are summed."""
+    parameter, layout, linear = adapted.parameter(part), factor_layout(adapted.placed.layout, part), cast("Any", adapted.linear)
+    is_cut, is_expert = not isinstance(layout, Replicated), adapted.placed.rule.expert is not None
+    vars(parameter).update(allreduce=not is_expert)
+    if is_cut:
+        mark_shard(parameter, int(part == "A"))
+    elif is_expert:
+        mark_expert_copy(parameter)
+    else:
+        vars(parameter).update(sequence_parallel=linear.config.sequence_parallel)
+
+
+def _own(placed: Placed, part: str, shards: Mapping[Key, Sequence[Tensor]], where: str) -> Tensor:
+    """A rank's part of a factor, from all of its shards in another cut."""
+    found = shards.get((placed.rule.mcore, part))
+    if found is None:
+        raise MsrlError(f"{where}: has no adapter of {placed.rule.mcore}; train.lora.targets must be those that it was trained with")
+    layout = factor_layout(placed.layout, part)
+    return layouts.split(layout, layouts.join(layout, found), placed.num_shards)[placed.shard]
 
 
 def _initial(rank: int, inputs: int, seed: int, name: str) -> Tensor:

@@ -191,20 +191,24 @@ def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
     for placed in stage_tensors(shape, layout, at):
         form, _ = placed.rule.unpacked
         if not isinstance(form, Replicated):
-            axis = form.axis if isinstance(form, Sharded) else 0
-            vars(weights[placed.name]).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
+            mark_shard(weights[placed.name], form.axis if isinstance(form, Sharded) else 0)
         if placed.rule.expert is not None:
             # Experts are data parallel over other ranks than the rest; Megatron itself says so only where they are spread over ranks.
             vars(weights[placed.name]).update(allreduce=False)
             if isinstance(form, Replicated):
-                _mark_expert_bias(weights[placed.name])
+                mark_expert_copy(weights[placed.name])
 
 
-def _mark_expert_bias(bias: Tensor) -> None:
+def mark_shard(parameter: Tensor, axis: int) -> None:
+    """What is cut along `axis` over tensor-parallel ranks, or over those of an expert."""
+    vars(parameter).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
+
+
+def mark_expert_copy(parameter: Tensor) -> None:
     """What the parts of one expert hold alike. Megatron takes it for what all tensor-parallel ranks hold alike: it would sum the gradients
     of different experts, and count those of the first rank's alone."""
     is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
-    vars(bias).update(sequence_parallel=False, tensor_model_parallel=is_first, partition_dim=0, partition_stride=1)
+    vars(parameter).update(sequence_parallel=False, tensor_model_parallel=is_first, partition_dim=0, partition_stride=1)
 
 
 def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:

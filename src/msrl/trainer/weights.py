@@ -37,10 +37,15 @@ def _exported(worker: Learner) -> Iterator[tuple[str, Tensor]]:
     if worker.stage_rank < worker.layout.tp:
         for each in placed:
             if each.rule.expert is None:
-                merged = worker.adapters.merged(each.name) if worker.adapters is not None else None
-                yield from _joined(each.rule, _gather(weights[each.name] if merged is None else merged, each, worker), worker)
+                yield from _joined(each.rule, _gather(_effective(worker, weights, each), each, worker), worker)
     if worker.stage_rank < worker.layout.etp_size * worker.layout.ep:
-        yield from _experts(worker, {each.name: weights[each.name] for each in placed if each.rule.expert is not None}, placed)
+        yield from _experts(worker, weights, [each for each in placed if each.rule.expert is not None])
+
+
+def _effective(worker: Learner, weights: Mapping[str, Tensor], placed: Placed) -> Tensor:
+    """A weight as the model uses it: with its adapter, if it has one."""
+    merged = worker.adapters.merged(placed.name) if worker.adapters is not None else None
+    return weights[placed.name] if merged is None else merged
 
 
 def _joined(rule: Rule, shards: Sequence[Tensor], worker: Learner) -> Iterator[tuple[str, Tensor]]:
@@ -68,10 +73,10 @@ def _experts(worker: Learner, weights: Mapping[str, Tensor], placed: Sequence[Pl
     group, size = groups.expert_group(), worker.layout.etp_size
     elsewhere = _experts_by_name(worker)
     for each in placed:
-        if each.name in weights:
-            shards = [weights[each.name].detach()] if group.size() == 1 else _gathered(weights[each.name], group)
-            for number, rule in enumerate(elsewhere[each.name]):
-                yield from _joined(rule, shards[number * size : (number + 1) * size], worker)
+        own = _effective(worker, weights, each)
+        shards = [own.detach()] if group.size() == 1 else _gathered(own, group)
+        for number, rule in enumerate(elsewhere[each.name]):
+            yield from _joined(rule, shards[number * size : (number + 1) * size], worker)
 
 
 def _experts_by_name(worker: Learner) -> dict[str, list[Rule]]:

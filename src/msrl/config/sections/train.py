@@ -95,7 +95,7 @@ class LoraConfig(Section):
     alpha: Positive = Field(default=16.0, description="Adapters count alpha / rank")
     targets: tuple[Text, ...] = Field(
         default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-        description="Layers that get one, by Megatron's or Hugging Face's names (linear_qkv, q_proj, ...)",
+        description="Layers that get one, those of experts too, by Megatron's or Hugging Face's names (linear_qkv, q_proj, ...)",
     )
     dropout: BelowOne = Field(default=0.0, description="Share of an adapter's inputs that is left out at random while training")
 
