@@ -34,6 +34,7 @@ ROLL: dict[str, Any] = {
     "rewards": {"math": {"worker_cls": "roll.MathRuleRewardWorker", "tag_included": ["math"]}},
 }  # fmt: skip
 AGENTIC: Changes = {"train_env_manager": {"num_env_groups": 8, "group_size": 8}}
+FILTER: Changes = {"query_filter_config": {"type": "mean_filter", "filter_args": {"threshold_down": 0.1, "threshold_up": 0.9}}}
 NORM: Changes = {**AGENTIC, "reward_normalization": {"grouping": "batch", "method": "mean_std"}}
 GAE, KL, DIFFICULT = {"adv_estimator": "gae"}, {"add_token_level_kl": True}, {"difficulty_mask": True}
 RANGE, LORA = {"use_pg_clip_range": True}, {"actor_train.model_args.lora_rank": 8}
@@ -45,7 +46,8 @@ ROLL_CASES: dict[str, Case] = {
     "top.system_envs": ({}, {"NCCL_DEBUG": "INFO"}), "top.track_with": ({}, "stdout"), "top.num_gpus_per_node": ({}, 8),
     "top.resume_from_checkpoint": ({}, True), "top.checkpoint_config": ({}, {"output_dir": "elsewhere"}),
     "top.sequence_length": ({}, 4096), "top.query_filter_config": ({}, {"type": "std_filter"}), "top.render_save_dir": (AGENTIC, "there"),
-    "top.is_use_additional_prompts": ({}, True), "top.max_additional_running_prompts": ({"is_use_additional_prompts": True}, 7),
+    "top.is_use_additional_prompts": (FILTER, True),
+    "top.max_additional_running_prompts": ({**FILTER, "is_use_additional_prompts": True}, 7),
     "top.async_generation_ratio": ({}, 2), "top.max_grad_norm": ({}, 0), "top.lambd": (GAE, 0.9), "top.gamma": ({}, 0.9),
     "top.pg_clip": ({}, 0.1), "top.use_pg_clip_range": ({"pg_clip": 0.1}, True), "top.pg_clip_low": (RANGE, 0.1),
     "top.pg_clip_high": (RANGE, 0.3),

@@ -346,6 +346,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "rl_config.overlong_buffer_penalty_factor": ({**DAPO, "rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 512}, 0.5),
     "rl_config.filter_groups_enable": ({**DAPO}, True),
     "rl_config.filter_groups_max_batches": ({**DAPO, "rl_config.filter_groups_enable": True}, 3),
+    "rl_config.filter_groups_metric": ({**DAPO, "rl_config.filter_groups_enable": True}, "base_acc"),
     "rl_config.partial_rollout_max_split": ({}, 2), "rl_config.integrated_mode_config": ({}, {"ref_model_load_path": "x"}),
     "rl_config.multi_turn_enable": ({}, True), "rl_config.is_multimodal": ({}, True),
     "megatron.split": ({}, "90,5,5"), "megatron.vocab_extra_ids": ({}, 2), "megatron.optimizer": ({}, "sgd"),
@@ -365,7 +366,6 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
 ELSEWHERE = {"runtime_env", "resource", "ref_config", "reward_config", "critic_config"}  # tested above or below, as whole files
 REPORTED_ONLY = {
     "rl_config.filter_groups_train_batch_size",
-    "rl_config.filter_groups_metric",
     "megatron.no_load_rng",
     "generate_config.dtype",
     "rl_config.rule_reward",

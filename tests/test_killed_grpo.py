@@ -24,7 +24,8 @@ STEPS = 12
 
 def everything(inputs: Path, name: str) -> dict[str, Any]:
     """Two ranks, a reference, two epochs of two shuffled updates a step, rewards by running moments, an adaptive coefficient in rewards and
-    loss, groups that are left out, a falling learning rate, several passes over the data, checkpoints every other step in the background.
+    loss, groups that are left out and others in their place, a falling learning rate, several passes over the data, checkpoints every other
+    step in the background.
     """
     return settings(
         inputs, name, "tied",
@@ -32,6 +33,7 @@ def everything(inputs: Path, name: str) -> dict[str, Any]:
         rollout={
             "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 12,
             "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
+            "filter": {"kind": "all_equal", "source": "acc", "refill": True, "max_refills": 2},
         },
         reward={
             "sources": [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}],
@@ -132,6 +134,8 @@ def test_everything_with_a_memory_moved_and_came_back_to_the_bit(whole, killed):
     assert len(set(factors)) == STEPS and extra["kl_factor"] > factors[-1] > 1.0
     assert len({step["train/lr"] for step in metrics(whole)}) > 3
     assert max(step.get("train/masked", 0.0) for step in metrics(whole)) > 0
+    assert max(step["rollout/refills"] for step in metrics(whole)) > 0
+    assert extra["prompts_taken"] == sum(step["rollout/prompts"] for step in metrics(whole)) > STEPS * 4
     seen = [row["prompt_index"] for step in range(1, STEPS + 1) for row in rollouts(whole, step)[::4]]
     assert len(seen) > 2 * len(set(seen)), "several passes over the data"
     assert "going on after step" in (whole.parent.parent / "last.log").read_text()

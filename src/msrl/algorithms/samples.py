@@ -18,6 +18,13 @@ def reward_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.float64]:  # [P, 
     return np.array([[reward.total for reward in group.rewards] for group in groups], dtype=np.float64)
 
 
+def score_matrix(groups: Sequence[ScoredGroup], source: str | None) -> NDArray[np.float64]:  # [P, G]
+    """What one source gave every completion; the total reward where `source` is None, or not for a row."""
+    if source is None:
+        return reward_matrix(groups)
+    return np.array([[reward.scores.get(source, reward.total) for reward in group.rewards] for group in groups], dtype=np.float64)
+
+
 def length_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.int64]:  # [P, G]
     """The response tokens of every completion."""
     return np.array([[len(completion.token_ids) for completion in group.rollout.completions] for group in groups], dtype=np.int64)

@@ -32,6 +32,19 @@ def kept(
     return keep
 
 
+def teaching(scores: Reals, kind: str, low: float | None = None, high: float | None = None) -> Flags:  # [P, G] -> [P]
+    """Which groups there is something to learn from: `all_equal` leaves out those of equal scores (dynamic sampling, arXiv:2503.14476,
+    section 3.2), `mean` those whose mean is not strictly between `low` and `high`, `std` those whose deviation (of the population) is
+    not above `low`, `none` nothing. A bound that is None is none.
+    """
+    if kind == "none":
+        return np.ones(len(scores), dtype=np.bool_)
+    if kind == "all_equal":
+        return scores.max(axis=1) != scores.min(axis=1)
+    measured = scores.mean(axis=1) if kind == "mean" else scores.std(axis=1)
+    return (measured > (-np.inf if low is None else low)) & (measured < (np.inf if high is None else high))
+
+
 def sample_weights(
     lengths: NDArray[np.int64],  # [P, G]
     keep: Flags,  # [P, G]

@@ -14,6 +14,7 @@ from msrl.config.eval_checks import evaluation, grpo_evaluation, grpo_only
 from msrl.config.input_checks import holds_examples, holds_prompts
 from msrl.config.loader import Resolved
 from msrl.config.reward_checks import rewards as _rewards
+from msrl.config.rollout_checks import rollout_filter
 from msrl.config.train_checks import (
     engines,
     enough_devices,
@@ -75,6 +76,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _rewards,
         _algorithm,
         _critic,
+        rollout_filter,
         grpo_batches,
         grpo_lengths,
         grpo_evaluation,

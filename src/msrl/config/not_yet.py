@@ -18,7 +18,6 @@ NOT_YET: dict[str, str] = {
     "rollout.engine.ep": "",
     "rollout.engine.sleep": "",
     "rollout.async": "rollout and training take turns",
-    "rollout.filter": "",
     "algo.value.coef": "the critic has an optimizer of its own; set cluster.roles.critic.optimizer.lr",
     "train.optimizer.name": "it is AdamW",
     "checkpoint.save_optimizer": "it is always saved",

@@ -15,7 +15,7 @@ from msrl.config.sections.commands import ChatConfig, ConvertConfig, GenerateCon
 from msrl.config.sections.evaluation import EvalConfig
 from msrl.config.sections.general import CheckpointConfig, ClusterConfig, DataConfig, LogConfig, ModelConfig, RunConfig
 from msrl.config.sections.reward import LengthConfig, OverlongConfig, RewardConfig, RewardNormConfig, RewardSource
-from msrl.config.sections.rollout import EngineConfig, RolloutConfig
+from msrl.config.sections.rollout import EngineConfig, FilterConfig, RolloutConfig
 from msrl.config.sections.train import LoraConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EvalConfig",
+    "FilterConfig",
     "GenerateConfig",
     "LengthConfig",
     "LogConfig",

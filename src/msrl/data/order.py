@@ -30,8 +30,11 @@ class RowOrder:
 
     def of_step(self, step: int) -> Ints:  # [rows_per_step]
         """Rows of step `step` (from 0). Epochs follow without a gap: a step may hold the end of one and the start of the next."""
-        positions = range(step * self.rows_per_step, (step + 1) * self.rows_per_step)
-        epochs_and_rows = [divmod(position, self.num_rows) for position in positions]
+        return self.after(step * self.rows_per_step, self.rows_per_step)
+
+    def after(self, position: int, count: int) -> Ints:  # [count]
+        """The `count` rows that come after the first `position` ones."""
+        epochs_and_rows = [divmod(each, self.num_rows) for each in range(position, position + count)]
         return np.array([_epoch(self.num_rows, epoch, self.seed, self.shuffle)[row] for epoch, row in epochs_and_rows], np.int64)
 
 

@@ -49,8 +49,9 @@ class Prompts:
     rows: tuple[int, ...]
     order: RowOrder
 
-    def of_step(self, step: int) -> list[Prompt]:
-        return [self.dataset[self.rows[row]] for row in self.order.of_step(step)]
+    def after(self, position: int, count: int) -> list[Prompt]:
+        """The `count` prompts that come after the first `position` ones."""
+        return [self.dataset[self.rows[row]] for row in self.order.after(position, count)]
 
 
 def prepare(config: Config) -> Job:

@@ -27,6 +27,7 @@ from msrl.trainer.losses import PolicyLoss, taken
 from msrl.types import Floats, ScoredGroup, TrainingSample
 from msrl.workflows.common import schedule
 from msrl.workflows.grpo_critic import CriticUpdater, value_metrics, with_targets
+from msrl.workflows.grpo_rollouts import teaching_groups
 from msrl.workflows.grpo_step import Clock
 from msrl.workflows.grpo_team import Trainers
 
@@ -173,10 +174,11 @@ def policy_loss(config: Config) -> PolicyLoss:
 def kept_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
     """Which samples have a part in the updates."""
     mask = config.algo.mask
-    return kept(
+    found = kept(
         reward_matrix(groups), truncated_matrix(groups),
         drop_truncated=mask.truncated, drop_equal_groups=mask.equal_groups, difficulty=mask.difficulty,
     )  # fmt: skip
+    return found & teaching_groups(config.rollout.filter, groups)[:, None]
 
 
 def estimates(algo: AlgoConfig, rewards: TokenRewards, values: Reals | None = None) -> Reals:  # [N]

@@ -19,8 +19,10 @@ class RolloutLog:
     def __init__(self, run_dir: Path, tokenizer: TextTokenizer, *, is_on: bool) -> None:
         self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
 
-    def write(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainingSample]) -> None:
-        """`samples` are those of the groups' completions, in order."""
+    def write(
+        self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainingSample], left_out: Sequence[ScoredGroup] = ()
+    ) -> None:
+        """`samples` are those of the groups' completions, in order; groups that were `left_out` have none, and come last."""
         if not self._is_on:
             return
         rows = [
@@ -31,7 +33,7 @@ class RolloutLog:
             }
             for row, sample in zip(self._rows(groups), samples, strict=True)
         ]
-        self._write("rollouts", step, rows)
+        self._write("rollouts", step, [*rows, *[{**row, "advantage": 0.0, "is_learnt": False} for row in self._rows(left_out)]])
 
     def write_evaluation(self, step: int, groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]) -> None:
         """`verdicts` of every group say which of its answers are right; None where nothing tells."""

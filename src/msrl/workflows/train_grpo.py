@@ -1,7 +1,7 @@
 """Reinforcement learning with verifiable rewards: one visible loop over Ray actors that generate and train.
 
-Take prompts, generate groups, score them, turn groups into samples with advantages, update on packed micro-batches, hand the new weights
-to the engines. The weights are the only arrow that goes back.
+Take prompts, generate groups and score them (`grpo_rollouts.py`), turn groups into samples with advantages and update on packed
+micro-batches (`grpo_update.py`), hand the new weights to the engines. The weights are the only arrow that goes back.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from msrl.workflows.export import export_critic, export_hf
 from msrl.workflows.grpo_actors import SavePlan
 from msrl.workflows.grpo_eval import Evaluator
 from msrl.workflows.grpo_job import Job, prepare
+from msrl.workflows.grpo_rollouts import Rollouts
 from msrl.workflows.grpo_step import Clock, report_of
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
 from msrl.workflows.grpo_update import Prepared, Updater
@@ -82,27 +83,25 @@ def _loop(
     config, saved = job.config, job.resume
     state = saved.state()["extra"] if saved else {}
     updater = Updater(config, trainers, job.num_steps, state)
-    rollouts = RolloutLog(log.path, job.tokenizer, is_on=config.log.save_rollouts)
-    evaluator = Evaluator(job, engines, scorer, rollouts, state)
+    rollouts = Rollouts(job, engines, scorer, state)
+    rollout_log = RolloutLog(log.path, job.tokenizer, is_on=config.log.save_rollouts)
+    evaluator = Evaluator(job, engines, scorer, rollout_log, state)
     if config.eval.at_start and job.start_step == 0 and not log.has_reports:
         log.log(evaluator.at_start())
     for step in range(job.start_step, job.num_steps):
         clock = Clock()
-        with clock("rollout"):
-            groups = engines.generate(job.prompts.of_step(step), job.sampling, policy_version=step)
-        with clock("reward"):
-            scores = scorer.score(groups)
-        prepared = updater.prepare(scores.groups, clock)
+        found = rollouts.of_step(step, clock)
+        prepared = updater.prepare(found.learnt, clock)
         trained = updater.update(prepared, step, clock)
         with clock("weights"):
             engines.load_weights(trainers.weights())
-        metrics = {**report_of(scores, trained, clock.seconds), **_mfu(job, prepared, clock)}
-        rollouts.write(step + 1, scores.groups, prepared.samples)
+        metrics = {**report_of(found.scores, trained, clock.seconds), **found.metrics, **_mfu(job, prepared, clock)}
+        rollout_log.write(step + 1, found.learnt, prepared.samples, found.left_out)
         seconds = {**clock.seconds, "step": sum(clock.seconds.values())}
-        log.log(evaluator.after(StepReport(step + 1, metrics, seconds, scores.notes)))
+        log.log(evaluator.after(StepReport(step + 1, metrics, seconds, found.scores.notes)))
         is_last = interrupts.asked or evaluator.ends_with(step + 1) or step + 1 == job.num_steps
         if is_last or evaluator.must_save(step + 1) or _is_due(config.checkpoint.every_steps, step + 1):
-            extra = {**order_state(job.prompts.order), **updater.state(), **evaluator.state()}
+            extra = {**order_state(job.prompts.order), **rollouts.state(), **updater.state(), **evaluator.state()}
             saved = _said(trainers.save(step + 1, extra, retention(config, evaluator.best))) or saved
         if is_last:
             break

@@ -156,6 +156,15 @@ class Algorithm:
             return self.rl.say(key, Fate.OFF, "")
         return self.rl.say(key, Fate.DEAD, "read by dapo only")
 
+    def _metric(self) -> None:
+        """The verifier whose scores are compared, which must be one of the run's."""
+        given, names = self.rl.get("filter_groups_metric"), [str(name) for name in as_list(self.rl.value("verifier_function"))]
+        if given is None:
+            return None
+        if given.value not in names:
+            return self.translation.mistake(given, f"must be one of verifier_function: {', '.join(names)}")
+        return self.rl.take("filter_groups_metric", ["rollout.filter.source"], given.value)
+
     def _filter(self) -> None:
         on = self.rl.value("filter_groups_enable") is True and self.name == "dapo"
         rest = ("filter_groups_metric", "filter_groups_max_batches", "filter_groups_train_batch_size")
@@ -164,10 +173,13 @@ class Algorithm:
                 self.rl.say(key, Fate.DEAD, "read by dapo with filter_groups_enable: true only")
             return self._off_or_dead("filter_groups_enable")
         self.rl.take("filter_groups_enable", ["rollout.filter.kind"], "all_equal")
+        self._metric()
         batches = self.rl.value("filter_groups_max_batches")
-        limited = isinstance(batches, int) and batches > 0
-        self.rl.take("filter_groups_max_batches", ["rollout.filter.max_refills"], batches if limited else None)
-        self.rl.say("filter_groups_metric", Fate.SAME, "groups are compared by their rewards")
+        if isinstance(batches, int) and batches > 0:  # the first batch is one of them
+            why = "the original ends the run then; here the step goes on with the groups that are left"
+            self.rl.take("filter_groups_max_batches", ["rollout.filter.max_refills"], batches - 1, why=why)
+        else:
+            self.rl.take("filter_groups_max_batches", ["rollout.filter.max_refills"], None)
         if self.rl.get("filter_groups_train_batch_size") and self.rl.value("filter_groups_train_batch_size") != self.prompts:
             return self.rl.mistake(
                 "filter_groups_train_batch_size", f"must be global_batch_size={self.prompts}: a step trains what it asked for"

@@ -16,6 +16,7 @@ from msrl.config.imports.roll_tree import resolved
 from msrl.config.imports.sections import Keys
 from msrl.config.imports.table import load_table
 from msrl.config.imports.translation import Fate, Translation
+from msrl.config.messages import node_at
 from msrl.config.sources import Node, plain, wrap
 from msrl.config.templates import template_names
 
@@ -75,6 +76,7 @@ class _File:
         self._run()
         put_rewards(self.translation, self.top)
         put_filter(self.translation, self.top)
+        self._additional_prompts()
         self._worker_args()
         self._critic()
         self._environments()
@@ -189,8 +191,16 @@ class _File:
             values = plain(variables.node)
             self.translation.take(variables, ["cluster.env"], {str(key): str(value) for key, value in dict(values or {}).items()})
         top.say("validation", Fate.SAME, "data.eval is what `msrl preprocess` wrote of it; --set eval.every_steps and data.eval")
+
+    def _additional_prompts(self) -> None:
+        """What takes the place of filtered groups, if any are."""
+        top = self.top
         if top.value("is_use_additional_prompts") is not True:
-            top.say("max_additional_running_prompts", Fate.DEAD, "read beside is_use_additional_prompts only")
+            return top.say("max_additional_running_prompts", Fate.DEAD, "read beside is_use_additional_prompts only")
+        if node_at(self.translation.tree, ["rollout", "filter"]) is None:
+            for key in ("is_use_additional_prompts", "max_additional_running_prompts"):
+                top.say(key, Fate.SAME, "no query_filter_config leaves groups out")
+        return None
 
     def _worker_args(self) -> None:
         """What is left of the workers: actor_train trains, actor_infer samples, the reference follows the actor."""

@@ -7,6 +7,7 @@ from typing import Any
 from msrl.config.imports.built import refusal
 from msrl.config.imports.sections import Keys, as_list
 from msrl.config.imports.translation import Fate, Given, Translation
+from msrl.config.messages import node_at
 from msrl.config.sources import plain, wrap
 
 # Right answer in a box 1, else 0; the others by their names.
@@ -53,7 +54,10 @@ def _source(translation: Translation, keys: Keys) -> dict[str, Any] | None:
 
 
 def put_filter(translation: Translation, keys: Keys) -> None:
-    """Of the whole run or of a domain: mean_filter keeps groups whose mean is between the thresholds, std_filter those above one."""
+    """Of the whole run or of a domain: mean_filter keeps groups whose mean is between the thresholds, std_filter those above one.
+
+    A filter is for all rows here, so that domains must have the same.
+    """
     given = keys.get("query_filter_config")
     if given is None:
         return None
@@ -64,10 +68,20 @@ def put_filter(translation: Translation, keys: Keys) -> None:
     kind = kinds.get(str(plain(entries["type"])) if "type" in entries else "")
     if kind is None:
         return translation.mistake(given, f"type must be one of {', '.join(kinds)}")
-    return _put(translation, given, kind)
-
-
-def _put(translation: Translation, given: Given, kind: str) -> None:
     if kind == "none":
         return translation.say(given, Fate.OFF, "")
-    return translation.take(given, ["rollout.filter.kind"], kind)
+    return _put(translation, given, kind, dict(plain(entries["filter_args"]) or {}) if "filter_args" in entries else {})
+
+
+def _put(translation: Translation, given: Given, kind: str, bounds: dict[str, Any]) -> None:
+    names = {"threshold_down": "low", "threshold_up": "high"} if kind == "mean" else {"std_threshold": "low"}
+    unknown = sorted(bounds.keys() - names)
+    if unknown:
+        return translation.mistake(given, f"filter_args.{unknown[0]}: {kind}_filter takes {', '.join(names)}")
+    wanted = {"kind": kind, **({"low": 0.0} if kind == "std" else {}), **{names[key]: float(value) for key, value in bounds.items()}}
+    before = node_at(translation.tree, ["rollout", "filter"])
+    if before is not None and plain(before) != wanted:
+        return translation.mistake(given, f"is not the filter of {before.origin}; rollout.filter is one for all rows")
+    for name, value in wanted.items():
+        translation.set(f"rollout.filter.{name}", wrap(value, given.origin))
+    return translation.say(given, Fate.TOOK, "rollout.filter: " + ", ".join(f"{name} {value}" for name, value in wanted.items()))

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from msrl.config.sections.base import Bool, Count, Fraction, NonNegative, Section, Size, Text, TopK, UpToOne
+from msrl.config.sections.base import Bool, Count, Float, Fraction, NonNegative, Section, Size, Text, TopK, UpToOne
 
 
 class Cuts(Section):
@@ -42,6 +42,23 @@ class EngineConfig(Section):
     prefix_cache: Bool = Field(default=True, description="Share the KV cache of equal prompt beginnings")
 
 
+class FilterConfig(Section):
+    """Groups that teach nothing, and what is generated in their place."""
+
+    kind: Literal["none", "all_equal", "mean", "std"] = Field(
+        default="none",
+        description="Leave out groups of equal rewards, of a mean not strictly between low and high, or of a deviation not above low",
+    )
+    low: Float | None = Field(default=None, description="Bound of mean and std; unset: none")
+    high: Float | None = Field(default=None, description="Upper bound of mean; unset: none")
+    source: Text | None = Field(default=None, description="Source of rewards whose scores are compared; unset: the rewards")
+    refill: Bool = Field(default=False, description="Generate for the next prompts until rollout.prompts_per_step groups are left")
+    max_refills: Size | None = Field(
+        default=9, description="Times that a step does so at most; unset (null): until it has had every prompt once"
+    )
+    extra_prompts: Size = Field(default=0, description="Prompts that are asked in a refill besides as many as are likely needed")
+
+
 class RolloutConfig(Section):
     """What one step of reinforcement generates."""
 
@@ -49,5 +66,6 @@ class RolloutConfig(Section):
     samples_per_prompt: Count = Field(default=8, description="Completions of every prompt: the size of a group")
     max_prompt_tokens: Count = Field(default=512, description="Longest prompt; longer ones are left out and counted")
     max_response_tokens: Count = Field(default=512, description="Longest completion")
+    filter: FilterConfig = Field(default=FilterConfig(), description="Groups that are left out")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="How completions are sampled")
     engine: EngineConfig = Field(default=EngineConfig(), description="The engine that samples")

@@ -1,0 +1,202 @@
+"""`rollout.filter`: which groups teach something, what a step asks in place of the others, and what ROLL's files make of it.
+
+A stand-in answers here, so that what is asked can be told number by number; real engines with a filter run in `test_killed_grpo.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config_inputs import GRPO, make_data, make_model
+from import_changes import FILTER, ROLL
+from msrl.algorithms.selection import teaching
+from msrl.config.imports import roll
+from msrl.config.loader import load
+from msrl.config.schema import FilterConfig
+from msrl.config.sources import Origin, plain, wrap
+from msrl.data.order import RowOrder
+from msrl.errors import ManyErrors, MsrlError
+from msrl.rewards.score import Scores
+from msrl.types import Completion, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
+from msrl.workflows.grpo_job import Prompts
+from msrl.workflows.grpo_rollouts import Rollouts, teaching_groups
+from msrl.workflows.grpo_step import Clock
+
+ROWS = 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "expected"),
+    [
+        ("none", None, None, [True, True, True, True]),
+        ("all_equal", None, None, [False, True, False, True]),
+        ("mean", 0.0, 1.0, [False, True, False, True]),
+        ("mean", 0.3, None, [False, True, True, False]),
+        ("mean", None, 0.5, [True, False, False, True]),  # strictly below
+        ("std", 0.45, None, [False, True, False, False]),  # of the population: 0.5 and 0.433
+        ("std", 0.0, None, [False, True, False, True]),
+    ],
+)
+def test_groups_that_teach_by_hand(kind: str, low: float | None, high: float | None, expected: list[bool]):
+    scores = np.array([[0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]], dtype=np.float64)
+    assert teaching(scores, kind, low, high).tolist() == expected
+
+
+class Asked:
+    """Answers every prompt; rewards of rows in `equal` are equal. Remembers which rows each call asked for."""
+
+    def __init__(self, equal: set[int]) -> None:
+        self.equal, self.calls = equal, list[list[int]]()
+
+    def generate(self, prompts: list[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
+        self.calls.append([prompt.index for prompt in prompts])
+        answer = Completion(np.array([5]), np.array([-1.0], np.float32), "stop", policy_version, "5")
+        return tuple(RolloutGroup(prompt, (answer, answer)) for prompt in prompts)
+
+    def score(self, groups: tuple[RolloutGroup, ...]) -> Scores:
+        def rewards(index: int) -> tuple[Reward, ...]:
+            second = 1.0 if index in self.equal else 0.0
+            return tuple(Reward(total, {"right": right}) for total, right in ((1.0, 1.0), (second, second)))
+
+        return Scores(tuple(ScoredGroup(group, rewards(group.prompt.index)) for group in groups), {"right/timeout": 1}, ("one",))
+
+
+def make_rollouts(asked: Asked, filter: FilterConfig, state: dict[str, Any] | None = None) -> Rollouts:
+    """Four prompts a step of twelve rows in their order."""
+    dataset: Any = [Prompt(row, np.array([1, 2, 3])) for row in range(ROWS)]
+    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_step=4, filter=filter))
+    prompts = Prompts(dataset, tuple(range(ROWS)), RowOrder(ROWS, 4, seed=0, shuffle=False))
+    job: Any = SimpleNamespace(config=config, prompts=prompts, sampling=SamplingParams(4), start_step=0)
+    both: Any = asked
+    return Rollouts(job, both, both, state or {})
+
+
+def indices(groups: tuple[ScoredGroup, ...]) -> list[int]:
+    return [group.rollout.prompt.index for group in groups]
+
+
+def test_without_a_filter_steps_take_their_prompts_in_turn():
+    asked = Asked(set(range(ROWS)))
+    rollouts = make_rollouts(asked, FilterConfig())
+    found = [rollouts.of_step(step, Clock()) for step in range(2)]
+    assert asked.calls == [[0, 1, 2, 3], [4, 5, 6, 7]] and rollouts.state() == {"prompts_taken": 8}
+    assert [indices(one.learnt) for one in found] == asked.calls and not found[0].left_out and not found[0].metrics
+
+
+def test_a_refill_asks_for_as_many_as_are_likely_needed_and_the_next_step_goes_on_behind_it():
+    asked = Asked({1, 3, 4})
+    rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True))
+    clock = Clock()
+    found = rollouts.of_step(0, clock)
+    # Two of four teach, two are missing: four more are likely to give two.
+    assert asked.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert indices(found.learnt) == [0, 2, 5, 6] and indices(found.left_out) == [1, 3, 4, 7]
+    assert found.metrics == {"rollout/prompts": 8, "rollout/teaching": 5 / 8, "rollout/refills": 1, "rollout/missing": 0}
+    assert len(found.scores.groups) == 8 and found.scores.failures == {"right/timeout": 2}
+    assert {"rollout", "reward"} <= clock.seconds.keys()
+    rollouts.of_step(1, clock)
+    assert asked.calls[2:] == [[8, 9, 10, 11]]
+
+
+def test_a_run_that_goes_on_takes_the_prompts_that_come_next():
+    asked = Asked(set())
+    make_rollouts(asked, FilterConfig(), {"prompts_taken": 7}).of_step(1, Clock())
+    assert asked.calls == [[7, 8, 9, 10]]
+
+
+def test_extra_prompts_come_on_top_and_what_is_not_needed_is_left_out():
+    asked = Asked({0})
+    found = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, extra_prompts=1)).of_step(0, Clock())
+    assert asked.calls == [[0, 1, 2, 3], [4, 5, 6]]  # one is missing; 4 / 3 of it, rounded up, and one
+    assert indices(found.learnt) == [1, 2, 3, 4] and indices(found.left_out) == [0, 5, 6]
+
+
+@pytest.mark.parametrize(("most", "calls"), [(0, 1), (1, 2), (2, 3), (9, 3), (None, 3)])
+def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(most: int | None, calls: int):
+    asked = Asked(set(range(ROWS)) - {2})
+    section = FilterConfig(kind="all_equal", refill=True, max_refills=most)
+    found = make_rollouts(asked, section).of_step(0, Clock())
+    assert len(asked.calls) == calls and sorted(itertools.chain(*asked.calls)) == list(range(4 * calls)), "no row twice in a step"
+    assert indices(found.learnt) == [0, 1, 2, 3] and teaching_groups(section, found.learnt).tolist() == [False, False, True, False]
+    assert found.metrics["rollout/missing"] == 3
+    assert f"1 of {4 * calls} groups teach something after {calls - 1} refills" in found.scores.notes[-1]
+
+
+def test_without_refill_the_step_keeps_its_groups_and_says_nothing_but_its_numbers():
+    asked = Asked({1, 3})
+    found = make_rollouts(asked, FilterConfig(kind="all_equal")).of_step(0, Clock())
+    assert indices(found.learnt) == [0, 1, 2, 3] and found.scores.notes == ("one",)
+    assert found.metrics["rollout/missing"] == 2 and found.metrics["rollout/teaching"] == 0.5
+
+
+def test_groups_are_compared_by_a_source_where_one_is_named():
+    group = RolloutGroup(Prompt(0, np.array([1])), ())
+    scored = ScoredGroup(group, (Reward(1.5, {"right": 1.0}), Reward(1.0, {"right": 1.0})))
+    assert teaching_groups(FilterConfig(kind="all_equal"), [scored]).tolist() == [True]
+    assert teaching_groups(FilterConfig(kind="all_equal", source="right"), [scored]).tolist() == [False]
+    assert teaching_groups(FilterConfig(kind="all_equal", source="elsewhere"), [scored]).tolist() == [True], "the row has other sources"
+
+
+# --- configuration --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_model(tmp_path / "model")
+    make_data(tmp_path / "data")
+    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["refill=true"], "rollout.filter.refill=true: has no effect without rollout.filter.kind"),
+        (["low=0.1"], "rollout.filter.low=0.1: has no effect without rollout.filter.kind"),
+        (["kind=all_equal", "high=0.9"], "rollout.filter.high=0.9: has no effect with rollout.filter.kind=all_equal"),
+        (["kind=std", "low=0.0", "high=0.9"], "rollout.filter.high=0.9: has no effect with rollout.filter.kind=std"),
+        (["kind=mean"], "rollout.filter.kind=mean: needs rollout.filter.low or rollout.filter.high"),
+        (["kind=mean", "low=0.9", "high=0.1"], "rollout.filter.low=0.9: must be below rollout.filter.high=0.1"),
+        (["kind=all_equal", "max_refills=2"], "rollout.filter.max_refills=2: has no effect without rollout.filter.refill=true"),
+        (["kind=all_equal", "source=nobody"], "rollout.filter.source=nobody: is none of reward.sources, whose names are"),
+    ],
+)
+def test_a_filter_that_cannot_be_is_refused(folder: Path, sets: list[str], message: str):
+    with pytest.raises((MsrlError, ManyErrors)) as caught:
+        load(["grpo.yaml"], [f"rollout.filter.{one}" for one in sets], command="train-grpo")
+    assert message in str(caught.value)
+
+
+def test_samples_of_one_cannot_be_compared(folder: Path):
+    with pytest.raises(MsrlError, match="kind=all_equal: compares the samples of a prompt"):
+        sets = ["rollout.filter.kind=all_equal", "rollout.samples_per_prompt=1", "algo.advantage.estimator=reinforce"]
+        load(["grpo.yaml"], sets, command="train-grpo")
+
+
+def roll_filter(**changes: Any) -> tuple[Any, list[str]]:
+    """What becomes of ROLL's keys, and the mistakes."""
+    found = roll.translate(wrap({**ROLL, **changes}, Origin("roll.yaml")), "roll.yaml")
+    tree: Any = plain(found.tree)
+    return tree.get("rollout", {}).get("filter"), found.errors
+
+
+def test_rolls_filters_of_the_run_or_of_its_domains():
+    assert roll_filter(**FILTER)[0] == {"kind": "mean", "low": 0.1, "high": 0.9}
+    assert roll_filter(query_filter_config={"type": "std_filter"})[0] == {"kind": "std", "low": 0.0}
+    both = {**FILTER, "is_use_additional_prompts": True, "max_additional_running_prompts": 7}
+    assert roll_filter(**both)[0] == {"kind": "mean", "low": 0.1, "high": 0.9, "refill": True, "extra_prompts": 7}
+    assert roll_filter(is_use_additional_prompts=True)[0] is None, "nothing is left out"
+    (error,) = roll_filter(query_filter_config={"type": "std_filter", "filter_args": {"threshold": 1}})[1]
+    assert "filter_args.threshold: std_filter takes std_threshold" in error
+    domains = {name: {"worker_cls": "x.MathRuleRewardWorker", **FILTER} for name in ("math", "logic")}
+    assert roll_filter(rewards=domains)[0] == {"kind": "mean", "low": 0.1, "high": 0.9}
+    domains["logic"] = {"worker_cls": "x.MathRuleRewardWorker", "query_filter_config": {"type": "std_filter"}}
+    (error,) = roll_filter(rewards=domains)[1]
+    assert "rollout.filter is one for all rows" in error
