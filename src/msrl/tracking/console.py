@@ -19,6 +19,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward/mean", "reward", "{:.3f}".format),
     ("eval/reward", "eval reward", "{:.3f}".format),
     ("reward/equal_groups", "equal groups", "{:.0%}".format),
+    ("rollout/prompts", "prompts", "{:.0f}".format),
     ("rollout/response_length", "length", "{:.1f}".format),
     ("train/kl", "kl", "{:.2e}".format),
     ("train/entropy", "entropy", "{:.3f}".format),
