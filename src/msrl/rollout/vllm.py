@@ -1,7 +1,7 @@
 """vLLM as a rollout engine, within this process where one device is enough (the API of vLLM 0.23 to 0.32).
 
 The only file that imports vllm, and only once its environment is set. With several devices vLLM starts a process for each, and
-new weights reach them through files in shared memory, since its control channel carries no tensors.
+new weights reach them through files in shared memory (`vllm_weights.py`), since its control channel carries no tensors.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import tempfile
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -34,45 +33,14 @@ from msrl.rollout.engine import (
     kv_cache_bytes,
     sample_seeds,
 )
+from msrl.rollout.vllm_weights import WeightReceiver, shared_memory, write_files
 from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK_TOKENS = 128  # of vLLM's KV cache in main memory
-_BUCKET_BYTES = 1 << 30  # of a file that carries weights to the devices' processes
 _FINISHED = ("stop", "length")
-
-
-class WeightReceiver:
-    """Methods that vLLM adds to its worker (`worker_extension_cls`); `self` is that worker."""
-
-    model_runner: Any
-
-    def receive_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load Hugging Face weights in place and prepare them as at the start."""
-        _unpack_experts(self.model_runner.get_model())
-        self.model_runner.reload_weights(weights_iterator=tensors)
-        _repack_tied_head(self.model_runner.get_model())
-
-    def receive_weight_files(self, folder: str, expected: Sequence[str]) -> None:
-        """The same from the safetensors files in `folder`."""
-        self.receive_weights(checked_weights(_read_files(Path(folder)), frozenset(expected)))
-
-
-def _unpack_experts(model: Any) -> None:
-    """On CPU experts are packed when their kernel is made; a reload that finds one takes plain weights for packed: make it anew."""
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
-            method.moe_kernel = None
-
-
-def _repack_tied_head(model: Any) -> None:
-    """On CPU the output layer multiplies by a packed copy of its weight, which a reload leaves as it was when the embedding is tied."""
-    head = getattr(model, "lm_head", None)
-    if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
-        head.quant_method.process_weights_after_loading(head)
 
 
 class VllmEngine:
@@ -134,8 +102,8 @@ class VllmEngine:
         if self._settings.tp == 1:
             self._llm.collective_rpc("receive_weights", args=(checked_weights(tensors, expected),))
         else:
-            with tempfile.TemporaryDirectory(prefix="msrl-weights-", dir=_shared_memory(4 * num_parameters(self._shape))) as folder:
-                _write_files(tensors, Path(folder))
+            with tempfile.TemporaryDirectory(prefix="msrl-weights-", dir=shared_memory(4 * num_parameters(self._shape))) as folder:
+                write_files(tensors, Path(folder))
                 self._llm.collective_rpc("receive_weight_files", args=(folder, sorted(expected)))
         self.forget_prompts()
 
@@ -259,7 +227,7 @@ def _arguments(settings: EngineSettings, shape: Shape, dtype: str, max_model_len
         "gpu_memory_utilization": settings.memory_fraction,
         "load_format": "dummy" if settings.random_weights else "auto",
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": f"{__name__}.{WeightReceiver.__name__}",
+        "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",
         "use_tqdm_on_load": settings.verbose,
         "disable_log_stats": True,
     }
@@ -312,34 +280,3 @@ def _check_known(settings: EngineSettings) -> None:
     else:
         return
     raise MsrlError(f"{settings.model_dir}: {missing}; the model can be converted and trained (train-sft), but not generated with")
-
-
-def _shared_memory(num_bytes: int) -> str | None:
-    """A folder in memory where there is one with so much room (containers give it 64 MB); the ordinary temporary folder otherwise."""
-    folder = Path("/dev/shm")
-    return str(folder) if folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > num_bytes else None
-
-
-def _write_files(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Weights as safetensors files of about 1 GiB each."""
-    from safetensors.torch import save_file
-
-    bucket: dict[str, Tensor] = {}
-    size, count = 0, 0
-    for name, tensor in tensors:
-        bucket[name] = tensor.detach().cpu().contiguous()
-        size += tensor.nbytes
-        if size >= _BUCKET_BYTES:
-            save_file(bucket, folder / f"{count:05d}.safetensors")
-            bucket, size, count = {}, 0, count + 1
-    if bucket:
-        save_file(bucket, folder / f"{count:05d}.safetensors")
-
-
-def _read_files(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                yield name, file.get_tensor(name)
