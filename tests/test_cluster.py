@@ -173,7 +173,7 @@ def test_a_ray_that_does_not_start_says_its_last_words_and_leaves_nothing():
 
 
 def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(monkeypatch, caplog):
-    from msrl.cluster import session
+    from msrl.cluster import ray_process
 
     starts, ends = [], []
 
@@ -182,13 +182,13 @@ def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(monkeypatch,
         if len(starts) <= num_late:
             raise Exception("The current node timed out during startup. This could happen because some of the raylet failed to startup")
 
-    monkeypatch.setattr(session.ray, "shutdown", lambda: ends.append(len(starts)))
-    monkeypatch.setattr(session.ray, "init", lambda **arguments: init(1, **arguments))
-    session._start_ray(address="local")
+    monkeypatch.setattr(ray_process.ray, "shutdown", lambda: ends.append(len(starts)))
+    monkeypatch.setattr(ray_process.ray, "init", lambda **arguments: init(1, **arguments))
+    ray_process.start_ray(address="local")
     assert (starts, ends) == ([{"address": "local"}] * 2, [1]) and "trying again" in caplog.text
-    monkeypatch.setattr(session.ray, "init", lambda **arguments: init(9, **arguments))
+    monkeypatch.setattr(ray_process.ray, "init", lambda **arguments: init(9, **arguments))
     with pytest.raises(MsrlError, match="3 times: is this machine overloaded"):
-        session._start_ray(address="local")
+        ray_process.start_ray(address="local")
     assert len(starts) == 5
 
 

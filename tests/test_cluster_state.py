@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from msrl.cluster import launch, probe, state
+from msrl.cluster import launch, probe, processes, state
 from msrl.cluster.state import NodeRecord, ProcessRecord
 from msrl.errors import MsrlError
 
@@ -93,7 +93,7 @@ def test_down_leaves_processes_of_an_earlier_boot_and_nodes_of_other_machines_al
 
 def test_down_ends_a_recorded_process_with_its_children_and_nothing_beside_them(bystander, tmp_path):
     mine = subprocess.Popen(["bash", "-c", "trap '' TERM; sleep 121 & wait; wait"])
-    while not (children := launch._descendants(mine.pid)):
+    while not (children := processes.descendants(mine.pid)):
         time.sleep(0.05)
     save(record_of(ProcessRecord(mine.pid, own_ticks(mine.pid), "bash"), tmp_path))
     launch_timeout = launch._END_TIMEOUT_S

@@ -14,11 +14,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from msrl.cluster import probe, state
+from msrl.cluster import probe, processes, state
 from msrl.cluster.probe import Address
 from msrl.cluster.state import NodeRecord, ProcessRecord
 from msrl.errors import MsrlError
@@ -178,7 +177,7 @@ def _start_node(start: _Start, timeout_s: float) -> NodeRecord:
     try:
         state.save_record(path, record)
         _wait_until_started(supervisor, log, timeout_s)
-        record = state.with_processes(record, _family(record.processes))
+        record = state.with_processes(record, processes.family(record.processes))
         state.save_record(path, record)
     except BaseException:
         _end_node(path, record)
@@ -230,7 +229,7 @@ def resource_arguments(resource: str, num_devices: int) -> list[str]:
 def _environment(start: _Start) -> dict[str, str]:
     ours = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(_DRAIN_S)}
+    environment |= {**state.patience(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(_DRAIN_S)}
     if start.kind == "head" and probe.is_own_loopback(start.host):
         # Ray replaces loopback by the machine's outer address, and listens on all interfaces, unless it is a one-machine cluster.
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -251,66 +250,22 @@ def _tail(text: str, num_lines: int = 15) -> str:
     return "\n".join(f"  {line}" for line in text.strip().splitlines()[-num_lines:]) or "  (none)"
 
 
-def _family(processes: Iterable[ProcessRecord]) -> tuple[ProcessRecord, ...]:
-    """Those of `processes` that run, and everything that descends from them."""
-    found = {process: None for process in processes if state.is_running(process)}
-    for process in tuple(found):
-        found |= dict.fromkeys(_descendants(process.pid))
-    return tuple(found)
-
-
-def _descendants(pid: int) -> list[ProcessRecord]:
-    import psutil
-
-    try:
-        children = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    started = ((child, state.start_ticks(child.pid)) for child in children)
-    return [ProcessRecord(child.pid, ticks, _name(child.pid)) for child, ticks in started if ticks is not None]
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
+def _reap() -> None:
+    for supervisor in _SUPERVISORS:
+        supervisor.poll()
 
 
 def _end_node(path: Path, record: NodeRecord) -> Ended:
     """Ask the supervisor to stop; what is left of its family after that is killed. Then the record and the temporary folder go."""
-    family = _family(record.processes) if record.here else ()
+    family = processes.family(record.processes) if record.here else ()
     if family:
         supervised = family[0] == record.processes[0]
-        _signal(family[:1] if supervised else family, signal.SIGTERM)
-        left = _wait_for_end(family, _END_TIMEOUT_S)
-        _signal(left, signal.SIGKILL)
-        left = _wait_for_end(left, 5.0)
+        processes.send(family[:1] if supervised else family, signal.SIGTERM)
+        left = processes.wait_for_end(family, _END_TIMEOUT_S, _reap)
+        processes.send(left, signal.SIGKILL)
+        left = processes.wait_for_end(left, 5.0, _reap)
         if left:
             raise MsrlError(f"processes {', '.join(str(p.pid) for p in left)} do not end, even when killed; they stay recorded in {path}")
     shutil.rmtree(record.temp_dir, ignore_errors=True)
     path.unlink(missing_ok=True)
     return Ended(record, len(family))
-
-
-def _signal(processes: Iterable[ProcessRecord], number: signal.Signals) -> None:
-    for process in processes:
-        if state.is_running(process):
-            try:
-                os.kill(process.pid, number)
-            except ProcessLookupError:
-                continue
-            except PermissionError as error:
-                raise MsrlError(f"process {process.pid} ({process.name}) belongs to another user; run the command as that one") from error
-
-
-def _wait_for_end(processes: Sequence[ProcessRecord], timeout_s: float) -> list[ProcessRecord]:
-    """Those that still run after `timeout_s` seconds."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        for supervisor in _SUPERVISORS:
-            supervisor.poll()
-        left = [process for process in processes if state.is_running(process)]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.1)

@@ -8,11 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import secrets
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,13 +23,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from msrl.cluster import probe, state
 from msrl.cluster.plan import Assignment, NodePlan, Placement
+from msrl.cluster.ray_process import own_signals, ray_settings, start_ray
 from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
 
 _LOG = logging.getLogger("msrl.cluster")
-_STARTS = 3
-_STORE_WAIT = "RAY_gcs_server_port_wait_time_s"  # 30 s, which are few on a busy machine
-_GIVEN_UP = "timed out during startup"  # what ray.init says when the raylet is late; how long it waits cannot be set
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +212,9 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
     state.write_private(token, secrets.token_hex(32))
     devices = {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
     try:
-        with _ray_settings(token, loopback=True):
-            with _own_signals():
-                _start_ray(
+        with ray_settings(token, loopback=True):
+            with own_signals():
+                start_ray(
                     address="local",
                     include_dashboard=False,
                     _node_ip_address=probe.LOOPBACK,
@@ -235,22 +230,6 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
         _keep_logs(temp_dir) if _logs_may_help(error) else shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     shutil.rmtree(temp_dir, ignore_errors=True)
-
-
-def _start_ray(**arguments: Any) -> None:
-    """`ray.init`, again where Ray gave its own start up, which it does on a busy machine. Raises MsrlError when it does so every time."""
-    for attempt in range(1, _STARTS + 1):
-        try:
-            ray.init(**arguments)
-        except Exception as error:
-            ray.shutdown()
-            if _GIVEN_UP not in str(error):
-                raise
-            if attempt == _STARTS:
-                raise MsrlError(f"Ray gave up starting after 30 s, {_STARTS} times: is this machine overloaded?") from error
-            _LOG.warning("Ray gave up starting after 30 s, as it does on a busy machine; trying again")
-        else:
-            return
 
 
 def _logs_may_help(error: BaseException) -> bool:
@@ -270,9 +249,9 @@ def _connected(address: str, init: Mapping[str, Any], answer_timeout_s: float) -
     head = probe.parse_address(address)
     token = state.find_token()
     probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
-    with _ray_settings(token, loopback=probe.is_own_loopback(head.host)):
+    with ray_settings(token, loopback=probe.is_own_loopback(head.host)):
         try:
-            with _own_signals():
+            with own_signals():
                 ray.init(address=str(head), **init)
         except (ConnectionError, RuntimeError) as error:
             raise MsrlError(
@@ -283,41 +262,3 @@ def _connected(address: str, init: Mapping[str, Any], answer_timeout_s: float) -
             yield
         finally:
             ray.shutdown()
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM over below Python, and answers it with a crash; what was in force before is put back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _ray_settings(token: Path | str, *, loopback: bool) -> Iterator[None]:
-    """Ray's process-wide settings for one session: the token, no usage statistics, and that loopback means loopback."""
-    from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
-
-    wanted = {**state.token_environment(token), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    wanted[_STORE_WAIT] = os.environ.get(_STORE_WAIT, "120")
-    names = {*wanted, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"}
-    before = {name: os.environ.pop(name, None) for name in names}
-    multi_machine = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ.update(wanted)
-    # Ray reads both when it is imported, which has happened: without this, 127.0.0.1 becomes the outer address of the machine.
-    ray_constants.ENABLE_RAY_CLUSTER = multi_machine and not loopback
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = multi_machine
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

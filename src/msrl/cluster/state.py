@@ -183,6 +183,12 @@ def token_environment(token: Path | str) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", **where}
 
 
+def patience() -> dict[str, str]:
+    """Ray's variable for how long a node waits for its store: 30 s unless told, which are few on a busy machine."""
+    name = "RAY_gcs_server_port_wait_time_s"
+    return {name: os.environ.get(name, "120")}
+
+
 def make_temp_dir() -> Path:
     """A private folder for one Ray node under RAY_TMPDIR or /tmp; Ray's own folder is to be `ray_dir` of it.
 
