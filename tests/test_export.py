@@ -42,3 +42,7 @@ def test_adapters_of_a_base_without_config_are_exported_with_that_of_the_model(t
     expected = before[changed] + 4.0 * factors[name.format("B")] @ factors[name.format("A")]
     torch.testing.assert_close(after[changed], expected)
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    mcore.write_rank_file(mcore.rank_file(saves, 4, Cut(), at, staged=True), {key: 0 * value for key, value in factors.items()}, args, 4)
+    mcore.publish(saves, 4)
+    export_hf(SavedTraining(saves, 3), tmp_path / "again", base=tmp_path / "base", hf_dir=tmp_path / "hf")
+    assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[changed], after[changed]), "of its own step, not of the newest"

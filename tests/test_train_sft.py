@@ -303,7 +303,7 @@ def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoi
         "data": {"train": str(inputs / "data"), "eval": None, "eval_fraction": 0.2, "seq_length": 70, "too_long": "truncate"},
         "model": {"path": str(inputs / "hf")},
         "eval": {"every_steps": 2, "patience": 2},
-        "checkpoint": {"every_steps": None, "keep": 1, "keep_best": True, "export_hf": False},
+        "checkpoint": {"every_steps": None, "keep": 1, "keep_best": True, "export_hf": True},
     }
     settings = named(config, "early", **sections)
     nothing_learnt = {**ONE_BATCH, "steps": 20, "global_batch": 8, "optimizer": {"lr": 1e-30}}
@@ -312,7 +312,8 @@ def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoi
     assert found[1]["eval/perplexity"] == pytest.approx(np.exp(found[1]["eval/loss"]))
     saves = inputs / "runs" / "early" / "checkpoints"
     assert sorted(path.name for path in saves.glob("iter_*")) == ["iter_0000002", "iter_0000006"]
-    said = capfd.readouterr().err
+    out, said = capfd.readouterr()
+    assert re.search(r"Hugging Face model: .*early/hf, of step 2, the best evaluation", out)
     assert re.search(r"data.train: \d+ rows cut to 70 tokens", said) and "ended early: 2 evaluations without a lower loss" in said
 
 

@@ -175,9 +175,9 @@ class _Part:
     b: Tensor
 
 
-def read_mcore_lora(save: Path, shape: Shape) -> Adapter:
-    """The adapter in an mcore checkpoint, alone or beside the base weights, joined over its ranks."""
-    found = find_checkpoint(save)
+def read_mcore_lora(save: Path, shape: Shape, iteration: int | None = None) -> Adapter:
+    """The adapter in an mcore checkpoint, alone or beside the base weights, joined over its ranks; of its newest iteration unless told."""
+    found = find_checkpoint(save, iteration)
     contents = {at: read_rank_file(path) for at, path in found.files.items()}
     args = vars(next(iter(contents.values()))["args"])
     rank, alpha = args.get("lora_r"), args.get("lora_alpha")

@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING
 from msrl.models.cut import Cut
 from msrl.models.reward_head import is_scoring, scoring_config
 from msrl.models.shape import Shape
-from msrl.trainer.resume import SavedTraining
+from msrl.trainer.resume import SavedTraining, saved_steps
+from msrl.workflows.best import Best
 
 if TYPE_CHECKING:
     from msrl.checkpoint.source import ShardedSource
+
+
+def final(saved: SavedTraining, *, keep_best: bool) -> tuple[SavedTraining, str]:
+    """The checkpoint whose model a training ends with, and what is to be said of it: the one of the best evaluation where that is kept."""
+    best = Best.of(saved.state()["extra"]) if keep_best else None
+    if best is None or best.step == saved.step or best.step not in saved_steps(saved.root):
+        return saved, ""
+    return SavedTraining(saved.root, best.step), f", of step {best.step}, the best evaluation"
 
 
 def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, hf_dir: Path | None = None) -> Path:
@@ -35,7 +44,7 @@ def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, h
         write_hf(open_mcore(saved.root, iteration=saved.step), target, None)
     else:
         weights = open_weights(base, hf_dir)
-        adapters = read_mcore_lora(saved.root, weights.shape)
+        adapters = read_mcore_lora(saved.root, weights.shape, saved.step)
         sidecars = saved.root / SIDECAR  # a checkpoint of another system has none
         write_hf(MergedSource(weights, adapters, hf_dir=sidecars if sidecars.is_dir() else None), target, None)
     return target

@@ -34,7 +34,7 @@ from msrl.workflows.common import (
     worker_settings,
     worker_variables,
 )
-from msrl.workflows.export import export_critic, export_hf
+from msrl.workflows.export import export_critic, export_hf, final
 from msrl.workflows.grpo_actors import SavePlan
 from msrl.workflows.grpo_eval import Evaluator
 from msrl.workflows.grpo_job import Job, prepare
@@ -204,10 +204,12 @@ def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
     results = {"checkpoint": f"{saved.root}, step {saved.step}"} if saved else {}
     if saved and is_done and config.checkpoint.export_hf:
-        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)))
+        chosen, said = final(saved, keep_best=config.checkpoint.keep_best)
+        folder = export_hf(chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config))
+        results["Hugging Face model"] = f"{folder}{said}"
         shape = critic_shape(config) if needs_critic(config) else None
         if shape is not None and has_classifier(shape.architecture):
             load = config.cluster.roles.critic.load
             folder = hf_files(config) if load is None else config_dir(load)
-            results["Hugging Face critic"] = str(export_critic(saved, run_dir / "hf_critic", shape, folder))
+            results["Hugging Face critic"] = f"{export_critic(chosen, run_dir / 'hf_critic', shape, folder)}{said}"
     return results

@@ -111,7 +111,9 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
     results = {"checkpoint": f"{saved.root}, step {saved.step}"} if saved else {}
     if saved and is_done and config.checkpoint.export_hf:
-        from msrl.workflows.export import export_hf
+        from msrl.workflows.export import export_hf, final
 
-        results["Hugging Face model"] = str(export_hf(saved, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)))
+        chosen, said = final(saved, keep_best=config.checkpoint.keep_best)
+        folder = export_hf(chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config))
+        results["Hugging Face model"] = f"{folder}{said}"
     return results

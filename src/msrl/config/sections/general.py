@@ -117,7 +117,9 @@ class CheckpointConfig(_WithAsync):
     keep_best: Bool = Field(default=False, description="Save after every evaluation that is the best so far, and keep that checkpoint too")
     resume: Text = Field(default="none", description="none: start anew; auto: go on from the newest checkpoint, if any; or the path of one")
     export_hf: Bool = Field(
-        default=False, description="Write the final model as a Hugging Face folder, hf in the folder of the run (and a critic as hf_critic)"
+        default=False,
+        description="Write the final model, with keep_best the best one, as a Hugging Face folder, hf in the folder of the run "
+        "(and a critic as hf_critic)",
     )
 
     @property
