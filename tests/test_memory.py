@@ -119,6 +119,16 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
         {"more": {"lora": Lora(8, 16.0, ("linear_proj", "linear_fc1", "linear_fc2"))}, "layout": Layout(tp=2, ep=2, etp=1, sp=True)},
         ("train.parallel.etp=1", "train.lora.rank=8", "train.lora.targets=[o_proj,linear_fc1,linear_fc2]"),
     ),
+    "adapters everywhere": (
+        "dense",
+        {"more": {"lora": Lora(8, 16.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))}},
+        ("train.lora.rank=8",),
+    ),
+    "adapters of latent attention": (
+        "latent attention",
+        {"more": {"lora": Lora(8, 16.0, ("linear_qkv", "o_proj"))}},
+        ("train.lora.rank=8", "train.lora.targets=[q_a_proj,kv_a_proj_with_mqa,linear_proj]"),
+    ),
     "frozen": ("dense", {"more": {"freeze": ("*.mlp.*",)}}, ("train.freeze=['*.mlp.*']",)),
     "latent attention": ("latent attention", {}, ()),
     "capped scores and logits": ("capped", {}, ()),

@@ -24,8 +24,10 @@ from msrl.config.state_memory import (
 from msrl.errors import MsrlError
 from msrl.models.activations import LINEARS, LayerBytes, Pass, Recomputed, Spread, head_bytes, kept_bytes, layer_bytes
 from msrl.models.cut import Cut
+from msrl.models.families import rules_for
 from msrl.models.kv_cache import kv_bytes_per_token
-from msrl.models.select import is_layer
+from msrl.models.rules import Vocab
+from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
 
 GB = 10**9
@@ -148,18 +150,23 @@ def spread_of(config: Config) -> Spread:
     return Spread(parallel.tp, cut.etp_size, parallel.cp, parallel.sp)
 
 
-def _kept_inputs(config: Config) -> frozenset[str]:
+def _kept_inputs(config: Config, shape: Shape) -> frozenset[str]:
     """The linear layers that keep their inputs: those that are trained, or have an adapter."""
-    targets = config.train.lora.targets
-    if config.train.lora.rank is None:
+    lora = config.train.lora
+    if lora.rank is None:
         return frozenset(LINEARS)
-    names = {
-        "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-        "linear_proj": ("o_proj",),
-        "linear_fc1": ("gate_proj", "up_proj"),
-        "linear_fc2": ("down_proj",),
-    }
-    return frozenset(mcore for mcore, hf in names.items() if any(is_layer(mcore, hf, (target,)) for target in targets))
+    layers = {id(layer): layer for layer in rules_for(shape).layers}.values()
+    return frozenset(rule.mcore.split(".")[-2] for layer in layers for rule in layer if is_layer(rule.mcore, rule.hf, lora.targets))
+
+
+def _trains_head(config: Config, shape: Shape) -> bool:
+    """Whether the weights of the output layer, or the embedding that stands in for them, are trained."""
+    train, rules = config.train, rules_for(shape)
+    if train.lora.rank is not None or not train.freeze:
+        return train.lora.rank is None
+    places = rules.first if shape.tie_word_embeddings else rules.last
+    frozen = chosen(shape, train.freeze, key="train.freeze")
+    return not any(isinstance(rule.layout, Vocab) and rule.mcore in frozen for rule in places)
 
 
 def _recomputed(config: Config) -> Recomputed:
@@ -182,17 +189,18 @@ def _stage_memory(config: Config, shape: Shape, command: str, stage: int, batch:
     activations, working = _activations(config, shape, command, stage, batch)
     if is_last:
         forward = _forward_bytes(config, shape, batch, spread) if command == "train-grpo" else 0
-        logits = head_bytes(shape, batch, spread, config.train.chunk, temporary_elements)
+        is_trained = _trains_head(config, shape)
+        logits = head_bytes(shape, batch, spread, config.train.chunk, temporary_elements, is_trained=is_trained)
         memory = replace(memory, logits=logits, forward=forward)
     return replace(memory, activations=activations, working=working)
 
 
 def _activations(config: Config, shape: Shape, command: str, stage: int, batch: Pass) -> tuple[int, int]:
     """(bytes that a stage keeps of the passes in flight, bytes that its backward pass makes besides)."""
-    spread, kept, working = spread_of(config), 0, 0
+    spread, with_inputs, kept, working = spread_of(config), _kept_inputs(config, shape), 0, 0
     for chunk in cut_of(config.train.parallel).chunks(shape.num_layers, stage):
         numbers = [layer for layer in chunk if layer is not None]
-        layers = [layer_bytes(shape, layer, batch, spread, _kept_inputs(config)) for layer in numbers]
+        layers = [layer_bytes(shape, layer, batch, spread, with_inputs) for layer in numbers]
         mixtures = tuple(shape.moe is not None and shape.moe.layers[layer] for layer in numbers)
         size, again = kept_bytes(layers, _recomputed(config), mixtures)
         kept, working = kept + size, max(working, again + _gradients_of(layers))

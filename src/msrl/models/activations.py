@@ -15,7 +15,7 @@ from msrl.models.shape import Mla, Moe, Shape
 
 _WIDE = 4  # bytes of a float32
 _MASK_BLOCK = 512  # queries whose mask exists at once (`trainer/attention.py`)
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LINEARS = ("linear_qkv", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,14 @@ def layer_bytes(shape: Shape, layer: int, batch: Pass, spread: Spread, kept_inpu
     attention = row + 2 * scales + row * ("linear_qkv" in kept_inputs)
     if shape.post_norms:
         attention += 2 * (row + scales)
-    behind_norm = row * (is_mixture or "linear_fc1" in kept_inputs)
+    behind_norm = row * ("linear_fc1" in kept_inputs)
     if shape.mla is not None:
-        latent, core = _latent_attention(shape, shape.mla, batch, spread, norm_tokens)
+        latent, core = _latent_attention(shape, shape.mla, batch, spread, norm_tokens, kept_inputs)
         attention, inputs = attention + latent, 0
     else:
         core, inputs = _core_attention(shape, layer, batch, spread, "linear_proj" in kept_inputs)
     if is_mixture and shape.moe is not None:
-        forward = _mixture(shape, shape.moe, batch, spread, norm_tokens)
+        forward = _mixture(shape, shape.moe, batch, spread, norm_tokens, kept_inputs)
     else:
         forward = _feed_forward(shape, shape.ffn_hidden_size, tokens, element, "linear_fc2" in kept_inputs) // spread.tp
     return LayerBytes(row, attention + behind_norm, core, inputs, forward)
@@ -116,15 +116,18 @@ def _masks(batch: Pass, spread: Spread, window: int | None) -> int:
     return batch.num_tokens * batch.longest * (pieces + 1) // pieces**2 * batch.element_bytes
 
 
-def _latent_attention(shape: Shape, mla: Mla, batch: Pass, spread: Spread, norm_tokens: int) -> tuple[int, int]:
+def _latent_attention(
+    shape: Shape, mla: Mla, batch: Pass, spread: Spread, norm_tokens: int, kept_inputs: frozenset[str]
+) -> tuple[int, int]:
     """(the latents with their norms, queries, keys, values and the outcome)."""
     element, tokens, heads = batch.element_bytes, batch.num_tokens // spread.cp, shape.num_attention_heads // spread.tp
     query_dim = mla.nope_head_dim + mla.rope_head_dim
     first = mla.q_lora_rank or shape.num_attention_heads * query_dim
     down = first + mla.kv_lora_rank + mla.rope_head_dim
-    normed = (mla.q_lora_rank or 0) + mla.kv_lora_rank
+    normed = (mla.q_lora_rank or 0) * ("linear_q_up_proj" in kept_inputs) + mla.kv_lora_rank * ("linear_kv_up_proj" in kept_inputs)
     latents = norm_tokens * ((down + normed) * element + 2 * _WIDE)
-    per_head = 4 * query_dim + mla.v_head_dim  # queries, keys, values and outcome as wide as they, the outcome as it goes on
+    # Queries, keys, values and outcome as wide as they, the outcome as it goes on.
+    per_head = 4 * query_dim + mla.v_head_dim * ("linear_proj" in kept_inputs)
     core = tokens * heads * (per_head * element + _WIDE)
     if spread.cp > 1:
         core += tokens * heads * (spread.cp - 1) * (query_dim + mla.v_head_dim) * element
@@ -137,15 +140,16 @@ def _feed_forward(shape: Shape, ffn: int, tokens: int, element: int, keeps_outpu
     return tokens * ffn * (2 + activated + keeps_output) * element
 
 
-def _mixture(shape: Shape, moe: Moe, batch: Pass, spread: Spread, norm_tokens: int) -> int:
+def _mixture(shape: Shape, moe: Moe, batch: Pass, spread: Spread, norm_tokens: int, kept_inputs: frozenset[str]) -> int:
     """Router, routed tokens and experts; every rank is taken to get its share of the tokens."""
     element, tokens = batch.element_bytes, batch.num_tokens // spread.cp
     router = norm_tokens * moe.num_experts * (5 * _WIDE + 2) + (norm_tokens * shape.hidden_size * _WIDE if element < _WIDE else 0)
     routed = tokens * moe.experts_per_token * spread.etp // spread.tp
     # Megatron's expert keeps gate and up, the activated gate, their product, and that times the token's weight.
-    clamped = 2 if moe_is_clamped(shape) else 0
-    experts = routed * (shape.hidden_size + (5 + clamped) * moe.ffn_hidden_size // spread.etp) * element
-    shared = tokens * moe.shared_ffn_hidden_size * 4 * element // spread.tp
+    inner = 4 + ("linear_fc2" in kept_inputs) + (2 if moe_is_clamped(shape) else 0)
+    inputs = shape.hidden_size * ("linear_fc1" in kept_inputs)
+    experts = routed * (inputs + inner * moe.ffn_hidden_size // spread.etp) * element
+    shared = tokens * moe.shared_ffn_hidden_size * (3 + ("linear_fc2" in kept_inputs)) * element // spread.tp
     return router + experts + shared
 
 
@@ -178,8 +182,11 @@ def _of_full(layers: list[LayerBytes], recomputed: Recomputed) -> tuple[int, int
     return sum(unit[0].input for unit in units), largest
 
 
-def head_bytes(shape: Shape, batch: Pass, spread: Spread, chunk: int | None, temporary_elements: int = 0) -> int:
-    """Logits with what else exists while their gradient is made: hidden states and theirs, the output weight's, rows in float32.
+def head_bytes(
+    shape: Shape, batch: Pass, spread: Spread, chunk: int | None, temporary_elements: int = 0, *, is_trained: bool = True
+) -> int:
+    """Logits with what else exists while their gradient is made: hidden states and theirs, the output weight's if it is trained, rows in
+    float32.
 
     `chunk`: positions whose logits exist at once. `temporary_elements`: of the rows that are worked on at once.
     """
@@ -188,7 +195,7 @@ def head_bytes(shape: Shape, batch: Pass, spread: Spread, chunk: int | None, tem
     rows = learnt if chunk is None else min(chunk, learnt)
     logits = rows * columns * element
     hidden = 2 * learnt * shape.hidden_size * element
-    weight = columns * shape.hidden_size * (element if chunk is None else _WIDE)
+    weight = columns * shape.hidden_size * (element if chunk is None else _WIDE) * is_trained
     if shape.normalized_head:
         weight += columns * shape.hidden_size * element
     gradients = hidden + weight + 2 * min(temporary_elements, rows * columns) * _WIDE
