@@ -306,6 +306,10 @@ def test_a_critic_that_no_estimator_needs_is_told_to_have_no_effect(folder: Path
 
 
 DAPO = {"megatron_training.stage": "ray_dapo"}
+FILTERED = {
+    **DAPO, "rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc", "rl_config.verifier_function": ["acc"],
+    "rl_config.verifier_weight": [1.0], "rl_config.filter_groups_train_batch_size": 32, "megatron_training.global_batch_size": 32,
+}  # fmt: skip
 # For each key that has a native one: what to change besides, and another value than the example's.
 OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "megatron.data_path": ({}, "dataset/data"), "megatron.tokenizer_name_or_path": ({}, "ckpt"), "megatron.prompt_type": ({}, "qwen_r1"),
@@ -344,9 +348,9 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "rl_config.overlong_buffer_enable": ({**DAPO, "rl_config.overlong_buffer": 512}, True),
     "rl_config.overlong_buffer": ({**DAPO, "rl_config.overlong_buffer_enable": True}, 512),
     "rl_config.overlong_buffer_penalty_factor": ({**DAPO, "rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 512}, 0.5),
-    "rl_config.filter_groups_enable": ({**DAPO}, True),
-    "rl_config.filter_groups_max_batches": ({**DAPO, "rl_config.filter_groups_enable": True}, 3),
-    "rl_config.filter_groups_metric": ({**DAPO, "rl_config.filter_groups_enable": True}, "base_acc"),
+    "rl_config.filter_groups_enable": ({**FILTERED, "rl_config.filter_groups_enable": False}, True),
+    "rl_config.filter_groups_max_batches": (FILTERED, 3),
+    "rl_config.filter_groups_metric": ({**FILTERED, "rl_config.verifier_function": ["acc", "format"], "rl_config.verifier_weight": [1.0, 1.0]}, "format"),
     "rl_config.partial_rollout_max_split": ({}, 2), "rl_config.integrated_mode_config": ({}, {"ref_model_load_path": "x"}),
     "rl_config.multi_turn_enable": ({}, True), "rl_config.is_multimodal": ({}, True),
     "megatron.split": ({}, "90,5,5"), "megatron.vocab_extra_ids": ({}, 2), "megatron.optimizer": ({}, "sgd"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from msrl.errors import ManyErrors, MsrlError
+from msrl.rewards.pool import Outcome
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
 from msrl.types import Completion, Prompt, RolloutGroup
@@ -156,3 +157,9 @@ def test_all_mistakes_of_the_sources_are_found_at_once():
     assert [message for *_, message in mistakes([Source("acc", weight=0.0)])] == [
         "all weights are 0, so that every completion scores the same; set one"
     ]
+
+
+def test_what_is_undecided_among_equal_scores_has_their_score_to_the_bit():
+    """0.1 + 0.1 + 0.1 is not 0.3, and a group that differs in the last bit would teach something."""
+    outcomes = [Outcome(score) for score in (0.1, 0.1, None, 0.1)]
+    assert Scorer._column(Source("acc", on_failure="undecided"), outcomes) == [0.1] * 4

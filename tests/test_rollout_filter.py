@@ -48,6 +48,11 @@ def test_groups_that_teach_by_hand(kind: str, low: float | None, high: float | N
     assert teaching(scores, kind, low, high).tolist() == expected
 
 
+def test_equal_scores_have_no_deviation_whatever_their_rounding():
+    scores = np.full((1, 3), 0.1)
+    assert scores.std(axis=1) > 0 and teaching(scores, "std", 0.0).tolist() == [False]
+
+
 class Asked:
     """Answers every prompt; rewards of rows in `equal` are equal. Remembers which rows each call asked for."""
 
@@ -67,11 +72,13 @@ class Asked:
         return Scores(tuple(ScoredGroup(group, rewards(group.prompt.index)) for group in groups), {"right/timeout": 1}, ("one",))
 
 
-def make_rollouts(asked: Asked, filter: FilterConfig, state: dict[str, Any] | None = None) -> Rollouts:
+def make_rollouts(
+    asked: Asked, filter: FilterConfig, state: dict[str, Any] | None = None, *, prompts_per_step: int = 4, shuffle: bool = False
+) -> Rollouts:
     """Four prompts a step of twelve rows in their order."""
     dataset: Any = [Prompt(row, np.array([1, 2, 3])) for row in range(ROWS)]
-    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_step=4, filter=filter))
-    prompts = Prompts(dataset, tuple(range(ROWS)), RowOrder(ROWS, 4, seed=0, shuffle=False))
+    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_step=prompts_per_step, filter=filter))
+    prompts = Prompts(dataset, tuple(range(ROWS)), RowOrder(ROWS, prompts_per_step, seed=0, shuffle=shuffle))
     job: Any = SimpleNamespace(config=config, prompts=prompts, sampling=SamplingParams(4), start_step=0)
     both: Any = asked
     return Rollouts(job, both, both, state or {})
@@ -126,6 +133,29 @@ def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(most: in
     assert indices(found.learnt) == [0, 1, 2, 3] and teaching_groups(section, found.learnt).tolist() == [False, False, True, False]
     assert found.metrics["rollout/missing"] == 3
     assert f"1 of {4 * calls} groups teach something after {calls - 1} refills" in found.scores.notes[-1]
+
+
+def test_a_step_that_begins_an_epoch_asks_no_prompt_twice_and_passes_over_those_that_it_had():
+    asked = Asked(set(range(ROWS)) - {9})
+    rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=1), {"prompts_taken": 8})
+    rollouts.of_step(2, Clock())
+    assert asked.calls == [[8, 9, 10, 11], [0, 1, 2, 3]] and rollouts.state() == {"prompts_taken": 16}
+    rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=3), {"prompts_taken": 9})
+    rollouts.of_step(3, Clock())
+    assert asked.calls[2:] == [[9, 10, 11, 0], [1, 2, 3, 4], [5, 6, 7, 8]], "all twelve, then there are no others"
+    shuffled = make_rollouts(
+        again := Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True), {"prompts_taken": 10}, shuffle=True
+    )
+    shuffled.of_step(1, Clock())
+    assert sorted(itertools.chain(*again.calls)) == list(range(ROWS))
+
+
+def test_a_step_of_more_prompts_than_there_are_asks_for_no_others():
+    asked = Asked(set(range(ROWS)))
+    rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=None), prompts_per_step=ROWS + 1)
+    found = rollouts.of_step(0, Clock())
+    assert asked.calls == [[*range(ROWS), 0]] and found.metrics["rollout/missing"] == ROWS + 1
+    assert rollouts.state() == {"prompts_taken": ROWS + 1}
 
 
 def test_without_refill_the_step_keeps_its_groups_and_says_nothing_but_its_numbers():
@@ -188,15 +218,35 @@ def roll_filter(**changes: Any) -> tuple[Any, list[str]]:
 
 
 def test_rolls_filters_of_the_run_or_of_its_domains():
-    assert roll_filter(**FILTER)[0] == {"kind": "mean", "low": 0.1, "high": 0.9}
-    assert roll_filter(query_filter_config={"type": "std_filter"})[0] == {"kind": "std", "low": 0.0}
+    mean = {"kind": "mean", "low": 0.1, "high": 0.9}
+    assert roll_filter(**FILTER)[0] == mean
+    assert roll_filter(query_filter_config={"type": "std_filter"})[0] == {"kind": "std", "low": -1.0}, "nothing is left out"
+    found, _ = roll_filter(query_filter_config={"type": "std_filter", "filter_args": {"std_threshold": 0.34}})
+    eight = np.array([1.0, *[0.0] * 7])  # of 8 samples; the original's deviation has n - 1
+    assert eight.std() > found["low"] and eight.std(ddof=1) > 0.34 and found["low"] == pytest.approx(0.34 * np.sqrt(7 / 8))
     both = {**FILTER, "is_use_additional_prompts": True, "max_additional_running_prompts": 7}
-    assert roll_filter(**both)[0] == {"kind": "mean", "low": 0.1, "high": 0.9, "refill": True, "extra_prompts": 7}
+    assert roll_filter(**both)[0] == {**mean, "refill": True, "extra_prompts": 7, "max_refills": None}
     assert roll_filter(is_use_additional_prompts=True)[0] is None, "nothing is left out"
-    (error,) = roll_filter(query_filter_config={"type": "std_filter", "filter_args": {"threshold": 1}})[1]
-    assert "filter_args.threshold: std_filter takes std_threshold" in error
     domains = {name: {"worker_cls": "x.MathRuleRewardWorker", **FILTER} for name in ("math", "logic")}
-    assert roll_filter(rewards=domains)[0] == {"kind": "mean", "low": 0.1, "high": 0.9}
-    domains["logic"] = {"worker_cls": "x.MathRuleRewardWorker", "query_filter_config": {"type": "std_filter"}}
-    (error,) = roll_filter(rewards=domains)[1]
-    assert "rollout.filter is one for all rows" in error
+    assert roll_filter(rewards=domains)[0] == mean
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"threshold": 1}, "filter_args.threshold: std_filter takes std_threshold"),
+        ({"std_threshold": None}, "filter_args.std_threshold must be a number"),
+        ({"std_threshold": "x"}, "filter_args.std_threshold must be a number"),
+        ([1], "filter_args must be a section of std_threshold"),
+    ],
+)
+def test_rolls_filters_that_cannot_be_are_named(arguments: Any, message: str):
+    (error,) = roll_filter(query_filter_config={"type": "std_filter", "filter_args": arguments})[1]
+    assert message in error
+
+
+@pytest.mark.parametrize("other", [{}, {"query_filter_config": {"type": "no_filter"}}, {"query_filter_config": {"type": "std_filter"}}])
+def test_rolls_domains_with_different_filters_are_refused(other: dict[str, Any]):
+    domains = {"math": {"worker_cls": "x.MathRuleRewardWorker", **FILTER}, "logic": {"worker_cls": "x.MathRuleRewardWorker", **other}}
+    errors = roll_filter(rewards=domains)[1]
+    assert errors and all("is not that of all domains; rollout.filter is one for all rows" in error for error in errors)

@@ -41,7 +41,8 @@ def teaching(scores: Reals, kind: str, low: float | None = None, high: float | N
         return np.ones(len(scores), dtype=np.bool_)
     if kind == "all_equal":
         return scores.max(axis=1) != scores.min(axis=1)
-    measured = scores.mean(axis=1) if kind == "mean" else scores.std(axis=1)
+    is_equal = scores.max(axis=1) == scores.min(axis=1)  # the deviation of equal numbers is not always 0 in floating point
+    measured = scores.mean(axis=1) if kind == "mean" else np.where(is_equal, 0.0, scores.std(axis=1))
     return (measured > (-np.inf if low is None else low)) & (measured < (np.inf if high is None else high))
 
 

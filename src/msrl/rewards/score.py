@@ -155,7 +155,8 @@ class Scorer:
     def _column(source: Source, outcomes: Sequence[Outcome]) -> list[float]:
         """One source's scores of a group, those that it could not decide filled in."""
         decided = [outcome.score for outcome in outcomes if outcome.score is not None]
-        neutral = sum(decided) / len(decided) if decided else 0.0
+        # The mean of equal numbers is not always that number in floating point, and would teach something.
+        neutral = (decided[0] if len(set(decided)) == 1 else sum(decided) / len(decided)) if decided else 0.0
         missing = neutral if source.policy == "undecided" else source.wrong_score
         return [missing if outcome.score is None else outcome.score for outcome in outcomes]
 

@@ -13,7 +13,7 @@ from msrl.algorithms.samples import score_matrix
 from msrl.algorithms.selection import Flags, teaching
 from msrl.config.schema import FilterConfig
 from msrl.rewards.score import Scorer, Scores
-from msrl.types import ScoredGroup
+from msrl.types import Prompt, ScoredGroup
 from msrl.workflows.grpo_job import Job
 from msrl.workflows.grpo_step import Clock
 from msrl.workflows.grpo_team import Engines
@@ -46,22 +46,34 @@ class Rollouts:
 
     def of_step(self, step: int, clock: Clock) -> StepRollouts:
         """As many groups as a step has prompts; with `rollout.filter.refill` such that teach something, as far as they can be had."""
-        scores, num_refills, limit = self._scored(self._wanted, step, clock), 0, self._filter.max_refills
-        while (limit is None or num_refills < limit) and (count := self._next_count(scores.groups)):
-            scores, num_refills = _joined(scores, self._scored(count, step, clock)), num_refills + 1
+        prompts = self._job.prompts.after(self._taken, self._wanted)
+        self._taken += self._wanted
+        scores, num_refills, limit = self._scored(prompts, step, clock), 0, self._filter.max_refills
+        while (limit is None or num_refills < limit) and (prompts := self._others(scores.groups)):
+            scores, num_refills = _joined(scores, self._scored(prompts, step, clock)), num_refills + 1
         return self._chosen(scores, num_refills)
 
-    def _next_count(self, groups: Sequence[ScoredGroup]) -> int:
-        """The prompts of a refill: likely enough by what this step has seen, each of the data at most once in a step. 0: none is needed."""
+    def _others(self, groups: Sequence[ScoredGroup]) -> list[Prompt]:
+        """The prompts of a refill: the next ones that this step has not had, likely enough by what it has seen. None where none is needed.
+
+        A prompt that was asked twice would be answered alike: its answers are drawn from the run's seed and the step.
+        """
         kept = int(teaching_groups(self._filter, groups).sum())
         if not self._filter.refill or kept >= self._wanted:
-            return 0
+            return []
         likely = -(-(self._wanted - kept) * len(groups) // max(kept, 1))
-        return min(min(likely, self._wanted) + self._filter.extra_prompts, len(self._job.prompts.rows) - len(groups))
+        had = {group.rollout.prompt.index for group in groups}
+        count = min(min(likely, self._wanted) + self._filter.extra_prompts, len(self._job.prompts.rows) - len(had))
+        found: list[Prompt] = []
+        while len(found) < count:
+            (prompt,) = self._job.prompts.after(self._taken, 1)
+            self._taken += 1
+            if prompt.index not in had:
+                had.add(prompt.index)
+                found.append(prompt)
+        return found
 
-    def _scored(self, count: int, step: int, clock: Clock) -> Scores:
-        prompts = self._job.prompts.after(self._taken, count)
-        self._taken += count
+    def _scored(self, prompts: Sequence[Prompt], step: int, clock: Clock) -> Scores:
         with clock("rollout"):
             groups = self._engines.generate(prompts, self._job.sampling, policy_version=step)
         with clock("reward"):

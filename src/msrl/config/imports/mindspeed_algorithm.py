@@ -158,12 +158,10 @@ class Algorithm:
 
     def _metric(self) -> None:
         """The verifier whose scores are compared, which must be one of the run's."""
-        given, names = self.rl.get("filter_groups_metric"), [str(name) for name in as_list(self.rl.value("verifier_function"))]
-        if given is None:
-            return None
-        if given.value not in names:
-            return self.translation.mistake(given, f"must be one of verifier_function: {', '.join(names)}")
-        return self.rl.take("filter_groups_metric", ["rollout.filter.source"], given.value)
+        metric, names = self.rl.value("filter_groups_metric"), [str(name) for name in as_list(self.rl.value("verifier_function"))]
+        if metric not in names:
+            return self.rl.mistake("filter_groups_metric", f"must be one of verifier_function: {', '.join(names)}")
+        return self.rl.take("filter_groups_metric", ["rollout.filter.source"], metric)
 
     def _filter(self) -> None:
         on = self.rl.value("filter_groups_enable") is True and self.name == "dapo"
@@ -180,7 +178,7 @@ class Algorithm:
             self.rl.take("filter_groups_max_batches", ["rollout.filter.max_refills"], batches - 1, why=why)
         else:
             self.rl.take("filter_groups_max_batches", ["rollout.filter.max_refills"], None)
-        if self.rl.get("filter_groups_train_batch_size") and self.rl.value("filter_groups_train_batch_size") != self.prompts:
+        if self.rl.value("filter_groups_train_batch_size") != self.prompts:
             return self.rl.mistake(
                 "filter_groups_train_batch_size", f"must be global_batch_size={self.prompts}: a step trains what it asked for"
             )

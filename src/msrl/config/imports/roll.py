@@ -200,7 +200,8 @@ class _File:
         if node_at(self.translation.tree, ["rollout", "filter"]) is None:
             for key in ("is_use_additional_prompts", "max_additional_running_prompts"):
                 top.say(key, Fate.SAME, "no query_filter_config leaves groups out")
-        return None
+            return None
+        return self.translation.set_default("rollout.filter.max_refills", None)
 
     def _worker_args(self) -> None:
         """What is left of the workers: actor_train trains, actor_infer samples, the reference follows the actor."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, cast
 
 from msrl.config.imports.built import refusal
 from msrl.config.imports.sections import Keys, as_list
 from msrl.config.imports.translation import Fate, Given, Translation
-from msrl.config.messages import node_at
 from msrl.config.sources import plain, wrap
 
 # Right answer in a box 1, else 0; the others by their names.
@@ -23,14 +23,17 @@ def put_rewards(translation: Translation, top: Keys) -> None:
     given = top.get("rewards")
     domains = given.node.value if given is not None and isinstance(given.node.value, dict) else {}
     sources: list[dict[str, Any]] = []
+    filters: list[Given | None] = []
     for name, node in domains.items():
         keys = Keys(translation, "reward", translation.given(node, "reward", f"rewards.{name}"))
         source = _source(translation, keys)
         if source is not None:
             sources.append(source)
-        put_filter(translation, keys)
+        filters.append(keys.get("query_filter_config"))
         for one in keys:
-            translation.say(one, Fate.SAME, "of how the original computes the reward")
+            if one.key != "query_filter_config":
+                translation.say(one, Fate.SAME, "of how the original computes the reward")
+    _put_filters(translation, filters, top.number("num_return_sequences_in_group"))
     if given is not None:
         translation.say(given, Fate.TOOK, "domain by domain")
     if sources and given is not None:
@@ -53,35 +56,49 @@ def _source(translation: Translation, keys: Keys) -> dict[str, Any] | None:
     return {"verifier": verifier, "tags": [str(tag) for tag in as_list(tags.value)]}
 
 
-def put_filter(translation: Translation, keys: Keys) -> None:
-    """Of the whole run or of a domain: mean_filter keeps groups whose mean is between the thresholds, std_filter those above one.
+def put_filter(translation: Translation, top: Keys) -> None:
+    """The filter of the whole run."""
+    given = top.get("query_filter_config")
+    if given is not None:
+        _put_filters(translation, [given], top.number("num_return_sequences_in_group"))
 
-    A filter is for all rows here, so that domains must have the same.
+
+def _put_filters(translation: Translation, filters: list[Given | None], num_samples: int | None) -> None:
+    """The filter that all domains have; here one is for all rows, so that they must have the same."""
+    found = [None if given is None else _filter(translation, given, num_samples) for given in filters]
+    for given, wanted in zip(filters, found, strict=True):
+        if given is None or translation.is_said(given):
+            continue
+        if wanted != found[0] or None in found:
+            translation.mistake(given, "is not that of all domains; rollout.filter is one for all rows")
+        for name, value in (wanted or {}).items():
+            translation.set(f"rollout.filter.{name}", wrap(value, given.origin))
+        translation.say(given, Fate.TOOK, "rollout.filter: " + ", ".join(f"{name} {value}" for name, value in (wanted or {}).items()))
+
+
+def _filter(translation: Translation, given: Given, num_samples: int | None) -> dict[str, Any] | None:
+    """mean_filter keeps groups whose mean is between the thresholds, std_filter those whose deviation is above one. None: there is none.
+
+    The original's bounds are -1 where they are not given, and its deviation is that of a sample.
     """
-    given = keys.get("query_filter_config")
-    if given is None:
-        return None
     entries = given.node.value if isinstance(given.node.value, dict) else {}
-    if not entries:
-        return translation.say(given, Fate.OFF, "")
     kinds = {"mean_filter": "mean", "std_filter": "std", "no_filter": "none"}
     kind = kinds.get(str(plain(entries["type"])) if "type" in entries else "")
+    if not entries or kind == "none":
+        return translation.say(given, Fate.OFF, "")
     if kind is None:
         return translation.mistake(given, f"type must be one of {', '.join(kinds)}")
-    if kind == "none":
-        return translation.say(given, Fate.OFF, "")
-    return _put(translation, given, kind, dict(plain(entries["filter_args"]) or {}) if "filter_args" in entries else {})
-
-
-def _put(translation: Translation, given: Given, kind: str, bounds: dict[str, Any]) -> None:
+    bounds: Any = plain(entries["filter_args"]) if "filter_args" in entries else {}
     names = {"threshold_down": "low", "threshold_up": "high"} if kind == "mean" else {"std_threshold": "low"}
-    unknown = sorted(bounds.keys() - names)
-    if unknown:
-        return translation.mistake(given, f"filter_args.{unknown[0]}: {kind}_filter takes {', '.join(names)}")
-    wanted = {"kind": kind, **({"low": 0.0} if kind == "std" else {}), **{names[key]: float(value) for key, value in bounds.items()}}
-    before = node_at(translation.tree, ["rollout", "filter"])
-    if before is not None and plain(before) != wanted:
-        return translation.mistake(given, f"is not the filter of {before.origin}; rollout.filter is one for all rows")
-    for name, value in wanted.items():
-        translation.set(f"rollout.filter.{name}", wrap(value, given.origin))
-    return translation.say(given, Fate.TOOK, "rollout.filter: " + ", ".join(f"{name} {value}" for name, value in wanted.items()))
+    if not isinstance(bounds, dict):
+        return translation.mistake(given, f"filter_args must be a section of {', '.join(names)}")
+    wanted: dict[str, Any] = {"kind": kind, "low": -1.0}
+    for key, value in cast("dict[str, Any]", bounds).items():
+        if key not in names:
+            return translation.mistake(given, f"filter_args.{key}: {kind}_filter takes {', '.join(names)}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return translation.mistake(given, f"filter_args.{key} must be a number")
+        wanted[names[key]] = float(value)
+    if kind == "std" and num_samples and wanted["low"] > 0:
+        wanted["low"] *= math.sqrt((num_samples - 1) / num_samples)
+    return wanted
