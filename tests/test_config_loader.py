@@ -11,7 +11,7 @@ from msrl.config.loader import Flag, load
 from msrl.config.not_yet import NOT_YET, NOT_YET_VALUES
 from msrl.config.schema import Config, RewardSource
 from msrl.config.show import to_yaml
-from msrl.config.sources import packaged_names, parse, plain, scalar
+from msrl.config.sources import merge, packaged_names, parse, plain, scalar
 from msrl.errors import ManyErrors, MsrlError
 
 
@@ -82,6 +82,18 @@ def test_a_list_is_replaced_whole_and_its_items_can_be_set(folder: Path):
 def test_an_empty_section_keeps_what_is_under_it(folder: Path):
     write(folder / "a.yaml", "train:\n  steps: 5\n  optimizer:\n")
     assert load(["a.yaml"]).config.train.optimizer == Config().train.optimizer
+
+
+def test_null_takes_away_what_earlier_layers_gave(folder: Path):
+    write(folder / "a.yaml", "data: {blend: {a: 1.0, b: 2.0}}\neval: {every_steps: 5}\n")
+    write(folder / "b.yaml", "data: {blend: null}\neval: ~\n")
+    for resolved in (load(["a.yaml", "b.yaml"]), load(["a.yaml"], ["data.blend=null", "eval="])):
+        assert resolved.config.data.blend == {} and resolved.config.eval == Config().eval
+        assert not resolved.is_set("data.blend") and not resolved.is_set("eval")
+    assert load(["a.yaml", "b.yaml"], ["data.blend.c=1.0"]).config.data.blend == {"c": 1.0}
+    assert plain(merge(parse("a: {b: {c: 1}}", "1"), parse("a: {b: null}", "2"))) == {"a": {"b": None}}, "where there is no default"
+    preset = load(sets=["algo.preset=dapo", "algo.clip.high=0.5", "algo.clip=null"]).config
+    assert preset.algo.clip == load(sets=["algo.preset=dapo"]).config.algo.clip, "the preset's, not the schema's"
 
 
 def test_references_take_values_types_and_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -107,10 +107,11 @@ def _layers(
 
 
 def _merged(tree: Node, layers: Sequence[Node], errors: list[str]) -> Node:
-    """The layers over the tree, from left to right; mistakes go to `errors`."""
+    """The layers over the tree of defaults, from left to right; mistakes go to `errors`."""
+    defaults = tree
     for layer in layers:
         try:
-            tree = merge(tree, layer)
+            tree = merge(tree, layer, defaults)
         except MsrlError as error:
             errors.append(str(error))
     return tree

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -139,10 +139,15 @@ class _Builder:
                 yield key.value, self.node(value, line)
 
 
-def merge(under: Node, over: Node) -> Node:
-    """`over` laid over `under`, section by section; a list is replaced whole, but a section with numbers for keys changes its items."""
+def merge(under: Node, over: Node, defaults: Node | None = None) -> Node:
+    """`over` laid over `under`, section by section; a list is replaced whole, but a section with numbers for keys changes its items.
+
+    A section or mapping that is set to `null` is what `defaults` has in its place; with nothing written below it, it stays as it is.
+    """
     if over.value is None and isinstance(under.value, dict):
-        return under  # `train:` with nothing below it
+        if not over.text:
+            return under  # `train:` without a word
+        return over if defaults is None else defaults
     if not isinstance(over.value, dict):
         return over
     if isinstance(under.value, tuple) and over.value and all(key.isdigit() for key in over.value):
@@ -150,8 +155,9 @@ def merge(under: Node, over: Node) -> Node:
     if not isinstance(under.value, dict):
         return over
     entries = dict(under.value)
+    usual = defaults.value if defaults is not None and isinstance(defaults.value, dict) else {}
     for key, node in over.value.items():
-        entries[key] = merge(entries[key], node) if key in entries else node
+        entries[key] = merge(entries[key], node, usual.get(key)) if key in entries else node
     return Node(entries, over.origin)
 
 
@@ -197,7 +203,8 @@ def from_set(assignment: str) -> Node:
     path = path.strip()
     if not equals or not path or not all(path.split(".")):
         raise MsrlError(f"--set {assignment}: write it as key=value, as in --set train.steps=10")
-    return at(path, parse(text, "--set", located=False))
+    node = parse(text, "--set", located=False)
+    return at(path, replace(node, text="null") if node.value is None else node)
 
 
 def files_of(path: str, *, inside: Path | None = None, parents: tuple[Path, ...] = ()) -> list[Node]:
