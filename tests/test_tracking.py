@@ -10,6 +10,7 @@ import pty
 import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -261,10 +262,30 @@ def test_a_run_folder_holds_the_resolved_configuration_and_the_versions(tmp_path
         assert run.attempt == 1
 
 
-def test_an_existing_run_is_refused_and_the_message_says_what_to_do(tmp_path: Path) -> None:
-    RunFolder.create(tmp_path, "a", config={}).close()
-    with pytest.raises(MsrlError, match=r"a: this run exists already; go on with it \(--resume auto\), choose another run\.name"):
-        RunFolder.create(tmp_path, "a", config={})
+@pytest.mark.parametrize("file", ["metrics.jsonl", "checkpoints/iter_0000002/x", "iter_0000002/x", "notes.txt"])
+def test_an_existing_run_is_refused_and_the_message_says_what_to_do(file: str, tmp_path: Path) -> None:
+    if file != "notes.txt":  # any file of a folder that no run of ours has begun is somebody's
+        RunFolder.create(tmp_path, "a", config={}).close()
+    (tmp_path / "a" / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "a" / file).write_text("1\n")
+    before = sorted(tmp_path.rglob("*"))
+    for open_run in (RunFolder.check, partial(RunFolder.create, config={})):
+        with pytest.raises(MsrlError, match=r"a: this run exists already; go on with it \(--resume auto\), choose another run\.name"):
+            open_run(tmp_path, "a")
+    RunFolder.check(tmp_path, "a", resume=True)
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == [path for path in before if path.name != ".lock"]
+
+
+def test_what_failed_before_its_first_step_is_taken_over_by_the_next_attempt(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, "a", config={"lr": 1}) as failed:
+        Trackers([MetricsWriter(failed.path), *open_trackers(("tensorboard",), failed.path)]).close()
+        (failed.path / "checkpoints").mkdir()
+        with pytest.raises(MsrlError, match="another process is writing this run"):
+            RunFolder.check(tmp_path, "a")
+    RunFolder.check(tmp_path, "a")
+    with RunFolder.create(tmp_path, "a", config={"lr": 2}) as run:
+        assert run.attempt == 2 and len((run.path / "attempts.jsonl").read_text().splitlines()) == 2
+        assert yaml.safe_load((run.path / "config.1.yaml").read_text()) == {"lr": 1}
 
 
 def test_a_resumed_run_keeps_the_configuration_that_it_had_before(tmp_path: Path) -> None:
@@ -290,10 +311,16 @@ def test_a_run_name_does_not_lead_out_of_its_folder(tmp_path: Path, name: str) -
         RunFolder.create(tmp_path, name, config={})
 
 
-def test_a_file_in_the_place_of_the_run_folder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("a/b", "a is a file"), ("/proc/x", "No such file"), ("/sys/kernel/x", "denied|not permitted|Read-only"), ("l" * 300, "too long")],
+)
+def test_a_run_folder_that_cannot_be_made_is_refused_with_the_reason(place: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
-    with pytest.raises(MsrlError, match=r"a file stands where the run's folder should be"):
-        RunFolder.create(tmp_path, "a", config={})
+    for open_run in (RunFolder.check, partial(RunFolder.create, config={})):
+        with pytest.raises(MsrlError, match=rf"run's folder cannot be made or written \(.*({reason}).*\); choose another run\.dir"):
+            open_run(tmp_path / place, "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_plot_is_a_png_with_a_panel_per_metric_and_names_what_was_not_logged(tmp_path: Path) -> None:

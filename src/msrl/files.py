@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -33,3 +34,23 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why `folder` cannot be made, or written in: tried with a small file in the nearest folder that is there, which is left as it was.
+
+    None where it can.
+    """
+    there = folder
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            folder.stat()  # a name that is too long
+        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"msrl")
+            file.flush()
+    except NotADirectoryError:
+        return f"{there} is a file"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

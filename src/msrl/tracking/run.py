@@ -4,7 +4,8 @@
     attempts.jsonl    one line per start: when, the command line, the versions of the stack
     metrics.jsonl, tensorboard/, checkpoints/, rollouts/, report.md, ...: by whom they concern
 
-One process writes a run at a time: the folder is locked while it is open.
+One process writes a run at a time: the folder is locked while it is open. A folder in which no step was reported and no checkpoint lies,
+since its attempts failed while they started, is not a run yet: the next attempt takes it over.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import IO
 import yaml
 
 from msrl.errors import MsrlError
-from msrl.files import write_text
+from msrl.files import why_not_writable, write_text
+from msrl.tracking.metrics import FILE_NAME as METRICS
 
 CONFIG = "config.yaml"
 ATTEMPTS = "attempts.jsonl"
@@ -70,22 +72,38 @@ class RunFolder:
 
         `config` is the resolved configuration as plain values (`Config.model_dump(mode="json")`). On a resumed run with another
         configuration the earlier one stays as `config.<attempt>.yaml`. Raises MsrlError when the run exists and `resume` is not set,
-        when another process is writing it, or when the name leads out of the folder.
+        when another process is writing it, when the folder cannot be made or written, or when the name leads out of it.
         """
         path = _folder(Path(directory), name)
-        lock = _locked(path)
+        _refuse_unwritable(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            return cls._opened(path, _locked(path), config, sys.argv if argv is None else argv, resume=resume)
+        except OSError as error:
+            raise _cannot_be_made(path, error.strerror or str(error)) from error
+
+    @classmethod
+    def _opened(cls, path: Path, lock: IO[str], config: Mapping[str, object], argv: Sequence[str], *, resume: bool) -> RunFolder:
         try:
             attempt = _attempts(path) + 1
-            if not resume and _is_used(path):
-                raise MsrlError(
-                    f"{path}: this run exists already; go on with it (--resume auto), choose another run.name, or delete the folder"
-                )
+            if not resume:
+                _refuse_used(path)
             _write_config(path, config, attempt)
-            _note_attempt(path, attempt, sys.argv if argv is None else argv)
+            _note_attempt(path, attempt, argv)
         except BaseException:
             lock.close()
             raise
         return cls(path, attempt, lock)
+
+    @staticmethod
+    def check(directory: str | Path, name: str, *, resume: bool = False) -> None:
+        """Raises MsrlError where `create` would; writes nothing."""
+        path = _folder(Path(directory), name)
+        _refuse_unwritable(path)
+        if (path / LOCK).is_file():
+            _locked(path, "r").close()
+        if path.is_dir() and not resume:
+            _refuse_used(path)
 
     def close(self) -> None:
         """Lets other processes write the run."""
@@ -112,18 +130,21 @@ def stack_versions() -> dict[str, str]:
 def _folder(directory: Path, name: str) -> Path:
     if name in {"", ".", ".."} or Path(name).name != name:
         raise MsrlError(f"run.name={name}: a run's name is one folder name, without slashes; set the folder above it with run.dir")
-    path = directory / name
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise MsrlError(f"{path}: a file stands where the run's folder should be; choose another run.name or run.dir") from error
-    except PermissionError as error:
-        raise MsrlError(f"{path}: no permission to make the run's folder; choose another run.dir") from error
-    return path
+    return directory / name
 
 
-def _locked(path: Path) -> IO[str]:
-    lock = (path / LOCK).open("w")
+def _refuse_unwritable(path: Path) -> None:
+    reason = why_not_writable(path)
+    if reason is not None:
+        raise _cannot_be_made(path, reason)
+
+
+def _cannot_be_made(path: Path, reason: str) -> MsrlError:
+    return MsrlError(f"{path}: the run's folder cannot be made or written ({reason}); choose another run.dir or run.name")
+
+
+def _locked(path: Path, mode: str = "w") -> IO[str]:
+    lock = (path / LOCK).open(mode)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -132,8 +153,18 @@ def _locked(path: Path) -> IO[str]:
     return lock
 
 
+def _refuse_used(path: Path) -> None:
+    if _is_used(path):
+        raise MsrlError(f"{path}: this run exists already; go on with it (--resume auto), choose another run.name, or delete the folder")
+
+
 def _is_used(path: Path) -> bool:
-    return any(entry.name != LOCK for entry in path.iterdir())
+    """Whether there is more than what attempts leave that failed before their first step."""
+    entries = {entry.name for entry in path.iterdir()} - {LOCK}
+    if ATTEMPTS not in entries:
+        return bool(entries - {CONFIG})
+    metrics = path / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(path.glob("iter_*")) or any(path.glob("checkpoints/iter_*"))
 
 
 def _attempts(path: Path) -> int:
