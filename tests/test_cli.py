@@ -128,11 +128,12 @@ def test_flags_overlay_the_keys_of_their_section(folder: Path, monkeypatch: pyte
 def test_every_subcommand_of_conversion_sets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch):
     calls = reached(monkeypatch, "convert_ckpt")
     make_mcore(folder / "mcore")
-    assert msrl("convert-ckpt", "inspect", "mcore") == 0
+    assert msrl("convert-ckpt", "inspect", "mcore") == msrl("convert-ckpt", "inspect", "--load", "mcore") == 0
+    assert msrl("convert-ckpt", "inspect", "mcore", "--load", "mcore") == 2
     assert msrl("convert-ckpt", "mcore2hf", "--load", "mcore", "--save", "a", "--hf-config", "model") == 0
     assert msrl("convert-ckpt", "reshard", "--load", "mcore", "--save", "b", "--pp", "2") == 0
-    assert [call.convert.command for call in calls] == ["inspect", "mcore2hf", "reshard"]
-    assert calls[0].convert.load == "mcore"
+    assert [call.convert.command for call in calls] == ["inspect", "inspect", "mcore2hf", "reshard"]
+    assert calls[0].convert.load == calls[1].convert.load == "mcore"
 
 
 def test_preprocess_takes_several_files_and_renamed_columns(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import typer
 
 from msrl.cli import options as o
 from msrl.cli.execute import execute
+from msrl.errors import MsrlError
 
 app = typer.Typer(no_args_is_help=True, help="Convert between Hugging Face and Megatron, and prove it.")
 
@@ -129,11 +130,16 @@ def lora2hf(
 @app.command()
 def inspect(
     ctx: typer.Context,
-    load: o.InspectDir = None,
+    folder: o.InspectDir = None,
+    load: o.Load = None,
     config: o.Files = None,
     sets: o.Sets = None,
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
     """What a checkpoint holds, and whether its files are whole."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "inspect"})
+    if folder is not None and load is not None:
+        raise MsrlError(f"inspect {folder} --load {load}: name the checkpoint once")
+    ctx.params.pop("folder")
+    named = {"convert.load": folder} if folder is not None else {}
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "inspect", **named})
