@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, load_shape
+from test_cli import msrl
 from test_convert import run, save_real, to_mcore
 
 LAYER, RANK, ALPHA = "model.layers.{}.", 4, 8.0
@@ -78,12 +80,12 @@ def rank_adapter(adapter: dict[str, tuple[Tensor, Tensor]], cut: Cut, at: Coords
     return found
 
 
-def save_ranks(folder: Path, hf: Path, cut: Cut, adapter: dict[str, tuple[Tensor, Tensor]], *, base: bool) -> None:
+def save_ranks(folder: Path, hf: Path, cut: Cut, adapter: dict[str, tuple[Tensor, Tensor]], *, base: bool, load: str | None = None) -> None:
     """An mcore checkpoint as a trainer leaves it: the adapter alone, or beside the base weights under their `base_layer` names."""
     source = open_weights(hf)
     for at in cut.ranks():
         args = mcore.namespace(source.shape, cut)
-        vars(args).update(lora_r=RANK, lora_alpha=ALPHA, lora_target_modules=[module.split(".")[1] for module in HF_NAMES])
+        vars(args).update(lora_r=RANK, lora_alpha=ALPHA, lora_target_modules=[module.split(".")[1] for module in HF_NAMES], load=load)
         model = rank_adapter(adapter, cut, at)
         for name, tensor in source.local_tensors(cut, at) if base else ():
             adapted = any(f".{module}." in name for module in HF_NAMES)
@@ -137,16 +139,17 @@ def test_merged_into_any_layout_it_is_what_merging_first_and_converting_gives(tm
 
 @pytest.mark.slow
 def test_peft_merges_to_the_same_model(tmp_path: Path) -> None:
-    """PEFT itself, on transformers' model: its merge of the folder that we write from ranks equals ours."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    """PEFT itself, on transformers' model that it finds by the folder that we write from ranks: its merge equals ours."""
+    peft = pytest.importorskip("peft")
     tiny.save(tmp_path / "hf", dtype=torch.float32, model_type="qwen2")
     base = open_weights(tmp_path / "hf")
-    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2), whole_adapter(), base=False)
-    adapter = read_adapter(tmp_path / "ranks", base.shape)
-    write_peft(adapter, tmp_path / "peft", "base")
-    write_hf(MergedSource(base, adapter), tmp_path / "ours", None)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "peft")).merge_and_unload().state_dict()
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2), whole_adapter(), base=False, load=str(tmp_path / "hf"))
+    (tmp_path / "ranks" / "hf").mkdir()
+    shutil.copyfile(tmp_path / "hf" / "config.json", tmp_path / "ranks" / "hf" / "config.json")
+    run(command="lora2hf", load=tmp_path / "ranks", save=tmp_path / "peft")
+    write_hf(MergedSource(base, read_adapter(tmp_path / "ranks", base.shape)), tmp_path / "ours", None)
+    found = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "peft"), dtype=torch.float32)
+    theirs = found.merge_and_unload().state_dict()
     for name, tensor in load_file(tmp_path / "ours" / "model.safetensors").items():
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-5)
 
@@ -231,8 +234,49 @@ def test_a_checkpoint_with_an_adapter_is_not_taken_for_its_base(tmp_path: Path) 
     save_ranks(tmp_path / "both", tmp_path / "hf", Cut(), whole_adapter(), base=True)
     with pytest.raises(MsrlError, match="beside the weights; merge it"):
         open_weights(tmp_path / "both", tmp_path / "hf")
-    save_ranks(tmp_path / "alone", tmp_path / "hf", Cut(), whole_adapter(), base=False)
-    with pytest.raises(MsrlError, match="holds a LoRA adapter alone"):
-        open_weights(tmp_path / "alone", tmp_path / "hf")
     with pytest.raises(MsrlError, match="no adapter; there is neither"):
         read_adapter(tmp_path / "hf", load_shape(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("base", [None, "hf", "mcore", "gone"])
+def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(tmp_path: Path, base: str | None) -> None:
+    tiny.save(tmp_path / "hf")
+    to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    save_ranks(tmp_path / "alone", tmp_path / "hf", Cut(), whole_adapter(), base=False, load=base and str(tmp_path / base))
+    with pytest.raises(MsrlError, match="holds a LoRA adapter alone; merge it") as caught:
+        open_weights(tmp_path / "alone", tmp_path / "hf")
+    command, _, more = str(caught.value).partition(": msrl ")[2].partition(", with BASE its Hugging Face folder")
+    assert bool(more) == ("BASE" in command) == (base in (None, "gone"))
+    words = command.replace("BASE", str(tmp_path / "hf")).replace("FOLDER", str(tmp_path / "merged")).split()
+    assert msrl(*words, "--no-verify") == 0
+    source = open_weights(tmp_path / "hf")
+    write_hf(MergedSource(source, read_adapter(tmp_path / "alone", source.shape)), tmp_path / "expected", None)
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_base_that_peft_loads_is_the_one_that_was_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.save(tmp_path / "hf")
+    save_ranks(tmp_path / "of_hf", tmp_path / "hf", Cut(), whole_adapter(), base=False, load=str(tmp_path / "hf"))
+    save_ranks(tmp_path / "of_other", tmp_path / "hf", Cut(), whole_adapter(), base=False, load=str(tmp_path / "gone"))
+    for folder in ("of_hf/hf", "of_other/hf", "mine"):
+        (tmp_path / folder).mkdir()
+        shutil.copyfile(tmp_path / "hf" / "config.json", tmp_path / folder / "config.json")
+    for load, given, base in (
+        ("of_hf", None, "hf"),
+        ("of_hf", "mine", "mine"),
+        ("of_other", None, "of_other/hf"),
+        ("of_other", "hf", "hf"),
+    ):
+        shutil.rmtree(tmp_path / "peft", ignore_errors=True)
+        run(command="lora2hf", load=tmp_path / load, save=tmp_path / "peft", hf_config=given and tmp_path / given)
+        config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(tmp_path / base)
+        assert ("has no weights, so PEFT cannot load" in capsys.readouterr().out) == (base != "hf")
+
+
+def test_a_checkpoint_without_an_adapter_is_said_to_have_none(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    to_mcore(tmp_path / "hf", tmp_path / "full")
+    with pytest.raises(MsrlError, match="full: there is no adapter in it"):
+        run(command="lora2hf", load=tmp_path / "full", save=tmp_path / "peft")

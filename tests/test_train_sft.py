@@ -20,6 +20,7 @@ import yaml
 from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.found import find_checkpoint, latest_iteration
+from msrl.checkpoint.lora_files import adapted_base
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
 from msrl.models.cut import Cut
@@ -292,6 +293,7 @@ def test_adapters_are_saved_alone_resumed_and_exported_merged(inputs, config):
     assert [row["train/loss"] for row in resumed] == [row["train/loss"] for row in whole]  # dropout included
     saved = find_checkpoint(inputs / "runs" / "adapters" / "checkpoints").files
     assert all(".lora_" in name for path in saved.values() for name in mcore.read_rank_file(path)["model"])
+    assert adapted_base(inputs / "runs" / "adapters" / "checkpoints") == (inputs / "hf").absolute()
     before, after = weights(inputs / "hf"), weights(inputs / "runs" / "adapters" / "hf")
     changed = {name.split(".")[-2] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == {"q_proj", "down_proj"}

@@ -1,4 +1,4 @@
-"""What the arguments in a Megatron checkpoint file tell of its cut; `mcore.namespace` writes ours."""
+"""What the arguments in a Megatron checkpoint file tell of its cut and its origin; `mcore.namespace` writes ours."""
 
 from __future__ import annotations
 
@@ -45,3 +45,10 @@ def refuse_schedule(path: Path, args: argparse.Namespace) -> None:
     if schedule == "dualpipev":
         message = "its stages hold the layers of a V (one block from the front and one from the back), which is not read"
         raise MsrlError(f"{path}: was saved with --schedules-method dualpipev: {message}; convert it with MindSpeed to one without")
+
+
+def loaded_from(save: Path, args: argparse.Namespace) -> Path | None:
+    """The folder that the training which wrote the checkpoint `save` took its weights from (Megatron's `--load`), if it is still there."""
+    said = getattr(args, "load", None)
+    folder = Path(said) if isinstance(said, str) and said else None
+    return folder if folder is not None and folder.is_dir() and folder.resolve() != save.resolve() else None

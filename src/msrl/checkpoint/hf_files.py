@@ -37,6 +37,11 @@ class StoredTensor:
     read: Callable[[], Tensor]
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a Hugging Face folder has weights beside its config.json, in any form that is read."""
+    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX))
+
+
 def open_weight_files(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the folder by name. Raises MsrlError, or ManyErrors with one line per file, for whatever is not as it should be."""
     index, files = _weight_files(folder)

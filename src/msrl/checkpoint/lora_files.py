@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import layouts
+from msrl.checkpoint.arguments import loaded_from
 from msrl.checkpoint.files import staged_folder
 from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.hf_files import open_safetensors, open_torch, some
@@ -179,22 +180,27 @@ def read_mcore_lora(save: Path, shape: Shape, iteration: int | None = None) -> A
     """The adapter in an mcore checkpoint, alone or beside the base weights, joined over its ranks; of its newest iteration unless told."""
     found = find_checkpoint(save, iteration)
     contents = {at: read_rank_file(path) for at, path in found.files.items()}
+    models = {at: {name: t for name, t in content["model"].items() if ".lora_" in name} for at, content in contents.items()}
+    if not any(models.values()):
+        raise MsrlError(f"{save}: there is no adapter in it (no tensor is named ...lora_A.default.weight)")
     args = vars(next(iter(contents.values()))["args"])
     rank, alpha = args.get("lora_r"), args.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
         raise MsrlError(f"{next(iter(found.files.values()))}: its arguments lack lora_r and lora_alpha, so the scale is not known")
-    models = {at: {name: t for name, t in content["model"].items() if ".lora_" in name} for at, content in contents.items()}
     cut = with_empty_layers(found.cut, contents[Coords()]["args"], shape, models)
     cut.check(shape)
     deltas = dict[str, Delta]()
     for rule, parts in _adapted(shape, cut, models, str(save)):
         deltas |= _joined(rule, parts, alpha / rank, str(save))
-    if not deltas:
-        raise MsrlError(f"{save}: holds no adapter (no tensor is named ...lora_A.default.weight)")
     wrong = {delta.rank for delta in deltas.values()} - {rank}
     if wrong:
         raise MsrlError(f"{save}: says lora_r={rank}, but holds adapters of rank {sorted(wrong)}")
     return Adapter(str(save), float(alpha), deltas, {})
+
+
+def adapted_base(save: Path) -> Path | None:
+    """The folder of the base model of an mcore adapter checkpoint, where its arguments name one that is still there."""
+    return loaded_from(save, read_rank_file(find_checkpoint(save).files[Coords()])["args"])
 
 
 def _adapted(shape: Shape, cut: Cut, models: Mapping[Coords, Mapping[str, Tensor]], where: str) -> list[tuple[Rule, list[_Part]]]:

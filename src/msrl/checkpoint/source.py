@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from msrl.checkpoint import layouts
+from msrl.checkpoint.arguments import loaded_from
 from msrl.checkpoint.dist_read import is_distributed
 from msrl.checkpoint.dist_source import DistSource
 from msrl.checkpoint.found import Found, empty_positions, find_checkpoint, latest_iteration
@@ -167,7 +170,7 @@ def open_sharded(save: Path, config_dir: Path, iteration: int | str, *, beside_a
     found = find_checkpoint(save, iteration)
     shape = _shape(config_dir)
     contents = {rank: read_rank_file(path) for rank, path in found.files.items()}
-    models = {rank: _base_weights(content["model"], save, beside_adapter) for rank, content in contents.items()}
+    models = {rank: _base_weights(content, save, beside_adapter) for rank, content in contents.items()}
     if shape.reward_head:
         models = {rank: _without_output_layer(model) for rank, model in models.items()}
     found = dataclasses.replace(found, cut=with_empty_layers(found.cut, contents[Coords()]["args"], shape, models))
@@ -188,14 +191,24 @@ def with_empty_layers(cut: Cut, args: argparse.Namespace, shape: Shape, models: 
     return found if found.num_positions(shape.num_layers) == num_positions else cut
 
 
-def _base_weights(model: Mapping[str, Tensor], save: Path, beside_adapter: bool) -> dict[str, Tensor]:
+def _base_weights(content: Mapping[str, Any], save: Path, beside_adapter: bool) -> dict[str, Tensor]:
     """The weights of a rank's file without a LoRA adapter's, under their plain names."""
+    model: Mapping[str, Tensor] = content["model"]
     weights = {name: tensor for name, tensor in model.items() if ".lora_" not in name}
     if len(weights) < len(model) and not weights:
-        raise MsrlError(f"{save}: holds a LoRA adapter alone; give the folder of its base model, and this one with --lora")
+        raise MsrlError(f"{save}: holds a LoRA adapter alone; merge it into its base model: {_merging(save, content['args'])}")
     if len(weights) < len(model) and not beside_adapter:
         raise MsrlError(f"{save}: holds a LoRA adapter beside the weights; merge it (convert-ckpt mcore2hf or reshard, with --lora {save})")
     return {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+
+
+def _merging(save: Path, args: argparse.Namespace) -> str:
+    """The command that makes a model of an adapter and its base."""
+    base = loaded_from(save, args)
+    is_hf = base is not None and (base / "config.json").is_file()
+    words = ["hf2hf" if base is None or is_hf else "mcore2hf", "--load", str(base or "BASE"), "--lora", str(save), "--save", "FOLDER"]
+    command = f"msrl convert-ckpt {shlex.join(words)}"
+    return command if base is not None else f"{command}, with BASE its Hugging Face folder (mcore2hf where it is an mcore checkpoint)"
 
 
 def _without_output_layer(model: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -92,6 +92,7 @@ def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> Pa
     if worker.settings.lora:
         lora = worker.settings.lora
         vars(args).update(lora_r=lora.rank, lora_alpha=lora.alpha, lora_target_modules=list(lora.targets))
+        vars(args).update(load=str(worker.settings.model.absolute()))  # the base, which the checkpoint does not hold
     saved = named_weights(worker.model) if worker.adapters is None else worker.adapters.named()
     weights = {name: weight.detach() for name, weight in saved.items()}
     if keeps_copy:

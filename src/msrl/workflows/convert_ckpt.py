@@ -13,8 +13,9 @@ from msrl.checkpoint.carried import carried_bytes, carried_tensors
 from msrl.checkpoint.convert import hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free
+from msrl.checkpoint.hf_files import has_weights
 from msrl.checkpoint.lora import MergedSource
-from msrl.checkpoint.lora_files import read_adapter, read_mcore_lora, read_peft, write_peft
+from msrl.checkpoint.lora_files import adapted_base, read_adapter, read_mcore_lora, read_peft, write_peft
 from msrl.checkpoint.mcore import SIDECAR
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.config.derived import cut_of
@@ -37,7 +38,7 @@ def run(config: Config) -> None:
     if convert.command == "inspect":
         inspect(Path(convert.load), verify=convert.verify)
     elif convert.command == "lora2hf":
-        _export_adapter(Path(convert.load), Path(convert.save or ""), Path(convert.hf_config or Path(convert.load) / SIDECAR))
+        _export_adapter(Path(convert.load), Path(convert.save or ""), Path(convert.hf_config) if convert.hf_config else None)
     else:
         _convert(config, Path(convert.load), Path(convert.save or ""))
 
@@ -84,18 +85,23 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
     return merged
 
 
-def _export_adapter(load: Path, save: Path, hf_dir: Path) -> None:
+def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     """An mcore checkpoint's adapter as a PEFT folder, read back and compared bit for bit."""
+    hf_dir = hf_config or load / SIDECAR
     if not (hf_dir / "config.json").is_file():
         raise MsrlError(f"{hf_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config")
     shape = load_shape(hf_dir)
     adapter = read_mcore_lora(load, shape)
-    write_peft(adapter, save, str(hf_dir))
+    recorded = None if hf_config else adapted_base(load)
+    base = (recorded if recorded is not None and has_weights(recorded) else hf_dir).absolute()
+    write_peft(adapter, save, str(base))
     back = read_peft(save)
     wrong = sorted(name for name, delta in adapter.deltas.items() if not delta.equals(back.deltas[name]))
     if wrong:
         raise VerificationError(f"{save}: {len(wrong)} adapters are not what {load} holds, {wrong[0]} first")
-    print(f"wrote {save}: {adapter.summary()}; read back equal bit for bit")
+    print(f"wrote {save}: {adapter.summary()}, for the base model {base}; read back equal bit for bit")
+    if not has_weights(base):
+        print(f"{base} has no weights, so PEFT cannot load the base model from there: name its Hugging Face folder with --hf-config")
 
 
 def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int, Callable[[Callable[[int], None]], object]]:
