@@ -135,7 +135,8 @@ def test_everything_with_a_memory_moved_and_came_back_to_the_bit(whole, killed):
     assert len({step["train/lr"] for step in metrics(whole)}) > 3
     assert max(step.get("train/masked", 0.0) for step in metrics(whole)) > 0
     assert max(step["rollout/refills"] for step in metrics(whole)) > 0
-    assert extra["prompts_taken"] == sum(step["rollout/prompts"] for step in metrics(whole)) > STEPS * 4
+    asked = sum(step["rollout/prompts"] for step in metrics(whole))
+    assert extra["prompts_taken"] >= asked > STEPS * 4, "those that a step had already are passed over"
     seen = [row["prompt_index"] for step in range(1, STEPS + 1) for row in rollouts(whole, step)[::4]]
     assert len(seen) > 2 * len(set(seen)), "several passes over the data"
     assert "going on after step" in (whole.parent.parent / "last.log").read_text()

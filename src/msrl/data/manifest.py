@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest
 
+_END_BYTES = 1 << 20
 KEYS = {"pretrain": ("text",), "sft": ("input_ids", "attention_mask", "labels"), "prompts": ("input_ids", "attention_mask", "labels")}
 
 
@@ -39,6 +42,21 @@ def all_paths(prefix: str) -> tuple[Path, ...]:
     names = {dataset_name(prefix, kind, key) for kind, keys in KEYS.items() for key in keys}
     data = [Path(f"{name}.{suffix}") for name in sorted(names) for suffix in ("bin", "idx")]
     return (*data, answers_path(prefix), manifest_path(prefix))
+
+
+def fingerprint(prefix: str) -> str:
+    """What tells data of this prefix from other data: of every file its size, of indexes all bytes, of others the first and the last."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in all_paths(prefix):
+        if path.is_file() and path != manifest_path(prefix):
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                ends = ((0, size),) if path.suffix == ".idx" else ((0, _END_BYTES), (max(size - _END_BYTES, 0), _END_BYTES))
+                found.update(f"{path.name.removeprefix(Path(prefix).name)} {size}\n".encode())
+                for start, count in ends:
+                    file.seek(start)
+                    found.update(file.read(count))
+    return found.hexdigest()
 
 
 def manifest_text(manifest: DatasetManifest) -> str:

@@ -107,8 +107,13 @@ def _iterations(root: Path) -> list[int]:
 def check_room(root: Path, resume: SavedTraining | None) -> None:
     """Raises MsrlError when `root` holds checkpoints of steps that a training from `resume` on would write again."""
     start_step = resume.step if resume else 0
-    replaced = resume.passed_over if resume and resume.root == root else ()
+    replaced = resume.passed_over if resume and resume.root.absolute() == root.absolute() else ()
     later = [step for step in _iterations(root) if step > start_step and step not in replaced]
+    if later and not saved_steps(root):
+        raise MsrlError(
+            f"checkpoint.save={root}: weights of steps {', '.join(map(str, later))} are there, without the state of a training that could"
+            f" go on; start from them with checkpoint.load: {root} and another checkpoint.save, or remove them"
+        )
     if later:
         raise MsrlError(
             f"checkpoint.save={root}: checkpoints of steps {', '.join(map(str, later))} are there, and this training starts after step"

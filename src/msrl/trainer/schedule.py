@@ -24,6 +24,11 @@ class Schedule:
     def warmup_updates(self) -> int:
         return self._updates(self.warmup)
 
+    @property
+    def decay_updates(self) -> int:
+        """Updates at the end of `wsd`; 0 for the others."""
+        return self._updates(self.decay) if self.kind == "wsd" else 0
+
     def _updates(self, length: float) -> int:
         return math.ceil(length * self.num_updates) if isinstance(length, float) and length < 1 else int(length)
 
@@ -35,7 +40,7 @@ class Schedule:
             return self.lr
         start = self.warmup_updates
         if self.kind == "wsd":
-            start = max(start, self.num_updates - self._updates(self.decay))
+            start = max(start, self.num_updates - self.decay_updates)
         span = max(1, self.num_updates - start)
         progress = min(1.0, max(0.0, (update - start) / span))
         share = (1 + math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else 1 - progress

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from msrl.config.derived import critic_optimizer, cut_of, model_shape, needs_critic
+from msrl.config.derived import critic_optimizer, cut_of, model_shape, needs_critic, updates_per_step
 from msrl.config.schema import Config, OptimizerConfig
 from msrl.data.manifest import read_manifest
 from msrl.data.order import BlendOrder, RowOrder
@@ -204,6 +204,11 @@ def retention(config: Config, best: Best | None) -> Retention:
 def run_path(config: Config) -> Path:
     """The folder of the run."""
     return Path(config.run.dir) / config.run.name
+
+
+def policy_schedule(config: Config, num_steps: int) -> Schedule:
+    """The learning rates of the policy's updates in `num_steps` steps of reinforcement; a critic's warm-up has none."""
+    return schedule(config, (num_steps - config.algo.value.warmup_steps) * updates_per_step(config))
 
 
 def schedule(config: Config, num_updates: int) -> Schedule:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msrl.cluster.plan import Placement, Role, plan
-from msrl.config.derived import world_size
+from msrl.config.derived import updates_per_step, world_size
 from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset
 from msrl.data.order import RowOrder
@@ -17,7 +19,8 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.common import check_data, check_order, hf_files, resumed, tokenizer_path
+from msrl.workflows import going_on
+from msrl.workflows.common import check_data, check_order, hf_files, order_state, policy_schedule, resumed, tokenizer_path
 from msrl.workflows.run_log import checkpoint_root
 
 
@@ -29,6 +32,7 @@ class Job:
     platform: Platform
     placement: Placement
     prompts: Prompts
+    state: Mapping[str, Any]  # what every checkpoint holds of the training
     eval_prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     num_steps: int
@@ -73,12 +77,19 @@ def prepare(config: Config) -> Job:
         raise MsrlError(f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on")
     if resume:
         check_order(resume, prompts.order, rows_per_step="rollout.prompts_per_step")
+    rates = policy_schedule(config, num_steps)
+    state = {**order_state(prompts.order), **going_on.remembered(config, rates, command="train-grpo")}
+    if resume:
+        going_on.check(resume, state)
     check_room(checkpoint_root(config), resume)
+    done = (resume.step if resume else 0) - config.algo.value.warmup_steps
+    going_on.say_schedule(resume, rates, max(done, 0) * updates_per_step(config))
     return Job(
         config=config,
         platform=platform,
         placement=_placement(config, platform),
         prompts=prompts,
+        state=state,
         eval_prompts=tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else (),
         sampling=_sampling(config, prompts.dataset),
         num_steps=num_steps,

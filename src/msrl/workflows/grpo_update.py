@@ -25,7 +25,7 @@ from msrl.rewards.process import RewardSteps
 from msrl.trainer.batches import BatchLimits, num_loss_tokens, select, with_weights
 from msrl.trainer.losses import PolicyLoss, taken
 from msrl.types import Floats, ScoredGroup, TrainingSample
-from msrl.workflows.common import schedule
+from msrl.workflows.common import policy_schedule
 from msrl.workflows.grpo_critic import CriticUpdater, value_metrics, with_targets
 from msrl.workflows.grpo_rollouts import teaching_groups
 from msrl.workflows.grpo_step import Clock
@@ -48,7 +48,7 @@ class Updater:
     def __init__(self, config: Config, trainers: Trainers, num_steps: int, state: Mapping[str, Any]) -> None:
         """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
         self._config, self._trainers = config, trainers
-        self._schedule = schedule(config, (num_steps - config.algo.value.warmup_steps) * updates_per_step(config))
+        self._schedule = policy_schedule(config, num_steps)
         self._critic = CriticUpdater(config, trainers, num_steps) if needs_critic(config) else None
         self._kl_factor = float(state.get("kl_factor", 1.0))
         self._rewards = RewardSteps(config.reward, config.rollout.max_response_tokens, state.get("rewards", {}))

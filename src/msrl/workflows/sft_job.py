@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
@@ -18,12 +20,15 @@ from msrl.workflows.text_rows import TextRows, blend_of, open_text
 
 @dataclass(frozen=True, slots=True)
 class SftJob:
-    """What every rank is told. `start_step` counts the steps done before; `hf_dir` has config and tokenizer."""
+    """What every rank is told. `start_step` counts the steps done before; `hf_dir` has config and tokenizer; `state` is what every
+    checkpoint holds of the training.
+    """
 
     config: Config
     settings: WorkerSettings
     schedule: Schedule
     order: RowOrder | BlendOrder
+    state: Mapping[str, Any]
     num_steps: int
     start_step: int
     resume: SavedTraining | None

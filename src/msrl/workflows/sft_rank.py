@@ -19,7 +19,7 @@ from msrl.trainer.saver import Saver
 from msrl.trainer.worker import TrainWorker
 from msrl.types import MicroBatch, StepReport
 from msrl.workflows.best import Best, best_state
-from msrl.workflows.common import order_state, retention
+from msrl.workflows.common import retention
 from msrl.workflows.mfu import mfu
 from msrl.workflows.sft_job import SftJob, Started, training_rows
 from msrl.workflows.sft_rows import Rows
@@ -65,7 +65,7 @@ def _report_saved(context: RankContext, finished: Sequence[SavedTraining]) -> No
 
 
 def _save(saver: Saver, job: SftJob, step: int, best: Best | None) -> None:
-    saver.save(step, {**order_state(job.order), **best_state(best)}, retention(job.config, best))
+    saver.save(step, {**job.state, **best_state(best)}, retention(job.config, best))
 
 
 def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bool:

@@ -44,9 +44,11 @@ class Rows:
         """What a user should know of how the rows came about, one sentence each."""
         said = [f"{self.num_dropped} rows left out"] if self.num_dropped else []
         said += [f"{self.num_cut} rows cut to {self.longest_row} tokens"] if self.num_cut else []
-        if capacity is not None and len(self.members) < sum(map(len, self.members)):
-            filled = sum(self.lengths) / (capacity * len(self))
-            said.append(f"{sum(map(len, self.members))} examples packed into {len(self)} rows of {capacity} tokens, {filled:.1%} full")
+        if len(self.members) < sum(map(len, self.members)):
+            size = capacity or self.longest
+            filled = sum(self.lengths) / (size * len(self))
+            said.append(f"{sum(map(len, self.members))} examples packed into {len(self)} rows of {size} tokens, {filled:.1%} full")
+            said += [] if capacity else ["data.seq_length is not set, so that rows are as long as the longest example"]
         return said
 
 

@@ -27,7 +27,6 @@ from msrl.types import Ints, StepReport
 from msrl.workflows.common import (
     adapted_base,
     hf_files,
-    order_state,
     retention,
     tokenizer_path,
     weights_path,
@@ -101,7 +100,7 @@ def _loop(
         log.log(evaluator.after(StepReport(step + 1, metrics, seconds, found.scores.notes)))
         is_last = interrupts.asked or evaluator.ends_with(step + 1) or step + 1 == job.num_steps
         if is_last or evaluator.must_save(step + 1) or _is_due(config.checkpoint.every_steps, step + 1):
-            extra = {**order_state(job.prompts.order), **rollouts.state(), **updater.state(), **evaluator.state()}
+            extra = {**job.state, **rollouts.state(), **updater.state(), **evaluator.state()}
             saved = _said(trainers.save(step + 1, extra, retention(config, evaluator.best))) or saved
         if is_last:
             break

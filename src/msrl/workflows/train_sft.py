@@ -19,7 +19,18 @@ from msrl.platforms import resolve
 from msrl.trainer.launch import LocalRanks
 from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import StepReport
-from msrl.workflows.common import adapted_base, check_data, check_order, hf_files, resumed, schedule, worker_settings, worker_variables
+from msrl.workflows import going_on
+from msrl.workflows.common import (
+    adapted_base,
+    check_data,
+    check_order,
+    hf_files,
+    order_state,
+    resumed,
+    schedule,
+    worker_settings,
+    worker_variables,
+)
 from msrl.workflows.interrupts import EndAtOnce, Interrupts
 from msrl.workflows.memory_check import check_memory
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
@@ -75,15 +86,19 @@ def prepare(config: Config, platform: str) -> SftJob:
     start_step = resume.step if resume else 0
     if start_step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on")
-    order = row_order(config, rows)
+    order, rates = row_order(config, rows), schedule(config, num_steps)
+    state = {**order_state(order), **going_on.remembered(config, rates, command="train-sft")}
     if resume:
         check_order(resume, order, rows_per_step="train.global_batch")
+        going_on.check(resume, state)
     check_room(checkpoint_root(config), resume)
+    going_on.say_schedule(resume, rates, start_step)
     return SftJob(
         config=config,
         settings=worker_settings(config, platform, resume=resume),
-        schedule=schedule(config, num_steps),
+        schedule=rates,
         order=order,
+        state=state,
         num_steps=num_steps,
         start_step=start_step,
         resume=resume,
@@ -102,6 +117,8 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
     train, held_out = training_rows(config)
     check_lengths(config, ", ".join(blend_of(config)), train)
     named = {"data.train": train, "held out": held_out}
+    if held_out is not None and config.data.eval is None:
+        print(f"held out: {len(held_out)} of {len(train) + len(held_out)} rows", file=sys.stderr)
     for name, rows in named.items():
         for note in rows.notes(config.data.seq_length) if rows is not None else ():
             print(f"{name}: {note}", file=sys.stderr)

@@ -1,0 +1,113 @@
+"""What a resumed training must share with the one that saved, and what is said where its learning rates are others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config_inputs import TRAINING, make_data, make_model
+from msrl.config.loader import load
+from msrl.data.manifest import fingerprint
+from msrl.errors import MsrlError
+from msrl.files import write_text
+from msrl.trainer.resume import STATE, SavedTraining, check_room, training_dir
+from msrl.trainer.schedule import Schedule
+from msrl.trainer.sealed import sealed_json
+from msrl.workflows import going_on
+
+RATES = Schedule("cosine", 1e-3, 0.0, 2, 10)
+LORA = ("train.lora.rank=4", "train.lora.targets=[q_proj,v_proj]")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with everything that training needs."""
+    make_model(tmp_path / "model")
+    make_data(tmp_path / "data")
+    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def remembered(*sets: str, command: str = "train-sft") -> dict[str, Any]:
+    return going_on.remembered(load(["sft.yaml"], sets).config, RATES, command=command)
+
+
+def saved_with(folder: Path, state: dict[str, Any]) -> SavedTraining:
+    training_dir(folder / "saves", 5).mkdir(parents=True)
+    write_text(training_dir(folder / "saves", 5) / STATE, sealed_json(json.loads(json.dumps({"step": 5, "extra": state}))))
+    return SavedTraining(folder / "saves", 5)
+
+
+def test_the_same_training_goes_on(folder: Path):
+    saved = saved_with(folder, remembered(*LORA))
+    going_on.check(saved, remembered(*LORA[:1], "train.lora.targets=[v_proj,q_proj]"))
+    going_on.check(saved, remembered(*LORA, "train.optimizer.lr=1.0", "train.parallel.tp=2", "cluster.devices_per_node=2"))
+
+
+def test_one_that_an_earlier_version_saved_goes_on(folder: Path):
+    going_on.check(saved_with(folder, {}), remembered())
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("model.dtype=bfloat16",), r"model\.dtype \(was float32, is bfloat16\)"),
+        (LORA, r"train\.lora\.rank \(was unset, is 4\)"),
+        (
+            ("data.seq_length=64", "data.too_long=truncate"),
+            r"data\.seq_length \(was .*, is 64\), data\.too_long \(.*, is truncate\)",
+        ),
+        (("data.pack=true",), r"data\.pack \(was false, is true\)"),
+    ],
+)
+def test_another_training_is_refused_key_by_key(folder: Path, sets: tuple[str, ...], message: str):
+    saved = saved_with(folder, remembered("model.dtype=float32"))
+    with pytest.raises(MsrlError, match=rf"step 5 in .*saves is of another training, because of {message}; set it back"):
+        going_on.check(saved, remembered("model.dtype=float32", *sets))
+
+
+def test_another_model_and_other_data_of_as_many_rows_are_refused(folder: Path):
+    saved = saved_with(folder, remembered())
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    with pytest.raises(MsrlError, match=r"model\.path \(was Qwen2ForCausalLM of 4 layers, .* is Qwen2ForCausalLM of 2 layers"):
+        going_on.check(saved, remembered())
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    ids = next((folder / "data").parent.glob("data*input_ids_document.bin"))
+    before = fingerprint("data")
+    ids.write_bytes(ids.read_bytes() + b"more")
+    assert fingerprint("data") != before
+    with pytest.raises(MsrlError, match=r"data\.train \(its contents are others\)"):
+        going_on.check(saved, remembered())
+
+
+def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up(folder: Path, capsys: pytest.CaptureFixture[str]):
+    saved = saved_with(folder, remembered())
+    going_on.say_schedule(saved, RATES, 5)
+    assert not capsys.readouterr().err
+    going_on.say_schedule(saved, dataclasses.replace(RATES, num_updates=20), 5)
+    assert "the next update has 9.33e-04, where it was to be 6.91e-04" in capsys.readouterr().err
+    going_on.say_schedule(None, dataclasses.replace(RATES, num_updates=1), 0)
+    said = "warm-up take more than the 1 updates of this run; its last learning rate is 5.0e-04"
+    assert said in capsys.readouterr().err
+    going_on.say_schedule(None, Schedule("wsd", 1e-3, 0.0, 3, 5, 4), 0)
+    assert "warm-up and decay take more than the 5 updates" in capsys.readouterr().err
+
+
+def test_weights_without_the_state_of_a_training_are_named_as_such(tmp_path: Path):
+    (tmp_path / "iter_0000003").mkdir()
+    with pytest.raises(MsrlError, match=r"weights of steps 3 are there, without the state of a training .* checkpoint\.load"):
+        check_room(tmp_path, None)
+
+
+def test_a_folder_that_is_named_another_way_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (3, 4):
+        (tmp_path / "saves" / f"iter_{step:07d}").mkdir(parents=True)
+        training_dir(tmp_path / "saves", step).mkdir(parents=True)
+    check_room(tmp_path / "saves", SavedTraining(Path("saves"), 3, passed_over=(4,)))
