@@ -110,6 +110,20 @@ def test_whole_checkpoints_are_gone_on_from_by_age_or_by_name(saves):
         check_room(saves, found)
 
 
+def test_a_folder_that_cannot_be_written_or_is_somebody_elses_takes_no_checkpoints(tmp_path):
+    (tmp_path / "file").write_text("")
+    for root, reason in ((Path("/sys/kernel/x"), "denied|not permitted|Read-only"), (tmp_path / "file" / "x", "file is a file")):
+        with pytest.raises(MsrlError, match=rf"checkpoint\.save={root}: this folder cannot be made or written \(.*({reason})"):
+            check_room(root, None)
+    with pytest.raises(MsrlError, match=rf"checkpoint\.save={tmp_path}: holds other files \(file\); name a new or an empty folder"):
+        check_room(tmp_path, None)
+    for name in (".iter_0000002.partial", "hf", "training"):
+        (tmp_path / "other" / name).mkdir(parents=True)
+        check_room(tmp_path / "other", None)
+    check_room(tmp_path / "new" / "folder", None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other"]
+
+
 def test_where_no_checkpoint_is_whole_nothing_starts_anew_by_itself(saves):
     for step in (2, 4, 6):
         (training_dir(saves, step) / random_file(0)).unlink()

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
+from msrl.files import why_not_writable
 from msrl.trainer.sealed import damages, is_sealed_json, open_sealed_json
 
 STATE = "state.json"
+_OURS = frozenset(
+    ("training", "hf", "latest_checkpointed_iteration.txt", "msrl_manifest.json", "attempts.jsonl")
+)  # the last: a run's folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,13 @@ def _iterations(root: Path) -> list[int]:
 
 
 def check_room(root: Path, resume: SavedTraining | None) -> None:
-    """Raises MsrlError when `root` holds checkpoints of steps that a training from `resume` on would write again."""
+    """Raises MsrlError when `root` holds checkpoints of steps that a training from `resume` on would write again, or other people's files,
+    or when it cannot be made or written.
+    """
+    reason = why_not_writable(root)
+    if reason is not None:
+        raise MsrlError(f"checkpoint.save={root}: this folder cannot be made or written ({reason}); set checkpoint.save to another one")
+    _refuse_other_files(root)
     start_step = resume.step if resume else 0
     replaced = resume.passed_over if resume and resume.root.absolute() == root.absolute() else ()
     later = [step for step in _iterations(root) if step > start_step and step not in replaced]
@@ -119,6 +129,13 @@ def check_room(root: Path, resume: SavedTraining | None) -> None:
             f"checkpoint.save={root}: checkpoints of steps {', '.join(map(str, later))} are there, and this training starts after step"
             f" {start_step}; go on from the newest (--resume auto), set checkpoint.save to another folder, or remove them"
         )
+
+
+def _refuse_other_files(root: Path) -> None:
+    """A folder that holds something, and nothing that a training or a conversion writes there; hidden files are nobody's."""
+    names = sorted(path.name for path in root.iterdir() if not path.name.startswith(".")) if root.is_dir() else []
+    if names and not any(name in _OURS or name.startswith("iter_") for name in names):
+        raise MsrlError(f"checkpoint.save={root}: holds other files ({names[0]}); name a new or an empty folder")
 
 
 def resume_from(resume: str, root: Path) -> tuple[SavedTraining | None, tuple[str, ...]]:
