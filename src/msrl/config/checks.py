@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from msrl.config.algorithm_checks import algorithm as _algorithm
 from msrl.config.command_checks import chat_checks, convert_checks, generate_checks, preprocess_checks
 from msrl.config.critic_checks import critic as _critic
-from msrl.config.eval_checks import evaluation, grpo_evaluation, grpo_only
+from msrl.config.eval_checks import evaluation, grpo_evaluation, grpo_only, sft_evaluation
 from msrl.config.input_checks import holds_examples, holds_prompts
 from msrl.config.loader import Resolved
 from msrl.config.reward_checks import rewards as _rewards
@@ -68,7 +68,7 @@ _TRAINING: tuple[Check, ...] = (
 )  # fmt: skip
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "train-sft": (*_TRAINING, holds_examples, one_node, sft_batches, rollout_offload, grpo_only),
+    "train-sft": (*_TRAINING, holds_examples, one_node, sft_batches, rollout_offload, grpo_only, sft_evaluation),
     "train-grpo": (
         *_TRAINING,
         holds_prompts,

@@ -16,15 +16,19 @@ _GRPO_ONLY = ("at_start", "samples_per_prompt", "max_response_tokens", "sampling
 def evaluation(resolved: Resolved) -> Iterator[str]:
     """What both trainings need for an evaluation."""
     config = resolved.config
-    is_held_out = config.data.eval is not None or config.data.eval_fraction > 0
-    for key in ("every_steps", "at_start"):
-        if getattr(config.eval, key) and not is_held_out:
-            yield resolved.mistake(f"eval.{key}", "needs data.eval, the prefix of the held-out data")
     if config.data.eval is not None and config.data.eval_fraction > 0:
         yield resolved.mistake("data.eval_fraction", "stands beside data.eval; set only one of them")
     for key, is_set in (("eval.patience", config.eval.patience is not None), ("checkpoint.keep_best", config.checkpoint.keep_best)):
         if is_set and config.eval.every_steps is None:
             yield resolved.mistake(key, "looks at evaluations; set eval.every_steps")
+
+
+def sft_evaluation(resolved: Resolved) -> Iterator[str]:
+    """What train-sft needs: held-out rows, of their own or of the training data."""
+    config = resolved.config
+    if config.eval.every_steps is not None and config.data.eval is None and not config.data.eval_fraction:
+        share = "" if config.data.handler == "pretrain" else ", or data.eval_fraction, a share of data.train"
+        yield resolved.mistake("eval.every_steps", f"needs data.eval, the prefix of the held-out data{share}")
 
 
 def grpo_only(resolved: Resolved) -> Iterator[str]:
@@ -35,8 +39,11 @@ def grpo_only(resolved: Resolved) -> Iterator[str]:
 
 
 def grpo_evaluation(resolved: Resolved) -> Iterator[str]:
-    """What train-grpo needs: evaluations that happen, answers that differ where several are asked for, lengths that fit, a source."""
+    """What train-grpo needs: held-out prompts, evaluations that happen, several answers that differ, lengths that fit, a source."""
     section = resolved.config.eval
+    for key in ("every_steps", "at_start"):
+        if getattr(section, key) and resolved.config.data.eval is None:
+            yield resolved.mistake(f"eval.{key}", "needs data.eval, the prefix of the held-out data")
     if section.every_steps is None and not section.at_start:
         for name in _GRPO_ONLY:
             if _is_set(resolved, f"eval.{name}"):

@@ -19,7 +19,10 @@ class EvalSamplingConfig(Cuts):
 class EvalConfig(Section):
     """Evaluation on data.eval while training: the loss of held-out examples in train-sft, answers to held-out prompts in train-grpo."""
 
-    every_steps: Count | None = Field(default=None, description="Steps between two evaluations, and one after the last step; unset: none")
+    every_steps: Count | None = Field(
+        default=None,
+        description="Steps between two evaluations, and one after the last step; unset: train-sft has that one alone, train-grpo none",
+    )
     at_start: Bool = Field(default=False, description="train-grpo: evaluate before the first step too, as step 0")
     prompts: Count | None = Field(default=None, description="Rows of data.eval that are used, from its start; unset: all")
     patience: Count | None = Field(
