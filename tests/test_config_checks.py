@@ -15,6 +15,7 @@ from msrl.config.loader import Flag, load
 from msrl.config.memory import memory_rows
 from msrl.config.schema import Config
 from msrl.config.state_memory import bytes_per_device, parameters_per_rank
+from msrl.config.templates import template_names
 from msrl.errors import MsrlError
 from msrl.models.cut import Cut
 from msrl.models.families import load_shape, num_parameters
@@ -89,7 +90,9 @@ def test_missing_files_are_named_by_key(folder: Path):
         (("data.seq_length=513",), "--set: data.seq_length=513: the model takes at most 512 tokens"),
         (("train.epochs=2",), "--set: train.epochs=2: stands beside train.steps=10; set only one of them, the other to null"),
         (("train.optimizer.min_lr=1.0",), "--set: train.optimizer.min_lr=1.0: must be at most train.optimizer.lr=1e-05"),
-        (("eval.every_steps=5",), "--set: eval.every_steps=5: needs data.eval, the prefix of the held-out data"),
+        (("eval.every_steps=5",), "--set: eval.every_steps=5: needs data.eval, the prefix of the held-out data, or data.eval_fraction, a share of data.train"),
+        (("train.freeze=['*']",), '--set: train.freeze=["*"]: leaves nothing to train'),
+        (("train.freeze=['*.bias']", "train.lora.rank=2"), '--set: train.freeze=["*.bias"]: stands beside train.lora, which freezes the whole model; set only one of them'),
         (
             ("train.max_tokens_per_micro_batch=64", "train.micro_batch=2"),
             "--set: train.micro_batch=2: has no effect beside train.max_tokens_per_micro_batch; set only one of them",
@@ -126,6 +129,7 @@ def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...
             ("train.max_tokens_per_micro_batch=100",),
             "--set: train.max_tokens_per_micro_batch=100: must hold one sequence: rollout.max_prompt_tokens 64 + max_response_tokens 64 = 128 tokens",
         ),
+        (("eval.every_steps=5",), "--set: eval.every_steps=5: needs data.eval, the prefix of the held-out data"),
         (("rollout.engine.tp=2",), "--set: rollout.engine.tp=2: 1 engines of 2 devices need 2, and training has 1; set cluster.devices_per_node"),
         (
             ("rollout.sampling.temperature=0",),
@@ -180,6 +184,22 @@ def test_an_unknown_architecture_is_refused_by_name(folder: Path):
     assert "architecture MambaForCausalLM is not supported; supported: " in line and "Qwen2ForCausalLM" in line
 
 
+def test_each_prefix_of_a_blend_is_named_with_its_line(folder: Path):
+    text = "data:\n  handler: pretrain\n  seq_length: 8\n  train: null\n  blend:\n    data: 1.0\n    some/gone.v2: 2.0\n"
+    (folder / "blend.yaml").write_text("defaults: [sft.yaml]\n" + text, encoding="utf-8")
+    gone = "there is no preprocessed data of this prefix (some/gone.v2_*.idx); write it with `msrl preprocess`"
+    assert mistakes("train-sft", file="blend.yaml") == [f"blend.yaml:8: data.blend.some/gone.v2=2.0: {gone}"]
+    (folder / "data_manifest.json").write_text(json.dumps({"kind": "sft"}), encoding="utf-8")
+    line = mistakes("train-sft", file="blend.yaml")[1]
+    assert line == "blend.yaml:7: data.blend.data=1.0: holds sft data, and pretrain is needed; preprocess it with handler pretrain"
+    (folder / "data_manifest.json").unlink()
+    both = "stands beside data.train; set one of them to null, data.train where all prefixes stand here"
+    assert mistakes("train-sft", "data.handler=pretrain", "data.seq_length=8", "data.blend={data: 2.0}") == [
+        f"--set: data.blend={{data: 2.0}}: {both}"
+    ]
+    load(["blend.yaml"], ["data.blend=null", "data.train=data"], command="train-sft")
+
+
 def test_a_conversion_is_checked_before_it_starts(folder: Path):
     (folder / "full").mkdir()
     (folder / "full" / "x").write_text("", encoding="utf-8")
@@ -225,6 +245,7 @@ def test_preprocessing_is_checked_before_it_starts(folder: Path):
     load(sets=[*right, "preprocess.handler=AlpacaStyleInstructionHandler", "preprocess.template=qwen"], command="preprocess")
     (line,) = mistakes("preprocess", *right, "preprocess.handler=alpaca")
     assert line.startswith("preprocess.template: is missing; give --template")
+    assert line.endswith("packaged: " + ", ".join(template_names()) + " (native is the tokenizer's own)") and "qwen_math_r1, " in line
 
 
 def test_generation_takes_one_prompt_or_one_file(folder: Path):

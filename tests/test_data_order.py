@@ -42,7 +42,7 @@ def test_a_run_that_would_go_on_with_other_rows_is_refused(tmp_path: Path):
     write_text(folder / STATE, sealed_json(state))
     saved = SavedTraining(tmp_path, 5)
     check_order(saved, ORDER, rows_per_step="train.global_batch")
-    with pytest.raises(MsrlError, match=r"train\.global_batch \(was 4, is 8\), run\.seed \(was 3, is 1\)"):
+    with pytest.raises(MsrlError, match=r"train\.global_batch \(was 4 rows, is 8\), run\.seed \(was 3, is 1\)"):
         check_order(saved, RowOrder(10, 8, 1, True), rows_per_step="train.global_batch")
 
 

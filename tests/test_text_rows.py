@@ -81,7 +81,7 @@ def test_one_dataset_in_a_blend_comes_in_the_order_of_one_alone():
     ("command", "sets", "said"),
     [
         ("train-sft", ["data.blend={a: 0.5, b: 0.5}"], "data.handler to pretrain"),
-        ("train-sft", ["data.handler=pretrain", "data.train=a"], "data.seq_length=None: .*rows of so many tokens"),
+        ("train-sft", ["data.handler=pretrain", "data.train=a"], "data.seq_length: is missing; .*rows of so many tokens"),
         ("train-sft", ["data.handler=pretrain", "data.seq_length=8", "data.train=a", "data.blend={a: 1.0}"], "stands beside data.train"),
         ("train-sft", ["data.handler=pretrain", "data.seq_length=8", "data.blend={a: 1.0}", "train.epochs=2"], "a blend .* has no epochs"),
         ("train-sft", ["data.handler=pretrain", "data.seq_length=8", "data.train=a", "data.pack=true"], "data.pack=.*: means nothing"),

@@ -11,6 +11,7 @@ from msrl.config import derived
 from msrl.config.input_checks import TRACKER, existing_folder, existing_model, is_hf, is_mcore, known_template, needed
 from msrl.config.loader import Resolved
 from msrl.config.plugins import plugin as _plugin
+from msrl.config.templates import template_names
 from msrl.config.train_checks import cut_problems
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
@@ -80,7 +81,8 @@ def preprocess_checks(resolved: Resolved) -> Iterator[str]:
         aliases: dict[str, str] = getattr(importlib.import_module(package), "ALIASES", {})
         yield from _plugin(resolved, "preprocess.handler", package, preprocess.handler, aliases)
         if aliases.get(preprocess.handler, preprocess.handler) != "pretrain":
-            yield from needed(resolved, "preprocess.template")
+            names = ", ".join(template_names())
+            yield from needed(resolved, "preprocess.template", choices=f"; packaged: {names} (native is the tokenizer's own)")
     if preprocess.pack:
         yield from needed(resolved, "preprocess.seq_length")
 

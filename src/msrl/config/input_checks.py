@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from msrl.config.loader import Resolved
@@ -22,13 +23,13 @@ def value_of(resolved: Resolved, key: str) -> object:
     return value
 
 
-def needed(resolved: Resolved, *keys: str) -> Iterator[str]:
-    """A line for each key without a value."""
+def needed(resolved: Resolved, *keys: str, choices: str = "") -> Iterator[str]:
+    """A line for each key without a value, with what there is to choose from."""
     for key in keys:
         if value_of(resolved, key) in (None, ()):
             section, name = key.split(".", 1)
             flag = f"give --{name.replace('_', '-')}" if section in ("convert", "preprocess", "generate", "chat") else f"set {key}"
-            yield f"{key}: is missing; {flag}: {description(key.split('.'))}"
+            yield f"{key}: is missing; {flag}: {description(key.split('.'))}{choices}"
 
 
 def existing_folder(resolved: Resolved, key: str) -> Iterator[str]:
@@ -62,17 +63,28 @@ def known_template(resolved: Resolved, key: str) -> Iterator[str]:
             yield resolved.mistake(key, str(error))
 
 
-def existing_data(resolved: Resolved, key: str) -> Iterator[str]:
-    """A line when no preprocessed data has this prefix."""
-    prefix = value_of(resolved, key)
-    if isinstance(prefix, str) and not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
-        yield resolved.mistake(key, f"there is no preprocessed data of this prefix ({prefix}_*.idx); write it with `msrl preprocess`")
+def _named_data(resolved: Resolved) -> Iterator[tuple[str, Callable[[str], str]]]:
+    """Each prefix of data that is named, and what makes a line of a mistake in it."""
+    data = resolved.config.data
+    for key, prefix in (("data.train", data.train), ("data.eval", data.eval)):
+        if prefix is not None:
+            yield prefix, partial(resolved.mistake, key)
+    for prefix, weight in data.blend.items():  # a prefix may hold dots, so its key is no path
+        key = f"data.blend.{prefix}"
+        yield prefix, partial("{}: {}={}: {}".format, resolved.origins[key], key, weight)
+
+
+def existing_data(resolved: Resolved) -> Iterator[str]:
+    """A line for each prefix that no preprocessed data has."""
+    for prefix, mistake in _named_data(resolved):
+        if not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
+            yield mistake(f"there is no preprocessed data of this prefix ({prefix}_*.idx); write it with `msrl preprocess`")
 
 
 def _kind(resolved: Resolved, wanted: str, how: str) -> Iterator[str]:
     """A line for data of another kind; data of other systems has no manifest, and its kind is not known."""
-    for key in ("data.train", "data.eval"):
-        manifest = Path(f"{value_of(resolved, key)}_manifest.json")
+    for prefix, mistake in _named_data(resolved):
+        manifest = Path(f"{prefix}_manifest.json")
         if not manifest.is_file():
             continue
         try:
@@ -80,7 +92,7 @@ def _kind(resolved: Resolved, wanted: str, how: str) -> Iterator[str]:
         except (ValueError, AttributeError):
             continue  # said when the data is opened
         if found != wanted:
-            yield resolved.mistake(key, f"holds {found} data, and {wanted} is needed; preprocess it {how}")
+            yield mistake(f"holds {found} data, and {wanted} is needed; preprocess it {how}")
 
 
 def _text(resolved: Resolved) -> Iterator[str]:
@@ -88,11 +100,12 @@ def _text(resolved: Resolved) -> Iterator[str]:
     yield from _kind(resolved, "pretrain", "with handler pretrain")
     data = resolved.config.data
     if data.blend and data.train is not None:
-        yield resolved.mistake("data.blend", "stands beside data.train; name all prefixes here, or only data.train")
+        yield resolved.mistake("data.blend", "stands beside data.train; set one of them to null, data.train where all prefixes stand here")
     if data.blend and resolved.config.train.steps is None:
         yield "train.steps: is missing; a blend of datasets has no epochs, so the number of steps must be set"
     if data.seq_length is None or data.seq_length < 2:
-        yield f"data.seq_length={data.seq_length}: data.handler=pretrain cuts documents into rows of so many tokens; set 2 or more"
+        said = "data.handler=pretrain cuts documents into rows of so many tokens; set 2 or more"
+        yield resolved.mistake("data.seq_length", said if data.seq_length is not None else f"is missing; {said}")
     for key, is_set in (("pack", data.pack), ("eval_fraction", data.eval_fraction > 0), ("too_long", data.too_long != "refuse")):
         if is_set:
             yield resolved.mistake(f"data.{key}", "means nothing for data.handler=pretrain, whose rows are cut from text; leave it out")

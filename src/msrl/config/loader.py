@@ -56,7 +56,7 @@ class Resolved:
         """`file:line: key=value: message`."""
         value = self.value(key)
         text = "" if value is None else f"={written(value)}"
-        origin = self.origins.get(key, DEFAULT)
+        origin = self.origins.get(key) or next((self.origins[name] for name in self.origins if name.startswith(f"{key}.")), DEFAULT)
         return f"{key}{text}: {message}" if origin == DEFAULT else f"{origin}: {key}{text}: {message}"
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from msrl.config.not_yet import not_yet
 from msrl.config.schema import Config
+from msrl.config.show import flow
 from msrl.config.sources import Node, plain
 
 Loc = tuple[int | str, ...]
@@ -53,8 +54,10 @@ def written(value: object) -> str:
     items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
     if items and all(isinstance(item, int) for item in items):
         text = ",".join(str(item) for item in items)
+    elif isinstance(value, (dict, list, tuple, BaseModel)):
+        text = flow(cast("object", value))
     else:
-        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(cast("object", value))
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -96,8 +99,15 @@ def _allowed(finding: Mapping[str, Any], loc: Loc) -> str:
         return f"a list of {context.get('max_length', context.get('min_length'))} values"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         model = model_at(loc)
-        return "a section of keys" + (f" ({', '.join(model.model_fields)})" if model else "")
+        return f"a section of keys ({', '.join(model.model_fields)})" if model else f"a mapping such as {_example(loc)}"
     return f"right: {finding['msg']}"
+
+
+def _example(loc: Loc) -> str:
+    """What the free mapping at a path may look like."""
+    section = model_at(loc[:-1])
+    field = section.model_fields.get(str(loc[-1])) if section else None
+    return flow(field.examples[0]) if field is not None and field.examples else "{NAME: VALUE}"
 
 
 _WORDS = {

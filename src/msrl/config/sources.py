@@ -75,7 +75,9 @@ def parse(text: str, name: str, *, located: bool = True) -> Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark and located else name
-        raise MsrlError(f"{where}: not valid YAML: {error.problem or error.context}") from None
+        is_star = "alias" in f"{error.context} {error.problem}"
+        hint = "; a text that begins with * stands in quotes, as in '*.bias'" if is_star else ""
+        raise MsrlError(f"{where}: not valid YAML: {error.problem or error.context}{hint}") from None
     except yaml.YAMLError as error:
         raise MsrlError(f"{name}: not valid YAML: {error}") from None
     if document is None:
@@ -203,7 +205,12 @@ def from_set(assignment: str) -> Node:
     path = path.strip()
     if not equals or not path or not all(path.split(".")):
         raise MsrlError(f"--set {assignment}: write it as key=value, as in --set train.steps=10")
-    node = parse(text, "--set", located=False)
+    try:
+        node = parse(text, "--set", located=False)
+    except ManyErrors:
+        raise
+    except MsrlError as error:
+        raise MsrlError(f"--set: {assignment}{str(error).removeprefix('--set')}") from None
     return at(path, replace(node, text="null") if node.value is None else node)
 
 

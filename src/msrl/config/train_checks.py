@@ -25,8 +25,7 @@ def training_inputs(resolved: Resolved) -> Iterator[str]:
     yield from existing_model(resolved, "checkpoint.load")
     yield from existing_folder(resolved, "model.tokenizer")
     yield from known_template(resolved, "model.template")
-    for key in ("data.train", "data.eval"):
-        yield from existing_data(resolved, key)
+    yield from existing_data(resolved)
     if config.checkpoint.resume not in ("none", "auto") and not Path(config.checkpoint.resume).is_dir():
         yield resolved.mistake("checkpoint.resume", "must be none, auto, or the folder of a checkpoint; there is no such folder")
 

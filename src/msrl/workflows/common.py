@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.config.derived import critic_optimizer, cut_of, model_shape, needs_critic, updates_per_step
+from msrl.config.messages import written
 from msrl.config.schema import Config, OptimizerConfig
 from msrl.data.manifest import read_manifest
 from msrl.data.order import BlendOrder, RowOrder
@@ -88,7 +89,12 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
     }
     asked = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(order).items()}
     before = saved.state()["extra"].get("order", asked)
-    changed = [f"{keys[name]} (was {before.get(name)}, is {now})" for name, now in asked.items() if before.get(name) != now]
+    unit = {"num_rows": " rows", "rows_per_step": " rows"}
+    changed = [
+        f"{keys[name]} (was {written(before.get(name))}{unit.get(name, '')}, is {written(now)})"
+        for name, now in asked.items()
+        if before.get(name) != now
+    ]
     if changed:
         raise MsrlError(
             f"checkpoint.resume: step {saved.step} in {saved.root} would not go on with the rows that come next, because of"

@@ -49,7 +49,9 @@ class DataConfig(Section):
         description="pretrain: train-sft learns text, cut into rows of data.seq_length tokens; unset: examples or prompts",
     )
     blend: dict[Text, Positive] = Field(
-        default_factory=dict[str, float], description="Several prefixes of text with their weights, in place of data.train (pretrain alone)"
+        default_factory=dict[str, float],
+        description="Several prefixes of text with their weights, in place of data.train (pretrain alone)",
+        examples=[{"PREFIX": 0.7, "OTHER_PREFIX": 0.3}],
     )
     eval: Text | None = Field(default=None, description="Prefix of the held-out data")
     eval_fraction: BelowOne = Field(default=0.0, description="Share of data.train that is held out instead of data.eval, drawn by run.seed")
