@@ -316,6 +316,8 @@ def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoi
     assert sorted(path.name for path in saves.glob("iter_*")) == ["iter_0000002", "iter_0000006"]
     out, said = capfd.readouterr()
     assert re.search(r"Hugging Face model: .*early/hf, of step 2, the best evaluation", out)
+    report = (inputs / "runs" / "early" / "report.md").read_text()
+    assert re.search(r"- best evaluation: [\d.]+, after step 2", report) and "- end: ended early: 2 evaluations without" in report
     assert re.search(r"data.train: \d+ rows cut to 70 tokens", said) and "ended early: 2 evaluations without a lower loss" in said
 
 

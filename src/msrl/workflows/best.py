@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from msrl.trainer.resume import SavedTraining
+
 
 @dataclass(frozen=True, slots=True)
 class Best:
@@ -26,6 +28,15 @@ class Best:
     def of(extra: Mapping[str, Any]) -> Best | None:
         """What a checkpoint's own state says."""
         return Best(**extra["best"]) if extra.get("best") else None
+
+
+def outcome(saved: SavedTraining | None, *, is_done: bool) -> dict[str, str]:
+    """The first results of a run: its last checkpoint, whether it was stopped there, and the best evaluation."""
+    if saved is None:
+        return {}
+    best = Best.of(saved.state()["extra"])
+    found = {"checkpoint": f"{saved.root}, step {saved.step}" + ("" if is_done else ", where the run was stopped")}
+    return found if best is None else {**found, "best evaluation": f"{best.value:.4g}, after step {best.step}"}
 
 
 def best_state(best: Best | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from msrl.tracking.progress import duration_text
 from msrl.trainer.batches import num_loss_tokens
 from msrl.trainer.resume import SavedTraining
 from msrl.types import Ints, StepReport
+from msrl.workflows.best import outcome
 from msrl.workflows.common import (
     adapted_base,
     hf_files,
@@ -201,7 +202,7 @@ def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
 
 
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
-    results = {"checkpoint": f"{saved.root}, step {saved.step}"} if saved else {}
+    results = outcome(saved, is_done=is_done)
     if saved and is_done and config.checkpoint.export_hf:
         chosen, said = final(saved, keep_best=config.checkpoint.keep_best)
         folder = export_hf(chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config))

@@ -20,6 +20,7 @@ from msrl.trainer.launch import LocalRanks
 from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import StepReport
 from msrl.workflows import going_on
+from msrl.workflows.best import outcome
 from msrl.workflows.common import (
     adapted_base,
     check_data,
@@ -56,24 +57,25 @@ def run(config: Config) -> None:
             messages = ranks.messages()
             next(messages, None)  # Started: until then there is nothing to save
             with Interrupts(ranks.ask_to_stop):
-                saved = _followed(messages, log) or saved
-        log.finish(_results(config, saved, log.path, is_done=not ranks.was_asked_to_stop))
+                last, ends = _followed(messages, log)
+        log.finish({**_results(config, last or saved, log.path, is_done=not ranks.was_asked_to_stop), **ends})
     if ranks.was_asked_to_stop:
         raise KeyboardInterrupt
 
 
-def _followed(messages: Iterator[Any], log: RunLog) -> SavedTraining | None:
-    """Log all that the ranks report; the last of their checkpoints."""
-    saved = None
+def _followed(messages: Iterator[Any], log: RunLog) -> tuple[SavedTraining | None, dict[str, str]]:
+    """Log all that the ranks report; the last of their checkpoints, and why the training ended early if it did."""
+    saved, ends = None, dict[str, str]()
     for message in messages:
         if isinstance(message, StepReport):
             log.log(message)
         elif isinstance(message, str):
             log.say(message)
+            ends["end"] = message
         else:
             saved = message
             print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
-    return saved
+    return saved, ends
 
 
 def prepare(config: Config, platform: str) -> SftJob:
@@ -126,7 +128,7 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
 
 
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
-    results = {"checkpoint": f"{saved.root}, step {saved.step}"} if saved else {}
+    results = outcome(saved, is_done=is_done)
     if saved and is_done and config.checkpoint.export_hf:
         from msrl.workflows.export import export_hf, final
 
