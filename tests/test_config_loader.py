@@ -97,12 +97,19 @@ def test_null_takes_away_what_earlier_layers_gave(folder: Path):
 
 
 def test_what_is_set_wrongly_is_named_with_the_form_that_it_must_have():
-    sets = ("data.blend=[[1.0, a]]", "reward.sources=[{verifier: acc, options: x}]", "train.freeze=[*]", "train.freeze=[*bias]")
+    sets = (
+        "data.blend=[[1.0, a]]",
+        "cluster={nodes:2}",
+        "reward.sources=[{verifier: acc, options: x}]",
+        "train.freeze=[*]",
+        "train.freeze=[*bias]",
+    )
     star = "; a text that begins with * stands in quotes, as in '*.bias'"
     assert mistakes(sets=sets) == [
         "--set: train.freeze=[*]: not valid YAML: expected alphabetic or numeric character, but found ']'" + star,
         "--set: train.freeze=[*bias]: not valid YAML: found undefined alias 'bias'" + star,
         "--set: data.blend=[[1.0, a]]: must be a mapping such as {PREFIX: 0.7, OTHER_PREFIX: 0.3}",
+        "--set: cluster.nodes:2=null: YAML reads this as one word; write a space after the colon",
         "--set: reward.sources.0.options=x: must be a mapping such as {NAME: VALUE}",
     ]
 

@@ -46,7 +46,7 @@ def node_at(tree: Node, loc: Iterable[int | str]) -> Node | None:
 
 def show(node: Node) -> str:
     """A value in a message: as it was written, shortened to 60 characters."""
-    return written(plain(node) if node.text is None else node.text)
+    return written(node.text or plain(node))
 
 
 def written(value: object) -> str:
@@ -78,6 +78,8 @@ def _line(loc: Loc, findings: list[Mapping[str, Any]], tree: Node) -> str:
     later = not_yet(key, node.value)
     if later:
         return f"{head}: {later}"
+    if node.value is None and ":" in str(loc[-1]):
+        return f"{head}: YAML reads this as one word; write a space after the colon"
     if findings[0]["type"] == "extra_forbidden":
         return f"{head}: there is no such key; {_nearest_key(loc)}"
     allowed = " or ".join(dict.fromkeys(_allowed(finding, loc) for finding in findings))
