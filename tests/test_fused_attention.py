@@ -20,7 +20,7 @@ from msrl.platforms.npu import fusion_attention
 from msrl.trainer import fused_attention as fused
 from msrl.trainer.attention import block_diagonal_attention, packed_attention
 from msrl.trainer.context import padded_lengths, places
-from msrl.trainer.rope import PackedSequences
+from msrl.trainer.packed import PackedSequences
 
 LENGTHS = (8, 4, 16, 16)
 HEADS, GROUPS, DIM, SCALE = 4, 2, 8, 0.3

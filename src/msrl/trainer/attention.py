@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from msrl.models.shape import PLAIN, Attention
 from msrl.trainer.context import ContextShare, gather_sequences
 from msrl.trainer.fused_attention import fused_attention, fused_context_attention, kernel_of
-from msrl.trainer.rope import PackedSequences, rotate
+from msrl.trainer.packed import PackedSequences
+from msrl.trainer.rope import rotate
 
 _BLOCK = 512  # queries at once where scores must be seen: what bounds the memory of a long sequence
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from msrl.models.shape import Moe
 from msrl.trainer import groups
 from msrl.trainer.experts import Router, choose_experts
-from msrl.trainer.rope import PackedSequences
+from msrl.trainer.packed import PackedSequences
 from msrl.trainer.settings import Balance
 from msrl.types import MicroBatch
 

@@ -7,7 +7,6 @@ keys and values instead of sending them in a ring). Letters: N positions of a mi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msrl.trainer.rope import PackedSequences
 from msrl.types import Ints
 
 
@@ -75,12 +73,6 @@ def share(lengths: Sequence[int], group: dist.ProcessGroup, multiple: int, devic
     order[inverse] = np.arange(len(inverse))
     arrays = (rows[mine], np.maximum.accumulate(rows)[mine], order, inverse)
     return ContextShare(group, padded, *(torch.from_numpy(x).to(device) for x in arrays))
-
-
-def of_rank(packed: PackedSequences, mine: ContextShare) -> PackedSequences:
-    """The packing of a whole micro-batch as this rank needs it."""
-    rows = mine.stand_ins
-    return dataclasses.replace(packed, lengths=mine.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=mine)
 
 
 class _GatherSequences(torch.autograd.Function):

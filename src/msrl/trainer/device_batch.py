@@ -16,7 +16,8 @@ from torch import Tensor
 
 from msrl.trainer import context, groups
 from msrl.trainer.logprobs import Distribution
-from msrl.trainer.rope import PackedSequences, RotaryTable
+from msrl.trainer.packed import PackedSequences, of_rank
+from msrl.trainer.rope import RotaryTable
 from msrl.types import MicroBatch
 
 
@@ -71,7 +72,7 @@ def to_device(batch: MicroBatch, rotary: RotaryTable, device: torch.device, *, c
     numbering = mask.cumsum(0) - 1
     return DeviceBatch(
         tokens=tokens[at][None],
-        packed=context.of_rank(packed, mine),
+        packed=of_rank(packed, mine),
         mask=mask[at] & is_there,
         labels=labels[selected],
         rows=numbering[selected],

@@ -25,7 +25,8 @@ from torch import Tensor
 from msrl.models.shape import Mla
 from msrl.trainer.attention import packed_attention
 from msrl.trainer.layers import RmsNorm
-from msrl.trainer.rope import PackedSequences, rotate
+from msrl.trainer.packed import PackedSequences
+from msrl.trainer.rope import rotate
 
 
 class _Whole(torch.nn.Module):

@@ -7,32 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from msrl.models.shape import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, Shape, YarnRopeScaling
-
-if TYPE_CHECKING:
-    from msrl.trainer.context import ContextShare
-
-
-@dataclass(frozen=True)
-class PackedSequences:
-    """What every layer needs to know of a packed micro-batch; travels in Megatron's `packed_seq_params`.
-
-    `qkv_format` tells Megatron to leave queries as [N, 1, h, d]: the rotation and the block-diagonal mask are applied here.
-    """
-
-    lengths: tuple[int, ...]  # of the sequences, their sum is N
-    cos: Tensor  # [N, 1, 1, r], of each token's position in its own sequence
-    sin: Tensor  # [N, 1, 1, r], the first of each pair negated: see `rotate`
-    interleaved: bool = False  # whether pairs are neighbouring channels; else channel i goes with channel i + r / 2
-    context: ContextShare | None = None  # under context parallelism: `lengths` are the padded ones, cos and sin of this rank's tokens
-    qkv_format: str = "sbhd"
-    cp_group: None = None
+from msrl.trainer.packed import PackedSequences
 
 
 def rope_frequencies(
