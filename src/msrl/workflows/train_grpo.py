@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -47,6 +48,7 @@ from msrl.workflows.memory_check import check_memory
 from msrl.workflows.mfu import mfu
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
+from msrl.workflows.serving import engine_settings
 
 CURVES = (
     "reward/mean",
@@ -183,22 +185,8 @@ def _scorer(job: Job) -> Scorer:
 
 def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
     """The engine starts from the config alone: its weights are pushed in before the first prompt."""
-    engine = config.rollout.engine
-    return EngineSettings(
-        model_dir=hf_dir,
-        tokenizer_dir=tokenizer_path(config),
-        dtype=config.model.dtype,
-        tp=engine.tp,
-        max_model_len=max_model_len(config),
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        kv_cache_bytes=engine.kv_cache_bytes,
-        memory_fraction=engine.memory_fraction,
-        eager=engine.eager,
-        prefix_cache=engine.prefix_cache,
-        seed=config.run.seed,
-        random_weights=True,
-    )
+    settings = engine_settings(config, hf_dir, dtype=config.model.dtype, max_model_len=max_model_len(config), random_weights=True)
+    return replace(settings, tokenizer_dir=tokenizer_path(config))
 
 
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
