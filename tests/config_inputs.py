@@ -58,3 +58,12 @@ reward:
     - {verifier: acc}
 """
 )
+
+
+def make_working_folder(folder: Path) -> Path:
+    """A model without weights (4 query groups, 512 positions), data, and two right configurations: sft.yaml and grpo.yaml."""
+    make_model(folder / "model")
+    make_data(folder / "data")
+    (folder / "sft.yaml").write_text(TRAINING, encoding="utf-8")
+    (folder / "grpo.yaml").write_text(GRPO, encoding="utf-8")
+    return folder

@@ -9,20 +9,16 @@ from pathlib import Path
 import pytest
 
 import tiny_checkpoints
-from config_inputs import GRPO, TRAINING, make_data, make_model
+from config_inputs import make_model, make_working_folder
 from test_cli import msrl
 from tiny_qwen2 import make_tokenizer
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a model without weights (4 query groups, 512 positions), data, and two right configurations."""
+    """A working directory with everything that trainings need."""
     monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "model")
-    make_data(tmp_path / "data")
-    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
-    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
-    return tmp_path
+    return make_working_folder(tmp_path)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

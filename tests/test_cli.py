@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from config_inputs import GRPO, TRAINING, make_data, make_mcore, make_model
+from config_inputs import GRPO, make_mcore, make_working_folder
 from msrl.cli import app as cli
 from msrl.config.schema import Config
 from msrl.errors import MsrlError, VerificationError
@@ -32,12 +32,9 @@ HEAVY = ("torch", "vllm", "megatron", "ray", "transformers")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with everything that trainings need."""
     monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "model")
-    make_data(tmp_path / "data")
-    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
-    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
-    return tmp_path
+    return make_working_folder(tmp_path)
 
 
 def msrl(*arguments: str) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from config_inputs import GRPO, make_data, make_model
+from config_inputs import make_working_folder
 from msrl import registry
 from msrl.config.algorithm_checks import advice
 from msrl.config.derived import aggregate_constant, needs_reference
@@ -20,12 +20,9 @@ from msrl.workflows.grpo_update import policy_loss
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that training needs."""
-    make_model(tmp_path / "model")
-    make_data(tmp_path / "data")
-    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
+    """A working directory with everything that trainings need."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return make_working_folder(tmp_path)
 
 
 def resolve(*sets: str):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from config_inputs import GRPO, TRAINING, make_data, make_mcore, make_model
+from config_inputs import make_mcore, make_model, make_working_folder
 from msrl.config.checks import guess
 from msrl.config.derived import derived, model_shape, ranks
 from msrl.config.loader import Flag, load
@@ -23,13 +23,9 @@ from msrl.models.families import load_shape, num_parameters
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a model, data, and two configurations that are right."""
+    """A working directory with everything that trainings need."""
     monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "model")
-    make_data(tmp_path / "data")
-    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
-    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
-    return tmp_path
+    return make_working_folder(tmp_path)
 
 
 def mistakes(command: str, *sets: str, file: str | None = None, flags: tuple[Flag, ...] = ()) -> list[str]:

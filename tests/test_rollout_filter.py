@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config_inputs import GRPO, make_data, make_model
+from config_inputs import make_working_folder
 from import_changes import FILTER, ROLL
 from msrl.algorithms.selection import teaching
 from msrl.config.imports import roll
@@ -178,11 +178,9 @@ def test_groups_are_compared_by_a_source_where_one_is_named():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_model(tmp_path / "model")
-    make_data(tmp_path / "data")
-    (tmp_path / "grpo.yaml").write_text(GRPO, encoding="utf-8")
+    """A working directory with everything that trainings need."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return make_working_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
