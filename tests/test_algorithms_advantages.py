@@ -212,6 +212,21 @@ def test_whitening_has_mean_zero_and_deviation_one_and_nothing_to_say_of_equal_n
     assert rewards([[1.0, 0.0]], [[2, 2]]).whitened(0.0).per_token().mean() == pytest.approx(0)
 
 
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_baseline"])
+def test_z_scores_over_the_step_are_those_of_what_is_learnt_from(name):
+    """What is left out, whatever it got, moves neither mean nor deviation of the others, and gets 0."""
+    random = np.random.default_rng(2)
+    scores, lengths = random.normal(size=(4, 3)), random.integers(1, 5, (4, 3))
+    learnt = np.ones((4, 3), bool)
+    learnt[1] = False
+    scores[1] = [50.0, -50.0, 0.0]
+    kept = rewards(scores[learnt].reshape(3, 3), lengths[learnt].reshape(3, 3))
+    all_of_them = TokenRewards(scores, lengths, learnt=learnt)
+    got, here = estimate(name, all_of_them), all_of_them.everywhere(learnt)
+    np.testing.assert_allclose(got[here], estimate(name, kept), rtol=1e-12)
+    assert got[here].std(ddof=1) == pytest.approx(1.0) and not got[~here].any()
+
+
 def test_masks_leave_out_truncated_equal_and_too_easy_or_hard():
     scores = np.array([[1.0, 0.0], [1.0, 1.0], [0.9, 0.8]])
     truncated = np.array([[False, True], [False, False], [False, False]])

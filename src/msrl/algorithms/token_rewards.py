@@ -17,11 +17,14 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """The reward of a response is given at its last token; `extra` is what single tokens get besides (a KL penalty, say)."""
+    """The reward of a response is given at its last token; `extra` is what single tokens get besides (a KL penalty, say). `learnt` are the
+    responses that count where advantages are whitened, all of them where it is None.
+    """
 
     scores: Reals  # [P, G]
     lengths: NDArray[np.int64]  # [P, G]
     extra: Reals | None = None  # [N]
+    learnt: NDArray[np.bool_] | None = None  # [P, G]
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 2 or self.scores.shape != self.lengths.shape:
@@ -52,9 +55,13 @@ class TokenRewards:
         """What each token and those after it got, a token later counting `gamma` times as much."""
         return discounted(self.per_token(), self.lengths.ravel(), gamma)
 
+    def whiten(self, values: Reals, eps: float) -> Reals:  # [N] -> [N]
+        """Numbers of all tokens at mean 0 and deviation 1; what is not learnt from does not count, and becomes 0."""
+        return whiten(values, eps, None if self.learnt is None else self.everywhere(self.learnt))
+
     def whitened(self, eps: float) -> TokenRewards:
         """The same with the rewards of all tokens at mean 0 and deviation 1."""
-        return TokenRewards(np.zeros_like(self.scores), self.lengths, whiten(self.per_token(), eps))
+        return TokenRewards(np.zeros_like(self.scores), self.lengths, whiten(self.per_token(), eps), self.learnt)
 
     def _responses(self) -> NDArray[np.int64]:  # [N]
         return np.repeat(np.arange(self.lengths.size), self.lengths.ravel())

@@ -17,7 +17,7 @@ from msrl.algorithms.mismatch import Correction
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
 from msrl.algorithms.selection import Flags, kept, sample_weights
-from msrl.algorithms.token_rewards import Reals, TokenRewards, whiten
+from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.config.derived import aggregate_constant, needs_critic, updates_per_step
 from msrl.config.schema import AlgoConfig, Config
 from msrl.errors import MsrlError
@@ -78,7 +78,7 @@ class Updater:
             divergence = token_divergence(plain, found["policy"], found["reference"], algo.kl.reward.estimator)
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
-        rewards = TokenRewards(processed.rewards, length_matrix(groups), penalty)
+        rewards = TokenRewards(processed.rewards, length_matrix(groups), penalty, keep)
         estimated = estimates(algo, rewards, values)
         samples = samples_of(self._config, groups, rewards, keep, estimated)
         sequences = rl_sequences(samples)
@@ -202,7 +202,7 @@ def samples_of(
     """Every completion with its advantages: estimated, then whitened over what is learnt from, cut, weighed, in this order."""
     advantage, values = config.algo.advantage, estimated
     if advantage.whiten:
-        values = whiten(values, advantage.eps, rewards.everywhere(keep))
+        values = rewards.whiten(values, advantage.eps)
     if advantage.clip is not None:
         values = values.clip(-advantage.clip, advantage.clip)
     return training_samples(groups, values * rewards.everywhere(_weights(config.algo, groups, keep)), keep)

@@ -1,13 +1,13 @@
-"""REINFORCE++ (arXiv:2501.03262): the discounted return of every token, then the z-score over all tokens of the step. N tokens.
+"""REINFORCE++ (arXiv:2501.03262): the discounted return of every token, then the z-score over all tokens that the step learns from.
 
-The penalty for leaving the reference belongs into the rewards of tokens (`algo.kl.reward`). Groups of one completion are fine.
+N tokens. The penalty for leaving the reference belongs into the rewards of tokens (`algo.kl.reward`). Groups of one completion are fine.
 """
 
 from __future__ import annotations
 
-from msrl.algorithms.token_rewards import Reals, TokenRewards, whiten
+from msrl.algorithms.token_rewards import Reals, TokenRewards
 
 
 def advantages(rewards: TokenRewards, *, gamma: float, eps: float) -> Reals:  # [N]
     """Normalised returns; exactly 0 everywhere when all are equal."""
-    return whiten(rewards.returns(gamma), eps)
+    return rewards.whiten(rewards.returns(gamma), eps)

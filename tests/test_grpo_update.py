@@ -1,0 +1,65 @@
+"""What a step's groups become before and between its updates, number by number: a stand-in answers in place of the ranks.
+
+Real ranks run the same in `test_train_grpo.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config_inputs import make_working_folder
+from msrl.algorithms.packing import Sequences
+from msrl.config.loader import load
+from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.workflows.grpo_step import Clock
+from msrl.workflows.grpo_update import Prepared, Updater
+
+
+class Ranks:
+    """Log-probabilities of -1 by the policy and of -1.5 by the reference; updates report what is wanted, and their losses are kept."""
+
+    def __init__(self, **report: float) -> None:
+        self.report, self.losses = report, list[Any]()
+
+    def logprobs(self, sequences: Sequences, limits: object, temperature: float, *, of_reference: bool = False) -> tuple[Floats, ...]:
+        return tuple(np.full(len(ids), -1.5 if of_reference else -1.0, np.float32) for ids in sequences.token_ids)
+
+    def update(self, sequences: Sequences, limits: object, loss: object, lr: float) -> dict[str, float]:
+        self.losses.append(loss)
+        return self.report
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return make_working_folder(tmp_path)
+
+
+def make_updater(ranks: Ranks, *sets: str, state: dict[str, Any] | None = None) -> Updater:
+    sizes = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2")
+    stand_in: Any = ranks
+    return Updater(load(["grpo.yaml"], [*sizes, *sets], command="train-grpo").config, stand_in, 10, state or {})
+
+
+def group(index: int, *rewards: float) -> ScoredGroup:
+    """Answers of 1, 2 and so on tokens."""
+    sizes = range(1, len(rewards) + 1)
+    answers = tuple(Completion(np.full(n, 5), np.full(n, -1.0, np.float32), "stop", 0, "") for n in sizes)
+    return ScoredGroup(RolloutGroup(Prompt(index, np.array([1, 2])), answers), tuple(Reward(total, {}) for total in rewards))
+
+
+def advantages(prepared: Prepared) -> list[float]:
+    """The first token's, by sample."""
+    return [float(sample.advantages[0]) for sample in prepared.samples]
+
+
+def test_z_scores_over_the_step_leave_out_what_the_filter_left_out(folder: Path):
+    sets = ("algo.preset=reinforce_pp", "algo.kl.reward.coef=0.0", "rollout.filter.kind=all_equal")
+    prepared = make_updater(Ranks(), *sets).prepare([group(0, 9.0, 9.0), group(1, 1.0, 0.0)], Clock())
+    # One token of 1 and two of 0: mean 1/3, deviation sqrt(1/3).
+    np.testing.assert_allclose(advantages(prepared), [0.0, 0.0, 2 / 3 * 3**0.5, -1 / 3 * 3**0.5], atol=1e-5)
+    assert [sample.is_learnt for sample in prepared.samples] == [False, False, True, True]
