@@ -63,3 +63,13 @@ def test_z_scores_over_the_step_leave_out_what_the_filter_left_out(folder: Path)
     # One token of 1 and two of 0: mean 1/3, deviation sqrt(1/3).
     np.testing.assert_allclose(advantages(prepared), [0.0, 0.0, 2 / 3 * 3**0.5, -1 / 3 * 3**0.5], atol=1e-5)
     assert [sample.is_learnt for sample in prepared.samples] == [False, False, True, True]
+
+
+def test_groups_in_whose_place_others_were_asked_count_in_the_statistics_of_rewards_and_nowhere_else(folder: Path):
+    """Rewards 1, 0 and 3, 3 are learnt, 8, 8 were left out: mean 23 / 6."""
+    sets = ("algo.advantage.estimator=reinforce", "reward.norm={center: batch}", "reward.overlong.buffer=64")
+    updater = make_updater(Ranks(), *sets, "reward.norm.scale=running")
+    prepared = updater.prepare([group(0, 1.0, 0.0), group(1, 3.0, 3.0)], Clock(), [group(2, 8.0, 8.0)])
+    shaped = np.array([1.0, 0.0, 3.0, 3.0, 8.0, 8.0]) - np.tile([1 / 64, 2 / 64], 3)
+    np.testing.assert_allclose(advantages(prepared), ((shaped - shaped.mean()) / shaped.std(ddof=1))[:4], rtol=1e-5)
+    assert updater.state()["rewards"]["count"] == 6 and prepared.metrics["shaped_reward"] == pytest.approx(shaped.mean())

@@ -58,8 +58,11 @@ class Updater:
         """What a checkpoint has to hold."""
         return {"kl_factor": self._kl_factor, "rewards": self._rewards.state()}
 
-    def prepare(self, groups: Sequence[ScoredGroup], clock: Clock) -> Prepared:
-        """Log-probabilities of the policy and of the reference and values of the critic where they are needed, then advantages."""
+    def prepare(self, groups: Sequence[ScoredGroup], clock: Clock, left_out: Sequence[ScoredGroup] = ()) -> Prepared:
+        """Log-probabilities of the policy and of the reference and values of the critic where they are needed, then advantages.
+
+        Groups that were `left_out` of the step count in the statistics of its rewards, and in nothing else.
+        """
         algo = self._config.algo
         keep = kept_samples(self._config, groups)
         plain = rl_sequences(training_samples(groups, np.zeros(int(length_matrix(groups).sum())), np.ones_like(keep)))
@@ -69,7 +72,7 @@ class Updater:
         if self._critic is not None:
             with clock("values"):
                 values = self._critic.values(plain, self._limits(forward=True))
-        processed = self._rewards.apply(groups)
+        processed = self._rewards.apply([*groups, *left_out])
         metrics = dict(processed.metrics)
         if algo.kl.controller.kind == "adaptive":
             metrics["kl_factor"] = self._kl_factor
@@ -78,7 +81,7 @@ class Updater:
             divergence = token_divergence(plain, found["policy"], found["reference"], algo.kl.reward.estimator)
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
-        rewards = TokenRewards(processed.rewards, length_matrix(groups), penalty, keep)
+        rewards = TokenRewards(processed.rewards[: len(groups)], length_matrix(groups), penalty, keep)
         estimated = estimates(algo, rewards, values)
         samples = samples_of(self._config, groups, rewards, keep, estimated)
         sequences = rl_sequences(samples)

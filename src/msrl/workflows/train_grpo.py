@@ -93,7 +93,7 @@ def _loop(
     for step in range(job.start_step, job.num_steps):
         clock = Clock()
         found = rollouts.of_step(step, clock)
-        prepared = updater.prepare(found.learnt, clock)
+        prepared = updater.prepare(found.learnt, clock, found.left_out)
         trained = updater.update(prepared, step, clock)
         with clock("weights"):
             engines.load_weights(trainers.weights())
