@@ -51,6 +51,17 @@ def test_unbiased_estimators_average_to_the_exact_kl_of_two_categoricals(estimat
 
 
 @pytest.mark.parametrize("estimator", kl.ESTIMATORS)
+def test_as_a_penalty_in_rewards_k1_alone_has_the_gradient_of_the_divergence(estimator):
+    """By the logits: of the exact KL p (log p / q - KL), of the policy gradient sum over tokens of p k (one-hot - p)."""
+    logprobs = (torch.from_numpy(np.log(p)) for p in (POLICY, REFERENCE))
+    penalty = kl.per_token(estimator, *logprobs, torch.ones(3, dtype=torch.bool)).numpy()
+    exact, policy_gradient = POLICY * (np.log(POLICY / REFERENCE) - EXACT), POLICY * (penalty - POLICY @ penalty)
+    assert np.allclose(policy_gradient, exact) == (estimator == "k1")
+    if estimator != "k1":
+        assert exact[2] < 0 < policy_gradient[2], "the third token is too rare already, and is made rarer"
+
+
+@pytest.mark.parametrize("estimator", kl.ESTIMATORS)
 def test_kl_is_zero_and_without_gradient_where_masked(estimator):
     policy = torch.tensor([-1.0, math.nan, -math.inf], requires_grad=True)
     got = kl.per_token(estimator, policy, torch.tensor([-2.0, -1.0, math.nan]), torch.tensor([True, False, False]))

@@ -73,6 +73,12 @@ def test_presets_have_the_numbers_of_their_papers(folder: Path, preset: str, exp
     assert (algo.advantage.estimator, algo.ratio, algo.policy_loss, clip.low, clip.high, algo.aggregate.mode, algo.kl.loss.coef) == expected
 
 
+def test_presets_put_the_divergence_where_their_papers_have_it(folder: Path):
+    kl = {name: resolve(f"algo.preset={name}").config.algo.kl for name in PRESETS}
+    assert {name: (one.reward.coef, one.reward.estimator) for name, one in kl.items() if one.reward.coef} == {"reinforce_pp": (1e-3, "k1")}
+    assert {name: (one.loss.coef, one.loss.estimator) for name, one in kl.items() if one.loss.coef} == {"grpo": (1e-3, "k3")}
+
+
 def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
     with pytest.raises(ManyErrors, match=r"algo\.preset=gsp: must be .*gspo"):
         resolve("algo.preset=gsp")
@@ -155,6 +161,7 @@ def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: s
         (("algo.ratio=sequence",), "GSPO's own widths are 3e-4 and 4e-4"),
         (("algo.advantage.estimator=reinforce",), "has no baseline"),
         (("algo.kl.loss={coef: 0.1, estimator: k1}",), "its gradient is zero on average"),
+        (("algo.kl.reward={coef: 0.1, estimator: k2}",), "in rewards k1 has the divergence's gradient"),
         (("algo.policy_loss=vanilla", "train.updates.samples_per_update=8"), "4 updates of a rollout are off-policy"),
         (("rollout.sampling.top_p=0.9",), "rollout.sampling.top_p: the sampler's log-probabilities are not comparable"),
     ],

@@ -120,6 +120,9 @@ def _advice(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("algo.advantage.estimator", "has no baseline, so its gradient is noisy; rloo and reinforce_pp have one")
     if algo.kl.loss.coef and algo.kl.loss.estimator == "k1":
         yield resolved.mistake("algo.kl.loss.estimator", "its gradient is zero on average: in a loss it holds nothing back; k3 and k2 do")
+    if algo.kl.reward.coef and algo.kl.reward.estimator != "k1":
+        message = "penalises a token that has become too rare as well, and makes it rarer; in rewards k1 has the divergence's gradient"
+        yield resolved.mistake("algo.kl.reward.estimator", message)
     if algo.policy_loss == "vanilla" and updates_per_step(config) > 1:
         message = f"has no ratio, and {updates_per_step(config)} updates of a rollout are off-policy; tis has one"
         yield resolved.mistake("algo.policy_loss", message)

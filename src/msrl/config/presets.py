@@ -66,13 +66,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "policy_loss": "vanilla",
         "aggregate": {"mode": "seq-mean-token-sum"},
     },
-    # arXiv:2501.03262
+    # arXiv:2501.03262; k1 as in its equation of the penalty
     "reinforce_pp": {
         "advantage": {"estimator": "reinforce_pp"},
         "policy_loss": "ppo",
         "clip": {"low": 0.2, "high": 0.2},
         "aggregate": {"mode": "token-mean"},
-        "kl": {"reward": {"coef": 0.001, "estimator": "k2"}},
+        "kl": {"reward": {"coef": 0.001, "estimator": "k1"}},
     },
     # arXiv:1707.06347 with the numbers for language models of arXiv:2203.02155, appendix C.4, and github.com/openai/baselines, ppo2
     "ppo": {
