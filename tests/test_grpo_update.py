@@ -73,3 +73,29 @@ def test_groups_in_whose_place_others_were_asked_count_in_the_statistics_of_rewa
     shaped = np.array([1.0, 0.0, 3.0, 3.0, 8.0, 8.0]) - np.tile([1 / 64, 2 / 64], 3)
     np.testing.assert_allclose(advantages(prepared), ((shaped - shaped.mean()) / shaped.std(ddof=1))[:4], rtol=1e-5)
     assert updater.state()["rewards"]["count"] == 6 and prepared.metrics["shaped_reward"] == pytest.approx(shaped.mean())
+
+
+ADAPTIVE = ("algo.kl.loss.coef=0.1", "algo.kl.controller={kind: adaptive, target: 0.01, horizon: 4}")
+
+
+def step_of(updater: Updater) -> dict[str, float]:
+    return updater.update(updater.prepare([group(0, 1.0, 0.0), group(1, 1.0, 0.0)], Clock()), 0, Clock())
+
+
+@pytest.mark.parametrize("measured", [float("nan"), float("inf")])
+def test_an_update_without_a_finite_divergence_leaves_the_adaptive_coefficient_as_it_was(folder: Path, measured: float):
+    """4 samples in a horizon of 4: a fifth more, where there is a divergence."""
+    ranks = Ranks(kl=measured, skipped=1.0)
+    updater = make_updater(ranks, *ADAPTIVE, state={"kl_factor": 1.5})
+    step_of(updater)
+    assert updater.state()["kl_factor"] == 1.5
+    ranks.report = {"kl": 9.0}
+    step_of(updater)
+    assert updater.state()["kl_factor"] == pytest.approx(1.8) and [loss.kl_coef for loss in ranks.losses] == pytest.approx([0.15] * 2)
+
+
+def test_a_coefficient_that_is_fixed_from_now_on_is_the_one_of_the_configuration(folder: Path):
+    ranks = Ranks(kl=9.0)
+    updater = make_updater(ranks, ADAPTIVE[0], state={"kl_factor": 1.5})
+    step_of(updater)
+    assert [loss.kl_coef for loss in ranks.losses] == [0.1] and updater.state()["kl_factor"] == 1.0

@@ -5,6 +5,7 @@ P prompts, G completions of each, N response tokens of all of them end to end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +51,7 @@ class Updater:
         self._config, self._trainers = config, trainers
         self._schedule = policy_schedule(config, num_steps)
         self._critic = CriticUpdater(config, trainers, num_steps) if needs_critic(config) else None
-        self._kl_factor = float(state.get("kl_factor", 1.0))
+        self._kl_factor = float(state.get("kl_factor", 1.0)) if config.algo.kl.controller.kind == "adaptive" else 1.0
         self._rewards = RewardSteps(config.reward, config.rollout.max_response_tokens, state.get("rewards", {}))
         self._loss = policy_loss(config)
 
@@ -129,10 +130,12 @@ class Updater:
         return {**means, **skipped, "lr": lr}
 
     def _adapt(self, metrics: Mapping[str, float], num_samples: int) -> None:
-        """The KL coefficients of the next step, from the divergence of this one."""
+        """The KL coefficients of the next step, from the divergence of this one; of one that is no number, in an update that was left out,
+        nothing follows.
+        """
         controller = self._config.algo.kl.controller
-        measured = metrics.get("reward_kl", metrics.get("kl"))
-        if controller.kind == "adaptive" and controller.target is not None and measured is not None:
+        measured = metrics.get("reward_kl", metrics.get("kl", math.nan))
+        if controller.kind == "adaptive" and controller.target is not None and math.isfinite(measured):
             self._kl_factor = kl_controller.adapted(
                 self._kl_factor, measured, num_samples, target=controller.target, horizon=controller.horizon
             )
