@@ -23,6 +23,7 @@ from msrl.rollout.engine import (
 )
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
+from msrl.workflows.grpo_team import shares
 from support import shared_data
 
 
@@ -48,6 +49,21 @@ def test_the_seeds_of_a_prompt_do_not_change_with_the_batch():
     assert sample_seeds([prompt(9, 1), prompt(4, 1)], sampling, 0)[2:] == alone
     assert sample_seeds([prompt(4, 1), prompt(4, 1)], sampling, 0)[2:] != alone
     assert sample_seeds([prompt(4, 1)], sampling, 1) != alone
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 3, 7])
+def test_a_prompt_that_a_step_asks_twice_is_answered_anew_whichever_engines_share_the_prompts(num_engines: int):
+    asked, sampling = [prompt(index, 1) for index in (7, 3, 9, 7, 4, 3)], SamplingParams(max_tokens=1, num_samples=2, seed=5)
+    places, found = shares(asked, num_engines), dict[int, list[int | None]]()
+    for mine in places:
+        seeds = sample_seeds([asked[place] for place in mine], sampling, 0)
+        found |= {place: seeds[2 * number : 2 * number + 2] for number, place in enumerate(mine)}
+    assert [seed for place in range(6) for seed in found[place]] == sample_seeds(asked, sampling, 0)
+
+
+def test_engines_share_prompts_evenly_neighbours_together():
+    assert shares([prompt(index, 1) for index in range(5)], 2) == [[0, 1], [2, 3, 4]]
+    assert shares([prompt(index, 1) for index in range(2)], 3) == [[], [0], [1]]
 
 
 def test_without_a_seed_nothing_is_seeded():

@@ -145,10 +145,14 @@ class Engines:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
         """A group of completions per prompt, in order."""
-        bounds = np.linspace(0, len(prompts), len(self._actors) + 1).astype(int)
-        shares = [tuple(prompts[a:b]) for a, b in itertools.pairwise(bounds)]
-        calls = [actor.generate.remote(share, sampling, policy_version) for actor, share in zip(self._actors, shares, strict=True) if share]
-        return tuple(group for groups in self._wait(calls) for group in groups)
+        places = shares(prompts, len(self._actors))
+        calls = [
+            actor.generate.remote(tuple(prompts[place] for place in mine), sampling, policy_version)
+            for actor, mine in zip(self._actors, places, strict=True)
+            if mine
+        ]
+        found = dict(zip(itertools.chain(*places), itertools.chain(*self._wait(calls)), strict=True))
+        return tuple(found[place] for place in range(len(prompts)))
 
     def forget_prompts(self) -> None:
         """Drop what the engines keep of the prompts that they have seen, so that it does not enter into what they say next."""
@@ -161,6 +165,19 @@ class Engines:
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
         labels = [f"{WORKERS['rollout']} {i}" for i in range(len(refs))]
         return wait_all(refs, timeout_s=self._timeout_s, labels=labels, watch=self._watch)
+
+
+def shares(prompts: Sequence[Prompt], num_engines: int) -> list[list[int]]:
+    """The places of the prompts that each engine takes, neighbours together. What is asked twice goes where it was asked first: an engine
+    draws other answers to a prompt that it has seen, and knows of no other engine's.
+    """
+    bounds = np.linspace(0, len(prompts), num_engines + 1).astype(int)
+    found: list[list[int]] = [[] for _ in range(num_engines)]
+    homes: dict[int, int] = {}
+    for engine, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        for place in range(start, end):
+            found[homes.setdefault(prompts[place].index, engine)].append(place)
+    return found
 
 
 def engine_environments(placed: Placed, platform: Platform, engine: EngineConfig, env: Mapping[str, str]) -> list[dict[str, str]]:
