@@ -147,6 +147,8 @@ def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
         (("algo.aggregate.constant=9",), "algo.aggregate.constant=9.0: has no effect with algo.aggregate.mode=token-mean"),
         (("algo.mask.difficulty=[0.9, 0.1]",), "algo.mask.difficulty=[0.9, 0.1]: the first number must be below the second"),
         (("algo.policy_loss=cpgd", "algo.options={drif: 1}"), "algo.options.drif=1: not an option here; did you mean 'drift'?"),
+        (("algo.policy_loss=cpgd", "algo.options={drift: much}"), "algo.options.drift=much: Input should be a valid number"),
+        (("algo.policy_loss=topr", "algo.options={level: turn}"), "algo.options.level=turn: Input should be 'sequence' or 'token'"),
     ],
 )
 def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: str):

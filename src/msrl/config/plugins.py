@@ -20,7 +20,8 @@ def plugin(resolved: Resolved, key: str, package: str, name: str, aliases: Itera
 
 
 def options(resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()) -> Iterator[str]:
-    """Lines for options that none of the plugins (package, name, main function) takes, or that have a key of their `own` elsewhere.
+    """Lines for options that none of the plugins (package, name, main function) takes, that have a key of their `own` elsewhere, or whose
+    values are of another type.
 
     Plugins are imported only if options are given.
     """
@@ -32,3 +33,7 @@ def options(resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: C
     for option in options:
         if option not in known:
             yield resolved.mistake(f"{key}.{option}", f"not an option here; {nearest(option, known) if known else 'it takes none'}")
+    for function in functions:
+        mine = {option: value for option, value in options.items() if option in registry.options_of(function)}
+        for option, what in registry.wrong_values(function, mine).items():
+            yield resolved.mistake(f"{key}.{option}", what)
