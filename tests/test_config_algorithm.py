@@ -143,6 +143,10 @@ def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
             "algo.mismatch.weight=token: the two log-probabilities are not comparable with rollout.sampling.top_p and"
             " rollout.sampling.top_k; switch it off",
         ),
+        (
+            ("algo.rl_coef=0",),
+            "algo.rl_coef=0.0: leaves the loss without a term; set algo.sft.coef or algo.entropy_coef, or more than 0",
+        ),
         (("algo.mismatch.low=3",), "algo.mismatch.low=3.0: must be below algo.mismatch.high=2.0"),
         (("algo.aggregate.constant=9",), "algo.aggregate.constant=9.0: has no effect with algo.aggregate.mode=token-mean"),
         (("algo.mask.difficulty=[0.9, 0.1]",), "algo.mask.difficulty=[0.9, 0.1]: the first number must be below the second"),

@@ -29,6 +29,7 @@ def algorithm(resolved: Resolved) -> Iterator[str]:
         yield from _estimator(resolved)
         yield from _loss(resolved)
     yield from _kl(resolved)
+    yield from _terms(resolved)
     yield from _mismatch(resolved)
     if algo.aggregate.constant is not None and algo.aggregate.mode != "seq-sum-over-constant":
         yield resolved.mistake("algo.aggregate.constant", f"has no effect with algo.aggregate.mode={algo.aggregate.mode}")
@@ -83,6 +84,12 @@ def _kl(resolved: Resolved) -> Iterator[str]:
             yield resolved.mistake("algo.kl.controller.kind", "has nothing to adapt; set algo.kl.loss.coef or algo.kl.reward.coef")
     elif kl.controller.target is not None:
         yield resolved.mistake("algo.kl.controller.target", "has no effect with a fixed coefficient; set algo.kl.controller.kind: adaptive")
+
+
+def _terms(resolved: Resolved) -> Iterator[str]:
+    algo = resolved.config.algo
+    if not (algo.rl_coef or algo.sft.coef or algo.entropy_coef):
+        yield resolved.mistake("algo.rl_coef", "leaves the loss without a term; set algo.sft.coef or algo.entropy_coef, or more than 0")
 
 
 def _mismatch(resolved: Resolved) -> Iterator[str]:
