@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from msrl.rollout.engine import (
 )
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
+from msrl.workflows import grpo_team
 from msrl.workflows.grpo_team import shares
 from support import shared_data
 
@@ -64,6 +66,34 @@ def test_a_prompt_that_a_step_asks_twice_is_answered_anew_whichever_engines_shar
 def test_engines_share_prompts_evenly_neighbours_together():
     assert shares([prompt(index, 1) for index in range(5)], 2) == [[0, 1], [2, 3, 4]]
     assert shares([prompt(index, 1) for index in range(2)], 3) == [[], [0], [1]]
+
+
+class Answering:
+    """An engine's actor that says which prompts it was asked."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.generate = number, self
+
+    def remote(self, prompts: tuple[Prompt, ...], sampling: SamplingParams, policy_version: int) -> list[tuple[int, int]]:
+        return [(self.number, prompt.index) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("asked", "engines"), [((7, 3, 9, 7, 4, 3), [0, 0, 0, 0, 1, 0]), ((5,), [1])])
+def test_engines_answer_in_the_order_of_the_prompts_and_are_waited_for_by_their_own_numbers(
+    monkeypatch: pytest.MonkeyPatch, asked: tuple[int, ...], engines: list[int]
+):
+    waited = list[str]()
+
+    def wait_all(refs: list[Any], *, labels: list[str], **_: object) -> list[Any]:
+        waited.extend(labels)
+        return refs
+
+    monkeypatch.setattr(grpo_team, "wait_all", wait_all)
+    team: Any = grpo_team.Engines.__new__(grpo_team.Engines)
+    team._actors, team._timeout_s, team._watch = [Answering(0), Answering(1)], 1.0, None
+    found = team.generate([prompt(index, 1) for index in asked], SamplingParams(max_tokens=1), 0)
+    assert found == tuple(zip(engines, asked, strict=True))
+    assert waited == [f"rollout engine {number}" for number in sorted(set(engines))]
 
 
 def test_without_a_seed_nothing_is_seeded():

@@ -145,13 +145,12 @@ class Engines:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
         """A group of completions per prompt, in order."""
-        places = shares(prompts, len(self._actors))
+        places = {engine: mine for engine, mine in enumerate(shares(prompts, len(self._actors))) if mine}
         calls = [
-            actor.generate.remote(tuple(prompts[place] for place in mine), sampling, policy_version)
-            for actor, mine in zip(self._actors, places, strict=True)
-            if mine
+            self._actors[engine].generate.remote(tuple(prompts[place] for place in mine), sampling, policy_version)
+            for engine, mine in places.items()
         ]
-        found = dict(zip(itertools.chain(*places), itertools.chain(*self._wait(calls)), strict=True))
+        found = dict(zip(itertools.chain(*places.values()), itertools.chain(*self._wait(calls, tuple(places))), strict=True))
         return tuple(found[place] for place in range(len(prompts)))
 
     def forget_prompts(self) -> None:
@@ -162,8 +161,9 @@ class Engines:
         """Hand new weights to every engine."""
         self._wait([actor.load_weights.remote(*weights) for actor in self._actors])
 
-    def _wait(self, refs: Sequence[Any]) -> list[Any]:
-        labels = [f"{WORKERS['rollout']} {i}" for i in range(len(refs))]
+    def _wait(self, refs: Sequence[Any], engines: Sequence[int] | None = None) -> list[Any]:
+        """What these engines say, all where they are not told."""
+        labels = [f"{WORKERS['rollout']} {i}" for i in (range(len(refs)) if engines is None else engines)]
         return wait_all(refs, timeout_s=self._timeout_s, labels=labels, watch=self._watch)
 
 
