@@ -14,7 +14,8 @@ from msrl.config.loader import load
 from msrl.config.presets import PRESETS
 from msrl.config.schema import AlgoConfig
 from msrl.config.show import to_yaml
-from msrl.errors import ManyErrors
+from msrl.errors import ManyErrors, MsrlError
+from msrl.workflows.grpo_job import steps_of
 from msrl.workflows.grpo_update import policy_loss
 
 
@@ -176,6 +177,14 @@ def test_what_goes_badly_is_said(folder: Path, sets: tuple[str, ...], words: str
     (line,) = advice(resolve(*sets), "train-grpo")
     assert words in line
     assert advice(resolve(*sets), "train-sft") == [] and advice(resolve(), "train-grpo") == []
+
+
+def test_a_run_of_some_epochs_is_longer_than_the_critics_warm_up(folder: Path):
+    """4 prompts a step."""
+    config = resolve("algo.preset=ppo", "algo.value.warmup_steps=3", "train={steps: null, epochs: 2}").config
+    assert steps_of(config, 7) == 4 and steps_of(resolve("train={steps: 9}").config, 7) == 9
+    with pytest.raises(MsrlError, match=r"warmup_steps=3: train\.epochs=2 makes 3 steps of 6 prompts, so the policy never learns"):
+        steps_of(config, 6)
 
 
 def test_the_constant_of_dr_grpo_is_the_token_budget_of_an_update(folder: Path):

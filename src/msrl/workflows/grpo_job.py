@@ -71,7 +71,7 @@ def prepare(config: Config) -> Job:
     if held_out is not None:
         check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
     count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
-    num_steps = config.train.steps or -(-(config.train.epochs or 1) * len(prompts.rows) // config.rollout.prompts_per_step)
+    num_steps = steps_of(config, len(prompts.rows))
     resume = resumed(config, checkpoint_root(config))
     if resume and resume.step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on")
@@ -97,6 +97,16 @@ def prepare(config: Config) -> Job:
         hf_dir=hf_dir,
         tokenizer=tokenizer,
     )
+
+
+def steps_of(config: Config, num_prompts: int) -> int:
+    """The steps of a run. Raises MsrlError where the critic's warm-up takes all of them."""
+    epochs, warmup = config.train.epochs or 1, config.algo.value.warmup_steps
+    count = config.train.steps or -(-epochs * num_prompts // config.rollout.prompts_per_step)
+    if warmup >= count:
+        made = f"train.epochs={epochs} makes {count} steps of {num_prompts} prompts"
+        raise MsrlError(f"algo.value.warmup_steps={warmup}: {made}, so the policy never learns; lower it, or train for longer")
+    return count
 
 
 def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
