@@ -1,10 +1,12 @@
-"""What a step's groups become before and between its updates, number by number: a stand-in answers in place of the ranks.
+"""What a step's groups become before and between its updates, number by number: a stand-in answers in place of the ranks. And what is
+known of a run before it starts.
 
 Real ranks run the same in `test_train_grpo.py`.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,13 @@ import pytest
 from config_inputs import make_working_folder
 from msrl.algorithms.packing import Sequences
 from msrl.config.loader import load
+from msrl.errors import MsrlError
 from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.workflows.grpo_job import difficulty, prepare
 from msrl.workflows.grpo_step import Clock
 from msrl.workflows.grpo_update import Prepared, Updater
+from tiny_qwen2 import make_tokenizer
+from training_runs import write_rows
 
 
 class Ranks:
@@ -99,3 +105,22 @@ def test_a_coefficient_that_is_fixed_from_now_on_is_the_one_of_the_configuration
     updater = make_updater(ranks, ADAPTIVE[0], state={"kl_factor": 1.5})
     step_of(updater)
     assert [loss.kl_coef for loss in ranks.losses] == [0.1] and updater.state()["kl_factor"] == 1.0
+
+
+@pytest.mark.parametrize(("level", "said"), [(None, "is missing"), ("hard", "is 'hard', not"), ("nan", "is 'nan', not")])
+def test_a_difficulty_that_is_no_number_is_named_before_the_run_starts(folder: Path, level: str | None, said: str):
+    from msrl.cli.app import app
+
+    make_tokenizer().save_pretrained(folder / "model")
+    levels = [{}, {}] if level is None else [{"level": "0.5"}, {"level": level}]
+    source = str(write_rows(folder / "rows.jsonl", [{"question": "1+1=", "answer": "#### 2", **column} for column in levels]))
+    keys = {"prompt": "question", "response": "answer", **({} if level is None else {"extra.difficulty": "level"})}
+    given = ["--input", source, "--tokenizer", "model", "--handler", "r1", "--template", "qwen", "--map-keys", json.dumps(keys)]
+    app(["preprocess", *given, "--output-prefix", "hard"], standalone_mode=False)
+    sets = ("data.train=hard", "algo.sample_weight.difficulty=true", "cluster.platform=cpu")
+    with pytest.raises(MsrlError, match=rf"the column extra\.difficulty of prompt {int(level is not None)} {said}"):
+        prepare(load(["grpo.yaml"], sets, command="train-grpo").config)
+
+
+def test_a_difficulty_is_the_number_of_its_column():
+    assert difficulty(Prompt(0, np.array([1]), extra={"difficulty": "0.25"})) == 0.25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,6 +68,9 @@ def prepare(config: Config) -> Job:
     tokenizer = open_tokenizer(tokenizer_path(config))
     prompts = _prompts(config, config.data.train, tokenizer)
     check_data(prompts.dataset.manifest, config, hf_dir, config.data.train)
+    if config.algo.sample_weight.difficulty:
+        for row in prompts.rows:
+            difficulty(prompts.dataset[row])
     held_out = _prompts(config, config.data.eval, tokenizer) if config.data.eval else None
     if held_out is not None:
         check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
@@ -96,6 +100,22 @@ def prepare(config: Config) -> Job:
         resume=resume,
         hf_dir=hf_dir,
         tokenizer=tokenizer,
+    )
+
+
+def difficulty(prompt: Prompt) -> float:
+    """What the data says of a prompt, 0 easy to 1 hard. Raises MsrlError where it says no number."""
+    said = prompt.extra.get("difficulty")
+    try:
+        value = float(said or "")
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value):
+        return value
+    found = "is missing" if said is None else f"is {said!r}, not a number"
+    raise MsrlError(
+        f"algo.sample_weight.difficulty: the column extra.difficulty of prompt {prompt.index} {found}; "
+        "carry it along with preprocess.map_keys: {extra.difficulty: COLUMN}, or set it to false"
     )
 
 

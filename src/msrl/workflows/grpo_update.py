@@ -21,13 +21,13 @@ from msrl.algorithms.selection import Flags, kept, sample_weights
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.config.derived import aggregate_constant, needs_critic, updates_per_step
 from msrl.config.schema import AlgoConfig, Config
-from msrl.errors import MsrlError
 from msrl.rewards.process import RewardSteps
 from msrl.trainer.batches import BatchLimits, num_loss_tokens, select, with_weights
 from msrl.trainer.losses import PolicyLoss, taken
 from msrl.types import Floats, ScoredGroup, TrainingSample
 from msrl.workflows.common import policy_schedule
 from msrl.workflows.grpo_critic import CriticUpdater, value_metrics, with_targets
+from msrl.workflows.grpo_job import difficulty
 from msrl.workflows.grpo_rollouts import teaching_groups
 from msrl.workflows.grpo_step import Clock
 from msrl.workflows.grpo_team import Trainers
@@ -215,20 +215,8 @@ def samples_of(
 
 
 def _weights(algo: AlgoConfig, groups: Sequence[ScoredGroup], keep: Flags) -> Reals:  # [P, G]
-    difficulties = np.array([_difficulty(group) for group in groups]) if algo.sample_weight.difficulty else None
+    difficulties = np.array([difficulty(group.rollout.prompt) for group in groups]) if algo.sample_weight.difficulty else None
     return sample_weights(length_matrix(groups), keep, by_length=algo.sample_weight.length, difficulties=difficulties)
-
-
-def _difficulty(group: ScoredGroup) -> float:
-    prompt = group.rollout.prompt
-    try:
-        return float(prompt.extra["difficulty"])
-    except (KeyError, ValueError):
-        found = f"is {prompt.extra['difficulty']!r}, not a number" if "difficulty" in prompt.extra else "is missing"
-        raise MsrlError(
-            f"algo.sample_weight.difficulty: the column extra.difficulty of prompt {prompt.index} {found}; "
-            "carry it along with preprocess.map_keys: {extra.difficulty: COLUMN}, or set it to false"
-        ) from None
 
 
 def token_divergence(
