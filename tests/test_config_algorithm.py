@@ -150,6 +150,10 @@ def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
         ),
         (("algo.mismatch.low=3",), "algo.mismatch.low=3.0: must be below algo.mismatch.high=2.0"),
         (("algo.aggregate.constant=9",), "algo.aggregate.constant=9.0: has no effect with algo.aggregate.mode=token-mean"),
+        (
+            ("algo.mask.equal_groups=true", "algo.preset=reinforce_pp", "rollout.samples_per_prompt=1"),
+            "algo.mask.equal_groups=true: compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more",
+        ),
         (("algo.mask.difficulty=[0.9, 0.1]",), "algo.mask.difficulty=[0.9, 0.1]: the first number must be below the second"),
         (("algo.policy_loss=cpgd", "algo.options={drif: 1}"), "algo.options.drif=1: not an option here; did you mean 'drift'?"),
         (("algo.policy_loss=cpgd", "algo.options={drift: much}"), "algo.options.drift=much: Input should be a valid number"),

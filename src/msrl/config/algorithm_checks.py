@@ -35,6 +35,8 @@ def algorithm(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("algo.aggregate.constant", f"has no effect with algo.aggregate.mode={algo.aggregate.mode}")
     if algo.mask.difficulty is not None and algo.mask.difficulty[0] >= algo.mask.difficulty[1]:
         yield resolved.mistake("algo.mask.difficulty", "the first number must be below the second")
+    if algo.mask.equal_groups and resolved.config.rollout.samples_per_prompt < 2:
+        yield resolved.mistake("algo.mask.equal_groups", "compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more")
     if resolved.config.rollout.sampling.temperature == 0:
         yield resolved.mistake("rollout.sampling.temperature", "must be above 0: with greedy sampling all samples of a prompt are the same")
 
