@@ -89,7 +89,10 @@ def layers(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Ours beside the peers, in turn: `nox -s bench -- [NAME...] [--rounds N] [--write]`."""
+    """Ours beside the peers, in turn: `nox -s bench -- [NAME...] [--rounds N] [--write]`; `-- device`: this machine's accelerator."""
+    if session.posargs[:1] == ["device"]:  # in the environment as it is: ours would bring a torch for the CPU
+        session.run(sys.executable, "-m", "benchmarks", *session.posargs, env=QUIET)
+        return
     install(session, "cpu,dev")
     peers = Path(os.environ.get("MSRL_PEERS", ROOT / ".nox" / "peers"))
     install_peers(session, peers)

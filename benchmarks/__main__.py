@@ -2,6 +2,7 @@
 
 The peers' scripts and their inputs' maker stand in `../shared/bench` (or `--scripts`); their environment is made by the nox session.
 Figures are of this machine as busy as it is: the ratio is what counts, since both sides run in turn.
+`device` stands apart: it needs none of that (see `device.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
+from benchmarks import device
 from benchmarks.cases import CASES, ROOT, Bench, Case, Sample, Way
 from benchmarks.measure import BenchError, quiet_environment, timed
 
@@ -24,6 +26,8 @@ Samples = Mapping[str, Sequence[Sample]]
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["device"]:
+        return device.main(sys.argv[2:])
     args = arguments()
     bench = Bench(args.scripts, args.peers / "bin" / "python", args.inputs)
     try:
@@ -53,7 +57,8 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s bench --", description=__doc__)
     known = [case.name for case in CASES]
-    parser.add_argument("names", nargs="*", help=f"benchmarks, by name or its beginning (default: all): {', '.join(known)}")
+    which = f"benchmarks, by name or its beginning (default: all): {', '.join(known)}; or `device`, which has options of its own"
+    parser.add_argument("names", nargs="*", help=which)
     parser.add_argument("--rounds", type=int, default=3, help="times that each side runs, in turn (default: 3)")
     parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--scripts", type=Path, default=ROOT / "../shared/bench", help="folder of the peers' scripts")

@@ -1,16 +1,15 @@
-"""Random checkpoints of real shapes, for conversions to be measured on: 1 GB in one file, 8 GB in eight."""
+"""Random checkpoints: of real shapes for conversions (1 GB in one file, 8 GB in eight), of any for trainings. Light to import."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import save_file
-
-from msrl.models.families import all_rules, load_shape
+if TYPE_CHECKING:
+    import torch
 
 HALF_BILLION = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -35,8 +34,18 @@ def make_large(folder: Path) -> None:
     _make(folder, FOUR_BILLION, 8)
 
 
-def _make(folder: Path, config: Mapping[str, Any], num_files: int) -> None:
-    """Writes a checkpoint, unless it is there: config.json is the last file."""
+def make_trainable(folder: Path, config: Mapping[str, Any]) -> None:
+    """In one file, of any shape: weights as small as where trainings begin, norms near one."""
+    _make(folder, config, 1, std=0.02)
+
+
+def _make(folder: Path, config: Mapping[str, Any], num_files: int, *, std: float | None = None) -> None:
+    """Writes a checkpoint, unless it is there: config.json is the last file. With `std` it is one to train."""
+    import torch
+    from safetensors.torch import save_file
+
+    from msrl.models.families import all_rules, load_shape
+
     if (folder / "config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +59,10 @@ def _make(folder: Path, config: Mapping[str, Any], num_files: int) -> None:
     for number in range(num_files):
         mine = names[number * per_file : (number + 1) * per_file]
         file = "model.safetensors" if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
-        save_file({name: _filled(sizes[name], values) for name in mine}, folder / file, {"format": "pt"})
+        tensors = {name: _filled(sizes[name], values) for name in mine}
+        if std is not None:
+            tensors = {name: _begun(name, tensor, std, at) for at, (name, tensor) in enumerate(tensors.items())}
+        save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(mine, file)
     if num_files > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -59,5 +71,10 @@ def _make(folder: Path, config: Mapping[str, Any], num_files: int) -> None:
 
 def _filled(shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
     """A tensor of `values`, over and over: drawing each number anew takes minutes."""
-    size = torch.Size(shape).numel()
+    size = math.prod(shape)
     return values.repeat(-(-size // len(values)))[:size].view(shape).clone()
+
+
+def _begun(name: str, values: torch.Tensor, std: float, at: int) -> torch.Tensor:
+    """What a training begins with; no two tensors begin alike."""
+    return values.flatten().roll(7919 * at).view(values.shape) * std + float("norm" in name)

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 POLL_S = 0.05
 
 
@@ -60,7 +58,9 @@ class _Memory:
     """Watches the anonymous memory of a process tree in a thread: what it took itself, without pages of mapped files."""
 
     def __init__(self, pid: int) -> None:
-        self._root = psutil.Process(pid)
+        import psutil  # no benchmark of a device needs it
+
+        self._root, self._gone = psutil.Process(pid), psutil.NoSuchProcess
         self._peak = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -78,7 +78,7 @@ class _Memory:
     def _now(self) -> int:
         try:
             return sum(_anonymous_bytes(process.pid) for process in (self._root, *self._root.children(recursive=True)))
-        except psutil.NoSuchProcess:
+        except self._gone:
             return 0
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import device  # noqa: E402
 from benchmarks.__main__ import detail_lines, figure, table_row  # noqa: E402
 from benchmarks.cases import CASES, Sample  # noqa: E402
+from benchmarks.device_jobs import SCALES, Facts, Speed, Training, Work, kind_of  # noqa: E402
 from benchmarks.measure import BenchError, quiet_environment, timed  # noqa: E402
 
 BY_NAME = {case.name: case for case in CASES}
@@ -61,3 +66,76 @@ def test_the_configurations_are_valid(name: str) -> None:
     from msrl.config.loader import load
 
     load([str(ROOT / "benchmarks" / f"{name}.yaml")], [])
+
+
+@pytest.mark.slow
+def test_the_device_benchmark_finds_the_cpu_at_one_with_itself(tmp_path: Path) -> None:
+    written = tmp_path / "device.json"
+    options = ["--platform", "cpu", "--shapes", "tiny", "--write", str(written)]
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "device", *options], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(written.read_text())
+    assert [(row["way"], row["dtype"]) for row in found["parity"]] == [
+        (job.name, job.dtype) for job in SCALES["tiny"].trainings(has_fused=False)
+    ]
+    assert all(row["losses"][-1] < row["losses"][0] and len(row["grad_norms"]) == 10 for row in found["parity"])
+    assert all(row["loss_off"] < 1e-6 for row in found["parity"] if row["dtype"] == "float32")
+    assert all(row["loss_off"] > 0 for row in found["parity"] if row["dtype"] == "bfloat16")
+    (speed,) = found["speed"]
+    assert sum(speed["costs"].values()) == pytest.approx(1) and "matrix products" in speed["costs"]
+    assert "| saved and resumed | bfloat16 | torch |" in done.stdout and "| tiny | matrix products |" in done.stdout
+
+
+def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from msrl.trainer import launch
+
+    class Ranks:
+        """Takes no more than two rows at once, and dies of the way `bad`."""
+
+        def __init__(self, target: str, work: Work, **_: Any) -> None:
+            assert target == device.TARGET
+            self.jobs = work.jobs
+
+        def __enter__(self) -> Ranks:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def messages(self) -> Iterator[Any]:
+            yield Facts("a device", {})
+            for job in self.jobs:
+                if job.name == "bad":
+                    raise launch.RankError("rank 0 failed:\nTraceback\nRuntimeError: no kernel image")
+                if isinstance(job, Speed) and job.rows_at_once > 2:
+                    raise launch.RankError("rank 0 failed:\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate")
+                yield job
+
+    monkeypatch.setattr(launch, "LocalRanks", Ranks)
+    good, bad, speed = Training("good", "dense", "float32"), Training("bad", "dense", "float32"), Speed("a", "dense", 4, 4, (8,), 1)
+    found = dict(device.results("cpu", tmp_path, (3,), [good, bad, speed, good]))
+    assert found["bad", "float32"] == "RuntimeError: no kernel image" and found["good", "float32"] == good
+    assert found["a", "bfloat16"].rows_at_once == 2 and found["facts"]["device"] == "a device"
+    row = device.parity_row(bad, found["bad", "float32"], found["good", "float32"])
+    assert device.parity_line(row) == "| bad | float32 | | failed: RuntimeError: no kernel image | | | 0.0001 | | 0.001 | **no** |"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopB_TNT", "matrix products"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>(Params)", "matrix products"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_kernel<cutlass::bfloat16_t>(Params)", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>(long)", "AdamW"),
+        ("Memcpy HtoD (Pageable -> Device)", "copies"),
+        ("void at::native::elementwise_kernel<128, 4, at::native::mul>(int)", "at::native::elementwise_kernel"),
+        ("aten::mm", "matrix products"),
+        ("aten::mul", "aten::mul"),
+    ],
+)
+def test_kernels_are_told_by_what_they_do(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
+def test_what_is_no_number_is_off_by_more_than_anything() -> None:
+    assert device.relative(float("nan"), 1.0) == device.relative(float("inf"), 1.0) == float("inf")
+    assert device.relative(1.5, 1.0) == 0.5

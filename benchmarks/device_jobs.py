@@ -1,0 +1,239 @@
+"""What is asked of a device: small models and the ways to train them, real shapes to be measured, and what comes back.
+
+Light to import: the process that the user started makes the jobs, and rank processes get them as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import HALF_BILLION
+
+STEPS = 10
+# Relative, of every loss and of the last gradient's norm. The norm has no mean over tokens that would even out what is rounded.
+LOSS_BARS = {"bfloat16": 2e-2, "float32": 1e-4}
+NORM_BARS = {"bfloat16": 5e-2, "float32": 1e-3}
+ONE_AND_A_HALF_BILLION = {
+    **HALF_BILLION,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps on one batch from the weights in the folder `model`; `settings` are those of `WorkerSettings`.
+
+    With `resumes_at` it is saved after so many steps, and gone on with by a new worker. A deterministic one is done twice.
+    """
+
+    name: str
+    model: str
+    dtype: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_packed: bool = True
+    fused: bool = True  # by the platform's attention, where it has one for such heads
+    resumes_at: int | None = None
+    lr: float = 1e-3
+
+    @property
+    def reference(self) -> str:
+        """What it is compared with: the plain way to train the same."""
+        return f"{self.model} with adapters" if "lora" in self.settings else self.model
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Steps of a shape in bfloat16 on `num_rows` packed rows, `rows_at_once` of them in a micro-batch; the last one under the profiler."""
+
+    name: str
+    model: str
+    num_rows: int
+    rows_at_once: int
+    row: tuple[int, ...]  # lengths of the sequences in each
+    steps: int
+
+    def smaller(self) -> Speed | None:
+        """The same in smaller micro-batches, for a device that has no room for these."""
+        return replace(self, rows_at_once=self.rows_at_once // 2) if self.rows_at_once > 1 else None
+
+
+Job = Training | Speed
+
+
+@dataclass(frozen=True)
+class Work:
+    """The jobs of one start; `folder` has the models, `lengths` are those of the sequences to train on."""
+
+    platform: str
+    folder: Path
+    lengths: tuple[int, ...]
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank says first: its device, and the software under it."""
+
+    device: str
+    software: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    attention: str  # "fused" or "torch"
+
+
+@dataclass(frozen=True)
+class Measured:
+    step_s: float  # median
+    num_tokens: int
+    peak_bytes: int
+    flops: int
+    peak_flops: float | None
+    costs: Mapping[str, float]  # shares of the devices' time by kernel, largest first; empty where no profiler sees them
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of everything; `models` are configs by folder, `speeds` the names of those that are measured."""
+
+    models: Mapping[str, Mapping[str, Any]]
+    lengths: tuple[int, ...]  # of the sequences of the trainings' batch
+    chunk: int
+    speeds: Mapping[str, str]
+    row: tuple[int, ...]
+    steps: int
+
+    def trainings(self, *, has_fused: bool) -> list[Training]:
+        """Every way that one device has, in both types; deterministic ones last, since they need a process of their own."""
+        ways = [job for job in self._ways() if job.fused or has_fused]
+        jobs = [replace(job, dtype=dtype) for dtype in LOSS_BARS for job in ways if dtype == "bfloat16" or _is_for_both(job)]
+        return sorted(jobs, key=lambda job: "deterministic" in job.settings)
+
+    def references(self) -> list[Training]:
+        """What they are compared with."""
+        plain = [Training(name, name, "float32") for name in ("dense", "window", "latent", "mixture")]
+        return [*plain, replace(plain[0], name="dense with adapters", settings=_settings(lora=True), lr=3e-3)]
+
+    def speed_jobs(self) -> list[Speed]:
+        return [Speed(name, model, 4, 4, self.row, self.steps) for name, model in self.speeds.items()]
+
+    def _ways(self) -> list[Training]:
+        plain, chunk = Training("plain", "dense", ""), self.chunk
+        offload = frozenset({"optimizer", "grads", "params"})
+        families = [replace(plain, name=name, model=model) for model, name in _FAMILIES.items()]
+        return [
+            plain,
+            replace(plain, name="not packed", is_packed=False),
+            replace(plain, name="full recompute, uniform", settings=_settings(recompute=("full", "uniform", 1))),
+            replace(plain, name="full recompute, block", settings=_settings(recompute=("full", "block", 1))),
+            replace(plain, name="selective recompute", settings=_settings(recompute=("selective", "uniform", 1))),
+            replace(plain, name="chunked cross-entropy", settings=_settings(chunk=chunk)),
+            replace(plain, name="offload", settings=_settings(offload=offload)),
+            replace(plain, name="saved and resumed", resumes_at=STEPS // 2),
+            replace(plain, name="LoRA", settings=_settings(lora=True), lr=3e-3),
+            *families,
+            *(replace(job, name=f"{job.name}, deterministic, twice", settings={"deterministic": True}) for job in (plain, families[1])),
+            *(replace(job, name=f"{job.name}, torch's attention", fused=False) for job in (plain, *families)),
+        ]
+
+
+_FAMILIES = {"window": "sliding window", "latent": "latent attention, experts", "mixture": "mixture of experts"}
+
+
+def _is_for_both(job: Training) -> bool:
+    """Whether float32 is another way for it: there are no fused kernels for that."""
+    return job.fused and "deterministic" not in job.settings
+
+
+def _settings(
+    *, lora: bool = False, recompute: tuple[str, str, int] | None = None, chunk: int | None = None, offload: frozenset[str] = frozenset()
+) -> Mapping[str, Any]:
+    """Those of `WorkerSettings` that are not its defaults."""
+    from msrl.trainer.settings import Lora, Recompute
+
+    chosen = {
+        "lora": Lora(8, 16.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")) if lora else None,
+        "recompute": Recompute(recompute[0], recompute[1], recompute[2]) if recompute else None,  # type: ignore[arg-type]
+        "chunk": chunk,
+        "offload": offload,
+    }
+    return {name: value for name, value in chosen.items() if value}
+
+
+def _models(sizes: Mapping[str, int], *, head_dim: int, window: int, expert_size: int) -> dict[str, Mapping[str, Any]]:
+    """Small configs of real architectures, one for each kind of attention and feed-forward part."""
+    common = {**sizes, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": expert_size, "norm_topk_prob": True}
+    latent = {"kv_lora_rank": 2 * head_dim, "q_lora_rank": 3 * head_dim, "qk_nope_head_dim": head_dim, "qk_rope_head_dim": head_dim // 2}
+    groups = {"topk_method": "noaux_tc", "n_group": 2, "topk_group": 1, "scoring_func": "sigmoid", "routed_scaling_factor": 1.0}
+    return {
+        "dense": {
+            **common, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, "sliding_window": None,
+            "max_window_layers": 0, "tie_word_embeddings": True,
+        },
+        "window": {
+            **common, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window,
+            "tie_word_embeddings": False,
+        },
+        "latent": {
+            **common, **experts, **latent, **groups, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+            "num_key_value_heads": sizes["num_attention_heads"], "v_head_dim": head_dim, "n_routed_experts": 8, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+        },
+        "mixture": {
+            **common, **experts, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": head_dim,
+            "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None, "tie_word_embeddings": False,
+        },
+    }  # fmt: skip
+
+
+_TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 199, "max_position_embeddings": 512,
+}  # fmt: skip
+_REAL = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 8192, "max_position_embeddings": 8192,
+}  # fmt: skip
+SCALES = {
+    "real": Scale(
+        models={
+            **_models(_REAL, head_dim=64, window=100, expert_size=256), "qwen25_05b": HALF_BILLION, "qwen25_15b": ONE_AND_A_HALF_BILLION,
+        },
+        lengths=(512, 300, 129, 83), chunk=200, speeds={"Qwen2.5 0.5B": "qwen25_05b", "Qwen2.5 1.5B": "qwen25_15b"},
+        row=(2048, 1024, 512, 512), steps=10,
+    ),
+    "tiny": Scale(
+        models=_models(_TINY, head_dim=16, window=8, expert_size=48),
+        lengths=(30, 17, 9, 24), chunk=20, speeds={"tiny": "dense"}, row=(16, 8, 8), steps=3,
+    ),
+}  # fmt: skip
+
+_KINDS = {
+    "attention": r"flash|fmha|attention|attn",
+    "matrix products": r"gemm|nvjet|xmma|cutlass|matmul|aten::(mm|addmm|bmm)\b",
+    "AdamW": r"adam",
+    "copies": r"memcpy|memset",
+}
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel does, where its name says so; else its name up to its template's arguments.
+
+    >>> kind_of("nvjet_tst_128x256_64x4_1x2_h_bz_coopB_TNT"), kind_of("void at::native::elementwise_kernel<128, 4, at::native::...>")
+    ('matrix products', 'at::native::elementwise_kernel')
+    """
+    for kind, pattern in _KINDS.items():
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return kind
+    return re.split(r"[<(]", kernel.removeprefix("void "))[0].strip()

@@ -1,0 +1,183 @@
+"""What the process with the device does: every job in turn, each with a worker of its own.
+
+Imported by rank processes after `platform.prepare()`, by name (`benchmarks.device_ranks:main`).
+"""
+
+from __future__ import annotations
+
+import gc
+import platform as machine
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import numpy as np
+import torch
+
+from benchmarks.device_jobs import STEPS, Facts, Job, Measured, Speed, Trained, Training, Work, kind_of
+from msrl.algorithms.packing import Sequences
+from msrl.models.flops import training_flops
+from msrl.platforms import get
+from msrl.platforms.base import Platform
+from msrl.trainer import checkpoints, fused_attention
+from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
+from msrl.trainer.launch import RankContext
+from msrl.trainer.losses import SftLoss
+from msrl.trainer.resume import SavedTraining
+from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.worker import TrainWorker
+from msrl.types import MicroBatch
+
+SETTLE_STEPS = 3
+_PROFILED = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
+
+
+def main(context: RankContext, work: Work) -> None:
+    """Reports what it runs on, then the result of each job in turn."""
+    platform = get(work.platform)
+    context.report(_facts(platform))
+    for number, job in enumerate(work.jobs):
+        init = f"{context.init_method}-{number}"
+        with _attention_of(job, platform):
+            found = _train(work, job, init) if isinstance(job, Training) else _measure(work, job, init)
+            if isinstance(job, Training) and job.settings.get("deterministic") and found != _train(work, job, f"{init}-again"):
+                raise RuntimeError("a second run gave other losses or gradients")
+            context.report(found)
+        gc.collect()  # models hold themselves
+        device = _module(platform.device(0))
+        if device is not None:
+            device.empty_cache()
+
+
+def _facts(platform: Platform) -> Facts:
+    device = _module(platform.device(0))
+    name = machine.processor() or machine.machine() if device is None else str(device.get_device_name())
+    software = {"torch": torch.__version__, "megatron-core": megatron.core.__version__, "Python": machine.python_version()}
+    return Facts(name, software)
+
+
+def _module(device: torch.device) -> Any:
+    """`torch.cuda`, `torch.npu`, ...; None for the CPU."""
+    return None if device.type == "cpu" else getattr(torch, device.type)
+
+
+@contextmanager
+def _attention_of(job: Job, platform: Platform) -> Iterator[None]:
+    """Without the platform's fused attention, where a job asks for torch's own."""
+    fused_attention.kernel_of.cache_clear()
+    if isinstance(job, Training) and not job.fused:
+        vars(platform)["varlen_attention"] = lambda dtype, head_dim: ""
+    try:
+        yield
+    finally:
+        vars(platform).pop("varlen_attention", None)
+
+
+def _worker(work: Work, job: Job, init: str, *, root: Path | None = None, step: int | None = None) -> TrainWorker:
+    """From the job's own model, or from a checkpoint."""
+    training = job if isinstance(job, Training) else Training(job.name, job.model, "bfloat16")
+    settings = WorkerSettings(
+        work.platform, root or work.folder / job.model, Layout(), training.dtype, seed=0, timeout_s=600, iteration=step,
+        optimizer=OptimizerSettings(lr=training.lr), **training.settings,
+    )  # fmt: skip
+    return TrainWorker(settings, 0, 1, init)
+
+
+def _train(work: Work, job: Training, init: str) -> Trained:
+    worker = _worker(work, job, init)
+    batch = _sequences(work.lengths, worker.shape.vocab_size)
+    batches = _batches(batch, len(work.lengths) if job.is_packed else 1)
+    half = job.resumes_at or STEPS
+    reports = _steps(worker, batches, batch, job.lr, half)
+    if job.resumes_at is not None:
+        root = work.folder / f"saved {job.name} {job.dtype}"
+        checkpoints.save(worker, root, half, {}, hf_dir=work.folder / job.model)
+        worker.close()
+        worker = _worker(work, job, f"{init}-resumed", root=root, step=half)
+        checkpoints.load_training_state(worker, SavedTraining(root, half))
+        reports += _steps(worker, batches, batch, job.lr, STEPS - half)
+    attention = _attention_used(worker)
+    worker.close()
+    return Trained(tuple(r["loss"] for r in reports), tuple(r["grad_norm"] for r in reports), attention)
+
+
+def _steps(
+    worker: TrainWorker, batches: Sequence[MicroBatch], batch: Sequences, lr: float, steps: int
+) -> list[dict[str, float]]:  # fmt: skip
+    reports: list[dict[str, float]] = []
+    for _ in range(steps):
+        reports.append(worker.train_step(batches, SftLoss(), num_tokens=num_loss_tokens(batch), lr=lr))
+        worker.rest()
+    return reports
+
+
+def _attention_used(worker: TrainWorker) -> str:
+    mla = worker.shape.mla
+    head_dim = worker.shape.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim
+    return "torch" if fused_attention.kernel_of(worker.device.type, worker.dtype, head_dim) is None else "fused"
+
+
+def _sequences(lengths: Sequence[int], vocab_size: int) -> Sequences:
+    """Random tokens, of which all are learnt but the first of each sequence."""
+    random = np.random.default_rng(5)
+    ids = tuple(random.integers(0, vocab_size, length).astype(np.int64) for length in lengths)
+    return Sequences(ids, tuple(np.ones(len(row), np.bool_) for row in ids), {})
+
+
+def _batches(batch: Sequences, size: int) -> list[MicroBatch]:
+    limits = BatchLimits(size)
+    return micro_batches(batch, limits.group([len(ids) for ids in batch.token_ids]), limits)
+
+
+def _measure(work: Work, job: Speed, init: str) -> Measured:
+    device = _module(get(work.platform).device(0))
+    if device is not None:
+        device.reset_peak_memory_stats()
+    worker = _worker(work, job, init)
+    batch = _sequences(job.row * job.num_rows, worker.shape.vocab_size)
+    batches, num_learnt = _batches(batch, job.rows_at_once * len(job.row)), num_loss_tokens(batch)
+
+    def step() -> float:
+        started = time.perf_counter()
+        worker.train_step(batches, SftLoss(), num_tokens=num_learnt, lr=1e-5)
+        worker.platform.synchronize()
+        return time.perf_counter() - started
+
+    seconds = [step() for _ in range(SETTLE_STEPS + job.steps)][SETTLE_STEPS:]
+    peak = _peak_bytes(worker.device)
+    costs = _costs(step, worker.device.type)
+    lengths = [len(ids) for ids in batch.token_ids]
+    found = Measured(
+        statistics.median(seconds), sum(lengths), peak, training_flops(worker.shape, lengths, num_learnt),
+        worker.platform.peak_flops("bfloat16"), costs,
+    )  # fmt: skip
+    worker.close()
+    return found
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most memory that tensors had of the device so far; of the process, where that is the CPU."""
+    module = _module(device)
+    if module is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(module.max_memory_allocated())
+
+
+def _costs(step: Callable[[], float], device: str) -> Mapping[str, float]:
+    """Shares of the device's time in one step by kind of kernel, largest first."""
+    if device not in _PROFILED:
+        return {}
+    with torch.profiler.profile(activities=[_PROFILED[device]]) as profile:
+        step()
+    times: dict[str, float] = {}
+    for event in profile.key_averages():
+        if event.device_type.name.lower() == device and not getattr(event, "is_user_annotation", False):
+            own = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
+            times[kind_of(event.key)] = times.get(kind_of(event.key), 0.0) + own
+    total = sum(times.values()) or 1.0
+    return {name: own / total for name, own in sorted(times.items(), key=lambda pair: -pair[1])}
