@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from safetensors.torch import save_file
 
 from msrl.platforms import get
-from msrl.trainer import learner
+from msrl.platforms.cuda import CudaPlatform
+from msrl.trainer import checkpoints, learner
 from msrl.trainer.learner import Learner
+from msrl.trainer.resume import SavedTraining
+from msrl.trainer.saving import random_file
 
 
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", torch.float64), ("cuda", torch.float64), ("npu", torch.float32)])
@@ -21,3 +27,37 @@ def test_sums_over_ranks_are_of_a_type_that_the_back_end_adds(platform: str, dty
     worker: Any = SimpleNamespace(is_last_stage=True, platform=get(platform), layout=SimpleNamespace(pp=1))
     assert Learner.reduce(worker, [{"loss": torch.tensor(1.5)}, {"loss": torch.tensor(2.0)}], 7) == {"loss": 0.5}
     assert seen == [dtype]
+
+
+class Device(CudaPlatform):
+    """A device whose generator counts the bytes that it gives."""
+
+    def __init__(self) -> None:
+        self.state = torch.zeros(16, dtype=torch.uint8)
+
+    def random_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+def test_the_devices_own_random_numbers_are_saved_and_gone_on_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    tracker: Any = get_cuda_rng_tracker()
+    monkeypatch.setattr(tracker, "states_", {"model-parallel-rng": torch.full((16,), 3, dtype=torch.uint8)})
+    device, saved = Device(), SavedTraining(tmp_path, 1)
+    device.state += 7
+    states = checkpoints._random_states(device)
+    device.state += 1
+    tracker.states_["model-parallel-rng"] += 1
+    drawn = torch.rand(3)
+    saved.training_dir.mkdir(parents=True)
+    save_file(states, saved.training_dir / random_file(0))
+    checkpoints._restore_random(saved, device)
+    assert device.state.tolist() == [7] * 16 and tracker.states_["model-parallel-rng"].tolist() == [3] * 16
+    assert torch.equal(torch.rand(3), drawn)
+    # Another kind of device, whose states have another size, begins with its seed.
+    monkeypatch.setattr(tracker, "states_", {"model-parallel-rng": torch.zeros(5056, dtype=torch.uint8)})
+    checkpoints._restore_random(saved, get("cpu"))
+    assert not tracker.states_["model-parallel-rng"].any()

@@ -90,5 +90,13 @@ class Platform(ABC):
 
         torch.manual_seed(seed)
 
+    def random_state(self) -> torch.Tensor | None:
+        """The state of the generator of this process's device, bytes on the host; None where torch's own is that of the device."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Go on from what `random_state` gave on a device of this kind."""
+        raise NotImplementedError
+
     def synchronize(self) -> None:  # noqa: B027 - a platform without queues has nothing to wait for
         """Wait until the device has done what it was given, so that a clock can be read."""

@@ -137,6 +137,16 @@ class CudaPlatform(Platform):
             return f"flash attention needs compute capability 8.0, and this is a {torch.cuda.get_device_name()}"
         return flash_attention
 
+    def random_state(self) -> torch.Tensor | None:
+        import torch
+
+        return torch.cuda.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        import torch
+
+        torch.cuda.set_rng_state(state)
+
     def synchronize(self) -> None:
         import torch
 

@@ -138,6 +138,12 @@ class NpuPlatform(Platform):
             return f"npu_fusion_attention has heads of 16, 32, ... 512 channels, not {head_dim}"
         return fusion_attention
 
+    def random_state(self) -> torch.Tensor | None:
+        return importlib.import_module("torch_npu").npu.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        importlib.import_module("torch_npu").npu.set_rng_state(state)
+
     def synchronize(self) -> None:
         importlib.import_module("torch_npu").npu.synchronize()
 

@@ -20,6 +20,7 @@ from msrl.checkpoint.plan import rank_plan
 from msrl.checkpoint.source import ShardedSource
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
+from msrl.platforms.base import Platform
 from msrl.trainer import optimizer_state
 from msrl.trainer.megatron import named_weights
 from msrl.trainer.resume import KEEP_ALL, Retention, SavedTraining
@@ -36,7 +37,7 @@ from msrl.trainer.saving import (
     random_file,
 )
 
-_TRACKED = "tracked."
+_TRACKED, _DEVICE = "tracked.", "device."  # the latter is followed by the platform's name
 
 if TYPE_CHECKING:
     from msrl.trainer.learner import Learner
@@ -87,7 +88,7 @@ def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> Pa
         states[critic_file(worker.coords)] = _states(worker.critic) | _weight_states(worker.critic)
     number = dist.get_rank()
     if not worker.is_writer:
-        return Part(root, step, number, _random_states())
+        return Part(root, step, number, _random_states(worker.platform))
     args = mcore.namespace(worker.shape, worker.layout, dtype=worker.settings.dtype)
     if worker.settings.lora:
         lora = worker.settings.lora
@@ -98,7 +99,7 @@ def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> Pa
     if keeps_copy:
         weights = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
     folder = mcore.rank_folder(worker.layout, worker.coords)
-    return Part(root, step, number, _random_states(), Weights(folder, weights, args, states))
+    return Part(root, step, number, _random_states(worker.platform), Weights(folder, weights, args, states))
 
 
 def _learners(worker: TrainWorker) -> list[Learner]:
@@ -130,7 +131,7 @@ def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, 
     optimizer_state.restore(worker, _states_of(worker, saved, optimizer_file, optimizer_state.kinds(worker.dtype)), state["updates"])
     if worker.critic is not None:
         _restore_critic(worker.critic, saved, state["critic"]["updates"])
-    _restore_random(saved)
+    _restore_random(saved, worker.platform)
     return state["extra"]
 
 
@@ -160,23 +161,33 @@ def _states_of(
     return mine
 
 
-def _restore_random(saved: SavedTraining) -> None:
-    """Random numbers go on where this rank left off; a rank that the saved layout did not have keeps those of its seed."""
+def _restore_random(saved: SavedTraining, platform: Platform) -> None:
+    """Random numbers go on where this rank left off; a rank that the saved layout did not have, and a device of another kind than the saved
+    one, keep those of their seed."""
     path = saved.training_dir / random_file(dist.get_rank())
     if path.is_file():
         with safe_open(path, "pt") as file:
             torch.set_rng_state(file.get_tensor("rng"))
-            tracked = beginning(file, _TRACKED)
-        if tracked:
-            tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+            of_device, tracked = beginning(file, _DEVICE), beginning(file, _TRACKED)
+        if platform.name in of_device:
+            platform.set_random_state(of_device[platform.name])
+        tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+        if tracked and _sizes(tracked) == _sizes(tracker.get_states()):
             tracker.set_states(tracked)
 
 
-def _random_states() -> dict[str, Tensor]:
-    """Of torch's generator, and of Megatron's, from which parts of a tensor that differ by rank are drawn."""
+def _sizes(states: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: len(state) for name, state in states.items()}
+
+
+def _random_states(platform: Platform) -> dict[str, Tensor]:
+    """Of torch's generator, of the device's where that is another, and of Megatron's, from which parts of a tensor that differ by rank are
+    drawn."""
+    own = platform.random_state()
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     tracked: dict[str, Tensor] = tracker.get_states()
-    return {"rng": torch.get_rng_state(), **{_TRACKED + name: state.cpu().clone() for name, state in tracked.items()}}
+    of_device = {} if own is None else {_DEVICE + platform.name: own.cpu().clone()}
+    return {"rng": torch.get_rng_state(), **of_device, **{_TRACKED + name: state.cpu().clone() for name, state in tracked.items()}}
 
 
 def _of_kind(learner: Learner, cut: Cut, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
