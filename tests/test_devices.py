@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 
 from msrl.platforms import get
 from msrl.platforms.cuda import CudaPlatform
-from msrl.trainer import checkpoints, learner
+from msrl.trainer import checkpoints, groups, learner
 from msrl.trainer.learner import Learner
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.saving import random_file
+from msrl.trainer.settings import Layout
 
 
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", torch.float64), ("cuda", torch.float64), ("npu", torch.float32)])
@@ -61,3 +62,13 @@ def test_the_devices_own_random_numbers_are_saved_and_gone_on_with(monkeypatch: 
     monkeypatch.setattr(tracker, "states_", {"model-parallel-rng": torch.zeros(5056, dtype=torch.uint8)})
     checkpoints._restore_random(saved, get("cpu"))
     assert not tracker.states_["model-parallel-rng"].any()
+
+
+def test_a_rank_chooses_its_device_before_it_joins_any_group(monkeypatch: pytest.MonkeyPatch):
+    done: list[str] = []
+    platform: Any = SimpleNamespace(collective_backend="x", device=lambda rank: done.append(f"device {rank}"), seed=lambda seed: None)
+    monkeypatch.setattr(groups.dist, "init_process_group", lambda *_, **__: done.append("groups"))
+    monkeypatch.setattr(groups.parallel_state, "initialize_model_parallel", lambda *_, **__: None)
+    monkeypatch.setattr(groups.tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: done.append("seed"))
+    groups.initialize(platform, rank=3, world_size=4, init_method="", layout=Layout(), seed=0, timeout_s=60)
+    assert done == ["device 3", "groups", "seed"]

@@ -14,6 +14,7 @@ from msrl.trainer.settings import Layout
 
 def initialize(platform: Platform, *, rank: int, world_size: int, init_method: str, layout: Layout, seed: int, timeout_s: float) -> None:
     """Join the process groups. `init_method` is torch's, such as `tcp://127.0.0.1:4711` or `file:///...`."""
+    platform.device(rank)  # before anything draws numbers on, or sends from, the first device in place of this rank's
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(platform.collective_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
