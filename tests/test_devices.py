@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from msrl.platforms import get
 from msrl.platforms.cuda import CudaPlatform
-from msrl.trainer import checkpoints, groups, learner
+from msrl.trainer import checkpoints, groups, learner, optimizer_state
 from msrl.trainer.learner import Learner
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.saving import random_file
@@ -72,3 +72,47 @@ def test_a_rank_chooses_its_device_before_it_joins_any_group(monkeypatch: pytest
     monkeypatch.setattr(groups.tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: done.append("seed"))
     groups.initialize(platform, rank=3, world_size=4, init_method="", layout=Layout(), seed=0, timeout_s=60)
     assert done == ["device 3", "groups", "seed"]
+
+
+class GroupAdamW:
+    """Counts its updates as Apex's, Transformer Engine's and MindSpeed's do: once for all parameters of a group."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+        self.param_groups = [{"lr": lr, **group} for group in groups]
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            for parameter in group["params"]:
+                self.state.setdefault(parameter, {name: torch.zeros_like(parameter) for name in optimizer_state.MOMENTS})
+
+
+def trained_by(kind: Any, platform: str) -> Any:
+    """What `optimizer_state` needs of a worker that trains one matrix."""
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = kind([{"params": [model.weight]}], lr=0.1)
+    model.weight.grad = torch.ones(2, 3)
+    part = SimpleNamespace(
+        optimizer=optimizer, model_param_group_index_map={model.weight: (0, 0)},
+        _get_model_param_range_map=lambda parameter: {"param": SimpleNamespace(start=0, end=6)},
+    )  # fmt: skip
+    chain = SimpleNamespace(chained_optimizers=[part], reload_model_params=lambda: None)
+    return SimpleNamespace(model=model, optimizer=chain, dtype=torch.float32, platform=get(platform)), optimizer
+
+
+@pytest.mark.parametrize(("kind", "platform"), [(torch.optim.AdamW, "cuda"), (GroupAdamW, "cuda"), (GroupAdamW, "npu")])
+def test_the_count_of_updates_goes_on_wherever_the_optimizer_keeps_it(kind: Any, platform: str):
+    """Otherwise the correction of the moments' bias would begin anew, and the first steps after a resume be many times too large."""
+    worker, optimizer = trained_by(kind, platform)
+    for _ in range(5):
+        optimizer.step()
+    assert optimizer_state.num_updates(worker) == 5
+    again, optimizer = trained_by(kind, platform)
+    states = {name: {"weight": torch.full((2, 3), 0.5)} for name in optimizer_state.MOMENTS}
+    optimizer_state.restore(again, states, 5)
+    assert optimizer_state.num_updates(again) == 5
+    counts = [group["step"] for group in optimizer.param_groups if "step" in group]
+    assert len(counts) == (kind is GroupAdamW) and all(isinstance(count, torch.Tensor) == (platform == "npu") for count in counts)
+    optimizer.step()
+    assert optimizer_state.num_updates(again) == 6

@@ -90,6 +90,11 @@ class Platform(ABC):
 
         torch.manual_seed(seed)
 
+    def count_of_updates(self, updates: int) -> int | torch.Tensor:
+        """How a fused AdamW of the platform's libraries, which counts them once for all parameters, wants the count: Apex and Transformer
+        Engine a number."""
+        return updates
+
     def random_state(self) -> torch.Tensor | None:
         """The state of the generator of this process's device, bytes on the host; None where torch's own is that of the device."""
         return None

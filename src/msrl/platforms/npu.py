@@ -138,6 +138,11 @@ class NpuPlatform(Platform):
             return f"npu_fusion_attention has heads of 16, 32, ... 512 channels, not {head_dim}"
         return fusion_attention
 
+    def count_of_updates(self, updates: int) -> int | torch.Tensor:
+        import torch
+
+        return torch.tensor(updates, dtype=torch.int64)  # as MindSpeed makes it, which also moves it to the device
+
     def random_state(self) -> torch.Tensor | None:
         return importlib.import_module("torch_npu").npu.get_rng_state()
 

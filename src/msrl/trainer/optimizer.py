@@ -35,13 +35,20 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], settings: Optimi
     overrides = get_standard_config_overrides(config)  # no decay of biases and norms
     chain = get_megatron_optimizer(config, list(wrapped), overrides, use_gloo_process_groups=False)
     assert isinstance(chain, ChainedOptimizer)
-    for group in chain.param_groups:
-        # Megatron leaves it to its own scheduler to multiply this out; learning rates are set by ours.
-        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-        if wrapped[0].config.use_cpu_initialization:
-            # torch's AdamW in one pass over each shard instead of ten; on accelerators Megatron or MindSpeed bring a fused one.
-            group["fused"], group["foreach"] = True, False
+    for part in parts(chain):
+        for group in part.optimizer.param_groups:
+            # Megatron leaves it to its own scheduler to multiply this out; learning rates are set by ours.
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+            if is_torchs(part):
+                group["fused"], group["foreach"] = True, False  # one pass over each shard instead of ten
     return chain
+
+
+def is_torchs(part: DistributedOptimizer) -> bool:
+    """Whether the updates are torch's own: Megatron takes Transformer Engine's or Apex's where these are installed, and MindSpeed has its
+    own. Torch's counts the updates of each parameter, in its state; the others those of all, in their groups.
+    """
+    return isinstance(part.optimizer, torch.optim.AdamW)
 
 
 def parts(chain: ChainedOptimizer) -> Iterator[DistributedOptimizer]:

@@ -15,7 +15,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from msrl.trainer import groups
-from msrl.trainer.optimizer import parts
+from msrl.trainer.optimizer import is_torchs, parts
 
 if TYPE_CHECKING:
     from msrl.trainer.learner import Learner
@@ -62,13 +62,16 @@ def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
 
 def num_updates(worker: Learner) -> int:
     """AdamW's own count of steps, which its bias correction uses."""
-    states = [state for part in parts(worker.optimizer) for state in part.optimizer.state.values()]
-    return max((int(state["step"]) for state in states if "step" in state), default=0)
+    counted = [each for part in parts(worker.optimizer) for each in (*part.optimizer.state.values(), *part.optimizer.param_groups)]
+    return max((int(each["step"]) for each in counted if "step" in each), default=0)
 
 
 def restore(worker: Learner, states: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
     """Put back what `collect` gave: this rank's tensors by kind and parameter name."""
     worker.optimizer.reload_model_params()
+    for part in parts(worker.optimizer):
+        for group in () if is_torchs(part) else part.optimizer.param_groups:
+            group["step"] = worker.platform.count_of_updates(updates)
     for name, parameter in trained(worker.model):
         owned = _owned(worker.optimizer, parameter)
         if owned is None:
@@ -78,18 +81,21 @@ def restore(worker: Learner, states: Mapping[str, Mapping[str, Tensor]], updates
         if MASTER in pieces:
             main.data.copy_(pieces.pop(MASTER).view_as(main))
         state: dict[str, Any] = {kind: piece.view_as(main).clone() for kind, piece in pieces.items()}
-        state["step"] = torch.tensor(float(updates))
+        if owned.counts_updates:
+            state["step"] = torch.tensor(float(updates), device=main.device)
         owned.state[main] = state
 
 
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """The part of a parameter that this rank updates: the main parameter, its range in the flattened parameter, and where its state is."""
+    """The part of a parameter that this rank updates: the main parameter, its range in the flattened parameter, where its state is, and
+    whether that counts the updates."""
 
     main: Tensor
     start: int
     end: int
     state: MutableMapping[Tensor, Any]
+    counts_updates: bool
 
 
 def _owned(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Owned | None:
@@ -99,5 +105,6 @@ def _owned(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Owned | N
         if place is not None:
             group, order = place
             piece = part._get_model_param_range_map(parameter)["param"]
-            return _Owned(part.optimizer.param_groups[group]["params"][order], piece.start, piece.end, part.optimizer.state)
+            main = part.optimizer.param_groups[group]["params"][order]
+            return _Owned(main, piece.start, piece.end, part.optimizer.state, is_torchs(part))
     return None
