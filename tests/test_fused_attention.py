@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from msrl.platforms import get
+from msrl.platforms import cuda, get
 from msrl.platforms.cuda import flash_attention
 from msrl.platforms.npu import fusion_attention
 from msrl.trainer import fused_attention as fused
@@ -92,6 +92,44 @@ def test_torchs_flash_attention_is_asked_for_what_is_meant(window: int | None, m
     torch.testing.assert_close(found, block_diagonal_attention(query, key, value, LENGTHS, SCALE, window))
     last = torch.tensor([end - 1 for end in ends])
     torch.testing.assert_close(flash_attention(query[last], key, value, (1, 2, 3, 4), ends, SCALE, window), found[last])
+
+
+def test_a_flash_attention_without_groups_of_heads_is_given_every_head(monkeypatch: pytest.MonkeyPatch):
+    from torch.nn.attention import varlen
+
+    bounds: list[Tensor] = []
+
+    def varlen_attn(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        scale: float, window_size: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        bounds.extend((cu_seq_q, cu_seq_k))
+        return plain_kernel(query, key, value, cu_seq_q[1:].tolist(), cu_seq_k[1:].tolist(), scale, None)
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    query, key, value = inputs()
+    ends = tuple(itertools.accumulate(LENGTHS))
+    for _ in range(2):
+        found = flash_attention(query, key, value, ends, ends, SCALE, None)
+        torch.testing.assert_close(found, block_diagonal_attention(query, key, value, LENGTHS, SCALE))
+    assert all(each is bounds[0] for each in bounds), "copied to the device once, not once per layer"
+
+
+def test_a_torch_whose_flash_attention_has_no_windows_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+    from torch.nn.attention import varlen
+
+    def varlen_attn(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, is_causal: bool = False
+    ) -> Tensor: ...
+
+    cuda._has_varlen_attention.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert get("cuda").varlen_attention(torch.bfloat16, 128) is flash_attention
+    cuda._has_varlen_attention.cache_clear()
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    assert get("cuda").varlen_attention(torch.bfloat16, 128) == f"torch {torch.__version__} has no varlen_attn with scales and windows"
+    cuda._has_varlen_attention.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msrl.errors import MsrlError
@@ -47,21 +49,45 @@ def flash_attention(
     scale: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
     """torch's own flash attention over sequences of any lengths (`torch.nn.attention.varlen`); see `VarlenAttention`."""
-    import torch
-    from torch.nn.attention.varlen import varlen_attn
-
-    def bounds(ends: tuple[int, ...]) -> torch.Tensor:
-        return torch.tensor((0, *ends), dtype=torch.int32, device=query.device)
+    from torch.nn.attention import varlen
 
     def longest(ends: tuple[int, ...]) -> int:
         return max(end - start for start, end in zip((0, *ends), ends, strict=False))
 
-    found = varlen_attn(
-        query, key, value, bounds(query_ends), bounds(key_ends), longest(query_ends), longest(key_ends), scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),  # keys before the query's own, and behind it
-        enable_gqa=query.shape[1] != key.shape[1],
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
+    if "enable_gqa" not in _accepted(varlen.varlen_attn):  # which came later than windows
+        grouped = {}
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    found = varlen.varlen_attn(
+        query, key, value, _bounds(query_ends, query.device), _bounds(key_ends, query.device), longest(query_ends), longest(key_ends),
+        scale=scale, window_size=(-1 if window is None else window - 1, 0),  # keys before the query's own, and behind it
+        **grouped,
     )  # fmt: skip
     return cast("torch.Tensor", found)
+
+
+@functools.lru_cache(maxsize=16)
+def _bounds(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Where sequences begin and the last ends. Kept, since every layer asks, and a copy to the device waits for all that it has to do."""
+    import torch
+
+    return torch.tensor((0, *ends), dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _has_varlen_attention() -> bool:
+    """Whether this torch has it, with scales and windows: the first one had neither."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention import varlen
+
+    return {"scale", "window_size"} <= _accepted(varlen.varlen_attn)
+
+
+@functools.cache
+def _accepted(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of its parameters."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 class CudaPlatform(Platform):
@@ -131,8 +157,8 @@ class CudaPlatform(Platform):
             return f"flash attention has no {str(dtype).removeprefix('torch.')}"
         if head_dim % 8 or head_dim > 256:
             return f"flash attention has heads of 8, 16, ... 256 channels, not {head_dim}"
-        if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-            return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+        if not _has_varlen_attention():
+            return f"torch {torch.__version__} has no varlen_attn with scales and windows"
         if torch.cuda.get_device_capability() < (8, 0):
             return f"flash attention needs compute capability 8.0, and this is a {torch.cuda.get_device_name()}"
         return flash_attention
