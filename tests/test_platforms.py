@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from msrl import registry
 from msrl.errors import MsrlError
 from msrl.platforms import NAMES, get, resolve
+from test_cli import msrl
 
 PLATFORMS = [name for name in registry.names("msrl.platforms") if name != "base"]
 
@@ -43,6 +45,24 @@ def test_a_platform_says_what_it_is(name):
 def test_auto_takes_what_this_machine_has():
     expected = next(name for name in NAMES if get(name).missing() is None)
     assert resolve("auto").name == expected
+
+
+def test_a_machine_that_is_ready_for_no_platform_is_told_what_each_lacks(monkeypatch, capsys):
+    for name in PLATFORMS:
+        monkeypatch.setattr(type(get(name)), "missing", lambda self: f"no {self.name}; run: something")
+    told = "; ".join(f"{name}: no {name}; run: something" for name in NAMES)
+    with pytest.raises(MsrlError, match=f"^cluster\\.platform=auto: this machine is ready for none; {told}$"):
+        resolve("auto")
+    assert msrl("doctor", "--no-imports") == 2
+    assert "this machine is ready for none" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_cuda_machine_without_megatron_is_told_so_before_it_trains(monkeypatch):
+    monkeypatch.setattr(type(get("cuda")), "missing", lambda self: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None if name == "megatron" else found(name, package))
+    with pytest.raises(MsrlError, match=r"^cluster\.platform=cuda: Megatron is not installed; run: pip install 'msrl\[cuda\]'$"):
+        get("cuda").prepare()
 
 
 @pytest.mark.parametrize("name", [name for name in PLATFORMS if get(name).missing() is not None])

@@ -16,11 +16,21 @@ def get(name: str) -> Platform:
 
 
 def resolve(name: str = "auto") -> Platform:
-    """The platform to run on. Raises MsrlError when it was asked for by name and something is missing."""
+    """The platform to run on. Raises MsrlError when something is missing: of the one that was asked for, or of each."""
     if name == "auto":
-        return next(p for p in map(get, NAMES) if p.missing() is None)
+        return _first()
     platform = get(name)
     missing = platform.missing()
     if missing:
         raise MsrlError(f"cluster.platform={name}: {missing}")
     return platform
+
+
+def _first() -> Platform:
+    lacking: list[str] = []
+    for platform in map(get, NAMES):
+        missing = platform.missing()
+        if missing is None:
+            return platform
+        lacking.append(f"{platform.name}: {missing}")
+    raise MsrlError(f"cluster.platform=auto: this machine is ready for none; {'; '.join(lacking)}")

@@ -133,6 +133,8 @@ class CudaPlatform(Platform):
 
     def prepare(self) -> None:
         missing = self.missing()
+        if missing is None and importlib.util.find_spec("megatron") is None:  # which generating needs not
+            missing = "Megatron is not installed; run: pip install 'msrl[cuda]'"
         if missing:
             raise MsrlError(f"cluster.platform=cuda: {missing}")
 

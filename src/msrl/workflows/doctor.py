@@ -76,10 +76,9 @@ def _platforms(wanted: str) -> Iterator[Finding]:
         missing = chosen.missing()
         yield Finding("wrong" if missing else "ok", "platform", f"{chosen.name}: {missing}" if missing else chosen.name)
     for name in NAMES:
-        if chosen is None or name != chosen.name:
-            missing = get(name).missing()
-            if missing and wanted == "auto":
-                yield Finding("note", f"platform {name}", missing)
+        missing = get(name).missing() if chosen is not None and wanted == "auto" else None
+        if missing:
+            yield Finding("note", f"platform {name}", missing)
 
 
 def _platform(wanted: str) -> Platform | None:
