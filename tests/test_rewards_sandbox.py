@@ -168,6 +168,32 @@ for attempt in attempts:
 
 
 @needs_namespaces
+def test_a_python_behind_links_is_found_and_no_link_is_followed_into_the_machine(tmp_path):
+    base, own = tmp_path / "base", tmp_path / "own"
+    base.symlink_to(sys.base_prefix)  # as uv names its interpreters
+    python = str(base / "bin" / Path(sys.executable).resolve().name)
+    subprocess.run([python, "-m", "venv", "--without-pip", str(own)], check=True, timeout=60)
+    (tmp_path / "link").symlink_to("own")
+    before = sorted(own.rglob("*"))
+    (case,) = run("import sys, decimal; print(sys.prefix)", [""], AMPLE, python=str(tmp_path / "link" / "bin" / "python"))
+    assert (case.stdout, case.stderr) == (f"{tmp_path / 'link'}\n", "")
+    assert sorted(own.rglob("*")) == before
+
+
+@needs_namespaces
+@pytest.mark.parametrize("python", ["/usr/bin/python3", "/bin/python3"])
+def test_programs_have_another_python_than_this_one(python):
+    if not Path(python).exists():
+        pytest.skip(f"there is no {python}")
+    assert one_by(python, "import sys, json; print(sys.executable, input())", "é") == f"{python} é\n"
+
+
+def one_by(python, program, stdin):
+    (case,) = run(program, [stdin], AMPLE, python=python)
+    return case.stdout
+
+
+@needs_namespaces
 def test_there_is_no_network_not_even_to_this_machine(tmp_path):
     with socket.socket() as server, socket.socket(socket.AF_UNIX) as local:
         server.bind(("127.0.0.1", 0))

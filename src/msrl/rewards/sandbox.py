@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 GRACE_S = 5.0
+_MAX_LINKS = 40  # as many as the kernel follows
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 Status = Literal["ok", "error", "timeout", "memory", "output"]
 
@@ -54,7 +56,7 @@ def run(program: str, inputs: Sequence[str], limits: Limits, *, stop: bool = Fal
 
     The cases share the program's /tmp. `python`: the interpreter; unset: this one. Raises SandboxRefusedError.
     """
-    python = python or sys.executable
+    python = _absolute(python) if python else sys.executable
     job = {
         "program": program, "inputs": list(inputs), "stop": stop, "python": python, "binds": _binds(python), "case_s": limits.case_s,
         "total_s": limits.total_s, "memory_bytes": limits.memory_bytes, "processes": limits.processes, "files_bytes": limits.files_bytes,
@@ -97,14 +99,28 @@ def refusal(python: str | None = None) -> str | None:
 
 
 def _binds(python: str) -> list[str]:
-    """The system's programs and libraries and the interpreter's folders, none inside another."""
-    own = {python, os.path.realpath(python), *_prefixes(python)}
+    """The system's programs and libraries and the interpreter's folders, none inside another; a link to a folder stands for it."""
+    folders = _prefixes(python)
+    own = {*_hops(python), *folders, *map(os.path.realpath, folders)}
     wanted = sorted({path for path in (*_SYSTEM, *own) if os.path.lexists(path)}, key=len)
     chosen: list[str] = []
     for path in wanted:
-        if not any(path.startswith(parent.rstrip("/") + "/") for parent in chosen if not Path(parent).is_symlink()):
+        if not any(path.startswith(parent.rstrip("/") + "/") for parent in chosen):
             chosen.append(path)
     return chosen
+
+
+def _absolute(python: str) -> str:
+    """Where an interpreter is that may be given by its name alone, or from here; links stay."""
+    return os.path.normpath(Path(shutil.which(python) or python).absolute())
+
+
+def _hops(path: str) -> list[str]:
+    """A file and those that it leads to, link by link, to the last that is none."""
+    hops = [Path(path)]
+    while hops[-1].is_symlink() and len(hops) <= _MAX_LINKS:
+        hops.append(Path(os.path.normpath(hops[-1].parent / hops[-1].readlink())))
+    return [*map(str, hops), os.path.realpath(path)]
 
 
 @functools.cache

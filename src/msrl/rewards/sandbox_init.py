@@ -2,7 +2,8 @@
 
 The job comes as JSON on standard input, the results leave as JSON on standard output. Between the two: new namespaces (pid, network,
 mount, ipc, uts, user), a root of read-only pieces, a private /tmp in memory, an unprivileged user without capabilities, a seccomp filter,
-limits of resources, and a first process that watches time, memory and output and ends everything that was started.
+limits of resources, and a first process that watches time, memory and output and ends everything that was started. Once the root is
+changed, this process imports nothing more (a codec is a module too): its own library is there only if the program's interpreter shares it.
 Manual pages: namespaces(7), user_namespaces(7), pivot_root(2), seccomp(2), prctl(2).
 """
 
@@ -88,7 +89,7 @@ def _call(name: str, *arguments: object) -> None:
 def _map_to(user: int, group: int) -> None:
     """The one user and group that the new user namespace knows, under the same numbers; never root's."""
     for file, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{file}", "w", encoding="ascii") as stream:
+        with open(f"/proc/self/{file}", "w", encoding="utf-8") as stream:
             stream.write(text)
 
 
@@ -133,10 +134,13 @@ def _hold_parents(path: str) -> None:
 
 
 def _bind(path: str) -> None:
-    """Show a file or folder of the machine inside; a symbolic link is copied."""
+    """Show a file or folder of the machine inside, what a link to a folder leads to in the link's place; a link to a file is copied.
+
+    So no link to a folder stands in the new root, where this process, which still sees the machine, would follow it out.
+    """
     inside = NEW_ROOT + path
     os.makedirs(os.path.dirname(inside), exist_ok=True)
-    if os.path.islink(path):
+    if os.path.islink(path) and not os.path.isdir(path):
         os.symlink(os.readlink(path), inside)
         return
     if os.path.isdir(path):
@@ -174,7 +178,7 @@ def _become_unprivileged(is_root: bool) -> None:
         _call("prctl", DUMPABLE, 1, 0, 0, 0)  # its own files in /proc, which are root's after the change of user
         _call("unshare", NEWUSER)
         _map_to(NOBODY, NOBODY)
-    with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as stream:
+    with open("/proc/sys/user/max_user_namespaces", "w", encoding="utf-8") as stream:
         stream.write("0")  # none below this one
     _call("prctl", DUMPABLE, 0, 0, 0, 0)
     _call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user forgets it
@@ -263,7 +267,7 @@ def _resident_bytes() -> int:
     pages = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            with contextlib.suppress(OSError), open(f"/proc/{name}/statm", encoding="ascii") as stream:
+            with contextlib.suppress(OSError), open(f"/proc/{name}/statm", encoding="utf-8") as stream:
                 pages += int(stream.read().split()[1])
     return pages * resource.getpagesize()
 
