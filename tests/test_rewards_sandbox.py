@@ -77,6 +77,7 @@ BOMBS = {
     "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()",
     "signals": "import signal\nfor n in set(range(1, 32)) - {9, 19}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
     "kill all": "import os\ntry:\n    os.kill(-1, 9)\nexcept OSError: pass\nos.kill(1, 15); os.kill(1, 9)\nraise SystemExit(3)",
+    "interrupt the first process": "import os, time\nos.kill(1, 2)\ntime.sleep(60)",
     "shared memory": "import ctypes\nraise SystemExit(ctypes.CDLL(None).memfd_create(b'a', 0) == -1)",
     "deep recursion": "def f(): return f()\nimport sys; sys.setrecursionlimit(10**9); f()",
 }

@@ -63,6 +63,7 @@ def main() -> None:
     if child:
         os.waitpid(child, 0)
         return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of what a first process does not handle the kernel lets nothing through to it
     try:
         _call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _build_root(job)
