@@ -1,6 +1,7 @@
 """Programs that mean harm, in a real sandbox: they score 0 within their limits and nothing outside of it changes. All bombs are small."""
 
 import ctypes
+import fcntl
 import json
 import os
 import socket
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from msrl.errors import ManyErrors
-from msrl.rewards import sandbox
+from msrl.rewards import sandbox, sandbox_init
 from msrl.rewards.sandbox import Limits, run
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.verifiers import code
@@ -61,6 +62,17 @@ def test_a_program_reads_its_input_and_each_case_is_a_run_of_its_own():
     assert "ZeroDivisionError" in one("1/0").stderr
     assert one("import sys; print(len(sys.stdin.read()))", "x" * (10 << 20)).stdout == f"{10 << 20}\n"
     assert one("import math, json, decimal, collections, heapq; print('é')").stdout == "é\n"
+
+
+def test_all_that_a_program_wrote_before_its_end_is_read():
+    out, program = os.pipe()
+    fcntl.fcntl(program, fcntl.F_SETPIPE_SZ, 1 << 20)  # as wide as a pipe is where pages have 64 KB
+    os.write(program, b"x" * 500_000)
+    os.close(program)
+    said = {out: b""}
+    sandbox_init._read_rest(said)
+    os.close(out)
+    assert said[out] == b"x" * 500_000
 
 
 BOMBS = {

@@ -216,7 +216,7 @@ def _case(job: dict, text: str, end: float) -> tuple[str, bytes, bytes]:
     said = {out[0]: b"", err[0]: b""}
     status = _watch(job, child, said, out[0], end)
     _end_all()
-    _read(said, 0.0)
+    _read_rest(said)
     for number in said:
         os.close(number)
     return status, said[out[0]][: job["output_bytes"]], said[err[0]][-MAX_STDERR:]
@@ -239,8 +239,14 @@ def _watch(job: dict, child: int, said: dict[int, bytes], out: int, end: float) 
             return "memory"
 
 
-def _read(said: dict[int, bytes], timeout_s: float) -> None:
-    """What the pipes hold now, at most a pipe's size of each; waits up to `timeout_s` for the first."""
+def _read_rest(said: dict[int, bytes]) -> None:
+    """All that the pipes still hold; nobody writes any more."""
+    while _read(said, 0.0):
+        pass
+
+
+def _read(said: dict[int, bytes], timeout_s: float) -> bool:
+    """What the pipes hold now, at most 64 KB of each, and whether that was anything; waits up to `timeout_s` for the first."""
     poll = select.poll()
     for number in said:
         poll.register(number, select.POLLIN)
@@ -249,6 +255,7 @@ def _read(said: dict[int, bytes], timeout_s: float) -> None:
         said[number] += os.read(number, 1 << 16)
     if not ready and timeout_s:
         time.sleep(POLL_S / 10)  # closed pipes are always ready
+    return bool(ready)
 
 
 def _reap(child: int) -> int | None:
