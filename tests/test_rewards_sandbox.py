@@ -276,6 +276,21 @@ def test_a_program_is_scored_by_its_tests(program, answer, score, share):
     assert code.score(fenced(program), answer, partial=True) == share
 
 
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```cpp\nint main() {}\n```\nIn Python:\n```python\nprint(1)\n```", "print(1)\n"),
+        ("```bash\npip\n```\n```Python3 title=a\nprint(1)\n```\nIt prints\n```text\n1\n```\n", "print(1)\n"),
+        ("Use ```print``` or\n``` py\nprint(1)```", "print(1)"),
+        ("```python\r\nprint(1)\r\n```", "print(1)\r\n"),
+        ("```python\nprint(1)\n```\nmore\n```\nprint(2)\n```", "print(2)\n"),
+        ("``` c\nint x;\n```\n```python\ncut", None),
+    ],
+)
+def test_the_program_is_the_last_block_of_python_among_blocks_of_other_languages(response, program):
+    assert code.last_program(response) == program
+
+
 @needs_namespaces
 def test_options_of_code_and_responses_without_a_program():
     assert code.score("print(3)", STDIN) == 0.0

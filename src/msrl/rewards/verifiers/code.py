@@ -24,7 +24,8 @@ from msrl.rewards.sandbox import Case, Limits
 
 WRONG = 0.0
 NEEDS_ANSWER = True
-_BLOCK = re.compile(r"```[ \t]*(?:[pP]ython3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```(?:[^\n`]+```|([^\n`]*)\n(.*?)```)", re.DOTALL)  # within a line, or a block behind the name of its language
+_LANGUAGES = ("", "python", "python3", "py")
 _CALL = """
 import json as _json, os as _os, sys as _sys
 _line = _sys.stdin.readline()
@@ -75,8 +76,9 @@ def refusal(*, python: str = "", url: str = "", case_s: float = 4.0, total_s: fl
 
 def last_program(response: str) -> str | None:
     """The content of the last block between ``` marks that says Python or no language."""
-    blocks = _BLOCK.findall(response)
-    return blocks[-1] if blocks else None
+    blocks = [found for found in _FENCED.finditer(response) if found[2] is not None]
+    programs = [block[2] for block in blocks if (block[1].split() or [""])[0].lower() in _LANGUAGES]
+    return programs[-1] if programs else None
 
 
 class _Tests:
