@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -98,6 +100,46 @@ def test_attempts_are_counted_out(answer, attempts):
         assert (caught.value.kind, len(payloads)) == ("error", attempts)
 
 
+@contextlib.contextmanager
+def reset_after(answer):
+    """A server that answers every request with these bytes and then resets the connection, as overloaded proxies do. Yields its URL."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+                    time.sleep(0.1)  # the answer's head arrives, then the reset
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"HTTP/1.1 503 Full\r\nContent-Length: 100\r\n\r\nbus", "2 attempts failed; the last: status 503 Full: "),
+        (b"HTTP/1.1 500 Oh\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "2 attempts failed; the last: status 500 Oh: "),
+        (b"HTTP/1.1 429 Slow\r\nRetry-After: \xb2\r\n\r\n", "2 attempts failed; the last: status 429 Slow: "),
+        (b"HTTP/1.1 404 No\r\nContent-Length: 100\r\n\r\n", "status 404 No: "),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000, "the answer is no JSON: b'[[["),
+    ],
+)
+def test_a_refusal_whose_text_does_not_arrive_is_told_like_any_other(answer, told):
+    with reset_after(answer) as url, pytest.raises(RemoteError) as caught:
+        post_json(quick(url, retries=1), {})
+    assert told in str(caught.value)
+
+
 def test_a_server_that_is_down_or_stalls_ends_with_the_deadline():
     given_up = threading.Event()
 
@@ -182,6 +224,7 @@ def test_a_prompt_can_come_from_a_column_and_a_token_goes_along():
         (lambda n, _: told([1.0, 2.0]), r"wanted .* got \[1.0, 2.0\]"),
         (lambda n, _: told({"rewards": [1.0, None]}), "gave None as a reward"),
         (lambda n, _: (200, {}, b'{"rewards": [1.0, NaN]}'), "gave nan as a reward"),
+        (lambda n, _: told({"rewards": [1.0, 10**400]}), "gave 1000+ as a reward, no finite number"),
         (lambda n, _: told({}, 404), "status 404"),
     ],
 )
@@ -217,6 +260,7 @@ def test_what_is_wrong_with_a_server_or_a_model_is_said_before(tmp_path):
     found = [message for _, _, message in mistakes([
         Source(url="localhost:1"), Source(url="http://a", name="b", options={"batch": 0}), Source(model="nowhere"),
         Source(model=str(tmp_path), name="c"), Source(url="http://a", name="d", options={"bach": 1, "retries": "x"}),
+        Source(url="http://a", name="e", options={"headers": {"Authorization": "Bearer x\n"}}),
     ])]  # fmt: skip
     assert found[:2] == [
         "must begin with http:// or https://",
@@ -226,5 +270,6 @@ def test_what_is_wrong_with_a_server_or_a_model_is_said_before(tmp_path):
     assert found[3] == "is Qwen2ForCausalLM, no model with a scalar head (...ForSequenceClassification)"
     assert found[4] == "not an option here; did you mean 'batch'?"
     assert "integer" in found[5]
+    assert found[6] == "options.headers.Authorization has to be one line of Latin letters; look for a line feed at its end"
     with pytest.raises(ManyErrors, match=r"reward.sources\[0\].url=localhost:1: must begin"):
         Scorer([Source(url="localhost:1")], 1)

@@ -1,16 +1,17 @@
 """JSON to a server and back, with retries and one deadline for all of it. Only the standard library: the pool's workers use it too.
 
-Tried again are refused and broken connections and the statuses that say "later" (408, 425, 429, 5xx), after a pause that doubles and is
-spread at random, or that the server asks for (Retry-After). What a server means otherwise (4xx, redirections, no JSON) is final.
+Tried again are refused and broken connections and the statuses that say "later" (408, 425, 429, 500, 502 to 504), after a pause that
+doubles and is spread at random, or that the server asks for (Retry-After). What a server means otherwise (other statuses, redirections, no
+JSON) is final.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,14 +49,16 @@ class _LaterError(Exception):
         self.pause_s = pause_s
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would arrive as an empty GET."""
+class _AnyStatus(urllib.request.HTTPErrorProcessor):
+    """An answer is an answer whatever its status; a redirection is not followed, since a POST would arrive as an empty GET."""
 
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
+    def http_response(self, request: urllib.request.Request, response: http.client.HTTPResponse) -> http.client.HTTPResponse:
+        return response
+
+    https_response = http_response
 
 
-_opener = urllib.request.build_opener(_NoRedirect)
+_opener = urllib.request.build_opener(_AnyStatus)
 
 
 def post_json(server: Server, payload: object) -> tuple[Any, int]:
@@ -83,19 +86,26 @@ def _attempt(server: Server, body: bytes, deadline: float) -> Any:
     request = urllib.request.Request(server.url, data=body, headers=headers, method="POST")
     try:
         with _opener.open(request, timeout=max(0.001, deadline - time.monotonic())) as answer:
+            if not 200 <= answer.status < 300:
+                raise _refusal(server, answer)
             data = _read(answer, deadline)
-    except urllib.error.HTTPError as error:
-        with error:
-            told = f"status {error.code} {error.reason}: {error.read(300).decode('utf-8', 'replace').strip()}"
-        if error.code in LATER:
-            raise _LaterError(told, _retry_after(error.headers.get("Retry-After"))) from error
-        raise RemoteError(f"{server.url}: {told}", "error") from error
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
         raise _LaterError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RemoteError(f"{server.url}: the answer is no JSON: {data[:100]!r}", "error") from error
+
+
+def _refusal(server: Server, answer: http.client.HTTPResponse) -> _LaterError | RemoteError:
+    """What a status other than success means, with the beginning of the text that comes with it, if that arrives."""
+    text = b""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        text = answer.read1(300)
+    told = f"status {answer.status} {answer.reason}: {text.decode('utf-8', 'replace').strip()}"
+    if answer.status in LATER:
+        return _LaterError(told, _retry_after(answer.headers.get("Retry-After")))
+    return RemoteError(f"{server.url}: {told}", "error")
 
 
 def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
@@ -112,4 +122,4 @@ def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
 
 def _retry_after(value: str | None) -> float | None:
     """Seconds that a server asked to wait; None where it did not, or gave a date."""
-    return float(value) if value is not None and value.strip().isdigit() else None
+    return float(value) if value is not None and value.strip().isdecimal() else None

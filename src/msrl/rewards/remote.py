@@ -6,7 +6,8 @@ the two, the ground truth, the further columns of the row. A reward of null is u
 
 from __future__ import annotations
 
-import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from typing import Any
 from msrl.errors import MsrlError
 from msrl.rewards.http import RemoteError, Server, post_json
 from msrl.rewards.pool import Outcome
+
+_HEADER = re.compile(r"[\t -~\xa0-\xff]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,16 @@ class Remote:
         self._retried = 0
 
     @staticmethod
-    def refusal(url: str, *, batch: int = 64, concurrency: int = 4, retries: int = 5, backoff_s: float = 0.5, **_: Any) -> str | None:
+    def refusal(
+        url: str, *, batch: int = 64, concurrency: int = 4, retries: int = 5, backoff_s: float = 0.5,
+        headers: Mapping[str, str] | None = None, **_: Any,
+    ) -> str | None:  # fmt: skip
         """What is wrong with these options."""
         if not url.startswith(("http://", "https://")):
             return "must begin with http:// or https://"
+        broken = [name for name, value in (headers or {}).items() if not _HEADER.fullmatch(f"{name}{value}")]
+        if broken:
+            return f"options.headers.{broken[0]} has to be one line of Latin letters; look for a line feed at its end"
         wrong = min(batch, concurrency) < 1 or retries < 0 or backoff_s < 0
         return "options.batch and concurrency have to be 1 or more, retries and backoff_s 0 or more" if wrong else None
 
@@ -99,6 +108,6 @@ class Remote:
         return [self._outcome(reward) for reward in rewards]
 
     def _outcome(self, reward: object) -> Outcome:
-        if isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward):
+        if isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= sys.float_info.max:
             return Outcome(float(reward))
-        return Outcome(None, "error", f"{self._server.url}: gave {reward} as a reward, no finite number")
+        return Outcome(None, "error", f"{self._server.url}: gave {str(reward)[:200]} as a reward, no finite number")
