@@ -113,7 +113,7 @@ class _Tests:
             return self._same_words(str(expected), case.stdout)
         try:
             value = json.loads(case.stdout)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         return value == json.loads(json.dumps(expected))
 
