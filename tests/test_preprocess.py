@@ -245,3 +245,11 @@ def test_tools_that_a_template_cannot_show_name_the_row(tmp_path):
         own = tmp_path / "qwen_plain.yaml"
         own.write_text('user: "{{content}}"\nassistant: "{{content}}{{eos}}"\n')
         preprocess(tmp_path / "x", input=inputs, handler="sharegpt", template=str(own))
+
+
+@pytest.mark.parametrize("part", ["instruction", "output", "note"])
+def test_half_of_a_character_is_named_with_its_row(tmp_path, part):
+    row = {"instruction": "2+2?", "output": "4", "note": "x"}
+    files = jsonl(tmp_path / "in.jsonl", [row, {**row, part: "cut \ud83d"}])
+    with pytest.raises(MsrlError, match=r"in\.jsonl:2: holds \\ud83d, which is half of a character"):
+        preprocess(tmp_path / "out", input=files, handler="r1", map_keys={"extra.note": "note"})

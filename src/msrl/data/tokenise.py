@@ -80,6 +80,7 @@ def _rows(job: Job, batch: RowBatch, dropped: Counter[str]) -> tuple[list[int], 
     for offset, row in batch.values():
         try:
             made = make(row, job.handler.columns, **job.handler.options)
+            _check_characters(made)
             kept.append(made if kind == "pretrain" else _shape(made, kind))
             offsets.append(offset)
         except DroppedRow as reason:
@@ -87,6 +88,16 @@ def _rows(job: Job, batch: RowBatch, dropped: Counter[str]) -> tuple[list[int], 
         except MsrlError as error:
             raise MsrlError(f"{batch.where(offset)}: {error}") from None
     return offsets, kept
+
+
+def _check_characters(made: str | Conversation) -> None:
+    """That all of it is text: JSON can write half of a character (`\\ud83d` alone), which no tokenizer and no file takes."""
+    texts = [made] if isinstance(made, str) else [*(m.content for m in made.messages), made.answer or "", *made.extra.values()]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        code = ascii(error.object[error.start])[1:-1]
+        raise MsrlError(f"holds {code}, which is half of a character and no text; take it out, or write both halves") from None
 
 
 def _render(
