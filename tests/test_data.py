@@ -69,6 +69,8 @@ def test_one_object_is_one_row(tmp_path):
         ("x.jsonl", b'{"a": 1}\n\n{"a": \n', "x.jsonl:3: not JSON"),
         ("x.jsonl", b'{"a": "\xff"}\n', "x.jsonl:1: not UTF-8"),
         ("x.json", b'[{"a": 1},\n', "x.json: not JSON"),
+        ("x.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", "x.jsonl:1: cannot be read: Exceeds the limit (4300 digits)"),
+        ("x.json", b"[" * 200_000, "x.json: cannot be read: maximum recursion depth exceeded"),
         ("x.parquet", b"PAR1 no parquet", "x.parquet: not a whole Parquet file"),
         ("x.csv", b"a,b", "cannot read .csv"),
     ],
@@ -122,6 +124,34 @@ def test_sharegpt_writes_openai_tool_calls_in_tags():
     ]
     made = converse("sharegpt", {"messages": [*messages, {"role": "assistant", "content": "Done"}]})
     assert made.messages[1].content == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"role": ["user"], "content": "x"}, "unknown role ['user']"),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "its text is list"),
+        ({"role": "assistant", "content": ["x"], "tool_calls": [{"name": "f", "arguments": {}}]}, "its text is list"),
+        ({"role": "assistant", "content": "x", "tool_calls": 5}, "its tool_calls are int, not a list"),
+    ],
+)
+def test_a_turn_of_another_form_is_named(turn, message):
+    with pytest.raises(MsrlError) as caught:
+        converse("sharegpt", {"messages": [turn]})
+    assert str(caught.value).startswith(f"turn 1: {message}")
+
+
+def test_tools_that_are_no_objects_are_refused():
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    for tools, message in (([1], "the tools must be a list of objects"), ("[" * 200_000, "the tools are not JSON")):
+        with pytest.raises(MsrlError, match=message):
+            converse("sharegpt", {"messages": messages, "tools": tools})
+
+
+def test_names_that_parquet_gives_a_turn_without_values_do_not_count():
+    empty = {"from": None, "value": None, "tool_calls": None}
+    row = {"messages": [{**empty, "role": "user", "content": "x"}, {**empty, "role": "assistant", "content": "y"}]}
+    assert turns(converse("sharegpt", row)) == [("user", "x"), ("assistant", "y")]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +216,9 @@ def test_r1_takes_whole_numbers_and_nothing_else_that_is_not_text():
         ),
         ({"instruction": "x", "output": "y"}, {"response": ""}, "cannot do without it"),
         ({"instruction": "x", "output": "y", "history": ["a"]}, {}, "pairs of text"),
+        (5, {}, "the row is a number, not an object"),
+        (None, {}, "the row is null, not an object"),
+        ("x", {}, "the row is text, not an object"),
     ],
 )
 def test_row_that_does_not_fit_says_which_column(row, keys, message):

@@ -97,11 +97,13 @@ def _walk(value: Any, path: str) -> Any:
 
 def _no_column(row: Any, part: str, path: str) -> str:
     """What is missing, what is there, and how to say it."""
+    if not isinstance(row, dict | list):
+        return f"the row is {_kind(row)}, not an object"
     there = ", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}"
     return f'no column {path!r} (for {part!r}); the row has: {there}; name it with --map-keys \'{{"{part}": "COLUMN"}}\''
 
 
 def _kind(value: Any) -> str:
     """A value's kind in words."""
-    names = {dict: "an object", list: "a list", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
+    names = {dict: "an object", list: "a list", int: "a number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return names.get(type(value), type(value).__name__)

@@ -153,3 +153,5 @@ def _parse(text: bytes, where: str) -> Any:
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise MsrlError(f"{where}: not JSON: {error.msg} ({line}column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in thousands of others
+        raise MsrlError(f"{where}: cannot be read: {str(error).partition(';')[0]}") from error

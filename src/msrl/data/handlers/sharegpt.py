@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from msrl.data.columns import Columns, DroppedRow
 from msrl.errors import MsrlError, nearest
@@ -72,16 +72,24 @@ def _message(number: int, turn: Any) -> Message:
     place = f"turn {number + 1}"
     if not isinstance(turn, dict):
         raise MsrlError(f"{place} must be an object with from and value, or role and content")
-    role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if role not in _ROLES:
+    role, content = _first(turn, "from", "role"), _first(turn, "value", "content")
+    if not isinstance(role, str) or role not in _ROLES:
         raise MsrlError(f"{place}: unknown role {role!r}; {nearest(str(role), _ROLES)}")
-    if turn.get("tool_calls"):
-        content = "\n".join([*([content] if content else []), *map(_call_text, turn["tool_calls"])])
+    calls = turn.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise MsrlError(f"{place}: its tool_calls are {type(calls).__name__}, not a list")
+    if calls and isinstance(content, str | None):
+        content = "\n".join([*([content] if content else []), *map(_call_text, calls)])
     if not isinstance(content, str):
         raise MsrlError(f"{place}: its text is {type(content).__name__}, not text; only text turns can be trained on here")
     if role == "function_call":
         content = f"<tool_call>\n{content}\n</tool_call>"
     return Message(_ROLES[role], content)
+
+
+def _first(turn: dict[str, Any], *names: str) -> Any:
+    """What the first of these names holds that holds something: Parquet gives every turn all names of any."""
+    return next((turn[name] for name in names if turn.get(name) is not None), None)
 
 
 def _call_text(call: Any) -> str:
@@ -100,8 +108,8 @@ def _tools(value: Any) -> str:
         return ""
     try:
         tools = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MsrlError(f"the tools are not JSON: {error}") from error
-    if not isinstance(tools, list):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
         raise MsrlError("the tools must be a list of objects")
     return json.dumps(tools, ensure_ascii=False)
