@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 
 import pytest
 import torch
@@ -138,6 +139,26 @@ def test_an_output_that_exists_is_left_alone(tmp_path, folder):
     with pytest.raises(MsrlError, match="exists already"):
         generate.run(Config(generate=GenerateConfig(model=str(folder), prompt="x", output=str(path))))
     assert path.read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_made_is_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "out.jsonl"
+    with pytest.raises(MsrlError, match=r"generate\.output=.*: cannot be written \(.*file is a file\)"):
+        generate.run(Config(generate=GenerateConfig(model=str(tmp_path / "none"), prompt="x", output=str(path))))
+
+
+def test_rows_that_cannot_be_written_as_json_are_refused_before_they_are_answered(tmp_path, renderer):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "x", "when": datetime(2026, 1, 1), "image": b"\xff"}]), path)
+    with pytest.raises(MsrlError, match=r"in\.parquet: row 1: column 'when' cannot be written as JSON \(Object of type datetime"):
+        generate.read_requests(GenerateConfig(input=str(path)), renderer)
+    for rows in (GenerateConfig(prompt="x\udce4"), GenerateConfig(input=str(rows_file(tmp_path, {"prompt": "x", "id": "\ud83d"})))):
+        with pytest.raises(MsrlError, match=r"column '(prompt|id)' cannot be written as JSON .*surrogates not allowed"):
+            generate.read_requests(rows, renderer)
 
 
 def test_a_missing_model_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from msrl.config.schema import Config, GenerateConfig
 from msrl.data.readers import read_batches
 from msrl.data.render import Renderer, with_system
 from msrl.errors import ManyErrors, MsrlError
-from msrl.files import written_whole
+from msrl.files import why_not_writable, written_whole
 from msrl.rollout.engine import Engine
 from msrl.tracking.progress import progress
 from msrl.types import Completion, Conversation, Ints, Message, Prompt, RolloutGroup, SamplingParams
@@ -100,6 +100,7 @@ def _request(where: str, row: Any, section: GenerateConfig, renderer: Renderer) 
         raise MsrlError(f"{where}: must be a JSON object with prompt or messages, not {type(row).__name__}")
     if "completions" in row:
         raise MsrlError(f"{where}: already has completions; rename that column")
+    _check_columns(where, row)
     if section.raw:
         text = row.get("prompt")
         if not isinstance(text, str):
@@ -107,6 +108,16 @@ def _request(where: str, row: Any, section: GenerateConfig, renderer: Renderer) 
         return Request(where, row, raw_ids(renderer, text))
     conversation = with_system(Conversation(_messages(where, row)), section.system)
     return Request(where, row, renderer.prompt(conversation))
+
+
+def _check_columns(where: str, row: Mapping[str, Any]) -> None:
+    """That the row can be written behind its completions, before they cost anything."""
+    for column, value in row.items():
+        try:
+            json.dumps({column: value}, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            told = f"{where}: column {column!r} cannot be written as JSON ({error})"
+            raise MsrlError(f"{told}; make it text or numbers, or leave it out") from error
 
 
 def _messages(where: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -203,10 +214,13 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def _free_output(name: str | None) -> Path | None:
-    """The file to write. Raises MsrlError when there is one already."""
+    """The file to write. Raises MsrlError when there is one already, or none can be made."""
     if name is None:
         return None
     path = Path(name)
+    reason = why_not_writable(path.parent)
+    if reason is not None:
+        raise MsrlError(f"generate.output={path}: cannot be written ({reason}); name another file")
     if path.exists():
         raise MsrlError(f"generate.output={path}: exists already; name another file, or remove it first")
     return path
