@@ -220,3 +220,13 @@ def test_in_a_terminal_ctrl_d_ends_the_questions_in_peace():
     terminal.type("\x04")
     terminal.wait_for("['hello']")
     assert terminal.exit_code() == 0
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as a locale has it, and where there is none
+def test_bytes_that_are_no_text_become_placeholders(errors):
+    code = "from msrl.workflows.chat import read_lines; print(ascii(list(read_lines())))"
+    environment = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=b"a\xe4\xbd\nb\n", capture_output=True, env=environment, timeout=LIMIT_S, check=False
+    )
+    assert (done.stdout.decode(), done.returncode) == ("['a\\ufffd\\n', 'b\\n']\n", 0)

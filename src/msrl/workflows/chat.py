@@ -7,6 +7,7 @@ answer and keeps what was said; at the prompt it leaves.
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import signal
 import sys
@@ -98,7 +99,11 @@ def fit(renderer: Renderer, system: tuple[Message, ...], turns: tuple[Message, .
 
 
 def read_lines() -> Iterator[str]:
-    """Lines of standard input, with a prompt and editing on a terminal."""
+    """Lines of standard input, with a prompt and editing on a terminal. Bytes that are no text, as a half-deleted character leaves them,
+    become placeholders.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
