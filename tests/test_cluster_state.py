@@ -241,3 +241,16 @@ def test_the_folder_of_a_run_that_was_killed_goes_with_the_next_run_and_kept_log
         assert Path(kept).is_dir()
         assert state.own_temp_dir() != mine
         assert mine.is_dir()
+
+
+def test_the_folder_of_a_run_on_another_machine_stays(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        monkeypatch.setenv("RAY_TMPDIR", base)
+        code = "from msrl.cluster import state; print(state.own_temp_dir())"
+        there = f"import socket; socket.gethostname = lambda: 'another-machine'; {code}"
+        theirs, ours = (
+            subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True).stdout.strip() for c in (there, code)
+        )
+        state.own_temp_dir()
+        assert Path(theirs).is_dir()
+        assert not Path(ours).exists()

@@ -205,16 +205,28 @@ def make_temp_dir() -> Path:
 
 
 def own_temp_dir() -> Path:
-    """A private folder that belongs to this process: once the process is gone without `keep_temp_dir`, the next call removes it."""
+    """A private folder that belongs to this process: once the process is gone without `keep_temp_dir`, the next call removes it.
+
+    Folders of other users are left alone, and those of other machines and containers, of whose processes nothing can be said here.
+    """
     folder = make_temp_dir()
     for owner in folder.parent.glob("msrl-*/owner.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # another user's folder, or one that is just being removed
-            process = ProcessRecord(**json.loads(owner.read_text()))
-            if not is_running(process):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # one that is just being removed
+            if owner.lstat().st_uid == os.geteuid() and _is_left_behind(json.loads(owner.read_text())):
                 shutil.rmtree(owner.parent)
     process = ProcessRecord(os.getpid(), start_ticks(os.getpid()) or 0, "msrl")
-    write_private(folder / "owner.json", json.dumps(asdict(process)))
+    write_private(folder / "owner.json", json.dumps({"place": _place(), **asdict(process)}))
     return folder
+
+
+def _is_left_behind(owner: dict[str, Any]) -> bool:
+    """Whether the process that an owner.json tells of was one of this place, and is gone."""
+    return owner["place"] == _place() and not is_running(ProcessRecord(owner["pid"], owner["start_ticks"], owner["name"]))
+
+
+def _place() -> str:
+    """Where a process number means a process: the machine and its pid namespace."""
+    return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def keep_temp_dir(folder: Path) -> None:
