@@ -16,6 +16,7 @@ from msrl.data.handlers import ALIASES, handler_names, make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.pack import pack_rows
 from msrl.data.readers import find_files, read_batches
+from msrl.data.tokenise import _shape
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
@@ -126,6 +127,26 @@ def test_sharegpt_writes_openai_tool_calls_in_tags():
     assert made.messages[1].content == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 
+def test_a_thought_beside_the_answer_stands_before_it():
+    call = {"function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": None, "reasoning_content": "First f.\n", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "Done", "reasoning_content": "It is 1."},
+    ]
+    made = converse("sharegpt", {"messages": messages})
+    assert made.messages[1].content == '<think>\nFirst f.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert made.messages[3].content == "<think>\nIt is 1.\n</think>\n\nDone"
+
+
+def test_a_ground_truth_is_no_thought():
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    row = {"messages": [{"role": "user", "content": "2+2?"}, answer]}
+    assert _shape(converse("sharegpt", row), "prompts").answer == "4"
+    assert converse("r1", {"instruction": "2+2?", "output": [{"role": "user", "content": "2+2?"}, answer]}).answer == "4"
+
+
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
@@ -133,6 +154,7 @@ def test_sharegpt_writes_openai_tool_calls_in_tags():
         ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "its text is list"),
         ({"role": "assistant", "content": ["x"], "tool_calls": [{"name": "f", "arguments": {}}]}, "its text is list"),
         ({"role": "assistant", "content": "x", "tool_calls": 5}, "its tool_calls are int, not a list"),
+        ({"role": "assistant", "content": "x", "reasoning_content": ["y"]}, "its reasoning_content is list, not text"),
     ],
 )
 def test_a_turn_of_another_form_is_named(turn, message):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from msrl.data.columns import DroppedRow
 from msrl.data.handlers import Handler
+from msrl.data.handlers.sharegpt import without_thought
 from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
 from msrl.data.tokenizer import TextTokenizer
@@ -119,7 +120,7 @@ def _shape(conversation: Conversation, kind: str) -> Conversation:
     """A conversation as the kind needs it: a prompt ends before the answer, an example with one. Raises DroppedRow."""
     messages, answer = conversation.messages, conversation.answer
     if kind == "prompts" and messages and messages[-1].role == "assistant":
-        answer = messages[-1].content if answer is None else answer
+        answer = without_thought(messages[-1].content) if answer is None else answer
         messages = messages[:-1]
     if kind == "sft" and answer is not None and messages and messages[-1].role != "assistant":
         messages = (*messages, Message("assistant", answer))

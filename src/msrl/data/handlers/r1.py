@@ -9,7 +9,7 @@ from typing import Any
 
 from msrl.data.columns import Columns
 from msrl.data.handlers.alpaca import question_of
-from msrl.data.handlers.sharegpt import check_order, read_messages
+from msrl.data.handlers.sharegpt import check_order, read_messages, without_thought
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 
@@ -39,5 +39,5 @@ def _answer(row: Any, columns: Columns) -> str:
             raise MsrlError(
                 f"column {columns.paths['response']!r} (for 'response') ends with a turn of {turns[-1].role}, not with an answer"
             )
-        return turns[-1].content
+        return without_thought(turns[-1].content)
     return columns.text(row, "response")

@@ -1,6 +1,7 @@
 """ShareGPT's form and OpenAI's: a list of turns, as {from, value} or {role, content}; perhaps a system text and tools.
 
 A tool call becomes an answer in `<tool_call>` tags (the form of Qwen and Hermes), the tools travel as `extra["tools"]` to the template.
+A thought beside the answer (`reasoning_content`, as DeepSeek and Qwen hand it over) stands before it in `<think>` tags.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ KINDS = ("sft", "prompts")
 COLUMNS = {"messages": "conversations|messages", "system": "system", "tools": "tools"}
 REQUIRED = frozenset({"messages"})
 
+_THOUGHT = ("<think>", "</think>")
 _ROLES: dict[str, Role] = {
     "system": "system",
     "human": "user",
@@ -56,6 +58,12 @@ def read_messages(value: Any) -> tuple[Message, ...]:
     return tuple(_message(number, turn) for number, turn in enumerate(value))
 
 
+def without_thought(answer: str) -> str:
+    """An answer as a ground truth: what stands behind the thought that it begins with, if it does."""
+    _, end, rest = answer.partition(_THOUGHT[1])
+    return rest.lstrip() if end and answer.lstrip().startswith(_THOUGHT[0]) else answer
+
+
 def check_order(messages: list[Message]) -> None:
     """A system text only at the start, then a user's turn, then answers after questions or tools. Raises DroppedRow("turn_order")."""
     turns: list[Role] = [m.role for m in messages]
@@ -84,7 +92,16 @@ def _message(number: int, turn: Any) -> Message:
         raise MsrlError(f"{place}: its text is {type(content).__name__}, not text; only text turns can be trained on here")
     if role == "function_call":
         content = f"<tool_call>\n{content}\n</tool_call>"
-    return Message(_ROLES[role], content)
+    return Message(_ROLES[role], _thought(place, turn) + content)
+
+
+def _thought(place: str, turn: dict[str, Any]) -> str:
+    """What was thought before the answer, in tags; "" where nothing is told."""
+    thought = turn.get("reasoning_content") or ""
+    if not isinstance(thought, str):
+        raise MsrlError(f"{place}: its reasoning_content is {type(thought).__name__}, not text")
+    thought = thought.strip("\n")
+    return f"{_THOUGHT[0]}\n{thought}\n{_THOUGHT[1]}\n\n" if thought else ""
 
 
 def _first(turn: dict[str, Any], *names: str) -> Any:
