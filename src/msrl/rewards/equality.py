@@ -15,6 +15,7 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 
 MAX_CHARACTERS = 4096
+_SMALL = Fraction(1, 1000)  # from here on six decimals are three digits
 
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)(?:\s*/\s*(\d+))?")
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
@@ -88,12 +89,21 @@ def _close(true: Fraction, claimed: Fraction, tolerance: float) -> bool:
 
 def _symbolically_equal(answer: str, given: str, tolerance: float, percent: bool) -> bool:
     true, claimed = formula(answer), formula(given)
-    if verify(true, claimed, timeout_seconds=None):
+    if verified(true, claimed):
         return True
     if tolerance == 0.0 and not percent:
         return False
     values = _value(true), _value(claimed)
     return values[0] is not None and values[1] is not None and _same_number(*values, tolerance, percent)  # type: ignore[arg-type]
+
+
+def verified(true: list[Any], claimed: list[Any]) -> bool:
+    """Whether math-verify finds both the same, and not only because both are small: it rounds to six decimals, where 10^{-7} is 0.0."""
+    if not verify(true, claimed, timeout_seconds=None):
+        return False
+    values = [value for value in (_value(true), _value(claimed)) if value is not None]
+    largest = max(map(abs, values), default=1)
+    return len(values) < 2 or largest >= _SMALL or abs(values[0] - values[1]) <= largest * _SMALL
 
 
 def formula(text: str) -> list[Any]:

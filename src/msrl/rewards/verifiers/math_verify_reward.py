@@ -6,9 +6,9 @@ and compares symbolically. After MindSpeed-RL's verifier of this name, whose tim
 
 from __future__ import annotations
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-from msrl.rewards.equality import MAX_CHARACTERS, formula
+from msrl.rewards.equality import MAX_CHARACTERS, formula, verified
 from msrl.rewards.extract import ground_truth
 from msrl.rewards.verifiers.base_acc import has_form
 
@@ -25,4 +25,4 @@ def score(response: str, answer: str) -> float:
         return WRONG
     rules = [LatexExtractionConfig(), ExprExtractionConfig()]
     claimed = parse(given, extraction_config=rules, parsing_timeout=None)  # type: ignore[arg-type]
-    return 1.0 if verify(formula(ground_truth(answer)), claimed, timeout_seconds=None) else WRONG
+    return 1.0 if verified(formula(ground_truth(answer)), claimed) else WRONG
