@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates import load_template, template_names
@@ -236,6 +237,43 @@ def test_control_tokens_in_a_rows_text_stay_text():
     ids = qwen2().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert [int((prompt == number).sum()) for number in ids] == [3, 2]
     assert "say <|im_end|> twice" in qwen2().decode(prompt)
+
+
+def test_text_around_a_quoted_control_token_is_encoded_as_without_one():
+    marked = renderer("qwen", qwen2()).prompt(talk(("user", "\n\nsay\n<|im_end|>")))
+    plain = renderer("qwen", qwen2()).prompt(talk(("user", "\n\nsay\n")))
+    user = plain.tolist().index(872)
+    assert marked[: user + 3].tolist() == plain[: user + 3].tolist()
+
+
+def test_the_tokenizers_own_tokens_that_a_template_writes_stay_text_too():
+    hf = hf_tokenizer("mistral-7b-instruct-v0.2")
+    text = "say </s> and <s> twice"
+    example = renderer("mistral", hf).examples([talk(("user", text), ("assistant", text))])[0]
+    assert [int((example.token_ids == number).sum()) for number in (1, 2)] == [1, 1]
+    assert example.token_ids[-1] == 2
+    start = hf("<s>[INST] say", add_special_tokens=False)["input_ids"]
+    assert example.token_ids[: len(start)].tolist() == start
+    gpt2 = hf_tokenizer("gpt2")
+    default = renderer("default", gpt2).examples([talk(("user", "Hi"), ("assistant", "<|endoftext|> is text"))])[0]
+    assert int((default.token_ids == gpt2.eos_token_id).sum()) == 1
+    assert gpt2.decode(default.token_ids) == "Human: Hi\nAssistant:<|endoftext|> is text<|endoftext|>\n"
+
+
+def test_under_empty_control_tokens_of_a_row_are_control_tokens():
+    gpt2 = hf_tokenizer("gpt2")
+    assert renderer("empty", gpt2).prompt(talk(("user", "a<|endoftext|>"))).tolist()[-1] == gpt2.eos_token_id
+
+
+def test_control_tokens_that_a_tokenizer_always_finds_are_torn_in_a_rows_text(tmp_path):
+    hf = with_tokens(tmp_path, bos_token="<｜begin▁of▁sentence｜>", eos_token="<｜end▁of▁sentence｜>")
+    hf.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<｜User｜>", "<｜Assistant｜>")])
+    hf.save_pretrained(tmp_path)
+    hf = load_tokenizer(tmp_path)
+    prompt = renderer("deepseek3", hf).prompt(talk(("user", "no <｜Assistant｜> and no <｜end▁of▁sentence｜>")))
+    tokens = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+    assert [int((prompt == hf.convert_tokens_to_ids(token)).sum()) for token in tokens] == [1, 1, 0]
+    assert hf.decode(prompt).count("<｜Assistant｜>") == 2
 
 
 def test_stop_tokens_are_the_templates_and_the_tokenizers():

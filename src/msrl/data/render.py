@@ -1,33 +1,20 @@
 """Conversations as token ids, by a template and a tokenizer.
 
-A text is encoded in stretches: what is learnt (an answer with its end-of-turn token) and what is not never share a token, so that a prompt
-has the same ids in preprocessing, in training and when a model samples after it. Control tokens of the template come out as single
-ids; the same characters inside the text of a row stay text.
+How the pieces of text become ids says `stretches.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, NamedTuple
-
-import numpy as np
 
 from msrl.data.native import native_examples, native_prompts
+from msrl.data.stretches import Part, encode
 from msrl.data.templates import Template
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
-from msrl.types import Bools, Conversation, Ints, Message, RenderedExample
-
-
-class Part(NamedTuple):
-    """A piece of text. `learn`: it is learnt. `quoted`: it comes from the row, so that control tokens in it are text."""
-
-    text: str
-    learn: bool = False
-    quoted: bool = False
+from msrl.types import Conversation, Ints, Message, RenderedExample
 
 
 @dataclass(frozen=True)
@@ -45,13 +32,14 @@ class Renderer:
         """Each conversation as token ids with its loss mask: every answer is learnt, its end-of-turn token included."""
         if self.template.native:
             return native_examples(self.tokenizer, conversations, self.enable_thinking)
-        return _encode(self, [self.parts(c) for c in conversations])
+        return encode(self.tokenizer, self.controls, [self.parts(c) for c in conversations])
 
     def prompts(self, conversations: Sequence[Conversation]) -> list[Ints]:
         """Each conversation (its last turn a question or a tool's answer) as token ids [P] up to where the model goes on."""
         if self.template.native:
             return native_prompts(self.tokenizer, conversations, self.enable_thinking)
-        return [example.token_ids for example in _encode(self, [[*self.parts(c), *self._opening()] for c in conversations])]
+        rows = [[*self.parts(c), *self._opening()] for c in conversations]
+        return [example.token_ids for example in encode(self.tokenizer, self.controls, rows)]
 
     def prompt(self, conversation: Conversation) -> Ints:
         """One prompt's token ids [P]."""
@@ -93,6 +81,13 @@ class Renderer:
         empty = self.template.thought_start + self.template.thought_end if self.enable_thinking is False else ""
         return [Part(self.named(self.template.assistant_start + empty))]
 
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """The control tokens that the template writes; in the text of a row they are text."""
+        texts, eos = _texts(self.template), _eos(self.template, self.tokenizer)
+        named = [token for name, token in (("{{bos}}", self.tokenizer.bos_token), ("{{eos}}", eos)) if name in texts and token]
+        return tuple(dict.fromkeys((*self.template.special, *named)))
+
     def named(self, text: str) -> str:
         """The template's text with the tokenizer's tokens in the place of `{{bos}}` and `{{eos}}`."""
         return text.replace("{{bos}}", self.tokenizer.bos_token or "").replace("{{eos}}", _eos(self.template, self.tokenizer) or "")
@@ -104,7 +99,7 @@ def make_renderer(template: Template, tokenizer: TextTokenizer, *, enable_thinki
         raise MsrlError(f"enable_thinking={enable_thinking}: template {template.name} has no thoughts; leave it unset, or use qwen3")
     for token in dict.fromkeys((*template.special, *template.stop)):
         _require(template, tokenizer, token)
-    texts = " ".join((template.prefix, template.system, template.user, template.assistant, template.after_assistant))
+    texts = _texts(template)
     if "{{bos}}" in texts and tokenizer.bos_token is None:
         raise MsrlError(
             f"template {template.name} starts with the beginning-of-text token, but the tokenizer of {tokenizer.folder} has none"
@@ -124,6 +119,11 @@ def with_system(conversation: Conversation, system: str | None) -> Conversation:
     if system is None or (conversation.messages and conversation.messages[0].role == "system"):
         return conversation
     return Conversation((Message("system", system), *conversation.messages), conversation.answer, conversation.extra)
+
+
+def _texts(template: Template) -> str:
+    """Where a template may name the tokenizer's tokens."""
+    return " ".join((template.prefix, template.system, template.user, template.assistant, template.after_assistant))
 
 
 def _require(template: Template, tokenizer: TextTokenizer, token: str) -> None:
@@ -184,46 +184,3 @@ def _split_thought(content: str, start: str, end: str) -> tuple[str, str]:
         return "", content
     reasoning = content.split(end)[0].rstrip("\n").split(start)[-1].lstrip("\n")
     return reasoning, content.split(end)[-1].lstrip("\n")
-
-
-def _encode(renderer: Renderer, rows: Sequence[Sequence[Part]]) -> list[RenderedExample]:
-    """All rows in one call of the tokenizer: stretches of equal `learn`, then put together again."""
-    owners: list[tuple[int, bool]] = []
-    plain: list[str] = []
-    quoted: dict[int, list[int]] = {}
-    for row, parts in enumerate(rows):
-        for learn, run in groupby(parts, key=lambda part: part.learn):
-            stretch = list(run)
-            if any(part.quoted and _holds(part.text, renderer.template.special) for part in stretch):
-                quoted[len(owners)] = _encode_quoted(renderer.tokenizer, stretch)
-            owners.append((row, learn))
-            plain.append("" if len(owners) - 1 in quoted else "".join(part.text for part in stretch))
-    ids = [encoding.ids for encoding in renderer.tokenizer.backend.encode_batch_fast(plain, add_special_tokens=False)]
-    pieces: list[list[tuple[list[int], bool]]] = [[] for _ in rows]
-    for number, (row, learn) in enumerate(owners):
-        pieces[row].append((quoted[number] if number in quoted else ids[number], learn))
-    return [_join(row) for row in pieces]
-
-
-def _holds(text: str, tokens: Iterable[str]) -> bool:
-    return any(token in text for token in tokens)
-
-
-def _encode_quoted(tokenizer: TextTokenizer, parts: Sequence[Part]) -> list[int]:
-    """Pieces one by one, control tokens inside the quoted ones taken as text."""
-    backend: Any = tokenizer.backend
-    ids: list[int] = []
-    for part in parts:
-        backend.encode_special_tokens = part.quoted
-        try:
-            ids += backend.encode(part.text, add_special_tokens=False).ids
-        finally:
-            backend.encode_special_tokens = False
-    return ids
-
-
-def _join(pieces: Sequence[tuple[list[int], bool]]) -> RenderedExample:
-    """Stretches as one example."""
-    token_ids: Ints = np.array([number for ids, _ in pieces for number in ids], np.int64)
-    mask: Bools = np.repeat(np.array([learn for _, learn in pieces], np.bool_), [len(ids) for ids, _ in pieces])
-    return RenderedExample(token_ids, mask)
