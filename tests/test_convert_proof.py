@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,26 @@ def test_experts_and_what_stands_beside_a_vision_tower_are_found_layer_by_layer(
 @pytest.mark.parametrize("name", [name for name in LAYERWISE if name not in SOME_LAYERWISE])
 def test_every_family_is_found_layer_by_layer(tmp_path: Path, name: str) -> None:
     _assert_alike_layer_by_layer(tmp_path, name)
+
+
+@pytest.mark.slow
+def test_a_folder_with_code_and_a_name_of_its_own_is_computed_without_them(tmp_path: Path) -> None:
+    """Kimi K2 as it is published: `model_type` kimi_k2 is none of transformers', and `auto_map` names code."""
+    families.save_models(tmp_path, {"deepseek": MIXTURES["kimi k2"]})
+    folder, tokens = tmp_path / "deepseek", [[0, 5, 98, 7], [3, 1, 2, 2]]
+    expected = convert_logits._pretrained(folder, tokens)
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoTokenizer": ["tokenization_kimi.Tokenizer", None]}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2", "auto_map": auto_map}))
+    (folder / "configuration_deepseek.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    source = open_weights(folder)
+    for found in (
+        convert_logits._pretrained(folder, tokens),
+        convert_logits._filled(source, tokens, None),
+        convert_layerwise.transformers_logits(source, tokens, None),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert convert_proof.sample_tokens(source.shape, folder).origin == "0 texts and 2 rows of random tokens"
 
 
 def _assert_proven_layer_by_layer(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:

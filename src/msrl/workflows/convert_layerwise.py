@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.source import WeightSource
 from msrl.models.entries import stack_of
 from msrl.models.families import all_rules, rules_for
+from msrl.models.hf_config import read_hf_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 
@@ -38,14 +40,22 @@ def class_of(shape: Shape) -> Any:
     return getattr(transformers, shape.architecture, None)
 
 
+def config_of(shape: Shape, hf_dir: Path) -> Any:
+    """transformers' config of the model in `hf_dir`, without its packing: the tensors are what the packed ones stand for.
+
+    It is of the class that the model's own class has, whatever the file names: Kimi K2's `model_type` is none of transformers', which
+    would ask to run the code beside it, and leaves experts unread.
+    """
+    values = read_hf_config(hf_dir).values
+    kept = {key: value for key, value in values.items() if key not in ("model_type", "auto_map", "quantization_config")}
+    return class_of(shape).config_class.from_dict(kept)
+
+
 def transformers_logits(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
     """Each sequence's logits in float32, [T, vocabulary]; weights rounded to `dtype` unless it is None."""
-    from transformers import AutoConfig
-
     from msrl.trainer.streaming import parameters_without_memory, stream_weights
 
-    config = AutoConfig.from_pretrained(source.hf_dir, local_files_only=True)
-    vars(config).pop("quantization_config", None)  # the tensors are what the packed ones stand for
+    config = config_of(source.shape, source.hf_dir)
     with parameters_without_memory():
         model = class_of(source.shape)._from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
     fill = _filler(source, dtype)

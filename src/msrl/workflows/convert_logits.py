@@ -85,15 +85,15 @@ def _pretrained(folder: Path, tokens: list[list[int]]) -> list[Tensor]:
     logging.disable_progress_bar()
     shape = load_shape(folder)
     model_class = layerwise.class_of(shape)
-    model = model_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True, attn_implementation=layerwise.ATTENTION)
+    model = model_class.from_pretrained(
+        folder, config=layerwise.config_of(shape, folder), dtype=torch.float32, local_files_only=True,
+        attn_implementation=layerwise.ATTENTION,
+    )  # fmt: skip
     return _forward(model, tokens, shape)
 
 
 def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(source.hf_dir, local_files_only=True)
-    vars(config).pop("quantization_config", None)  # the tensors are what the packed ones stand for
+    config = layerwise.config_of(source.shape, source.hf_dir)
     tensors = (each for rule in all_rules(source.shape) for each in _cast(source, rule, dtype))
     weights = dict(put_together(tensors, stack_sizes(source.shape)))
     weights |= {name: tensor.read() for name, tensor in carried_tensors(source.hf_dir, source.shape).items()}

@@ -165,7 +165,7 @@ def _texts(hf_dir: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
         return [list(tokenizer(text)["input_ids"]) for text in _TEXTS]
     except Exception:  # whatever a tokenizer's own code raises
         return []
