@@ -25,6 +25,7 @@ _END, _END64, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sQ2H2I4Q"),
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _DATE = 1 << 5 | 1  # 1980-01-01: two archives of the same records are the same bytes
 _READ_BYTES = 1 << 20
+_UTF8 = 1 << 11  # the flag of a name in UTF-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +146,12 @@ def check_archive(file: IO[bytes]) -> str:
 
 
 def _crc_of(file: IO[bytes], info: zipfile.ZipInfo, buffer: memoryview) -> int:
-    """The CRC-32 of what a record's place holds; that of less where the file ends before it."""
+    """The CRC-32 of what a record's place holds; of less where the file ends before it. Raises MsrlError where another record lies."""
     file.seek(info.header_offset)
     header = _LOCAL.unpack(file.read(_LOCAL.size))
-    file.seek(header[-2] + header[-1], os.SEEK_CUR)
+    if header[0] != b"PK\3\4" or file.read(header[-2]) != info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437"):
+        raise MsrlError(f"record {info.filename} is not where the archive's directory says")
+    file.seek(header[-1], os.SEEK_CUR)
     crc, left = 0, info.file_size
     while left:
         count = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from msrl.checkpoint.dist_write import COMMON, FORMAT, METADATA
 from msrl.checkpoint.sections import Range, SectionFile, check_section, digest_of_sections
-from msrl.checkpoint.torch_file import Foreign, read_torch_file
+from msrl.checkpoint.torch_file import UNREADABLE, Foreign, read_torch_file
 from msrl.errors import MsrlError
 
 _FOREIGN = ("torch.distributed.", "megatron.", "mindspeed", "transformer_engine.")
@@ -78,7 +78,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, Range]]:
         tensors = {key: _stored(key, facts, places) for key, facts in described.items()}
     except FileNotFoundError as error:
         raise MsrlError(f"{folder}: a distributed checkpoint without {METADATA}; it is incomplete, copy or save it again") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+    except UNREADABLE as error:
         raise MsrlError(f"{path}: not readable as the index of a distributed checkpoint: {error}") from error
     return tensors, {key: where for (key, _), where in places.items() if key not in tensors}
 

@@ -133,7 +133,7 @@ def _indexed(folder: Path, index: str) -> dict[str, set[str] | None]:
     try:
         weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MsrlError(f"{folder / index}: not an index of weight files: {error!r}") from error
     files = dict[str, set[str]]()
     for tensor, file in names.items():

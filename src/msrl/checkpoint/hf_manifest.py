@@ -38,7 +38,7 @@ def hf_manifest_files(folder: Path) -> dict[str, Record] | None:
         if contents["format"] != 1 or contents["kind"] != _KIND:
             raise ValueError("not a manifest that this version knows")
         return {str(name): {"bytes": int(facts["bytes"]), "crc32": str(facts["crc32"])} for name, facts in contents["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MsrlError(
             f"{path}: not a manifest of a Hugging Face folder ({error!r}); remove it, or convert the checkpoint again"
         ) from error

@@ -93,7 +93,7 @@ def read_peft(folder: Path) -> Adapter:
 def _peft_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MsrlError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise MsrlError(f"{path}: peft_type must be LORA; other adapters cannot be merged")

@@ -234,7 +234,7 @@ def read_manifest(save: Path) -> dict[str, Any]:
     path = save / MANIFEST
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MsrlError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(contents, dict) or contents.get("format") != 1 or not isinstance(contents.get("iterations"), dict):
         raise MsrlError(f"{path}: not a manifest that this version knows")

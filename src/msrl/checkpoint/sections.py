@@ -10,7 +10,6 @@ import io
 import mmap
 import os
 import pickle
-import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint.archive import check_archive
-from msrl.checkpoint.torch_file import STORAGES, Pieces, WrittenFile
+from msrl.checkpoint.torch_file import STORAGES, UNREADABLE, Pieces, WrittenFile
 from msrl.checkpoint.torch_writer import TorchWriter
 from msrl.errors import MsrlError
 
@@ -89,7 +88,7 @@ def check_section(file: IO[bytes], where: Range) -> str:
         return check_archive(window)
     except MsrlError as error:
         raise MsrlError(f"the tensor at byte {where.begin}: {error}") from error
-    except (zipfile.BadZipFile, struct.error, OSError, EOFError) as error:
+    except UNREADABLE as error:
         raise MsrlError(f"the tensor at byte {where.begin} cannot be read ({error})") from error
 
 
@@ -151,7 +150,7 @@ class SectionFile:
             raise MsrlError(f"{self._path}: cut short ({len(self._bytes)} bytes; a tensor ends at {begin + length}); copy it again")
         try:
             return self._view(begin, length)
-        except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, ValueError, TypeError, IndexError, EOFError, OSError) as error:
+        except UNREADABLE as error:
             raise MsrlError(f"{self._path}: not a tensor at byte {begin}: {error}") from error
 
     def _view(self, begin: int, length: int) -> Tensor:

@@ -12,6 +12,7 @@ import pathlib
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,12 @@ from msrl.errors import MsrlError
 BLOCK_BYTES = 512 << 10  # what is checksummed and written in one go: the checksum leaves it in the core's own cache for the write
 STORAGES = {torch.bfloat16: "BFloat16Storage", torch.float16: "HalfStorage", torch.float32: "FloatStorage", torch.float64: "DoubleStorage"}
 STORAGES |= {torch.int64: "LongStorage", torch.int32: "IntStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage"}
+
+# What bytes that are not what they should be make archives and pickles raise; RuntimeError is torch's, zipfile's and that of recursion.
+UNREADABLE = (
+    RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, MemoryError, EOFError, OSError,
+    pickle.UnpicklingError, struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ def check_records(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return check_archive(file)
-    except (MsrlError, struct.error) as error:
+    except (MsrlError, *UNREADABLE) as error:
         raise MsrlError(f"{path}: {error}") from error
 
 
@@ -126,7 +133,7 @@ def read_torch_file(path: Path, *, mmap: bool = True) -> Any:
     _check_archive(path)
     try:
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=False, pickle_module=_RestrictedPickle)
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         raise MsrlError(f"{path}: not a readable checkpoint file: {error}") from error
 
 
@@ -137,7 +144,7 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (zipfile.BadZipFile, OSError) as error:
+    except UNREADABLE as error:
         raise MsrlError(f"{path}: cut short or not written by torch.save ({error}); copy or convert it again") from error
     if any(name.endswith("/constants.pkl") for name in names):
         raise MsrlError(f"{path}: is a TorchScript program, not a checkpoint")

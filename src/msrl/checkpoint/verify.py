@@ -74,10 +74,18 @@ def damaged_files(save: Path, iteration: int | str, *, thorough: bool = True) ->
     """
     if not (save / MANIFEST).is_file():
         return None
-    entry: dict[str, Any] | None = read_manifest(save)["iterations"].get(str(iteration))
+    entry: Any = read_manifest(save)["iterations"].get(str(iteration))
     if entry is None:
         return None
-    return _damages(save, entry["files"], thorough)
+    files = entry.get("files") if isinstance(entry, dict) else None
+    if not isinstance(files, dict) or not all(map(_is_record, files.values())):
+        raise MsrlError(f"{save / MANIFEST}: does not say which files iteration {iteration} has; copy or convert the checkpoint again")
+    return _damages(save, files, thorough)
+
+
+def _is_record(facts: object) -> bool:
+    """Whether a manifest says of a file what is compared."""
+    return isinstance(facts, dict) and "bytes" in facts and ("sha256" in facts or "crc32" in facts)
 
 
 def damaged_hf_files(folder: Path, *, thorough: bool = True) -> list[str] | None:

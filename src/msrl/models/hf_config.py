@@ -107,7 +107,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     try:
         values: Any = json.loads(file.read_text(encoding="utf-8"))
         found: Any = values.get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, RecursionError, AttributeError) as error:
         raise MsrlError(f"{file}: not a JSON object: {error}") from error
     listed = cast("list[Any]", found) if isinstance(found, list) else [found]
     return tuple(one for one in listed if isinstance(one, int) and not isinstance(one, bool))
@@ -120,7 +120,7 @@ def read_hf_config(path: Path) -> HfConfig:
         raise MsrlError(f"{path}: there is no config.json here; give the folder of a Hugging Face model")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise MsrlError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise MsrlError(f"{file}: must hold a JSON object")

@@ -1,0 +1,76 @@
+"""Files with altered bytes: read as they are or refused in one message, never a traceback, and found by a look at the checksums."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_checkpoints as tiny
+from msrl.checkpoint.hf_files import open_weight_files
+from msrl.checkpoint.lora_files import read_peft
+from msrl.checkpoint.torch_file import check_records, read_torch_file
+from msrl.checkpoint.verify import damaged_files
+from msrl.errors import MsrlError
+from msrl.models.hf_config import end_tokens, read_hf_config
+from test_convert import to_mcore
+
+
+def _torch_file(path: Path) -> bytes:
+    torch.save({"args": argparse.Namespace(a=1), "model": {"weight": torch.arange(6.0).view(2, 3)}, "iteration": 5}, path)
+    return path.read_bytes()
+
+
+def test_a_torch_file_with_an_altered_byte_is_read_or_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    whole, refused = _torch_file(path), 0
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+        try:
+            read_torch_file(path)
+        except MsrlError as error:
+            assert str(error).startswith(f"{path}: ")
+            refused += 1
+    assert refused > 100
+
+
+def test_a_record_under_another_name_than_the_directorys_is_found(tmp_path: Path) -> None:
+    """torch and zipfile look at the name before the record too, and would not read it."""
+    path = tmp_path / "file.pt"
+    whole = _torch_file(path)
+    with zipfile.ZipFile(path) as archive:
+        begin = archive.infolist()[-1].header_offset
+    for position in (begin, begin + 30):
+        path.write_bytes(whole[:position] + b"?" + whole[position + 1 :])
+        with pytest.raises(MsrlError, match=r"record \S+ is not where the archive's directory says"):
+            check_records(path)
+
+
+@pytest.mark.parametrize("entry", [None, 3, {}, {"files": {"x": 1}}, {"files": {"x": {"sha256": "0"}}}, {"files": {"x": {"bytes": 1}}}])
+def test_a_manifest_that_says_too_little_is_refused(tmp_path: Path, entry: Any) -> None:
+    tiny.save(tmp_path / "hf")
+    to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    (tmp_path / "mcore" / "msrl_manifest.json").write_text(json.dumps({"format": 1, "iterations": {"1": entry}}))
+    if entry is None:
+        assert damaged_files(tmp_path / "mcore", 1) is None
+        return
+    with pytest.raises(MsrlError, match=r"msrl_manifest\.json: does not say which files iteration 1 has"):
+        damaged_files(tmp_path / "mcore", 1)
+
+
+def test_json_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    readers = {
+        "config.json": read_hf_config,
+        "generation_config.json": end_tokens,
+        "model.safetensors.index.json": open_weight_files,
+        "adapter_config.json": read_peft,
+    }
+    for name, read in readers.items():
+        (tmp_path / name).write_text("[" * 100_000)
+        with pytest.raises(MsrlError, match=f"{name}: not "):
+            read(tmp_path)
