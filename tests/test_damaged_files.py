@@ -51,6 +51,20 @@ def test_a_record_under_another_name_than_the_directorys_is_found(tmp_path: Path
             check_records(path)
 
 
+def test_a_torch_file_that_was_packed_again_is_not_read_as_it_lies(tmp_path: Path) -> None:
+    """Mapped, the compressed bytes of the first tensor and what follows them would be its numbers."""
+    path, tensors = tmp_path / "file.pt", {"zeros": torch.zeros(1000), "noise": torch.randn(9000)}
+    torch.save(tensors, path)
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data, zipfile.ZIP_DEFLATED if name.endswith("data/0") else zipfile.ZIP_STORED)
+    assert torch.load(path, mmap=True)["zeros"].any(), "torch itself reads zeros"
+    with pytest.raises(MsrlError, match=r"file\.pt: its record file/\S+ is compressed, which torch\.save never does"):
+        read_torch_file(path)
+
+
 @pytest.mark.parametrize("entry", [None, 3, {}, {"files": {"x": 1}}, {"files": {"x": {"sha256": "0"}}}, {"files": {"x": {"bytes": 1}}}])
 def test_a_manifest_that_says_too_little_is_refused(tmp_path: Path, entry: Any) -> None:
     tiny.save(tmp_path / "hf")

@@ -138,15 +138,19 @@ def read_torch_file(path: Path, *, mmap: bool = True) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """The file is whole and is not a program (a TorchScript archive, which torch.load would run)."""
+    """The file is whole, its records are as torch leaves them (a compressed one would be mapped as it is, and its bytes taken for numbers),
+    and it is not a program (a TorchScript archive, which torch.load would run)."""
     if not path.is_file():
         raise MsrlError(f"{path}: there is no such file")
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+            records = archive.infolist()
     except UNREADABLE as error:
         raise MsrlError(f"{path}: cut short or not written by torch.save ({error}); copy or convert it again") from error
-    if any(name.endswith("/constants.pkl") for name in names):
+    compressed = next((record.filename for record in records if record.compress_type != zipfile.ZIP_STORED), None)
+    if compressed is not None:
+        raise MsrlError(f"{path}: its record {compressed} is compressed, which torch.save never does; save or download it again")
+    if any(record.filename.endswith("/constants.pkl") for record in records):
         raise MsrlError(f"{path}: is a TorchScript program, not a checkpoint")
 
 
