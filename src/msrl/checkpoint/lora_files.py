@@ -53,7 +53,10 @@ _PREFIX = "base_model.model."
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.(?:(?P<adapter>\w+)\.)?weight")
 _REFUSED = {
     "use_dora": "DoRA", "fan_in_fan_out": "fan_in_fan_out", "lora_bias": "biases of adapters", "trainable_token_indices": "trained tokens",
+    "layer_replication": "layers that stand in several places", "alora_invocation_tokens": "adapters that a token switches on",
+    "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "kasa_config": "KaSA", "arrow_config": "Arrow", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
+_BASE_AS_IT_WAS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # beginnings that leave the base weights as they are
 
 
 def read_adapter(folder: Path, shape: Shape) -> Adapter:
@@ -102,6 +105,10 @@ def _peft_config(path: Path) -> dict[str, Any]:
             raise MsrlError(f"{path}: {key}={config[key]}: {what} are not supported")
     if config.get("bias", "none") != "none":
         raise MsrlError(f"{path}: bias={config['bias']}: trained biases are not supported")
+    if config.get("init_lora_weights") not in _BASE_AS_IT_WAS:
+        why = "changed the base weights when the adapter was made, so it does not belong to the model as published"
+        advice = "save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain one"
+        raise MsrlError(f"{path}: init_lora_weights={config['init_lora_weights']} {why}; {advice}")
     if not isinstance(config.get("lora_alpha"), int | float) or not isinstance(config.get("r"), int):
         raise MsrlError(f"{path}: r and lora_alpha must be numbers")
     return config
