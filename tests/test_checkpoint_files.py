@@ -401,3 +401,44 @@ def test_a_folder_that_is_being_written_is_not_written_twice(tmp_path: Path) -> 
     assert (tmp_path / "out" / "file").read_text() == "x"
     with pytest.raises(MsrlError, match="already exists"), staged_folder(tmp_path / "out"):
         pass
+
+
+def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "models").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "models")
+    with staged_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("x")
+    assert (tmp_path / "disk" / "models" / "file").read_text() == "x" and (tmp_path / "out").is_symlink()
+
+
+def test_an_empty_folder_that_nothing_can_take_the_place_of_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MsrlError, match=r"^\.: is the folder that this runs in"), staged_folder(Path()):
+        pass
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
+    with pytest.raises(MsrlError, match="volume: a file system is mounted here"), staged_folder(tmp_path / "volume"):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["volume"]
+
+
+def test_a_link_in_the_place_of_an_unfinished_folder_is_not_cleared(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "file").write_text("x")
+    (tmp_path / ".out.partial").symlink_to(tmp_path / "home")
+    with pytest.raises(MsrlError, match=r"\.out\.partial: is a link"), staged_folder(tmp_path / "out"):
+        pass
+    assert (tmp_path / "home" / "file").read_text() == "x"
+
+
+def test_what_cannot_take_its_name_in_the_end_is_kept(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MsrlError, match=r"cannot take this name .*; it is whole in \S+\.out\.partial"),
+        staged_folder(tmp_path / "out") as folder,
+    ):
+        (folder / "file").write_text("x")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_text("y")
+    assert (tmp_path / ".out.partial" / "file").read_text() == "x" and (tmp_path / "out" / "theirs").read_text() == "y"

@@ -16,8 +16,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def refuse_unless_free(target: Path) -> None:
-    """Raises MsrlError when `target` exists and is anything but an empty folder, or where no folder can be made."""
+    """Raises MsrlError when `target` is anything but an empty folder that can be replaced, or where no folder can be made."""
     if target.is_dir() and not any(target.iterdir()):
+        _refuse_unless_replaceable(target)
         return
     if target.exists() or target.is_symlink():
         raise MsrlError(f"{target}: already exists and is not an empty folder; name another one, or remove it")
@@ -26,6 +27,15 @@ def refuse_unless_free(target: Path) -> None:
         raise MsrlError(f"{target}: {above} is a file; name another folder")
     if not os.access(above, os.W_OK | os.X_OK):
         raise MsrlError(f"{target}: {above} may not be written to; name another folder, or get the right to")
+
+
+def _refuse_unless_replaceable(target: Path) -> None:
+    """Raises MsrlError for an empty folder that no other can take the place of."""
+    folder = target.resolve()
+    if os.path.ismount(folder):
+        raise MsrlError(f"{target}: a file system is mounted here, so the finished folder cannot take its place; name a folder in it")
+    if folder == Path.cwd():
+        raise MsrlError(f"{target}: is the folder that this runs in, whose place the finished one would take; name a folder in it")
 
 
 def refuse_unless_fits(target: Path, needed_bytes: int) -> None:
@@ -48,22 +58,24 @@ def _size(num_bytes: int) -> str:
 def staged_folder(target: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `target` when the block ends well and vanishes when it does not.
 
-    What a killed run left behind is cleared by the next one; a lock keeps two runs apart. Raises MsrlError when `target` is taken or
-    cannot be made, and when the disk becomes full on the way.
+    What a killed run left behind is cleared by the next one; a lock keeps two runs apart. Where `target` is a link to an empty folder,
+    that one is filled. Raises MsrlError when `target` is taken or cannot be made, and when the disk becomes full on the way.
     """
     refuse_unless_free(target)
-    made = [folder for folder in target.absolute().parents if not folder.exists()]
+    target = target.resolve()
+    made = [folder for folder in target.parents if not folder.exists()]
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(exist_ok=True)
     except OSError as error:
         raise MsrlError(f"{target}: cannot be made: {error}; name another folder") from error
+    if partial.is_symlink():
+        raise MsrlError(f"{partial}: is a link, where the result is written before it is whole; remove it, or name another folder")
     with _locked(partial):
         _clear(partial)
         try:
             yield partial
-            partial.rename(target)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             for folder in made:
@@ -72,12 +84,16 @@ def staged_folder(target: Path) -> Iterator[Path]:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise MsrlError(f"{target}: {error.strerror}; what was written is removed; make room or name another folder") from error
             raise
+        try:
+            partial.rename(target)
+        except OSError as error:  # something else was put there meanwhile
+            raise MsrlError(f"{target}: what was written cannot take this name ({error.strerror}); it is whole in {partial}") from error
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold an exclusive lock on a folder; the system lets go of it when the process ends, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
