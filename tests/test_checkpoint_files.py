@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import errno
 import itertools
 import json
 import os
@@ -35,6 +36,7 @@ from msrl.checkpoint.torch_file import Foreign, Pieces, TensorSpec, check_record
 from msrl.checkpoint.torch_writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
+from msrl.tracking.run import RunFolder
 from test_models import LLAMA, QWEN2, shape
 
 # --- torch's file format ------------------------------------------------------------------------------------------------------------
@@ -401,6 +403,20 @@ def test_a_folder_that_is_being_written_is_not_written_twice(tmp_path: Path) -> 
     assert (tmp_path / "out" / "file").read_text() == "x"
     with pytest.raises(MsrlError, match="already exists"), staged_folder(tmp_path / "out"):
         pass
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre answers where it is mounted without them."""
+
+    def no_such_call(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_such_call)
+    with staged_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("x")
+    RunFolder.create(tmp_path, "run", config={}).close()
+    RunFolder.check(tmp_path, "run", resume=True)
+    assert (tmp_path / "out" / "file").is_file() and (tmp_path / "run").is_dir()
 
 
 def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:

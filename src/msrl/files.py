@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import IO
 
 
 @contextlib.contextmanager
@@ -54,3 +56,17 @@ def why_not_writable(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def take_lock(file: int | IO[str]) -> bool:
+    """Take an exclusive lock on an open file or folder until it is closed; False where another process has it.
+
+    Where a file system has no such locks (Lustre, unless it is mounted with them) nobody has one, and none is taken.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from msrl.errors import MsrlError
+from msrl.files import take_lock
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -95,10 +95,8 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold an exclusive lock on a folder; the system lets go of it when the process ends, however it ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise MsrlError(f"{folder}: another process is writing here; wait for it, or name another folder") from error
+        if not take_lock(descriptor):
+            raise MsrlError(f"{folder}: another process is writing here; wait for it, or name another folder")
         yield
     finally:
         os.close(descriptor)

@@ -7,7 +7,6 @@ the boot id, so that a pid that the kernel has given to somebody else since is n
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msrl.errors import MsrlError
+from msrl.files import take_lock
 
 _PRIVATE_FILE, _PRIVATE_DIR = 0o600, 0o700
 
@@ -95,10 +95,9 @@ def locked() -> Iterator[Path]:
     # A lock per machine: the folder may be shared, and each machine speaks of its own nodes only.
     descriptor = os.open(folder / f"lock-{socket.gethostname()}", os.O_RDWR | os.O_CREAT, _PRIVATE_FILE)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take_lock(descriptor):
+            raise MsrlError(f"another msrl cluster command is at work ({folder}); try again when it has ended")
         yield folder
-    except BlockingIOError as error:
-        raise MsrlError(f"another msrl cluster command is at work ({folder}); try again when it has ended") from error
     finally:
         os.close(descriptor)
 

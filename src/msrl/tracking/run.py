@@ -10,7 +10,6 @@ since its attempts failed while they started, is not a run yet: the next attempt
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -26,7 +25,7 @@ from typing import IO
 import yaml
 
 from msrl.errors import MsrlError
-from msrl.files import why_not_writable, write_text
+from msrl.files import take_lock, why_not_writable, write_text
 from msrl.tracking.metrics import FILE_NAME as METRICS
 
 CONFIG = "config.yaml"
@@ -144,13 +143,11 @@ def _cannot_be_made(path: Path, reason: str) -> MsrlError:
 
 
 def _locked(path: Path, mode: str = "w") -> IO[str]:
-    lock = (path / LOCK).open(mode)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise MsrlError(f"{path}: another process is writing this run; wait for it to end or choose another run.name") from error
-    return lock
+    held = (path / LOCK).open(mode)
+    if not take_lock(held):
+        held.close()
+        raise MsrlError(f"{path}: another process is writing this run; wait for it to end or choose another run.name")
+    return held
 
 
 def _refuse_used(path: Path) -> None:
