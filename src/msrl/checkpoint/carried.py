@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msrl.checkpoint.fp8 import dequantised
 from msrl.checkpoint.hf_files import StoredTensor, open_safetensors, open_weight_files
-from msrl.checkpoint.hf_writer import HfWriter
+from msrl.checkpoint.hf_writer import HfWriter, Record
 from msrl.errors import MsrlError
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
@@ -52,17 +52,19 @@ def carried_bytes(tensors: Mapping[str, StoredTensor]) -> int:
     return sum(tensor.spec.num_bytes for tensor in tensors.values())
 
 
-def carry(hf_dir: Path, target: Path, shape: Shape, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
-    """Write the carried tensors into `target` in a file of their own, unless they are there; one tensor at a time is in memory."""
-    if (target / FILE).is_file():
-        return
-    tensors = carried_tensors(hf_dir, shape)
+def carry(hf_dir: Path, target: Path, shape: Shape, advance: Callable[[int], None] = lambda num_bytes: None) -> Record | None:
+    """Write the carried tensors into `target` in a file of their own, unless they are there; one tensor at a time is in memory.
+
+    Size and checksum of the file that was written, if one was.
+    """
+    tensors = {} if (target / FILE).is_file() else carried_tensors(hf_dir, shape)
     if not tensors:
-        return
+        return None
     staged = target / f".{FILE}.partial"
     staged.unlink(missing_ok=True)
     writer = HfWriter(target, {name: tensor.spec for name, tensor in tensors.items()}, single=staged.name)
     for name, tensor in tensors.items():
         writer.write(name, tensor.read(), advance)
-    writer.close()
+    (record,) = writer.close().values()
     staged.rename(target / FILE)
+    return record

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from msrl.checkpoint.carried import FILE as CARRIED
 from msrl.checkpoint.carried import carried_bytes, carried_tensors, carry
 from msrl.checkpoint.dist_write import by_file, write_file, write_rest
 from msrl.checkpoint.dtypes import cast_to, hf_name
@@ -128,10 +129,13 @@ def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: 
         write = _write_distributed if target.distributed else _write_ranks
         files = write(source, target, plan, folder, advance)
         copy_sidecars(source.hf_dir, folder / SIDECAR, source.main_dtype() if target.dtype is None else target.dtype)
-        carry(source.hf_dir, folder / SIDECAR, source.shape, advance)
+        carried = carry(source.hf_dir, folder / SIDECAR, source.shape, advance)
         dtype = hf_name(target.dtype or source.main_dtype())
         kind = "dist" if target.distributed else "mindspeed"
-        write_manifest(folder, ITERATION, manifest_entry(source.shape, plan, dtype, files, target.naming, versions(), kind))
+        entry = manifest_entry(source.shape, plan, dtype, files, target.naming, versions(), kind)
+        if carried is not None:
+            entry["files"][f"{SIDECAR}/{CARRIED}"] = carried
+        write_manifest(folder, ITERATION, entry)
         publish(folder, ITERATION, durable=False)
     return plan
 
