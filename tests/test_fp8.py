@@ -26,7 +26,8 @@ PACKED: dict[str, Any] = {
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
 }  # fmt: skip
 
-UP_SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
+UP = "model.layers.0.mlp.up_proj.weight"
+UP_SCALE = f"{UP}_scale_inv"
 
 
 def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +106,7 @@ def test_a_model_may_come_without_its_layers_for_multi_token_prediction(tmp_path
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size must be two numbers"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"tensors": {UP: torch.ones(96, 64).bfloat16()}}, f"1 scales stand beside weights that are not FP8: {UP}_scale_inv"),
         ({"tensors": {UP_SCALE: torch.ones(2, 2)}}, r"is [2, 2], but blocks of [16, 32] make it [6, 2]"),
     ],
 )  # fmt: skip

@@ -43,12 +43,16 @@ def dequantise(
 def dequantised(stored: Mapping[str, StoredTensor], config: HfConfig) -> dict[str, StoredTensor]:
     """The tensors of a folder with FP8 ones as what they stand for, in the type that config.json gives the model, and scales left out.
 
-    Raises MsrlError for a scale or a block size that is missing or does not fit.
+    Raises MsrlError for a scale or a block size that is missing or does not fit, and for a scale beside a weight that is not FP8: whether
+    it has been applied is not known.
     """
     if not any(each.spec.dtype == FP8 for each in stored.values()):
         return dict(stored)
     dtype, block = BY_HF_NAME[config.dtype()], _block(config)
     scales = {name for name in stored if name.endswith(_SCALE) and name.removesuffix(_SCALE) in stored}
+    idle = [name for name in sorted(scales) if stored[name.removesuffix(_SCALE)].spec.dtype != FP8]
+    if idle:
+        raise MsrlError(f"{config.where}: {len(idle)} scales stand beside weights that are not FP8: {some(idle)}; download the model again")
     lonely = [name for name, each in stored.items() if each.spec.dtype == FP8 and name + _SCALE not in scales]
     if lonely:
         raise MsrlError(f"{config.where}: {len(lonely)} FP8 tensors have no {_SCALE} beside them: {some(lonely)}")
