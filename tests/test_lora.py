@@ -284,3 +284,15 @@ def test_a_checkpoint_without_an_adapter_is_said_to_have_none(tmp_path: Path) ->
     to_mcore(tmp_path / "hf", tmp_path / "full")
     with pytest.raises(MsrlError, match="full: there is no adapter in it"):
         run(command="lora2hf", load=tmp_path / "full", save=tmp_path / "peft")
+
+
+@pytest.mark.parametrize("module", [QKV, PROJ, FC1, FC2])
+def test_an_adapter_that_one_rank_lacks_is_refused(tmp_path: Path, module: str) -> None:
+    tiny.save(tmp_path / "hf")
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2), whole_adapter(), base=False)
+    path = mcore.rank_file(tmp_path / "ranks", 7, Cut(2), Coords(1))
+    contents = mcore.read_rank_file(path, mmap=False)
+    mcore.write_rank_file(path, {name: t for name, t in contents["model"].items() if module not in name}, contents["args"], 7)
+    with pytest.raises(MsrlError, match=rf"ranks: 1 of 2 ranks have an adapter of decoder\.layers\.0\.{module}\.weight"):
+        run(command="lora2hf", load=tmp_path / "ranks", save=tmp_path / "peft", hf_config=tmp_path / "hf")
+    assert not (tmp_path / "peft").exists()

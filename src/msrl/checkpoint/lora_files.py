@@ -42,6 +42,7 @@ from msrl.checkpoint.source import with_empty_layers
 from msrl.checkpoint.torch_file import spec_of
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
+from msrl.models.families import all_rules
 from msrl.models.rules import Rule, Sharded
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
@@ -202,7 +203,9 @@ def read_mcore_lora(save: Path, shape: Shape, iteration: int | None = None) -> A
     wrong = {delta.rank for delta in deltas.values()} - {rank}
     if wrong:
         raise MsrlError(f"{save}: says lora_r={rank}, but holds adapters of rank {sorted(wrong)}")
-    return Adapter(str(save), float(alpha), deltas, {})
+    adapter = Adapter(str(save), float(alpha), deltas, {})
+    adapter.check(all_rules(shape))
+    return adapter
 
 
 def adapted_base(save: Path) -> Path | None:
@@ -211,8 +214,12 @@ def adapted_base(save: Path) -> Path | None:
 
 
 def _adapted(shape: Shape, cut: Cut, models: Mapping[Coords, Mapping[str, Tensor]], where: str) -> list[tuple[Rule, list[_Part]]]:
-    """The adapted rules, each with the parts of its shards. Raises MsrlError for adapter tensors that belong to no linear layer."""
+    """The adapted rules, each with the parts of its shards.
+
+    Raises MsrlError for adapter tensors that belong to no linear layer, and for a layer that some ranks have an adapter of and others lack.
+    """
     found: dict[str, tuple[Rule, dict[int, _Part]]] = {}
+    sizes: dict[str, int] = {}
     for at in cut.ranks():
         layers, left = _by_module(models[at], where), dict(models[at])
         for placed in stage_tensors(shape, cut, at):
@@ -222,8 +229,12 @@ def _adapted(shape: Shape, cut: Cut, models: Mapping[Coords, Mapping[str, Tensor
             if set(ab) != {"A", "B"}:
                 raise MsrlError(f"{where}, rank {tuple(at)}: {placed.name} has lora_{next(iter(ab))} alone; it needs A and B")
             found.setdefault(placed.rule.mcore, (placed.rule, {}))[1].setdefault(placed.shard, _Part(placed.shard, ab["A"], ab["B"]))
+            sizes[placed.rule.mcore] = placed.num_shards
         if layers:
             raise MsrlError(f"{where}, rank {tuple(at)}: {len(left)} adapter tensors, of which {some(sorted(layers))} belong to no layer")
+    for name, (_, parts) in found.items():
+        if len(parts) < sizes[name]:
+            raise MsrlError(f"{where}: {len(parts)} of {sizes[name]} ranks have an adapter of {name}; copy or save the checkpoint again")
     return [(rule, [parts[shard] for shard in sorted(parts)]) for rule, parts in found.values()]
 
 
