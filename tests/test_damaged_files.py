@@ -13,7 +13,7 @@ import torch
 
 import tiny_checkpoints as tiny
 from msrl.checkpoint.hf_files import open_weight_files
-from msrl.checkpoint.lora_files import read_peft
+from msrl.checkpoint.peft_files import read_peft
 from msrl.checkpoint.torch_file import check_records, read_torch_file
 from msrl.checkpoint.verify import damaged_files
 from msrl.errors import MsrlError

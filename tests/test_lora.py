@@ -16,7 +16,8 @@ import tiny_checkpoints as tiny
 from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import write_hf
 from msrl.checkpoint.lora import MergedSource
-from msrl.checkpoint.lora_files import read_adapter, write_peft
+from msrl.checkpoint.lora_files import read_adapter
+from msrl.checkpoint.peft_files import write_peft
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut

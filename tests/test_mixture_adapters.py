@@ -20,7 +20,8 @@ from mixture_families import DEEPSEEK_V3, MIXTRAL, QWEN3_MOE
 from msrl.checkpoint import layouts
 from msrl.checkpoint.convert import write_hf
 from msrl.checkpoint.lora import Adapter, Delta, MergedSource
-from msrl.checkpoint.lora_files import read_adapter, write_peft
+from msrl.checkpoint.lora_files import read_adapter
+from msrl.checkpoint.peft_files import write_peft
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.weights import WeightSource
 from msrl.models.families import all_rules, load_shape

@@ -1,7 +1,7 @@
 """LoRA adapters merged into weights on the CPU: W' = W + s B A, per Hugging Face tensor (arXiv:2106.09685, section 4.1).
 
 A is [r, in], B is [out, r], W is [out, in]; s = alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv:2312.03732). The sum is
-taken in float32 and rounded once to the type of W. Files of adapters: `lora_files`.
+taken in float32 and rounded once to the type of W. Files of adapters: `lora_files` and `peft_files`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Adapters on disk: those of Hugging Face's PEFT, and those that Megatron's ranks save in MindSpeed's naming.
+"""Adapters that Megatron's ranks save, in MindSpeed's naming, and adapters of either kind; `peft_files` has Hugging Face's.
 
-PEFT (https://huggingface.co/docs/peft, `LoraConfig`):
-
-    adapter_config.json         peft_type LORA, r, lora_alpha, target_modules, ...
-    adapter_model.safetensors   (or adapter_model.bin) base_model.model.{module}.lora_A.weight [r, in], ...lora_B.weight [out, r];
-                                base_model.model.{name} is a weight that was trained whole (`modules_to_save`)
-
-mcore, the format of an adapter checkpoint here and in MindSpeed-LLM (`--lora-ckpt-filter`): folders, tracker and files of any mcore
-checkpoint (see `mcore`), whose `model` holds for every adapted linear layer, beside or instead of the base weights,
+The format of an adapter checkpoint here and in MindSpeed-LLM (`--lora-ckpt-filter`): folders, tracker and files of any mcore checkpoint
+(see `mcore`), whose `model` holds for every adapted linear layer, beside or instead of the base weights,
 
     {module}.lora_A.default.weight    [r, in]; of a row-parallel layer this rank's columns of A [r, in / tp], else alike
     {module}.lora_B.default.weight    [out / tp, r], rows as in the layer's own weight; of a row-parallel layer [out, r], alike
@@ -20,24 +14,20 @@ LoRA writes this.
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from msrl.checkpoint import layouts
+from msrl.checkpoint import layouts, peft_files
 from msrl.checkpoint.arguments import loaded_from
-from msrl.checkpoint.files import staged_folder
 from msrl.checkpoint.found import find_checkpoint
-from msrl.checkpoint.hf_files import open_safetensors, open_torch, some
+from msrl.checkpoint.hf_files import some
 from msrl.checkpoint.lora import Adapter, Delta
 from msrl.checkpoint.mcore import TRACKER, read_rank_file
+from msrl.checkpoint.peft_files import FACTOR, PREFIX, delta_of, read_peft
 from msrl.checkpoint.source import with_empty_layers
 from msrl.checkpoint.torch_file import spec_of
 from msrl.errors import MsrlError
@@ -47,132 +37,14 @@ from msrl.models.rules import Rule, Sharded
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
 
-PEFT_CONFIG = "adapter_config.json"
-PEFT_WEIGHTS = "adapter_model.safetensors"
-PEFT_TORCH_WEIGHTS = "adapter_model.bin"
-_PREFIX = "base_model.model."
-_LORA = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.(?:(?P<adapter>\w+)\.)?weight")
-_REFUSED = {
-    "use_dora": "DoRA", "fan_in_fan_out": "fan_in_fan_out", "lora_bias": "biases of adapters", "trainable_token_indices": "trained tokens",
-    "layer_replication": "layers that stand in several places", "alora_invocation_tokens": "adapters that a token switches on",
-    "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "kasa_config": "KaSA", "arrow_config": "Arrow", "monteclora_config": "MonteCLoRA",
-}  # fmt: skip
-_BASE_AS_IT_WAS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # beginnings that leave the base weights as they are
-
 
 def read_adapter(folder: Path, shape: Shape) -> Adapter:
     """The adapter in `folder`, PEFT's or mcore's. Raises MsrlError when it is neither, damaged, or asks for what is not supported."""
-    if (folder / PEFT_CONFIG).is_file():
+    if (folder / peft_files.CONFIG).is_file():
         return read_peft(folder)
     if (folder / TRACKER).is_file():
         return read_mcore_lora(folder, shape)
-    raise MsrlError(f"{folder}: no adapter; there is neither {PEFT_CONFIG} (PEFT) nor {TRACKER} (mcore)")
-
-
-# --- PEFT -----------------------------------------------------------------------------------------------------------------------------
-
-
-def read_peft(folder: Path) -> Adapter:
-    """A PEFT adapter folder."""
-    config = _peft_config(folder / PEFT_CONFIG)
-    path = folder / PEFT_WEIGHTS
-    stored = open_safetensors(path) if path.is_file() else open_torch(folder / PEFT_TORCH_WEIGHTS)
-    tensors = {name.removeprefix(_PREFIX): entry for name, entry in stored.items()}
-    parts: dict[str, dict[str, Tensor]] = {}
-    replaced: dict[str, Tensor] = {}
-    for name, entry in tensors.items():
-        match = _LORA.fullmatch(name)
-        if match is not None:
-            parts.setdefault(match["module"], {})[match["part"]] = entry.read()
-        elif "lora_" in name:
-            raise MsrlError(f"{entry.file}: {name} is not the A or B of a linear layer, which is all that can be merged")
-        else:
-            replaced[name] = entry.read()
-    deltas = {f"{module}.weight": _delta(str(folder), module, ab, _peft_scale(config, module, ab)) for module, ab in parts.items()}
-    if not deltas and not replaced:
-        raise MsrlError(f"{folder}: the adapter has no weights")
-    return Adapter(str(folder), float(config["lora_alpha"]), deltas, replaced)
-
-
-def _peft_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise MsrlError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise MsrlError(f"{path}: peft_type must be LORA; other adapters cannot be merged")
-    for key, what in _REFUSED.items():
-        if config.get(key):
-            raise MsrlError(f"{path}: {key}={config[key]}: {what} are not supported")
-    if config.get("bias", "none") != "none":
-        raise MsrlError(f"{path}: bias={config['bias']}: trained biases are not supported")
-    if config.get("init_lora_weights") not in _BASE_AS_IT_WAS:
-        why = "changed the base weights when the adapter was made, so it does not belong to the model as published"
-        advice = "save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain one"
-        raise MsrlError(f"{path}: init_lora_weights={config['init_lora_weights']} {why}; {advice}")
-    if not isinstance(config.get("lora_alpha"), int | float) or not isinstance(config.get("r"), int):
-        raise MsrlError(f"{path}: r and lora_alpha must be numbers")
-    return config
-
-
-def _peft_scale(config: Mapping[str, Any], module: str, ab: Mapping[str, Tensor]) -> float:
-    """alpha / r of one module, with the exceptions that the config makes for some of them."""
-    alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
-    rank = ab["A"].shape[0] if "A" in ab else 1
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that is the end of the module's name, as PEFT matches them."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-
-
-def _delta(where: str, module: str, ab: Mapping[str, Tensor], scale: float) -> Delta:
-    if set(ab) != {"A", "B"}:
-        raise MsrlError(f"{where}: {module} has lora_{next(iter(ab))} alone; it needs A and B")
-    if ab["A"].ndim != 2 or ab["B"].ndim != 2 or ab["A"].shape[0] != ab["B"].shape[1]:
-        raise MsrlError(f"{where}: {module} has A {list(ab['A'].shape)} and B {list(ab['B'].shape)}; they must be [r, in] and [out, r]")
-    return Delta(ab["A"], ab["B"], scale)
-
-
-def write_peft(adapter: Adapter, save: Path, base_model: str) -> None:
-    """Write an adapter as PEFT's folder, in float32 or the types that it has. `base_model` is noted as the model that it adapts.
-
-    Raises MsrlError when `save` is taken or the modules' scales differ.
-    """
-    from safetensors.torch import save_file
-
-    ranks, scales = {delta.rank for delta in adapter.deltas.values()}, {delta.scale for delta in adapter.deltas.values()}
-    if len(ranks) != 1 or len(scales) != 1:
-        raise MsrlError(f"{adapter.where}: its layers have ranks {sorted(ranks)} and scales {sorted(scales)}; one of each can be written")
-    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in adapter.replaced.items()}
-    for name, delta in adapter.deltas.items():
-        module = _PREFIX + name.removesuffix(".weight")
-        tensors |= {f"{module}.lora_A.weight": delta.a.clone(), f"{module}.lora_B.weight": delta.b.contiguous()}
-    with staged_folder(save) as folder:
-        save_file(tensors, folder / PEFT_WEIGHTS, metadata={"format": "pt"})
-        config = _written_config(adapter, ranks.pop(), scales.pop(), base_model)
-        (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _written_config(adapter: Adapter, rank: int, scale: float, base_model: str) -> dict[str, Any]:
-    alpha = scale * rank
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "target_modules": sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in adapter.deltas}),
-        "modules_to_save": sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in adapter.replaced}) or None,
-    }
-
-
-# --- mcore ----------------------------------------------------------------------------------------------------------------------------
+    raise MsrlError(f"{folder}: no adapter; there is neither {peft_files.CONFIG} (PEFT) nor {TRACKER} (mcore)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +115,7 @@ def _by_module(tensors: Mapping[str, Tensor], where: str) -> dict[str, dict[str,
     found: dict[str, dict[str, Tensor]] = {}
     adapters: set[str] = set()
     for name, tensor in tensors.items():
-        match = _LORA.fullmatch(name.replace(_PREFIX, ""))
+        match = FACTOR.fullmatch(name.replace(PREFIX, ""))
         if match is None:
             raise MsrlError(f"{where}: {name} is not the A or B of a linear layer, which is all that can be merged")
         adapters.add(match["adapter"] or "default")
@@ -264,6 +136,6 @@ def _joined(rule: Rule, parts: list[_Part], scale: float, where: str) -> dict[st
     else:
         a, b = whole[0], layouts.unfuse(rule.layout, layouts.join(rule.layout, [part.b for part in parts]))
     return {
-        name: _delta(where, name.removesuffix(".weight"), {"A": a, "B": part.contiguous()}, scale)
+        name: delta_of(where, name.removesuffix(".weight"), {"A": a, "B": part.contiguous()}, scale)
         for name, part in zip(rule.hf, b, strict=True)
     }

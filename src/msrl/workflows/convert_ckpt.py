@@ -15,8 +15,9 @@ from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free
 from msrl.checkpoint.hf_files import has_weights
 from msrl.checkpoint.lora import MergedSource
-from msrl.checkpoint.lora_files import adapted_base, read_adapter, read_mcore_lora, read_peft, write_peft
+from msrl.checkpoint.lora_files import adapted_base, read_adapter, read_mcore_lora
 from msrl.checkpoint.mcore import SIDECAR
+from msrl.checkpoint.peft_files import read_peft, write_peft
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.config.derived import cut_of
 from msrl.config.schema import Config, ConvertConfig
