@@ -49,7 +49,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter of a whole model: deltas by the Hugging Face names of the weights, and weights that it holds whole instead.
+    """An adapter of a whole model: deltas by the Hugging Face names of the weights, and weights that stand in the place of the model's.
 
     `where` is the folder that it was read from; `alpha` is what the folder says, for those who write it again.
     """
@@ -120,7 +120,7 @@ class MergedSource(WeightSource):
 
     def _merged(self, name: str, tensor: Tensor, compute: torch.dtype) -> Tensor:
         if name in self.adapter.replaced:
-            return self.adapter.replaced[name].to(tensor.dtype)
+            tensor = self.adapter.replaced[name].to(tensor.dtype)
         delta = self.adapter.deltas.get(name)
         return tensor if delta is None else delta.added_to(tensor, compute)
 

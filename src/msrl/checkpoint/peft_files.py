@@ -2,7 +2,8 @@
 
     adapter_config.json         peft_type LORA, r, lora_alpha, target_modules, ...
     adapter_model.safetensors   (or adapter_model.bin) base_model.model.{module}.lora_A.weight [r, in], ...lora_B.weight [out, r];
-                                base_model.model.{name} is a weight that was trained whole (`modules_to_save`)
+                                base_model.model.{name} is a weight that was trained whole (`modules_to_save`), or, as
+                                {module}.base_layer.weight, the base weight of an adapted output layer
 
 Source: `LoraConfig` at https://huggingface.co/docs/peft.
 """
@@ -41,7 +42,7 @@ def read_peft(folder: Path) -> Adapter:
     config = _config(folder / CONFIG)
     path = folder / WEIGHTS
     stored = open_safetensors(path) if path.is_file() else open_torch(folder / TORCH_WEIGHTS)
-    tensors = {name.removeprefix(PREFIX): entry for name, entry in stored.items()}
+    tensors = {name.removeprefix(PREFIX).replace(".base_layer.weight", ".weight"): entry for name, entry in stored.items()}
     parts: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
     for name, entry in tensors.items():
