@@ -155,23 +155,6 @@ def test_peft_merges_to_the_same_model(tmp_path: Path) -> None:
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_an_adapter_of_the_output_layer_comes_with_its_base(tmp_path: Path) -> None:
-    """PEFT saves the base weight beside the factors where the output layer is a target."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    tiny.save(tmp_path / "hf", dtype=torch.float32, model_type="qwen2")
-    model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config)
-    adapted.save_pretrained(tmp_path / "peft")
-    assert "base_model.model.lm_head.base_layer.weight" in load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    base = open_weights(tmp_path / "hf")
-    write_hf(MergedSource(base, read_adapter(tmp_path / "peft", base.shape)), tmp_path / "ours", None)
-    theirs, ours = adapted.merge_and_unload().state_dict(), load_file(tmp_path / "ours" / "model.safetensors")
-    torch.testing.assert_close(ours["lm_head.weight"], theirs["lm_head.weight"], rtol=1e-6, atol=1e-5)
-    assert not torch.equal(ours["lm_head.weight"], load_file(tmp_path / "hf" / "model.safetensors")["lm_head.weight"])
-
-
 def test_what_we_write_for_peft_reads_back_as_the_same_adapter(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     shape, adapter = load_shape(tmp_path / "hf"), whole_adapter()

@@ -7,7 +7,7 @@ taken in float32 and rounded once to the type of W. Files of adapters: `lora_fil
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,8 @@ from msrl.checkpoint.verify import same_bits
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules
 from msrl.models.rules import Rule
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,19 @@ class Adapter:
         if problems:
             raise MsrlError(problems[0])
 
+    def tied(self) -> Adapter:
+        """For a model that ties its output layer to its embedding: the adapter without a copy of the latter that it has as output layer.
+
+        Raises MsrlError where it holds only one of the two, or they differ: PEFT's model is then not tied any more.
+        """
+        embedding, head = (self.replaced.get(name) for name in (_EMBEDDING, _HEAD))
+        if embedding is None and head is None:
+            return self
+        if embedding is None or head is None or not torch.equal(embedding, head):
+            why = "holds the embedding and the output layer whole, or one of them, and they are not alike, but the model ties them"
+            raise MsrlError(f"{self.where}: {why}; train it with PEFT's ensure_weight_tying")
+        return replace(self, replaced={name: tensor for name, tensor in self.replaced.items() if name != _HEAD})
+
     def summary(self) -> str:
         """`rank 16, scale 2, 96 weights`."""
         ranks = "/".join(map(str, sorted({delta.rank for delta in self.deltas.values()})))
@@ -87,6 +102,7 @@ class MergedSource(WeightSource):
 
     def __init__(self, base: WeightSource, adapter: Adapter, *, hf_dir: Path | None = None) -> None:
         """`hf_dir` has config and tokenizer, where they are not those of `base`. Raises MsrlError when the adapter is of another model."""
+        adapter = adapter.tied() if base.shape.tie_word_embeddings else adapter
         adapter.check(all_rules(base.shape))
         self.base, self.adapter = base, adapter
         self.shape, self.hf_dir = base.shape, hf_dir or base.hf_dir
