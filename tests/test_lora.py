@@ -243,6 +243,16 @@ def test_a_checkpoint_with_an_adapter_is_not_taken_for_its_base(tmp_path: Path) 
         read_adapter(tmp_path / "hf", load_shape(tmp_path / "hf"))
 
 
+def test_the_adapter_beside_the_weights_is_not_left_out_for_another(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    save_ranks(tmp_path / "both", tmp_path / "hf", Cut(), whole_adapter(), base=True)
+    save_peft(tmp_path / "peft", whole_adapter(seed=2))
+    arguments = {"load": tmp_path / "both", "hf_config": tmp_path / "hf", "verify": False}
+    with pytest.raises(MsrlError, match="both: holds a LoRA adapter beside the weights; merge it"):
+        run(command="mcore2hf", lora=tmp_path / "peft", save=tmp_path / "out", **arguments)
+    run(command="mcore2hf", lora=tmp_path / "both", save=tmp_path / "out", **arguments)
+
+
 @pytest.mark.parametrize("base", [None, "hf", "mcore", "gone"])
 def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(tmp_path: Path, base: str | None) -> None:
     tiny.save(tmp_path / "hf")

@@ -78,7 +78,8 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
     if convert.command in FROM_HF:
         base: WeightSource = HfSource(load)
     else:
-        base = open_mcore(load, Path(convert.hf_config) if convert.hf_config else None, beside_adapter=lora is not None)
+        is_own = lora is not None and lora.resolve() == load.resolve()  # another one would leave out the adapter in `load`
+        base = open_mcore(load, Path(convert.hf_config) if convert.hf_config else None, beside_adapter=is_own)
     if lora is None:
         return base
     merged = MergedSource(base, read_adapter(lora, base.shape))
