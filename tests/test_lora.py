@@ -213,6 +213,7 @@ def test_the_commands_merge_and_prove_it(tmp_path: Path, capsys: pytest.CaptureF
         ({"use_dora": True}, "DoRA are not supported"),
         ({"bias": "all"}, "trained biases are not supported"),
         ({"r": None}, "r and lora_alpha must be numbers"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "adapters of all experts of a layer in one are not supported"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layers that stand in several places are not supported"),
         ({"alora_invocation_tokens": [1, 2]}, "adapters that a token switches on are not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4 changed the base weights when the adapter was made"),

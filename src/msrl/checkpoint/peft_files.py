@@ -31,7 +31,8 @@ PREFIX = "base_model.model."
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.(?:(?P<adapter>\w+)\.)?weight")
 _REFUSED = {
     "use_dora": "DoRA", "fan_in_fan_out": "fan_in_fan_out", "lora_bias": "biases of adapters", "trainable_token_indices": "trained tokens",
-    "layer_replication": "layers that stand in several places", "alora_invocation_tokens": "adapters that a token switches on",
+    "target_parameters": "adapters of all experts of a layer in one", "layer_replication": "layers that stand in several places",
+    "alora_invocation_tokens": "adapters that a token switches on",
     "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "kasa_config": "KaSA", "arrow_config": "Arrow", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
 _BASE_AS_IT_WAS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # beginnings that leave the base weights as they are
