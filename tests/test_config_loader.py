@@ -128,6 +128,20 @@ def test_references_take_values_types_and_environment(folder: Path, monkeypatch:
     assert (config.train.steps, config.train.optimizer.min_lr, config.checkpoint.load) == (12, 1e-4, "a${b}")
 
 
+def test_a_token_in_a_header_is_proven_and_written_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TOKEN", "s3cret")
+    headers = "{Authorization: 'Bearer ${env:TOKEN}', X-Key: '${env:TOKEN}', X-Run: '${run.name}'}"
+    write(folder / "a.yaml", f"run: {{name: r}}\nreward:\n  sources:\n    - {{url: 'http://a', options: {{headers: {headers}}}}}\n")
+    config = load(["a.yaml"]).config
+    (source,) = config.reward.sources
+    assert source.options["headers"] == {"Authorization": "Bearer ${env:TOKEN}", "X-Key": "${env:TOKEN}", "X-Run": "r"}
+    assert "s3cret" not in to_yaml(config)
+    write(folder / "b.yaml", to_yaml(config))
+    assert load(["b.yaml"]).config == config
+    monkeypatch.delenv("TOKEN")
+    assert any("${env:TOKEN}: this environment variable is not set" in line for line in mistakes("a.yaml"))
+
+
 def test_references_that_miss_or_go_round_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NOT_THERE", raising=False)
     write(

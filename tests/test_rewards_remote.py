@@ -201,7 +201,8 @@ def test_a_server_scores_in_batches_beside_the_verifiers():
     assert by_size[1]["responses"] == ["22"]
 
 
-def test_a_prompt_can_come_from_a_column_and_a_token_goes_along():
+def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", "x")
     tokens = []
 
     def answer(number, payload):
@@ -209,7 +210,7 @@ def test_a_prompt_can_come_from_a_column_and_a_token_goes_along():
         return lengths(number, payload)
 
     with served(answer) as (url, payloads):
-        options = {"prompt_column": "question", "headers": {"Authorization": "Bearer x"}}
+        options = {"prompt_column": "question", "headers": {"Authorization": "Bearer ${env:REWARD_TOKEN}"}}
         with Scorer([Source(url=url, options=options)], 1) as scorer:
             scorer.score([group("a", question="why?")])
             with pytest.raises(MsrlError, match=r"prompt_column=question: a row has no such column"):
@@ -261,6 +262,7 @@ def test_what_is_wrong_with_a_server_or_a_model_is_said_before(tmp_path):
         Source(url="localhost:1"), Source(url="http://a", name="b", options={"batch": 0}), Source(model="nowhere"),
         Source(model=str(tmp_path), name="c"), Source(url="http://a", name="d", options={"bach": 1, "retries": "x"}),
         Source(url="http://a", name="e", options={"headers": {"Authorization": "Bearer x\n"}}),
+        Source(url="http://a", name="f", options={"headers": {"Authorization": "${env:MSRL_NO_SUCH_TOKEN}"}}),
     ])]  # fmt: skip
     assert found[:2] == [
         "must begin with http:// or https://",
@@ -271,5 +273,6 @@ def test_what_is_wrong_with_a_server_or_a_model_is_said_before(tmp_path):
     assert found[4] == "not an option here; did you mean 'batch'?"
     assert "integer" in found[5]
     assert found[6] == "options.headers.Authorization has to be one line of Latin letters; look for a line feed at its end"
+    assert found[7] == "options.headers: the environment variable MSRL_NO_SUCH_TOKEN is not set"
     with pytest.raises(ManyErrors, match=r"reward.sources\[0\].url=localhost:1: must begin"):
         Scorer([Source(url="localhost:1")], 1)

@@ -1,4 +1,8 @@
-"""`${env:NAME}` and `${section.key}` inside values; `$${` stands for `${` itself."""
+"""`${env:NAME}` and `${section.key}` inside values; `$${` stands for `${` itself.
+
+In the headers of a request `${env:NAME}` is proven and left as it is: a token is read by who sends it (`with_environment`), and stands
+neither in a run's config.yaml nor in what is printed or tracked of a configuration.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,13 @@ from msrl.config.sources import Node, Origin, scalar
 from msrl.errors import nearest
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
+_VARIABLE = re.compile(r"\$\{env:([^{}]*)\}")
+_HEADER = re.compile(r"\.headers\.[^.]+$")
+
+
+def with_environment(text: str) -> str:
+    """A text with the values of the environment variables that it names. Raises KeyError for one that is not set."""
+    return _VARIABLE.sub(lambda found: os.environ[found[1].strip()], text)
 
 
 class Interpolation:
@@ -89,6 +100,8 @@ class Interpolation:
         text = self.environment.get(name)
         if text is None:
             return self._fail(node, path, f"${{env:{name}}}: this environment variable is not set; export it, or write the value")
+        if _HEADER.search(path):
+            text = f"${{env:{name}}}"
         return Node(scalar(text), node.origin, text)
 
     def _fail(self, node: Node, path: str, message: str, *, nested: bool = False) -> None:

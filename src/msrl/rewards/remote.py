@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from msrl.config.interpolate import with_environment
 from msrl.errors import MsrlError
 from msrl.rewards.http import RemoteError, Server, post_json
 from msrl.rewards.pool import Outcome
@@ -41,18 +42,23 @@ class Item:
         return Item(self.extra[column], self.response, self.answer, self.extra)
 
 
+def _in_force(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Headers as they are sent. Raises KeyError for an environment variable that is not set."""
+    return {name: with_environment(value) for name, value in (headers or {}).items()}
+
+
 class Remote:
     """A reward server. `timeout_s` is the deadline of one request with all its attempts.
 
     `batch`: completions of a request; `concurrency`: requests at a time; `retries` after the first attempt, with pauses from `backoff_s` on
-    that double; `headers`: of every request (a token, say, by `${env:NAME}`); `prompt_column`: column of the row to send as the prompt.
+    that double; `headers`: of every request, `${env:NAME}` in them read here alone; `prompt_column`: column to send as the prompt.
     """
 
     def __init__(
         self, url: str, timeout_s: float, *, batch: int = 64, concurrency: int = 4, retries: int = 5, backoff_s: float = 0.5,
         headers: Mapping[str, str] | None = None, prompt_column: str = "",
     ) -> None:  # fmt: skip
-        self._server = Server(url, timeout_s, retries, backoff_s, dict(headers or {}))
+        self._server = Server(url, timeout_s, retries, backoff_s, _in_force(headers))
         self._batch, self._concurrency, self._prompt_column = batch, concurrency, prompt_column
         self._retried = 0
 
@@ -64,7 +70,10 @@ class Remote:
         """What is wrong with these options."""
         if not url.startswith(("http://", "https://")):
             return "must begin with http:// or https://"
-        broken = [name for name, value in (headers or {}).items() if not _HEADER.fullmatch(f"{name}{value}")]
+        try:
+            broken = [name for name, value in _in_force(headers).items() if not _HEADER.fullmatch(f"{name}{value}")]
+        except KeyError as error:
+            return f"options.headers: the environment variable {error.args[0]} is not set"
         if broken:
             return f"options.headers.{broken[0]} has to be one line of Latin letters; look for a line feed at its end"
         wrong = min(batch, concurrency) < 1 or retries < 0 or backoff_s < 0
