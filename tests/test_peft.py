@@ -9,12 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import families
 import tiny_checkpoints as tiny
+from mixture_families import MIXTURES
 from msrl.checkpoint.convert import write_hf
-from msrl.checkpoint.lora import MergedSource
+from msrl.checkpoint.lora import Adapter, Delta, MergedSource
 from msrl.checkpoint.lora_files import read_adapter
+from msrl.checkpoint.peft_files import left_out_by_peft, write_peft
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
+from msrl.models.families import all_rules, load_shape
 
 RANK, ALPHA = 4, 8.0
 
@@ -58,3 +62,25 @@ def test_an_embedding_trained_beside_a_tied_output_layer_is_merged_only_if_peft_
     theirs, ours = adapted.merge_and_unload().state_dict(), load_file(tmp_path / "ours" / "model.safetensors")
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert torch.equal(theirs["lm_head.weight"], ours["model.embed_tokens.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek v3", "qwen3 moe"])
+def test_the_adapters_that_peft_leaves_out_are_named(tmp_path: Path, name: str) -> None:
+    """Shared experts and the first layers of DeepSeek have the names of experts; PEFT then adapts the experts alone."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    shape = load_shape(families.save_model(tmp_path / "hf", MIXTURES[name].config))
+    sizes = {n: size for rule in all_rules(shape) for n, size in zip(rule.hf, rule.shapes, strict=True) if _is_adapted(n)}
+    deltas = {n: Delta(torch.randn(RANK, columns), torch.randn(rows, RANK), 1.0) for n, (rows, columns) in sizes.items()}
+    adapter = Adapter("here", ALPHA, deltas, {})
+    write_peft(adapter, tmp_path / "peft", "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    read = {part for part, _ in peft.PeftModel.from_pretrained(model, str(tmp_path / "peft")).named_parameters() if ".lora_B." in part}
+    alone = {n.removesuffix(".weight") for n in deltas if ".experts." not in n}
+    lost = {n for n in alone if not any(f"{n}.lora_B." in part for part in read)}
+    assert left_out_by_peft(adapter, shape) == sorted({n.rsplit(".", 1)[-1] for n in lost})
+    assert bool(lost) == (name == "deepseek v3") and any(".experts." in part for part in read)
+
+
+def _is_adapted(name: str) -> bool:
+    return name.split(".")[-2] in ("o_proj", "gate_proj", "up_proj", "down_proj")

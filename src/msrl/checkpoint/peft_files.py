@@ -23,6 +23,8 @@ from msrl.checkpoint.files import staged_folder
 from msrl.checkpoint.hf_files import open_safetensors, open_torch
 from msrl.checkpoint.lora import Adapter, Delta
 from msrl.errors import MsrlError
+from msrl.models.families import all_rules
+from msrl.models.shape import Shape
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -134,6 +136,20 @@ def _written_config(adapter: Adapter, rank: int, scale: float, base_model: str) 
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in adapter.deltas}),
-        "modules_to_save": sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in adapter.replaced}) or None,
+        "target_modules": sorted({_last_name(name) for name in adapter.deltas}),
+        "modules_to_save": sorted({_last_name(name) for name in adapter.replaced}) or None,
     }
+
+
+def left_out_by_peft(adapter: Adapter, shape: Shape) -> list[str]:
+    """Names of layers whose adapters PEFT 0.21 passes over where it reads the folder: those of no expert that are named as experts are.
+
+    It takes the names for those of stacked experts, and looks for no layer of these names besides.
+    """
+    experts = {name for rule in all_rules(shape) if rule.expert is not None for name in rule.hf}
+    named = {is_expert: {_last_name(name) for name in adapter.deltas if (name in experts) == is_expert} for is_expert in (True, False)}
+    return sorted(named[True] & named[False])
+
+
+def _last_name(name: str) -> str:
+    return name.removesuffix(".weight").rsplit(".", 1)[-1]

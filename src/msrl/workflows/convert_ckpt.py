@@ -17,7 +17,7 @@ from msrl.checkpoint.hf_files import has_weights
 from msrl.checkpoint.lora import MergedSource
 from msrl.checkpoint.lora_files import adapted_base, read_adapter, read_mcore_lora
 from msrl.checkpoint.mcore import SIDECAR
-from msrl.checkpoint.peft_files import read_peft, write_peft
+from msrl.checkpoint.peft_files import left_out_by_peft, read_peft, write_peft
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
 from msrl.config.derived import cut_of
 from msrl.config.schema import Config, ConvertConfig
@@ -102,6 +102,9 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     if wrong:
         raise VerificationError(f"{save}: {len(wrong)} adapters are not what {load} holds, {wrong[0]} first")
     print(f"wrote {save}: {adapter.summary()}, for the base model {base}; read back equal bit for bit")
+    left_out = left_out_by_peft(adapter, shape)
+    if left_out:
+        print(f"PEFT 0.21 leaves out adapters of {', '.join(left_out)} outside of experts, without a word: merge this adapter with --lora")
     if not has_weights(base):
         print(f"{base} has no weights, so PEFT cannot load the base model from there: name its Hugging Face folder with --hf-config")
 
