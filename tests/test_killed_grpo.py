@@ -1,10 +1,12 @@
-"""A GRPO run with all that has a memory, killed with SIGKILL in steps and in saves, ends number by number as the uninterrupted one."""
+"""Runs with all that has a memory, one of them with a critic, killed with SIGKILL in steps and in saves, end number by number as the
+uninterrupted ones.
+"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,8 @@ from test_train_grpo import make_inputs, rollouts, settings
 from training_runs import Command, children, metrics, rows, succeed, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-STEPS = 12
+STEPS, CRITIC_STEPS, WARMUP = 12, 7, 3
+Moment = tuple[Callable[[], bool], float]  # what has happened, and seconds after it
 
 
 def everything(inputs: Path, name: str) -> dict[str, Any]:
@@ -54,6 +57,32 @@ def everything(inputs: Path, name: str) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def with_critic(inputs: Path, name: str) -> dict[str, Any]:
+    """Two ranks, a critic with a schedule of its own that learns alone in the first steps, a penalty with an adaptive coefficient, two
+    epochs of two shuffled updates a step, groups left out with others in their place, checkpoints every other step in the background.
+    """
+    roles = {"critic": {"optimizer": {"lr": 1e-3, "schedule": "linear", "warmup": 2}}}
+    return settings(
+        inputs, name, "untied",
+        cluster={"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0, "roles": roles},
+        rollout={
+            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 12,
+            "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
+            "filter": {"kind": "all_equal", "source": "acc", "refill": True, "max_refills": 1},
+        },
+        reward={"sources": [{"verifier": "acc"}], "norm": {"scale": "running"}},
+        algo={
+            "preset": "ppo", "value": {"warmup_steps": WARMUP}, "advantage": {"gamma": 0.98},
+            "kl": {"reward": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32}},
+        },
+        train={
+            "steps": CRITIC_STEPS, "micro_batch": 2, "updates": {"samples_per_update": 8, "epochs": 2},
+            "optimizer": {"lr": 3e-4, "schedule": "cosine"},
+        },
+        checkpoint={"every_steps": 2, "keep": 2, "resume": "auto", "async": True},
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Killed:
     """A run of several lives: the metrics that each life had written when it was killed, and how many were in the midst of a save."""
@@ -68,11 +97,15 @@ def inputs(tmp_path_factory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("killed-grpo"))
 
 
+def uninterrupted(inputs: Path, config: dict[str, Any]) -> Path:
+    name = config["run"]["name"]
+    succeed("train-grpo", "-c", str(write_config(inputs / f"{name}.yaml", config)), log=inputs / f"{name}.log")
+    return inputs / "runs" / name
+
+
 @pytest.fixture(scope="module")
 def whole(inputs) -> Path:
-    file = write_config(inputs / "whole.yaml", everything(inputs, "whole"))
-    succeed("train-grpo", "-c", str(file), log=inputs / "whole.log")
-    return inputs / "runs" / "whole"
+    return uninterrupted(inputs, everything(inputs, "whole"))
 
 
 def is_saving(run: Path) -> bool:
@@ -89,31 +122,37 @@ def kill_all(command: Command) -> None:
             psutil.Process(pid).kill()
 
 
+def at_step(run: Path, step: int) -> Callable[[], bool]:
+    return lambda: len(rows(run)) >= step
+
+
+def in_a_save(run: Path, step: int) -> Callable[[], bool]:
+    return lambda: len(rows(run)) >= step and is_saving(run)
+
+
+def killed_at(inputs: Path, config: dict[str, Any], moments: Sequence[Moment]) -> Killed:
+    """The run of a configuration that is killed at these moments, one after the other, and then left alone."""
+    name = config["run"]["name"]
+    file, run = write_config(inputs / f"{name}.yaml", config), inputs / "runs" / name
+    lives, kills_in_a_save = [], 0
+    for number, (happened, wait_s) in enumerate(moments):
+        command = Command("train-grpo", "-c", str(file), log=inputs / f"{name}-life{number}.log")
+        command.when(happened, every_s=0.002)
+        time.sleep(wait_s)
+        kills_in_a_save += is_saving(run)
+        kill_all(command)
+        lives.append(metrics(run))
+    succeed("train-grpo", "-c", str(file), log=inputs / f"{name}-last.log")
+    return Killed(run, tuple(lives), kills_in_a_save)
+
+
 @pytest.fixture(scope="module")
 def killed(inputs, whole) -> Killed:
     """Killed in a save, between two steps of which the first is not saved, at any moment of a step, and in a later save."""
-    file, run = write_config(inputs / "killed.yaml", everything(inputs, "killed")), inputs / "runs" / "killed"
-    seconds = float(np.median([row["seconds"]["step"] for row in rows(whole)]))
-
-    def at_step(step: int) -> Callable[[], bool]:
-        return lambda: len(rows(run)) >= step
-
-    moments: list[tuple[Callable[[], bool], float]] = [
-        (lambda: len(rows(run)) >= 2 and is_saving(run), 0.0),
-        (at_step(3), 0.0),
-        (at_step(5), random.Random(1).random() * seconds),
-        (lambda: len(rows(run)) >= 6 and is_saving(run), 0.0),
-    ]
-    lives, in_a_save = [], 0
-    for number, (happened, wait_s) in enumerate(moments):
-        command = Command("train-grpo", "-c", str(file), log=inputs / f"life{number}.log")
-        command.when(happened, every_s=0.002)
-        time.sleep(wait_s)
-        in_a_save += is_saving(run)
-        kill_all(command)
-        lives.append(metrics(run))
-    succeed("train-grpo", "-c", str(file), log=inputs / "last.log")
-    return Killed(run, tuple(lives), in_a_save)
+    run, seconds = inputs / "runs" / "killed", float(np.median([row["seconds"]["step"] for row in rows(whole)]))
+    sometime = random.Random(1).random() * seconds
+    moments = [(in_a_save(run, 2), 0.0), (at_step(run, 3), 0.0), (at_step(run, 5), sometime), (in_a_save(run, 6), 0.0)]
+    return killed_at(inputs, everything(inputs, "killed"), moments)
 
 
 def test_a_killed_run_has_the_same_rollouts_rewards_and_losses(whole, killed):
@@ -139,5 +178,24 @@ def test_everything_with_a_memory_moved_and_came_back_to_the_bit(whole, killed):
     assert extra["prompts_taken"] >= asked > STEPS * 4, "those that a step had already are passed over"
     seen = [row["prompt_index"] for step in range(1, STEPS + 1) for row in rollouts(whole, step)[::4]]
     assert len(seen) > 2 * len(set(seen)), "several passes over the data"
-    assert "going on after step" in (whole.parent.parent / "last.log").read_text()
+    assert "going on after step" in (whole.parent.parent / "killed-last.log").read_text()
     assert not list((killed.run / "checkpoints").rglob(".iter*partial"))
+
+
+def test_a_killed_run_with_a_critic_ends_as_the_whole_one_does(inputs):
+    """Killed while the critic learns alone, in a save, and when both learn."""
+    whole, run = uninterrupted(inputs, with_critic(inputs, "critic")), inputs / "runs" / "killed-critic"
+    moments = [(at_step(run, WARMUP), 0.0), (in_a_save(run, 4), 0.0), (at_step(run, 5), 0.0)]
+    killed = killed_at(inputs, with_critic(inputs, "killed-critic"), moments)
+    assert metrics(killed.run) == metrics(whole) and len(metrics(whole)) == CRITIC_STEPS
+    for life in killed.lives:
+        assert life == metrics(whole)[: len(life)]
+    for step in range(1, CRITIC_STEPS + 1):
+        assert rollouts(killed.run, step) == rollouts(whole, step)
+    states = [SavedTraining(each / "checkpoints", CRITIC_STEPS).state() for each in (whole, killed.run)]
+    assert states[0] == states[1]  # with the checksums of the critic's weights and moments
+    assert any("critic" in name for name in states[0]["files"])
+    assert 0 < states[0]["updates"] < states[0]["critic"]["updates"] <= 4 * CRITIC_STEPS
+    assert len({step["train/value_lr"] for step in metrics(whole)}) > 3 and metrics(whole)[-1]["train/value_mean"] != 0
+    assert max(step["rollout/refills"] for step in metrics(whole)) > 0
+    assert [("train/policy_loss" in step) for step in metrics(whole)[:WARMUP]] == [False] * WARMUP
