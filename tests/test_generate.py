@@ -11,9 +11,11 @@ import torch
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config, GenerateConfig
+from msrl.data.tokenizer import load_tokenizer
 from msrl.errors import MsrlError
 from msrl.models.cut import Cut
 from msrl.workflows import generate, serving
+from support import shared_data
 from tiny_qwen2 import make_tokenizer, save_model
 
 GREEDY = 24
@@ -109,6 +111,28 @@ def test_every_wrong_row_is_named_with_its_line(tmp_path, renderer):
         f"{path}:7: must have either prompt or messages; it has messages, prompt",
         f"{path}:8: must be a JSON object with prompt or messages, not list",
     ]
+
+
+def test_tools_and_their_calls_are_shown_as_the_models_own_template_shows_them(tmp_path):
+    folder = shared_data("tokenizers", "qwen2.5-0.5b-instruct")
+    tools = [{"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object", "properties": {}}}}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    renderer = serving.choose_renderer(folder, None)
+    path = rows_file(
+        tmp_path, {"messages": messages, "tools": tools}, {"messages": USER, "tools": None}, {"prompt": "2+3=", "tools": "saws"}
+    )
+    requests = generate.read_requests(GenerateConfig(input=str(path)), renderer)
+    hf = load_tokenizer(folder)
+    shown = ((messages, tools), (USER, None), (USER, None))
+    wanted = [hf.apply_chat_template(m, tools=t, add_generation_prompt=True)["input_ids"] for m, t in shown]
+    assert [r.token_ids.tolist() for r in requests] == wanted
+    for row, message in (
+        ({"messages": USER, "tools": "saws"}, ":1: the tools are not JSON"),
+        ({"messages": [{**USER[0], "tool_calls": 1}]}, ":1: message 1: its tool_calls are int"),
+    ):
+        with pytest.raises(MsrlError, match=message):
+            generate.read_requests(GenerateConfig(input=str(rows_file(tmp_path, row))), renderer)
 
 
 def test_an_input_without_rows_is_refused(tmp_path, renderer):

@@ -1,20 +1,22 @@
 """msrl generate: a prompt or a file of prompts in, completions out.
 
-A row of the input has `prompt` (a text, or a list of messages) or `messages`; its other columns are carried over. A row of the output
-is the row of the input with `completions`: a list of `text`, `finish_reason` and `num_tokens`.
+A row of the input has `prompt` (a text, or a list of messages) or `messages`, perhaps with `tools`; its other columns are carried over. A
+row of the output is the row of the input with `completions`: a list of `text`, `finish_reason` and `num_tokens`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from msrl.config.schema import Config, GenerateConfig
+from msrl.data.handlers.sharegpt import read_message, tools_text
 from msrl.data.readers import read_batches
 from msrl.data.render import Renderer, with_system
 from msrl.errors import ManyErrors, MsrlError
@@ -24,6 +26,7 @@ from msrl.tracking.progress import progress
 from msrl.types import Completion, Conversation, Ints, Message, Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.serving import choose_renderer, engine_settings, is_mcore, open_model, raw_ids, running_engine, sampling_of
 
+_MESSAGE = ("role", "content", "tool_calls", "reasoning_content")
 _ROLES = ("system", "user", "assistant", "tool")
 _BATCH = 512  # prompts that the engine is given at once: progress is seen between batches
 _MAX_MISTAKES = 20
@@ -106,8 +109,25 @@ def _request(where: str, row: Any, section: GenerateConfig, renderer: Renderer) 
         if not isinstance(text, str):
             raise MsrlError(f"{where}: with raw, prompt must be a text")
         return Request(where, row, raw_ids(renderer, text))
-    conversation = with_system(Conversation(_messages(where, row)), section.system)
-    return Request(where, row, renderer.prompt(conversation))
+    conversation = with_system(Conversation(_messages(where, row), extra=_tools(where, row)), section.system)
+    with _placed(where):
+        return Request(where, row, renderer.prompt(conversation))
+
+
+@contextlib.contextmanager
+def _placed(where: str) -> Generator[None, None, None]:
+    """Mistakes within it get the place where they are."""
+    try:
+        yield
+    except MsrlError as error:
+        raise MsrlError(f"{where}: {error}") from error
+
+
+def _tools(where: str, row: Mapping[str, Any]) -> dict[str, str]:
+    """What the template shows as tools; beside messages alone is the column theirs."""
+    with _placed(where):
+        tools = tools_text(row.get("tools")) if "messages" in row else ""
+    return {"tools": tools} if tools else {}
 
 
 def _check_columns(where: str, row: Mapping[str, Any]) -> None:
@@ -139,9 +159,11 @@ def _messages(where: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _message(where: str, number: int, turn: Any) -> Message:
-    if not isinstance(turn, dict) or turn.get("role") not in _ROLES or not isinstance(turn.get("content"), str):
+    """A message, its tool calls and thought in it as `preprocess` writes them."""
+    is_text = isinstance(turn, dict) and (isinstance(turn.get("content"), str) or (turn.get("content") is None and turn.get("tool_calls")))
+    if not is_text or turn.get("role") not in _ROLES:
         raise MsrlError(f"{where}: message {number} must have role ({', '.join(_ROLES)}) and content (a text)")
-    return Message(turn["role"], turn["content"])
+    return read_message({key: turn.get(key) for key in _MESSAGE}, f"{where}: message {number}")
 
 
 def check_lengths(requests: Iterable[Request], limit: int) -> None:

@@ -46,7 +46,7 @@ def conversation(row: Any, columns: Columns) -> Conversation:
         messages = [Message("system", system), *(m for m in messages if m.role != "system")]
     check_order(messages)
     extra = columns.extra(row)
-    if tools := _tools(columns.value(row, "tools")):
+    if tools := tools_text(columns.value(row, "tools")):
         extra["tools"] = tools
     return Conversation(tuple(messages), extra=extra)
 
@@ -55,7 +55,7 @@ def read_messages(value: Any) -> tuple[Message, ...]:
     """A list of turns in either form. Raises MsrlError for anything else."""
     if not isinstance(value, list):
         raise MsrlError("the turns must be a list of {from, value} or {role, content}")
-    return tuple(_message(number, turn) for number, turn in enumerate(value))
+    return tuple(read_message(turn, f"turn {number}") for number, turn in enumerate(value, 1))
 
 
 def without_thought(answer: str) -> str:
@@ -75,9 +75,8 @@ def check_order(messages: list[Message]) -> None:
             raise DroppedRow("turn_order")
 
 
-def _message(number: int, turn: Any) -> Message:
-    """One turn."""
-    place = f"turn {number + 1}"
+def read_message(turn: Any, place: str) -> Message:
+    """One turn. Raises MsrlError, which begins with `place`, for anything else."""
     if not isinstance(turn, dict):
         raise MsrlError(f"{place} must be an object with from and value, or role and content")
     role, content = _first(turn, "from", "role"), _first(turn, "value", "content")
@@ -119,7 +118,7 @@ def _call_text(call: Any) -> str:
     return f'<tool_call>\n{{"name": "{function["name"]}", "arguments": {written}}}\n</tool_call>'
 
 
-def _tools(value: Any) -> str:
+def tools_text(value: Any) -> str:
     """The tools as the text of a JSON list, "" when there are none. Raises MsrlError when they are none."""
     if value in (None, "", [], "[]"):
         return ""
