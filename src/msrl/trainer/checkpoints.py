@@ -71,12 +71,13 @@ def begin(
         prepare_folders(root, step)
     dist.barrier()
     part = _part(worker, root, step, keeps_copy=keeps_copy)
+    updates = [optimizer_state.num_updates(learner) for learner in _learners(worker)]
     if not is_first:
         return part, None
-    updates, frozen = optimizer_state.num_updates(worker), list(worker.settings.freeze)
-    state = {"step": step, "cut": worker.layout.as_json(), "updates": updates, "freeze": frozen, "extra": dict(extra)}
+    frozen = list(worker.settings.freeze)
+    state = {"step": step, "cut": worker.layout.as_json(), "updates": updates[0], "freeze": frozen, "extra": dict(extra)}
     if worker.critic is not None:
-        state["critic"] = {"updates": optimizer_state.num_updates(worker.critic)}
+        state["critic"] = {"updates": updates[1]}
     model = SavedModel(worker.shape, worker.layout, worker.settings.dtype, is_adapters=worker.adapters is not None)
     return part, Publication(root, step, dist.get_world_size(), state, model, hf_dir, retention, worker.settings.chat)
 
@@ -131,7 +132,7 @@ def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, 
     optimizer_state.restore(worker, _states_of(worker, saved, optimizer_file, optimizer_state.kinds(worker.dtype)), state["updates"])
     if worker.critic is not None:
         _restore_critic(worker.critic, saved, state["critic"]["updates"])
-    _restore_random(saved, worker.platform)
+    _restore_random(worker, saved, Cut.from_json(state["cut"]))
     return state["extra"]
 
 
@@ -161,16 +162,20 @@ def _states_of(
     return mine
 
 
-def _restore_random(saved: SavedTraining, platform: Platform) -> None:
+def _restore_random(worker: TrainWorker, saved: SavedTraining, cut: Cut) -> None:
     """Random numbers go on where this rank left off; a rank that the saved layout did not have, and a device of another kind than the saved
-    one, keep those of their seed."""
+    one, keep those of their seed.
+
+    So do all ranks where other ones are tensor-parallel now: they must draw the same numbers for what they hold alike, and those that were
+    saved are of ranks that had nothing in common.
+    """
     path = saved.training_dir / random_file(dist.get_rank())
-    if path.is_file():
+    if cut.tp == worker.layout.tp and path.is_file():
         with safe_open(path, "pt") as file:
             torch.set_rng_state(file.get_tensor("rng"))
             of_device, tracked = beginning(file, _DEVICE), beginning(file, _TRACKED)
-        if platform.name in of_device:
-            platform.set_random_state(of_device[platform.name])
+        if worker.platform.name in of_device:
+            worker.platform.set_random_state(of_device[worker.platform.name])
         tracker: Any = tensor_parallel.get_cuda_rng_tracker()
         if tracked and _sizes(tracked) == _sizes(tracker.get_states()):
             tracker.set_states(tracked)

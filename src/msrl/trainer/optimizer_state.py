@@ -61,9 +61,12 @@ def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
 
 
 def num_updates(worker: Learner) -> int:
-    """AdamW's own count of steps, which its bias correction uses."""
+    """AdamW's own count of steps, which its bias correction uses; of all ranks, for one may have nothing to train. All must take part."""
     counted = [each for part in parts(worker.optimizer) for each in (*part.optimizer.state.values(), *part.optimizer.param_groups)]
-    return max((int(each["step"]) for each in counted if "step" in each), default=0)
+    own = max((int(each["step"]) for each in counted if "step" in each), default=0)
+    count = torch.tensor(own, device=worker.device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return int(count.item())
 
 
 def restore(worker: Learner, states: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
