@@ -44,3 +44,13 @@ def test_a_first_stage_without_trained_parameters_does_not_forget_how_many_updat
 def test_dropout_of_adapters_goes_on_at_another_tensor_parallel_size_with_copies_alike(results: dict[str, Result]):
     """`training_ranks` looks at the copies of every case: ranks that drew different numbers would have parted them."""
     assert [np.isfinite(report["loss"]) for report in results["dropout resumed tp2"].reports] == [True, True]
+
+
+def test_an_offloaded_optimizer_is_never_there_while_gradients_are_made(tmp_path: Path):
+    """Not in the first step, and not in those after a checkpoint was saved or loaded, which need it for a moment."""
+    from msrl.platforms import get
+
+    randomised(models()["qwen2 tied"]).save_pretrained(tmp_path / "model")
+    job = (tmp_path / "model", tmp_path / "saves")
+    (found,) = run_ranks("resting_ranks:main", job, num_ranks=1, platform=get("cpu"), env={"PYTHONPATH": python_path()})
+    assert found == [0, 0, 0, 0]

@@ -135,6 +135,7 @@ class Learner:
         """
         assert self.wrapped is not None and self.settings.optimizer is not None, "made without an optimizer"
         self.host.need("params", "grads")
+        self.host.rest("optimizer")  # it was needed for a checkpoint that was loaded or saved
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

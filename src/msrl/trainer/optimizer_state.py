@@ -54,10 +54,10 @@ def collect(worker: Learner) -> Iterator[tuple[str, Tensor]]:
 def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
     """The moments, and the masters where they are not the parameters themselves."""
     for part in parts(chain):
-        for main, state in part.optimizer.state.items():
+        for state in part.optimizer.state.values():
             yield from (state[moment] for moment in MOMENTS if moment in state)
-            if is_bf16:
-                yield main
+        for group in part.optimizer.param_groups if is_bf16 else ():
+            yield from group["params"]
 
 
 def num_updates(worker: Learner) -> int:
