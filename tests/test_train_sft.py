@@ -326,6 +326,7 @@ def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoi
     [
         ({"data": {"seq_length": 60}}, r"data\.seq_length=60: the longest row of .*data has \d+ tokens; raise it, preprocess"),
         ({"train": {"max_tokens_per_micro_batch": 60}}, r"train\.max_tokens_per_micro_batch=60: the longest row of .*data has \d+ tokens"),
+        ({"data": {"eval": None, "eval_fraction": 0.99}}, r"data\.eval_fraction=0\.99: holds out all 24 rows of .*data; lower it"),
         ({"model": {"template": "llama3"}}, r"model\.template=llama3: .*data was preprocessed with template qwen"),
         ({"data": {"train": "nowhere"}}, r"data prefix nowhere: there is no nowhere_packed_input_ids_document.idx"),
         ({"checkpoint": {"resume": "nowhere"}}, r"checkpoint\.resume=nowhere: no whole checkpoint of a training is there"),
@@ -335,6 +336,19 @@ def test_what_does_not_fit_is_refused_before_any_rank_starts(config, inputs, sec
     from msrl.errors import MsrlError
 
     with pytest.raises(MsrlError, match=message):
+        run_in_process(named(config, "refused", **sections))
+    assert not (inputs / "runs" / "refused").exists()
+
+
+def test_held_out_rows_that_no_pass_can_take_are_refused_before_any_rank_starts(config, inputs):
+    from msrl.cli import app
+    from msrl.errors import MsrlError
+
+    source = str(write_rows(inputs / "long.jsonl", [{"instruction": "1", "input": "", "output": "7" * 100}]))
+    arguments = ["preprocess", "--input", source, "--tokenizer", str(inputs / "hf"), "--handler", "alpaca", "--template", "qwen"]
+    app.app([*arguments, "--output-prefix", str(inputs / "long")], standalone_mode=False)
+    sections = {"data": {"eval": str(inputs / "long")}, "train": {"max_tokens_per_micro_batch": 100}}
+    with pytest.raises(MsrlError, match=r"train\.max_tokens_per_micro_batch=100: the longest row of .*long has 160 tokens; raise it"):
         run_in_process(named(config, "refused", **sections))
     assert not (inputs / "runs" / "refused").exists()
 

@@ -48,6 +48,9 @@ def training_rows(config: Config) -> tuple[Rows, Rows | None] | tuple[TextRows, 
         return open_text(config)
     dataset = SftDataset(str(config.data.train))
     learnt, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
+    if held_out and not learnt:
+        asked = f"data.eval_fraction={config.data.eval_fraction}"
+        raise MsrlError(f"{asked}: holds out all {len(held_out)} rows of {config.data.train}; lower it, or set data.eval instead")
     train = open_rows(config, dataset, learnt)
     if config.data.eval is not None:
         return train, open_rows(config, SftDataset(config.data.eval))

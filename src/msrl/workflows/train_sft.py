@@ -117,7 +117,10 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
         if prefix is not None:
             check_data((TextDataset if is_text else SftDataset)(prefix).manifest, config, hf_dir, prefix)
     train, held_out = training_rows(config)
-    check_lengths(config, ", ".join(blend_of(config)), train)
+    trained_on = ", ".join(blend_of(config))
+    check_lengths(config, trained_on, train)
+    if held_out is not None:
+        check_lengths(config, config.data.eval or f"what is held out of {trained_on}", held_out)
     named = {"data.train": train, "held out": held_out}
     if held_out is not None and config.data.eval is None:
         print(f"held out: {len(held_out)} of {len(train) + len(held_out)} rows", file=sys.stderr)
