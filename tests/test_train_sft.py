@@ -171,18 +171,23 @@ def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config,
     assert not (inputs / "runs" / "again").exists()
 
 
-def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit_where_the_other_did(whole, config, inputs):
-    file = write_config(inputs / "interrupted.yaml", named(config, "interrupted", checkpoint={"every_steps": None}))
-    run = inputs / "runs" / "interrupted"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit_where_the_other_did(whole, config, inputs, number):
+    """As a terminal does it, to every process; and as timeout(1) does it, to the command and then to every process."""
+    name = f"interrupted by {number.name}"
+    file = write_config(inputs / "interrupted.yaml", named(config, name, checkpoint={"every_steps": None}))
+    run = inputs / "runs" / name
     command = Command("train-sft", "-c", str(file), log=inputs / "interrupted.log")
     command.when(lambda: len(rows(run)) >= 2)
-    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does it: to every process
+    if number == signal.SIGTERM:
+        command.process.send_signal(number)
+    os.killpg(command.process.pid, number)
     assert command.wait() == 130, command.output()
     done = len(rows(run))
     assert done < STEPS
     assert f"saved step {done} in" in command.output() and "Traceback" not in command.output()
     assert metrics(run) == metrics(whole)[:done]
-    resumed = run_in_process(named(config, "interrupted", checkpoint={"resume": "auto"}))
+    resumed = run_in_process(named(config, name, checkpoint={"resume": "auto"}))
     assert resumed == metrics(whole)
     assert_same_weights(run / "checkpoints", whole / "checkpoints")
 

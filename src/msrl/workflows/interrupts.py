@@ -1,15 +1,40 @@
-"""Ctrl-C and SIGTERM: they end a training after the step in hand, with a checkpoint; a second one, or one before any step, at once."""
+"""Ctrl-C and SIGTERM: they end a training after the step in hand, with a checkpoint; a second one, or one before any step, at once.
+
+What asks by SIGTERM may do so twice at a time: timeout(1) sends it to its command, and then to the command's whole group. So SIGTERM that
+comes again within a moment is the same one.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
+
+_MOMENT_S = 1.0
+
+
+class _Heard:
+    """When a signal was heard first."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def is_same(self, number: int) -> bool:
+        """Whether this signal is the first one once more."""
+        now = time.monotonic()
+        if self._at is None:
+            self._at = now
+            return False
+        return number == signal.SIGTERM and now - self._at < _MOMENT_S
 
 
 class EndAtOnce:
     """While entered, both signals are a KeyboardInterrupt: there is nothing to save yet."""
+
+    def __init__(self) -> None:
+        self._heard = _Heard()
 
     def __enter__(self) -> EndAtOnce:
         self._before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -20,7 +45,8 @@ class EndAtOnce:
             signal.signal(number, handler)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        if not self._heard.is_same(number):
+            raise KeyboardInterrupt
 
 
 class Interrupts:
@@ -28,6 +54,7 @@ class Interrupts:
 
     def __init__(self, then: Callable[[], None] | None = None) -> None:
         self.asked = False
+        self._heard = _Heard()
         self._then = then
 
     def __enter__(self) -> Interrupts:
@@ -39,6 +66,8 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._heard.is_same(number):
+            return
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
