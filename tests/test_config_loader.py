@@ -103,11 +103,13 @@ def test_what_is_set_wrongly_is_named_with_the_form_that_it_must_have():
         "reward.sources=[{verifier: acc, options: x}]",
         "train.freeze=[*]",
         "train.freeze=[*bias]",
+        "run.seed=4294967296",
     )
     star = "; a text that begins with * stands in quotes, as in '*.bias'"
     assert mistakes(sets=sets) == [
         "--set: train.freeze=[*]: not valid YAML: expected alphabetic or numeric character, but found ']'" + star,
         "--set: train.freeze=[*bias]: not valid YAML: found undefined alias 'bias'" + star,
+        "--set: run.seed=4294967296: must be at most 4294967295",
         "--set: data.blend=[[1.0, a]]: must be a mapping such as {PREFIX: 0.7, OTHER_PREFIX: 0.3}",
         "--set: cluster.nodes:2=null: YAML reads this as one word; write a space after the colon",
         "--set: reward.sources.0.options=x: must be a mapping such as {NAME: VALUE}",

@@ -94,7 +94,7 @@ def _allowed(finding: Mapping[str, Any], loc: Loc) -> str:
         return _WORDS[kind]
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         bound = context.get("gt", context.get("ge", context.get("lt", context.get("le"))))
-        return f"{_BOUNDS[kind]} {bound:g}"
+        return f"{_BOUNDS[kind]} {bound}" if isinstance(bound, int) else f"{_BOUNDS[kind]} {bound:g}"
     if kind == "literal_error":
         return " or ".join(_choices(context)) if len(_choices(context)) < 3 else "one of " + ", ".join(_choices(context))
     if kind in ("too_long", "too_short"):

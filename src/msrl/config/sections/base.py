@@ -11,6 +11,7 @@ Float = Annotated[float, Strict()]
 Bool = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1)]
 Size = Annotated[int, Strict(), Field(ge=0)]
+Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # numpy's own takes no larger ones
 Text = Annotated[str, Strict(), Field(min_length=1)]
 Seconds = Annotated[float, Strict(), Field(gt=0)]
 Positive = Annotated[float, Strict(), Field(gt=0)]

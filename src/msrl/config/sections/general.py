@@ -17,6 +17,7 @@ from msrl.config.sections.base import (
     Schedule,
     Seconds,
     Section,
+    Seed,
     Size,
     Text,
 )
@@ -26,7 +27,7 @@ class RunConfig(Section):
     """Everything that a run writes lives under `dir/name`."""
 
     name: Text = Field(default="run", description="Name of the run; its folder is run.dir/run.name")
-    seed: Size = Field(default=0, description="Seed of initialisation, shuffling and sampling where no other seed is given")
+    seed: Seed = Field(default=0, description="Seed of initialisation, shuffling and sampling where no other seed is given")
     deterministic: Bool = Field(default=False, description="Training's repeats are equal to the bit; operations that cannot be are refused")
     dir: Text = Field(default="runs", description="Folder that holds the folders of all runs")
 
