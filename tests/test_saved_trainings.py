@@ -170,6 +170,14 @@ def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_
     saver.save(3, {}, KEEP_ALL)
     with pytest.raises(MsrlError, match=r"step 3 could not be saved .*; checkpoints before it are whole"):
         saver.finished(must_wait=True)
+
+    def has_no_room(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "begin", has_no_room)
+    with pytest.raises(MsrlError, match=r"step 3 could not be saved .*No space left.*; checkpoints before it are whole"):
+        Saver(None, tmp_path, tmp_path, in_background=True).save(3, {}, KEEP_ALL)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (part, None))
     prepare_folders(tmp_path / "gone", 3)
     again = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
     again.save(3, {}, KEEP_ALL)

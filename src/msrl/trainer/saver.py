@@ -34,13 +34,17 @@ class Saver:
 
     def save(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
         """Save after `step` steps; in the background, return as soon as all that training changes is copied. Raises MsrlError."""
-        if not self._in_background:
-            try:
-                saved = checkpoints.save(self._worker, self._root, step, extra, hf_dir=self._hf_dir, retention=retention)
-            except _FAILURES as error:
-                raise self._failed(step, error) from error
-            self._finished.append(saved)
-            return
+        try:
+            if self._in_background:
+                self._begin(step, extra, retention)
+            else:
+                self._finished.append(
+                    checkpoints.save(self._worker, self._root, step, extra, hf_dir=self._hf_dir, retention=retention)
+                )  # fmt: skip
+        except _FAILURES as error:
+            raise self._failed(step, error) from error
+
+    def _begin(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
         self._join()
         part, publication = checkpoints.begin(
             self._worker, self._root, step, extra, hf_dir=self._hf_dir, retention=retention, keeps_copy=True
