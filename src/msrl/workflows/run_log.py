@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from msrl.config.schema import Config
+from msrl.errors import MsrlError
 from msrl.tracking.console import StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics
 from msrl.tracking.plots import plot_metrics
@@ -54,21 +56,38 @@ class RunLog:
         print(text, file=sys.stderr, flush=True)
 
     def log(self, report: StepReport) -> None:
-        self._trackers.log(report)
+        """Raises MsrlError where the disk does not take it."""
+        with self._written(f"what step {report.step} reported"):
+            self._trackers.log(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Write report.md and the curves, and print where the results are."""
+        """Write report.md and the curves, and print where the results are. Raises MsrlError where the disk does not take them."""
         reports = read_metrics(self.path)
         if reports:
-            report = write_report(self.path, summarise(reports), results=results)
+            with self._written("the report", "the training is done and its checkpoints are whole"):
+                report = write_report(self.path, summarise(reports), results=results)
+                plot_metrics(reports, self._curves, self.path / "curves.png", title=self.path.name)
             results = {**results, "report": str(report)}
-            plot_metrics(reports, self._curves, self.path / "curves.png", title=self.path.name)
         for name, value in results.items():
             print(f"{name}: {value}")
+
+    @contextmanager
+    def _written(self, what: str, advice: str = "make room, and go on with --resume auto") -> Iterator[None]:
+        """Around what writes to the run's folder."""
+        try:
+            yield
+        except OSError as error:
+            raise MsrlError(f"{self.path}: {what} could not be written ({error.strerror or error}); {advice}") from error
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._trackers.close()
-        self._folder.close()
+        try:
+            with self._written("the last that was reported"):
+                self._trackers.close()
+        except MsrlError:
+            if error is None:  # else the same once more, after the first time has been said
+                raise
+        finally:
+            self._folder.close()

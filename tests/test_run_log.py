@@ -1,0 +1,47 @@
+"""What both trainings keep of a run, where the disk is full: one message that says what to do, whatever else fails on the way out."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from msrl.config.loader import load
+from msrl.errors import MsrlError
+from msrl.tracking.metrics import MetricsWriter
+from msrl.tracking.run import RunFolder
+from msrl.types import StepReport
+from msrl.workflows import run_log
+from msrl.workflows.run_log import RunLog
+
+
+def _no_room(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _open(folder: Path) -> RunLog:
+    config = load(sets=[f"run.dir={folder}", "run.name=full", "log.trackers=[]"]).config
+    return RunLog(config, num_steps=3, start_step=0, curves=("train/loss",))
+
+
+def test_a_disk_that_takes_no_more_metrics_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said = r"full: what step 2 reported could not be written \(No space left on device\); make room, and go on"
+    with pytest.raises(MsrlError, match=said), _open(tmp_path) as log:
+        log.log(StepReport(1, {"train/loss": 2.0}, {}))
+        monkeypatch.setattr(MetricsWriter, "log", _no_room)
+        monkeypatch.setattr(MetricsWriter, "close", _no_room)  # what it holds back is written then
+        log.log(StepReport(2, {"train/loss": 1.0}, {}))
+    RunFolder.check(tmp_path, "full", resume=True)  # raises for a folder that is not let go
+
+
+def test_what_is_left_to_write_at_the_end_is_not_lost_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(MsrlError, match="the last that was reported could not be written"), _open(tmp_path) as log:
+        log.log(StepReport(1, {"train/loss": 2.0}, {}))
+        monkeypatch.setattr(MetricsWriter, "close", _no_room)
+    monkeypatch.undo()
+    said = r"the report could not be written .*; the training is done and its checkpoints are whole"
+    with pytest.raises(MsrlError, match=said), _open(tmp_path / "again") as log:
+        log.log(StepReport(1, {"train/loss": 2.0}, {}))
+        monkeypatch.setattr(run_log, "write_report", _no_room)
+        log.finish({})
