@@ -358,6 +358,22 @@ def test_held_out_rows_that_no_pass_can_take_are_refused_before_any_rank_starts(
     assert not (inputs / "runs" / "refused").exists()
 
 
+def test_tokens_of_other_systems_data_that_the_model_has_not_are_refused(config, inputs, tmp_path):
+    """Two tensor-parallel ranks would each take such a token for one of the other's, and embed it as zeros."""
+    from msrl.errors import MsrlError
+
+    for path in inputs.glob("data_packed_*"):
+        shutil.copyfile(path, tmp_path / path.name)
+    ids = np.memmap(tmp_path / "data_packed_input_ids_document.bin", np.int32, "r+")
+    ids[100] = 288
+    ids.flush()
+    with pytest.raises(
+        MsrlError, match=r"data prefix .*data: it has token 288, the model in .* only 288 tokens; preprocess with the tokenizer"
+    ):
+        run_in_process(named(config, "refused", data={"train": str(tmp_path / "data")}))
+    assert not (inputs / "runs" / "refused").exists()
+
+
 def test_weights_that_are_cut_short_are_named_with_exit_code_2(config, inputs):
     shutil.copytree(inputs / "hf", inputs / "cut")
     file = inputs / "cut" / "model.safetensors"

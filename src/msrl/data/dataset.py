@@ -55,6 +55,10 @@ class SftDataset:
         """The tokens of every row, padding not counted."""
         return [int(np.count_nonzero(self._masks[number])) for number in range(len(self))]
 
+    def highest_token(self) -> int:
+        """The highest id of a token, padding not counted; reads all of the data."""
+        return max((int(self._ids[number][self._masks[number] != 0].max(initial=0)) for number in range(len(self))), default=0)
+
 
 class PromptDataset:
     """Prompts with their answers: `[i] -> Prompt`. `decode` turns answer tokens into text; only data without an answers file needs it."""
@@ -101,6 +105,10 @@ class TextDataset:
         self.manifest = _manifest(prefix, "pretrain")
         self._documents = IndexedReader(_whole(prefix, dataset_name(prefix, "pretrain", "text")))
         self.lengths = self._documents.lengths  # [documents] in tokens
+
+    def highest_token(self) -> int:
+        """The highest id of a token; reads all of the data."""
+        return max((int(self._documents[number].max(initial=0)) for number in range(len(self))), default=0)
 
     def __len__(self) -> int:
         return len(self._documents)

@@ -15,6 +15,7 @@ from msrl.config.derived import world_size
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, TextDataset
 from msrl.errors import MsrlError
+from msrl.models.families import load_shape
 from msrl.platforms import resolve
 from msrl.trainer.launch import LocalRanks
 from msrl.trainer.resume import SavedTraining, check_room
@@ -115,7 +116,9 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
     is_text = config.data.handler == "pretrain"
     for prefix in (*blend_of(config), config.data.eval):
         if prefix is not None:
-            check_data((TextDataset if is_text else SftDataset)(prefix).manifest, config, hf_dir, prefix)
+            dataset = (TextDataset if is_text else SftDataset)(prefix)
+            check_data(dataset.manifest, config, hf_dir, prefix)
+            _check_tokens(dataset, hf_dir)
     train, held_out = training_rows(config)
     trained_on = ", ".join(blend_of(config))
     check_lengths(config, trained_on, train)
@@ -128,6 +131,19 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
         for note in rows.notes(config.data.seq_length) if rows is not None else ():
             print(f"{name}: {note}", file=sys.stderr)
     return train
+
+
+def _check_tokens(dataset: SftDataset | TextDataset, hf_dir: Path) -> None:
+    """Data of other systems, which does not say of how many tokens it is, has none that the model has not: ranks that share the vocabulary
+    would take each for nothing, in silence. Raises MsrlError.
+    """
+    if dataset.manifest is None:
+        highest, size = dataset.highest_token(), load_shape(hf_dir).vocab_size
+        if highest >= size:
+            raise MsrlError(
+                f"data prefix {dataset.prefix}: it has token {highest}, the model in {hf_dir} only {size} tokens;"
+                " preprocess with the tokenizer of the model"
+            )
 
 
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
