@@ -146,6 +146,15 @@ def test_what_a_kill_leaves_between_the_two_renames_is_no_checkpoint(saves):
     assert resume_from("auto", saves)[0] == SavedTraining(saves, 4)
 
 
+def test_what_a_kill_left_of_another_step_is_cleared_by_the_next_save(saves):
+    hf_dir = saves.parent / "hf"
+    shutil.copytree(saves / "hf", hf_dir)
+    prepare_folders(saves, 7)
+    assert len(list(saves.rglob("*.partial"))) == 2
+    write(saves, 8, hf_dir, load_shape(hf_dir))
+    assert not list(saves.rglob("*.partial")) and saved_steps(saves) == [2, 4, 6, 8]
+
+
 def test_a_save_never_touches_the_configuration_that_earlier_checkpoints_need(saves):
     before = {path.name: path.stat().st_mtime_ns for path in (saves / "hf").iterdir()}
     hf_dir = saves.parent / "other"

@@ -71,9 +71,10 @@ def _staged_training(root: Path, step: int) -> Path:
 
 
 def prepare_folders(root: Path, step: int) -> None:
-    """Empty folders for the parts; what a killed run left there is cleared."""
+    """Empty folders for the parts; what killed runs left of this and other steps is cleared, for nobody goes on from it."""
     for folder in (mcore.staging_dir(root, step), _staged_training(root, step)):
-        shutil.rmtree(folder, ignore_errors=True)
+        for half in (folder, *folder.parent.glob(".iter_*.partial")):
+            shutil.rmtree(half, ignore_errors=True)
         folder.mkdir(parents=True)
 
 
