@@ -93,6 +93,11 @@ def test_the_estimate_is_what_the_live_tensors_of_three_shapes_take_and_near_the
         assert found.resident == pytest.approx(expected, rel=0.3), found.name
 
 
+def test_a_mixture_is_spread_along_the_sequence_whether_it_is_asked_or_not(folders):
+    cases = [Case("mixture", folders["mixture"], LENGTHS, Layout(tp=2, sp=is_asked)) for is_asked in (False, True)]
+    assert estimate(cases[0]) == estimate(cases[1])
+
+
 TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "recomputed and chunked": (
         "large vocabulary",

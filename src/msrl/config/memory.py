@@ -145,9 +145,10 @@ def passes_in_flight(config: Config, shape: Shape, command: str, stage: int) -> 
     return min((pp - stage - 1) * 2 + (chunks - 1) * pp + 1, batches * chunks), chunks
 
 
-def spread_of(config: Config) -> Spread:
+def spread_of(config: Config, shape: Shape) -> Spread:
+    """Mixtures train under sequence parallelism wherever there is tensor parallelism."""
     parallel, cut = config.train.parallel, cut_of(config.train.parallel)
-    return Spread(parallel.tp, cut.etp_size, parallel.cp, parallel.sp)
+    return Spread(parallel.tp, cut.etp_size, parallel.cp, parallel.sp or shape.moe is not None)
 
 
 def _kept_inputs(config: Config, shape: Shape) -> frozenset[str]:
@@ -185,7 +186,7 @@ def _stage_memory(config: Config, shape: Shape, command: str, stage: int, batch:
     )  # fmt: skip
     if batch is None:
         return memory
-    spread, is_last = spread_of(config), stage == config.train.parallel.pp - 1
+    spread, is_last = spread_of(config, shape), stage == config.train.parallel.pp - 1
     activations, working = _activations(config, shape, command, stage, batch)
     if is_last:
         forward = _forward_bytes(config, shape, batch, spread) if command == "train-grpo" else 0
@@ -197,7 +198,7 @@ def _stage_memory(config: Config, shape: Shape, command: str, stage: int, batch:
 
 def _activations(config: Config, shape: Shape, command: str, stage: int, batch: Pass) -> tuple[int, int]:
     """(bytes that a stage keeps of the passes in flight, bytes that its backward pass makes besides)."""
-    spread, with_inputs, kept, working = spread_of(config), _kept_inputs(config, shape), 0, 0
+    spread, with_inputs, kept, working = spread_of(config, shape), _kept_inputs(config, shape), 0, 0
     for chunk in cut_of(config.train.parallel).chunks(shape.num_layers, stage):
         numbers = [layer for layer in chunk if layer is not None]
         layers = [layer_bytes(shape, layer, batch, spread, with_inputs) for layer in numbers]
