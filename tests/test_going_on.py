@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from config_inputs import TRAINING, make_data, make_model
+from config_inputs import TRAINING, make_data, make_mcore, make_model
 from msrl.config.loader import load
 from msrl.data.manifest import fingerprint
 from msrl.errors import MsrlError
@@ -37,10 +37,10 @@ def remembered(*sets: str, command: str = "train-sft") -> dict[str, Any]:
     return going_on.remembered(load(["sft.yaml"], sets).config, RATES, command=command)
 
 
-def saved_with(folder: Path, state: dict[str, Any]) -> SavedTraining:
-    training_dir(folder / "saves", 5).mkdir(parents=True)
-    write_text(training_dir(folder / "saves", 5) / STATE, sealed_json(json.loads(json.dumps({"step": 5, "extra": state}))))
-    return SavedTraining(folder / "saves", 5)
+def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> SavedTraining:
+    training_dir(folder / name, 5).mkdir(parents=True)
+    write_text(training_dir(folder / name, 5) / STATE, sealed_json(json.loads(json.dumps({"step": 5, "extra": state}))))
+    return SavedTraining(folder / name, 5)
 
 
 def test_the_same_training_goes_on(folder: Path):
@@ -84,6 +84,35 @@ def test_another_model_and_other_data_of_as_many_rows_are_refused(folder: Path):
     assert fingerprint("data") != before
     with pytest.raises(MsrlError, match=r"data\.train \(its contents are others\)"):
         going_on.check(saved, remembered())
+
+
+@pytest.mark.parametrize(
+    ("sets", "command", "counts"),
+    [
+        (LORA, "train-sft", True),
+        (("algo.kl.loss.coef=0.1",), "train-grpo", True),
+        (("algo.kl.loss.coef=0.0",), "train-grpo", False),
+        ((), "train-sft", False),
+    ],
+)
+def test_other_weights_are_refused_where_checkpoints_do_not_hold_them(folder: Path, sets: tuple[str, ...], command: str, counts: bool):
+    """Those that adapters belong to, and a reference; of a Hugging Face folder, and of an mcore checkpoint that has gone on itself."""
+    make_mcore(folder / "mcore")
+    (folder / "model" / "model.safetensors").write_bytes(b"weights")
+    for step in (1, 2):
+        (folder / "mcore" / f"iter_{step:07d}" / "mp_rank_00").mkdir(parents=True)
+        (folder / "mcore" / f"iter_{step:07d}" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"weights of %d" % step)
+    kinds = {"model": folder / "model" / "model.safetensors", "mcore": folder / "mcore" / "latest_checkpointed_iteration.txt"}
+    for name, changed in kinds.items():
+        saved = saved_with(folder, remembered(*sets, f"model.path={name}", command=command), f"saves of {name}")
+        going_on.check(saved, remembered(*sets, f"model.path={name}", command=command))
+        changed.write_text("2")
+        now = remembered(*sets, f"model.path={name}", command=command)
+        if counts:
+            with pytest.raises(MsrlError, match=r"of another training, because of model\.path \(its contents are others\)"):
+                going_on.check(saved, now)
+        else:
+            going_on.check(saved, now)
 
 
 def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up(folder: Path, capsys: pytest.CaptureFixture[str]):

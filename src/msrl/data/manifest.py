@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
+from msrl.files import digest_of_ends
 from msrl.types import DatasetManifest
 
-_END_BYTES = 1 << 20
 KEYS = {"pretrain": ("text",), "sft": ("input_ids", "attention_mask", "labels"), "prompts": ("input_ids", "attention_mask", "labels")}
 
 
@@ -45,18 +43,9 @@ def all_paths(prefix: str) -> tuple[Path, ...]:
 
 
 def fingerprint(prefix: str) -> str:
-    """What tells data of this prefix from other data: of every file its size, of indexes all bytes, of others the first and the last."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in all_paths(prefix):
-        if path.is_file() and path != manifest_path(prefix):
-            with path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                ends = ((0, size),) if path.suffix == ".idx" else ((0, _END_BYTES), (max(size - _END_BYTES, 0), _END_BYTES))
-                found.update(f"{path.name.removeprefix(Path(prefix).name)} {size}\n".encode())
-                for start, count in ends:
-                    file.seek(start)
-                    found.update(file.read(count))
-    return found.hexdigest()
+    """What tells data of this prefix from other data."""
+    there = [path for path in all_paths(prefix) if path.is_file() and path != manifest_path(prefix)]
+    return digest_of_ends((path.name.removeprefix(Path(prefix).name), path) for path in there)
 
 
 def manifest_text(manifest: DatasetManifest) -> str:

@@ -1,4 +1,5 @@
-"""What a training that goes on has in common with the one that saved: model, adapters, and the contents of its data.
+"""What a training that goes on has in common with the one that saved: model, adapters, and the contents of its data; where weights that
+are not in its checkpoints count (the base of adapters, a reference), the contents of these.
 
 A checkpoint remembers it beside the order of the rows (`common.order_state`). What is not as it was would make another training of it
 without a word; the schedule of learning rates may change, and that is said.
@@ -9,22 +10,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from msrl.checkpoint.found import latest_iteration
+from msrl.checkpoint.mcore import TRACKER, iteration_dir
+from msrl.config.derived import needs_reference
 from msrl.config.schema import Config
 from msrl.data.manifest import fingerprint
 from msrl.errors import MsrlError
+from msrl.files import digest_of_ends
 from msrl.models.families import load_shape
 from msrl.models.shape import Shape
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
-from msrl.workflows.common import hf_files
+from msrl.workflows.common import hf_files, weights_path
 
 _SFT_KEYS = ("handler", "seq_length", "too_long", "pack", "eval_fraction")  # of data: they make the rows
 
 
 def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str, Any]:
-    """What a checkpoint of a training by `command` has to hold; reads the beginnings and ends of its data."""
+    """What a checkpoint of a training by `command` has to hold; reads the beginnings and ends of its data, and of weights that count."""
     prefixes = {"data.train": config.data.train} if config.data.train else {f"data.blend.{prefix}": prefix for prefix in config.data.blend}
     lora = config.train.lora
     keys: dict[str, Any] = {
@@ -35,6 +41,8 @@ def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str,
         **({f"data.{name}": getattr(config.data, name) for name in _SFT_KEYS} if command == "train-sft" else {}),
     }
     contents = {key: fingerprint(prefix) for key, prefix in prefixes.items()}
+    if lora.rank is not None or (command == "train-grpo" and needs_reference(config)):
+        contents["model.path"] = digest_of_ends(_weight_files(weights_path(config)))
     return {"remembered": {"keys": keys, "contents": contents, "schedule": asdict(schedule)}}
 
 
@@ -69,6 +77,16 @@ def say_schedule(saved: SavedTraining | None, schedule: Schedule, next_update: i
     was, now = Schedule(**before["schedule"]).at(next_update), schedule.at(next_update)
     if was != now:
         print(f"the schedule of learning rates has changed: the next update has {now:.2e}, where it was to be {was:.2e}", file=sys.stderr)
+
+
+def _weight_files(folder: Path) -> list[tuple[str, Path]]:
+    """The weights of a Hugging Face folder, or of the latest iteration of an mcore checkpoint, by their names."""
+    if (folder / TRACKER).is_file():
+        folder = iteration_dir(folder, latest_iteration(folder))
+        files = [path for path in folder.rglob("*") if path.is_file()]
+    else:
+        files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return sorted((str(path.relative_to(folder)), path) for path in files)
 
 
 def _described(shape: Shape) -> str:
