@@ -26,7 +26,7 @@ import tiny_checkpoints as tiny
 from msrl.checkpoint import archive, mcore, torch_file
 from msrl.checkpoint.archive import ALIGNMENT
 from msrl.checkpoint.checksums import combined, crc32
-from msrl.checkpoint.files import staged_folder
+from msrl.checkpoint.files import refuse_unless_fits, staged_folder
 from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.hf import HfCheckpoint, copy_sidecars
 from msrl.checkpoint.hf_writer import HfWriter
@@ -438,6 +438,18 @@ def test_an_empty_folder_that_nothing_can_take_the_place_of_is_refused_before_th
     with pytest.raises(MsrlError, match="volume: a file system is mounted here"), staged_folder(tmp_path / "volume"):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["volume"]
+
+
+def test_what_a_killed_run_left_behind_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cleared before the first byte; a conversion that fills half of the disk could not be made again after a kill."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1_000_000))
+    (tmp_path / ".out.partial" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / ".out.partial" / "iter_0000001" / "file").write_bytes(bytes(3_000_000))
+    refuse_unless_fits(tmp_path / "out", 3_900_000)
+    with pytest.raises(MsrlError, match="needs 5,000,000 bytes of disk"):
+        refuse_unless_fits(tmp_path / "out", 5_000_000)
+    with pytest.raises(MsrlError, match="other: needs 3,900,000 bytes of disk, 1,000,000 bytes are free"):
+        refuse_unless_fits(tmp_path / "other", 3_900_000)
 
 
 def test_a_link_in_the_place_of_an_unfinished_folder_is_not_cleared(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from msrl.errors import MsrlError
 from msrl.files import take_lock
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 
 
 def refuse_unless_free(target: Path) -> None:
@@ -39,10 +40,25 @@ def _refuse_unless_replaceable(target: Path) -> None:
 
 
 def refuse_unless_fits(target: Path, needed_bytes: int) -> None:
-    """Raises MsrlError when the file system that `target` will be on has less than `needed_bytes` left."""
-    free = shutil.disk_usage(_existing(target)).free
+    """Raises MsrlError when the file system that `target` will be on has less than `needed_bytes` left.
+
+    What a killed run left behind counts as free: it is cleared before anything is written.
+    """
+    free = shutil.disk_usage(_existing(target)).free + _left_behind(_partial(target.resolve()))
     if free < needed_bytes:
         raise MsrlError(f"{target}: needs {_size(needed_bytes)} of disk, {_size(free)} are free; make room or name another folder")
+
+
+def _partial(target: Path) -> Path:
+    """Where a folder is written before it is whole."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def _left_behind(partial: Path) -> int:
+    """The bytes of disk that an unfinished folder takes, holes of its files aside."""
+    if partial.is_symlink() or not partial.is_dir():
+        return 0
+    return sum(entry.lstat().st_blocks * _BLOCK_BYTES for entry in partial.rglob("*"))
 
 
 def _existing(target: Path) -> Path:
@@ -64,7 +80,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     refuse_unless_free(target)
     target = target.resolve()
     made = [folder for folder in target.parents if not folder.exists()]
-    partial = target.with_name(f".{target.name}.partial")
+    partial = _partial(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(exist_ok=True)
