@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import device  # noqa: E402
 from benchmarks.__main__ import detail_lines, figure, table_row  # noqa: E402
 from benchmarks.cases import CASES, Sample  # noqa: E402
-from benchmarks.device_jobs import SCALES, Facts, Speed, Training, Work, kind_of  # noqa: E402
+from benchmarks.device_jobs import SCALES, Facts, Speed, Trained, Training, Work, kind_of  # noqa: E402
 from benchmarks.measure import BenchError, quiet_environment, timed  # noqa: E402
 
 BY_NAME = {case.name: case for case in CASES}
@@ -116,7 +116,7 @@ def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(monkeyp
     assert found["bad", "float32"] == "RuntimeError: no kernel image" and found["good", "float32"] == good
     assert found["a", "bfloat16"].rows_at_once == 2 and found["facts"]["device"] == "a device"
     row = device.parity_row(bad, found["bad", "float32"], found["good", "float32"])
-    assert device.parity_line(row) == "| bad | float32 | | failed: RuntimeError: no kernel image | | | 0.0001 | | 0.001 | **no** |"
+    assert device.parity_line(row) == "| bad | float32 | | failed: RuntimeError: no kernel image | | | 0.0001 | | 0.0001 | | **no** |"
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,15 @@ def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(monkeyp
 )
 def test_kernels_are_told_by_what_they_do(kernel: str, kind: str) -> None:
     assert kind_of(kernel) == kind
+
+
+def test_losses_and_the_first_gradient_are_judged_and_later_gradients_told() -> None:
+    job, cpu = Training("plain", "dense", "bfloat16"), Trained((4.0, 2.0), (1.0, 3.0), "torch")
+    row = device.parity_row(job, Trained((4.0, 2.03), (1.01, 6.0), "fused"), cpu)
+    assert row["reached"] and row["last_grad_norm_off"] == 1.0
+    assert "| 1.5e-02 | 0.02 | 1.0e-02 | 0.02 | 1.0e+00 | yes |" in device.parity_line(row)
+    for losses, norms in (((4.0, 2.05), (1.0, 3.0)), ((4.0, 2.0), (1.03, 3.0)), ((4.0, float("nan")), (1.0, 3.0))):
+        assert device.parity_line(device.parity_row(job, Trained(losses, norms, "fused"), cpu)).endswith("| **no** |")
 
 
 def test_what_is_no_number_is_off_by_more_than_anything() -> None:
