@@ -131,7 +131,7 @@ def results(platform: str, folder: Path, lengths: tuple[int, ...], jobs: Sequenc
                     if isinstance(message, Facts):
                         yield "facts", asdict(message)
                         continue
-                    say(f"{platform}: {left[0].name}, {key(left[0])[1]}")
+                    say(f"{platform}: {left[0].name}, {key(left[0])[1]}: {message}")
                     yield key(left.pop(0)), message
         except (RankError, MsrlError) as error:
             job, why = left.pop(0), str(error).strip().splitlines()[-1]

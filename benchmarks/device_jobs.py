@@ -92,6 +92,9 @@ class Trained:
     grad_norms: tuple[float, ...]
     attention: str  # "fused" or "torch"
 
+    def __str__(self) -> str:
+        return f"loss {self.losses[0]:.4f} to {self.losses[-1]:.4f}, {self.attention} attention"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -101,6 +104,9 @@ class Measured:
     flops: int
     peak_flops: float | None
     costs: Mapping[str, float]  # shares of the devices' time by kernel, largest first; empty where no profiler sees them
+
+    def __str__(self) -> str:
+        return f"{self.step_s:.3f} s a step, {self.peak_bytes / 2**30:.1f} GiB"
 
 
 @dataclass(frozen=True)
