@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from msrl.data.columns import DroppedRow
-from msrl.data.dataset import PromptDataset, SftDataset
+from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.handlers import ALIASES, handler_names, make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.pack import pack_rows
@@ -362,6 +362,14 @@ def test_prefix_without_data_names_those_that_have_some(tmp_path):
     mindspeed_files(tmp_path, {"input_ids": [[5]]})
     with pytest.raises(MsrlError, match=f"prefixes there: {tmp_path}/data"):
         SftDataset(str(tmp_path / "date"))
+
+
+def test_data_without_rows_is_refused(tmp_path):
+    prefix = mindspeed_files(tmp_path, {"input_ids": [], "attention_mask": [], "labels": []})
+    write(tmp_path, "data_text_document", [])
+    for dataset in (SftDataset, PromptDataset, TextDataset):
+        with pytest.raises(MsrlError, match=r"data prefix .*data: .*_document\.idx holds no rows"):
+            dataset(prefix)
 
 
 def test_files_of_two_runs_are_refused(tmp_path):

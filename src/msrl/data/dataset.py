@@ -103,7 +103,7 @@ class TextDataset:
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = prefix = str(prefix)
         self.manifest = _manifest(prefix, "pretrain")
-        self._documents = IndexedReader(_whole(prefix, dataset_name(prefix, "pretrain", "text")))
+        self._documents = _reader(prefix, dataset_name(prefix, "pretrain", "text"))
         self.lengths = self._documents.lengths  # [documents] in tokens
 
     def highest_token(self) -> int:
@@ -139,7 +139,14 @@ def _runs(mask: NDArray[np.int32]) -> list[slice]:
 
 
 def _open(prefix: str, key: str) -> IndexedReader:
-    return IndexedReader(_whole(prefix, dataset_name(prefix, "sft", key)))
+    return _reader(prefix, dataset_name(prefix, "sft", key))
+
+
+def _reader(prefix: str, name: str) -> IndexedReader:
+    reader = IndexedReader(_whole(prefix, name))
+    if not len(reader):
+        raise MsrlError(f"data prefix {prefix}: {name}.idx holds no rows; preprocess it from files that have some")
+    return reader
 
 
 def _whole(prefix: str, name: str) -> str:
