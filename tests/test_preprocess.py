@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from functools import cache
 
 import numpy as np
+import psutil
 import pytest
 
 from msrl.config.schema import Config
@@ -253,3 +258,25 @@ def test_half_of_a_character_is_named_with_its_row(tmp_path, part):
     files = jsonl(tmp_path / "in.jsonl", [row, {**row, part: "cut \ud83d"}])
     with pytest.raises(MsrlError, match=r"in\.jsonl:2: holds \\ud83d, which is half of a character"):
         preprocess(tmp_path / "out", input=files, handler="r1", map_keys={"extra.note": "note"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_an_end_from_outside_leaves_no_workers_and_where_it_is_told_no_files(tmp_path, number, code):
+    files = jsonl(tmp_path / "in.jsonl", [{"instruction": "question " * 20, "output": "answer " * 50}] * 100_000)
+    tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    flags = ["--input", *files, "--tokenizer", tokenizer, "--template", "qwen", "--handler", "alpaca", "--workers", "2"]
+    flags += ["--output-prefix", str(tmp_path / "out")]
+    with subprocess.Popen([sys.executable, "-c", "from msrl.cli.app import main; main()", "preprocess", *flags]) as process:
+        deadline = time.monotonic() + 300
+        while not any(path.stat().st_size for path in tmp_path.glob(".out*.bin.*")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(60) == code
+    assert len(workers) >= 2
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert alive == []
+    if number == signal.SIGTERM:
+        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

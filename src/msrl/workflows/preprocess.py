@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from msrl.config.schema import Config, PreprocessConfig
@@ -38,7 +40,8 @@ def run(config: Config) -> DatasetManifest:
     capacity = settings.seq_length if settings.pack else None
     start = time.perf_counter()
     pad = job.tokenizer.pad_token_id
-    with DatasetWriter(prefix, job.handler.kind, capacity=capacity, pad_token_id=pad, overwrite=settings.overwrite) as writer:
+    writing = DatasetWriter(prefix, job.handler.kind, capacity=capacity, pad_token_id=pad, overwrite=settings.overwrite)
+    with _exit_when_terminated(), writing as writer:
         progress = Progress(start)
         for result in tokenise_all(job, read_batches(files), settings.workers):
             writer.add(result)
@@ -143,14 +146,36 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterable[RowBatch], ahead: int
         yield waiting.popleft().result()
 
 
+@contextlib.contextmanager
+def _exit_when_terminated() -> Generator[None, None, None]:
+    """SIGTERM, which batch systems and containers send, tidies up as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 _JOB: list[Job] = []
 
 
 def _start_worker(job: Job) -> None:
-    """A worker's first act: one thread each, the job kept. Ctrl-C is the main process's to handle."""
+    """A worker's first act: one thread each, the job kept. Ctrl-C is the main process's to handle, whose end is a worker's too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _JOB.append(job)
+
+
+def _end_with_parent() -> None:
+    """End when the main process has been killed: the queue that a worker waits at stays open, since the other workers hold it."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(batch: RowBatch) -> Tokenised:
