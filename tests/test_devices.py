@@ -11,7 +11,9 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import save_file
 
+from msrl.models.cut import Cut
 from msrl.platforms import get
+from msrl.platforms.base import Platform
 from msrl.platforms.cuda import CudaPlatform
 from msrl.trainer import checkpoints, groups, learner, optimizer_state
 from msrl.trainer.learner import Learner
@@ -43,6 +45,11 @@ class Device(CudaPlatform):
         self.state = state
 
 
+def rank_on(platform: Platform) -> Any:
+    """What `_restore_random` needs of a worker."""
+    return SimpleNamespace(platform=platform, layout=Layout())
+
+
 def test_the_devices_own_random_numbers_are_saved_and_gone_on_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     tracker: Any = get_cuda_rng_tracker()
@@ -55,12 +62,12 @@ def test_the_devices_own_random_numbers_are_saved_and_gone_on_with(monkeypatch: 
     drawn = torch.rand(3)
     saved.training_dir.mkdir(parents=True)
     save_file(states, saved.training_dir / random_file(0))
-    checkpoints._restore_random(saved, device)
+    checkpoints._restore_random(rank_on(device), saved, Cut())
     assert device.state.tolist() == [7] * 16 and tracker.states_["model-parallel-rng"].tolist() == [3] * 16
     assert torch.equal(torch.rand(3), drawn)
     # Another kind of device, whose states have another size, begins with its seed.
     monkeypatch.setattr(tracker, "states_", {"model-parallel-rng": torch.zeros(5056, dtype=torch.uint8)})
-    checkpoints._restore_random(saved, get("cpu"))
+    checkpoints._restore_random(rank_on(get("cpu")), saved, Cut())
     assert not tracker.states_["model-parallel-rng"].any()
 
 
@@ -98,12 +105,14 @@ def trained_by(kind: Any, platform: str) -> Any:
         _get_model_param_range_map=lambda parameter: {"param": SimpleNamespace(start=0, end=6)},
     )  # fmt: skip
     chain = SimpleNamespace(chained_optimizers=[part], reload_model_params=lambda: None)
-    return SimpleNamespace(model=model, optimizer=chain, dtype=torch.float32, platform=get(platform)), optimizer
+    worker = SimpleNamespace(model=model, optimizer=chain, dtype=torch.float32, platform=get(platform), device=torch.device("cpu"))
+    return worker, optimizer
 
 
 @pytest.mark.parametrize(("kind", "platform"), [(torch.optim.AdamW, "cuda"), (GroupAdamW, "cuda"), (GroupAdamW, "npu")])
-def test_the_count_of_updates_goes_on_wherever_the_optimizer_keeps_it(kind: Any, platform: str):
+def test_the_count_of_updates_goes_on_wherever_the_optimizer_keeps_it(kind: Any, platform: str, monkeypatch: pytest.MonkeyPatch):
     """Otherwise the correction of the moments' bias would begin anew, and the first steps after a resume be many times too large."""
+    monkeypatch.setattr(optimizer_state.dist, "all_reduce", lambda count, op: None)
     worker, optimizer = trained_by(kind, platform)
     for _ in range(5):
         optimizer.step()
