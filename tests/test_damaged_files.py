@@ -13,10 +13,13 @@ import torch
 
 import tiny_checkpoints as tiny
 from msrl.checkpoint.hf_files import open_weight_files
+from msrl.checkpoint.mcore import rank_file
 from msrl.checkpoint.peft_files import read_peft
+from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_file import check_records, read_torch_file
 from msrl.checkpoint.verify import damaged_files
 from msrl.errors import MsrlError
+from msrl.models.cut import Coords, Cut
 from msrl.models.hf_config import end_tokens, read_hf_config
 from test_convert import to_mcore
 
@@ -88,3 +91,26 @@ def test_json_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_text("[" * 100_000)
         with pytest.raises(MsrlError, match=f"{name}: not "):
             read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "message"),
+    [
+        ({"expert_tensor_parallel_size": "x"}, {}, "arguments say expert_tensor_parallel_size='x', which is no whole number"),
+        ({"num_layer_list": "1,x"}, {}, "arguments say num_layer_list='1,x', which are no layers"),
+        ({"num_layers": None}, {}, "says num_layers=None, but folder names and config say 2"),
+        ({}, {1: torch.zeros(2)}, "model entry 1 is not a tensor with a name"),
+        ({}, {"language_model": {1: torch.zeros(2)}}, r"tensor language_model\.1 of Megatron's old models is not known"),
+    ],
+)
+def test_a_rank_file_whose_contents_make_no_sense_is_refused(
+    tmp_path: Path, arguments: dict[str, Any], model: dict[Any, Any], message: str
+) -> None:
+    tiny.save(tmp_path / "hf")
+    to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    path = rank_file(tmp_path / "mcore", 1, Cut(), Coords())
+    contents = torch.load(path, weights_only=False)
+    vars(contents["args"]).update(arguments)
+    torch.save({**contents, "model": model or contents["model"]}, path)
+    with pytest.raises(MsrlError, match=message):
+        open_weights(tmp_path / "mcore")

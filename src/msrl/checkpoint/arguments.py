@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from msrl.errors import MsrlError
@@ -17,26 +18,41 @@ def num_local_experts(path: Path, args: argparse.Namespace) -> int:
 
 
 def cut_of_args(args: argparse.Namespace) -> Cut:
-    """The cut that a file's arguments tell; Megatron's and MindSpeed's defaults stand in for what they do not."""
+    """The cut that a file's arguments tell; Megatron's and MindSpeed's defaults stand in for what they do not.
+
+    Raises MsrlError for an argument that is no number where one belongs.
+    """
     said = vars(args)
-    tp = said.get("tensor_model_parallel_size") or 1
-    etp, extended = said.get("expert_tensor_parallel_size"), bool(said.get("moe_tp_extend_ep"))
+    tp = _count(said, "tensor_model_parallel_size") or 1
+    etp, extended = _count(said, "expert_tensor_parallel_size"), bool(said.get("moe_tp_extend_ep"))
     return Cut(
         tp=tp,
-        pp=said.get("pipeline_model_parallel_size") or 1,
-        vpp=said.get("num_layers_per_virtual_pipeline_stage"),
-        num_layer_list=_numbers(said.get("num_layer_list")) or None,
-        noop_layers=tuple(sorted(_numbers(said.get("noop_layers")))),
-        ep=said.get("expert_model_parallel_size") or 1,
+        pp=_count(said, "pipeline_model_parallel_size") or 1,
+        vpp=_count(said, "num_layers_per_virtual_pipeline_stage"),
+        num_layer_list=_numbers(said, "num_layer_list") or None,
+        noop_layers=tuple(sorted(_numbers(said, "noop_layers"))),
+        ep=_count(said, "expert_model_parallel_size") or 1,
         etp=None if extended or etp in (None, tp) else etp,
         moe_tp_extend_ep=extended,
     )
 
 
-def _numbers(said: object) -> tuple[int, ...]:
+def _count(said: Mapping[str, object], name: str) -> int | None:
+    """A number of an argument's; None where it is not set."""
+    value = said.get(name)
+    if value is not None and not isinstance(value, int):
+        raise MsrlError(f"the checkpoint's arguments say {name}={value!r}, which is no whole number")
+    return value
+
+
+def _numbers(said: Mapping[str, object], name: str) -> tuple[int, ...]:
     """Layer numbers as arguments hold them: text before Megatron has parsed it, a collection after."""
-    parts = said.split(",") if isinstance(said, str) else said
-    return tuple(int(part) for part in parts) if isinstance(parts, list | tuple | set | frozenset) else ()
+    value = said.get(name)
+    parts = value.split(",") if isinstance(value, str) and value else value
+    try:
+        return tuple(int(part) for part in parts) if isinstance(parts, list | tuple | set | frozenset) else ()
+    except (TypeError, ValueError) as error:
+        raise MsrlError(f"the checkpoint's arguments say {name}={value!r}, which are no layers") from error
 
 
 def refuse_schedule(path: Path, args: argparse.Namespace) -> None:

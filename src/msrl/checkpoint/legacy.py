@@ -90,7 +90,7 @@ def _leaves(model: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, value
+            yield f"{prefix}{key}", value
 
 
 def _our_name(path: Path, name: str) -> str:

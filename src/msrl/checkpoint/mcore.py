@@ -113,12 +113,12 @@ def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
     return {**others, "model": dict(_ours(path, tensors, contents["args"]))}
 
 
-def _is_weight(path: Path, name: str, value: object) -> bool:
+def _is_weight(path: Path, name: object, value: object) -> bool:
     """Whether an entry of `model` is a weight; the extra state of fp8 recipes is none, anything else is refused."""
-    if name.endswith("_extra_state"):
+    if str(name).endswith("_extra_state"):
         return False
-    if not isinstance(value, Tensor):
-        raise MsrlError(f"{path}: model entry {name} is not a tensor")
+    if not isinstance(value, Tensor) or not isinstance(name, str):
+        raise MsrlError(f"{path}: model entry {name} is not a tensor with a name")
     return True
 
 

@@ -184,8 +184,8 @@ def open_sharded(save: Path, config_dir: Path, iteration: int | str, *, beside_a
 
 def with_empty_layers(cut: Cut, args: argparse.Namespace, shape: Shape, models: Shards) -> Cut:
     """The cut with its empty layers; where the arguments only count them (as MindSpeed's converter does), the tensors' names tell."""
-    num_positions = getattr(args, "num_layers", shape.num_layers)
-    if cut.noop_layers or num_positions <= shape.num_layers:
+    num_positions = getattr(args, "num_layers", None)
+    if cut.noop_layers or not isinstance(num_positions, int) or num_positions <= shape.num_layers:
         return cut
     found = dataclasses.replace(cut, noop_layers=empty_positions(cut, num_positions, models))
     return found if found.num_positions(shape.num_layers) == num_positions else cut

@@ -39,7 +39,10 @@ class _Table:
     def original_positions(self) -> int:
         """The length that the model was pretrained at."""
         outside = self.config.values.get("original_max_position_embeddings", self.max_position_embeddings)
-        return int(self.positive("original_max_position_embeddings", outside))
+        found = self.positive("original_max_position_embeddings", outside)
+        if found < 1:
+            self.config.fail(f"{self.key}.original_max_position_embeddings", "must be a whole number, 1 or more")
+        return int(found)
 
 
 def read_rope(
@@ -64,7 +67,7 @@ def read_rope(
     kind = table.values.get("rope_type", table.values.get("type", "default"))
     if kind == "default" or (kind == "mrope" and allow_mrope):
         return Rope(base, None, share)
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         config.fail(key, f"rope type {kind!r} is not supported; supported: default, {', '.join(_SCALINGS)}")
     return Rope(base, _SCALINGS[kind](table), share)
 
@@ -103,7 +106,7 @@ def _yarn(table: _Table) -> YarnRopeScaling:
         original_max_position_embeddings=original,
         attention_factor=table.positive("attention_factor", _attention_factor(table, factor)),
         truncate=truncate,
-        mscale_all_dim=float(table.values.get("mscale_all_dim") or 0.0),
+        mscale_all_dim=table.positive("mscale_all_dim") if table.values.get("mscale_all_dim") else 0.0,
     )
 
 
