@@ -262,3 +262,16 @@ def test_what_is_not_converted_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "left out, as only weights are converted: optimizer state, random number generators, distrib_optim.pt" in said
     assert "not verified" in said
+
+
+def test_a_proof_that_is_interrupted_is_said_to_be_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    tiny.save(tmp_path / "hf")
+    monkeypatch.setattr(convert_proof, "checks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "out")
+    assert f"{tmp_path / 'out'} is written, but not proven" in capsys.readouterr().out

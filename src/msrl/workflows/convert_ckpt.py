@@ -130,7 +130,11 @@ def _print_carried(source: WeightSource) -> None:
 def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> None:
     """Print what was compared. A result that is not exact is put aside under another name and raises VerificationError."""
     start = time.perf_counter()
-    checks = proof.checks(config, source, load, save)
+    try:
+        checks = proof.checks(config, source, load, save)
+    except BaseException:
+        print(f"{save} is written, but not proven: its verification did not come to an end")
+        raise
     print(f"verified in {duration_text(time.perf_counter() - start)}:")
     print_table([("check", "compared", "result"), *((check.name, check.compared, check.result) for check in checks)])
     if all(check.passed for check in checks):
