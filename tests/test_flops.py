@@ -68,6 +68,8 @@ def test_latent_attention_counts_its_own_matrices():
         ("NVIDIA H200", 989.4e12),
         ("NVIDIA H20", 148e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA H200 NVL", 835.5e12),
         ("NVIDIA L40S", 362.05e12),
         ("NVIDIA L40", 181.05e12),
         ("NVIDIA L4", 121e12),
