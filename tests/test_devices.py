@@ -11,11 +11,13 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import save_file
 
+from msrl.errors import MsrlError
 from msrl.models.cut import Cut
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.platforms.cuda import CudaPlatform
 from msrl.trainer import checkpoints, groups, learner, optimizer_state
+from msrl.trainer.launch import LocalRanks
 from msrl.trainer.learner import Learner
 from msrl.trainer.resume import SavedTraining
 from msrl.trainer.saving import random_file
@@ -125,3 +127,11 @@ def test_the_count_of_updates_goes_on_wherever_the_optimizer_keeps_it(kind: Any,
     assert len(counts) == (kind is GroupAdamW) and all(isinstance(count, torch.Tensor) == (platform == "npu") for count in counts)
     optimizer.step()
     assert optimizer_state.num_updates(again) == 6
+
+
+@pytest.mark.parametrize(("platform", "there"), [("cuda", 1), ("npu", 0)])
+def test_more_ranks_than_devices_are_refused_before_any_starts(platform: str, there: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(get(platform)), "device_count", lambda self: there)
+    told = f"^cluster.devices_per_node: 2 ranks want a device of {platform} each, and this machine has {there}; "
+    with pytest.raises(MsrlError, match=told):
+        LocalRanks("nowhere:main", None, num_ranks=2, platform=get(platform))

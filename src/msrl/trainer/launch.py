@@ -52,9 +52,10 @@ class RankContext:
 
 
 class LocalRanks:
-    """A context manager around the processes of all ranks."""
+    """A context manager around the processes of all ranks. Raises MsrlError where they are more than the devices of this machine."""
 
     def __init__(self, target: str, payload: object, *, num_ranks: int, platform: Platform, env: Mapping[str, str] | None = None) -> None:
+        _check_devices(num_ranks, platform)
         self._target, self._payload, self._num_ranks, self._platform = target, payload, num_ranks, platform
         self._env = {**os.environ, **platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -124,6 +125,16 @@ class LocalRanks:
         if code:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
             raise RankError(f"rank {rank} {how}; its last words, if any, are above")
+
+
+def _check_devices(num_ranks: int, platform: Platform) -> None:
+    """A device for every rank: no back end lets two share one."""
+    there = num_ranks if platform.shares_main_memory else platform.device_count()
+    if num_ranks > there:
+        raise MsrlError(
+            f"cluster.devices_per_node: {num_ranks} ranks want a device of {platform.name} each, and this machine has {there}; set it and"
+            " train.parallel to fit"
+        )
 
 
 def run_ranks(target: str, payload: object, *, num_ranks: int, platform: Platform, env: Mapping[str, str] | None = None) -> list[Any]:
