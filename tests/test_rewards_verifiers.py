@@ -99,6 +99,9 @@ CASES = {
         ("Answer:\n34", "34", 1.0),
         ("34", "34", -1.0),
         ("Answer: 35", "34", -1.0),
+        ("Answer: feet", "square", -1.0),
+        ("Answer: square", "square", 1.0),
+        ("Answer: $", "hours", -1.0),
         ("", "34", -1.0),
     ],
     "math_verify_reward": [

@@ -20,4 +20,7 @@ _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 def score(response: str, answer: str, *, tail: int = 300) -> float:
     """1.0 or -1.0."""
     found = _ANSWER.findall(response[-tail:] if tail > 0 else response)
-    return 1.0 if found and normal_form(found[-1]) == normal_form(ground_truth(answer)) else WRONG
+    given, true = found[-1].strip() if found else "", ground_truth(answer)
+    form = normal_form(given)
+    # Of an answer that is nothing but a unit no form is left, and all of those are not the same.
+    return 1.0 if (form == normal_form(true) if form else given and given == true) else WRONG
