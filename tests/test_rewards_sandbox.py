@@ -264,6 +264,8 @@ def fenced(program):
         ("def add(a, b): return 3", ASSERTS, 0.0, 0.5),
         (ADD, "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'", 1.0, 1.0),
         (ADD, json.dumps({"tests": "assert add(1, 2) == 4"}), 0.0, 0.0),
+        (ADD + "def compile(text): pass\nexec = globals = getattr = None", ASSERTS, 1.0, 1.0),
+        ("class Solution:\n    add = lambda self, a, b: a + b\nglobals = getattr = None", CALLS, 1.0, 1.0),
         ("import sys; sys.exit(0)", ASSERTS, 0.0, 0.0),
         ("import os; os._exit(0)", ASSERTS, 0.0, 0.0),
         ("import os; os._exit(0)", CALLS, 0.0, 0.0),

@@ -26,19 +26,20 @@ WRONG = 0.0
 NEEDS_ANSWER = True
 _FENCED = re.compile(r"```(?:[^\n`]+```|([^\n`]*)\n(.*?)```)", re.DOTALL)  # within a line, or a block behind the name of its language
 _LANGUAGES = ("", "python", "python3", "py")
+# What follows the program takes no name that the program may have given to something else.
 _CALL = """
-import json as _json, os as _os, sys as _sys
+import builtins as _python, json as _json, os as _os, sys as _sys
 _line = _sys.stdin.readline()
 _told = _os.fdopen(_os.dup(1), "w"); _os.dup2(2, 1)
 _name, _arguments = _json.loads(_line)
-_target = globals()[_name] if _name in globals() else getattr(Solution(), _name)
+_target = _python.globals()[_name] if _name in _python.globals() else _python.getattr(Solution(), _name)
 _value = _target(*_arguments)
 _told.write(_json.dumps(_value)); _told.flush()
 """
 _ASSERTS = """
-import os as _os, sys as _sys
+import builtins as _python, os as _os, sys as _sys
 _word, _tests = _sys.stdin.read().split("\\n", 1)
-exec(compile(_tests, "tests", "exec"), globals())
+_python.exec(_python.compile(_tests, "tests", "exec"), _python.globals())
 _sys.stdout.flush(); _os.write(1, _word.encode())
 """
 
