@@ -160,7 +160,7 @@ KL_CTRL: Changes = {"algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "
 RAY_CASES: dict[str, Case] = {
     "actor_rollout.ppo_mini_batch_size": ({}, 4), "actor_rollout.shuffle_minibatch": ({}, True),
     "actor_rollout.num_gpus_for_train": ({}, 4),
-    "actor_rollout.kl_coef": ({"algorithm.kl_ctrl": GONE}, 0.1), "actor_rollout.dataset_category": ({}, [1, 0]),
+    "actor_rollout.kl_coef": ({"algorithm.kl_ctrl": GONE}, 0.1),
     "actor_rollout.top_k": ({}, 0), "algorithm.adv_estimator": ({}, "rloo"), "algorithm.kl_ctrl": ({}, {"type": "fixed", "kl_coef": 0.1}),
     "algorithm.verifier_function": ({}, ["base_acc"]), "algorithm.verifier_weight": ({}, [0.5]), "algorithm.advantage_whiten": ({}, False),
     "kl_ctrl.kl_coef": ({}, 0.1), "reward.load": ({"reward.verifier": GONE}, "rm"), "reward.verifier": ({"reward.load": "rm"}, GONE),

@@ -10,10 +10,13 @@ from pydantic import BaseModel
 
 from import_changes import CASES, place, translation
 from msrl.config.imports.built import refusal
+from msrl.config.imports.commands import native_yaml
 from msrl.config.imports.table import Row, load_table
 from msrl.config.imports.translation import Fate, Translation
+from msrl.config.loader import load
 from msrl.config.schema import Config
 from msrl.config.sources import plain
+from msrl.errors import ManyErrors
 
 ELSEWHERE = {("mindspeed_rl", section) for section in ("megatron", "rl_config", "generate_config", "sampling_config")}
 # What they ask for is told or refused, whatever their value: they have no native key of their own in that system.
@@ -59,6 +62,15 @@ def value_at(tree: Any, key: str) -> object:
     return tree
 
 
+def assert_it_loads_or_is_refused(found: Translation, folder: Path) -> None:
+    """What is said to take effect is a right configuration; only what the translation names is refused."""
+    (folder / "native.yaml").write_text(native_yaml(found), encoding="utf-8")
+    try:
+        load([str(folder / "native.yaml")])
+    except ManyErrors as error:
+        assert found.refused() and all("not in this version yet" in line for line in error.messages), error
+
+
 def natives(found: Translation, row: Row) -> list[object]:
     tree = plain(found.whole())
     return [value_at(tree, key) for key in (*row.to, "checkpoint.load")]
@@ -78,6 +90,8 @@ def test_another_value_of_a_key_changes_what_it_becomes(system: str, row: Row, t
         if (one.given.section, one.given.key) == (row.section, row.key) and one.given.path.endswith(where)
     ]
     assert value is ... or fates, "the key is told"
+    for found in (before, after):
+        assert_it_loads_or_is_refused(found, tmp_path)
     if row.same and refusal(row.to[0], value):
         return  # changes no results, and is not built yet: told as such
     assert natives(before, row) != natives(after, row) or fates == [Fate.NOT_YET]

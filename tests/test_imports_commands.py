@@ -143,6 +143,13 @@ def test_devices_are_counted_and_nothing_is_evaluated():
 FLAGS = "python train.py --pretrain model --prompt_data x --rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 128 --advantage_estimator group_norm"
 
 
+def test_a_command_of_lightrft_is_not_refused_for_defaults_that_change_no_results(tmp_path: Path):
+    found = translation_of("lightrft", FLAGS.split())
+    assert not found.refused()
+    (tmp_path / "native.yaml").write_text(native_yaml(found), encoding="utf-8")
+    assert load([str(tmp_path / "native.yaml")]).config.log.trackers == ()
+
+
 def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
     blocks = [block for block in re.findall(r"^```bash\n(.*?)^```", guide("lightrft-parameters"), re.S | re.M) if "python" in block]
     assert len(blocks) == 2

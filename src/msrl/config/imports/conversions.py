@@ -129,6 +129,11 @@ def inverse_recompute(value: Any) -> str | None:
     return None if value else "full"
 
 
+def some_right(value: Any) -> list[float] | None:
+    """LightRFT's dynamic_sampling: groups whose rewards are all 0 or all 1 are left out of the loss."""
+    return [0.0, 1.0] if value else None
+
+
 def _one_of(names: Mapping[Any, str], value: Any) -> str:
     if value not in names:
         raise ValueError(f"must be one of {', '.join(str(name).lower() if isinstance(name, bool) else str(name) for name in names)}")
@@ -139,6 +144,6 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     function.__name__: function
     for function in (
         negated, zero_is_off, fraction, top_k, text, text_list, int_list, one_path, above_one, bf16, dtype, convert_dtype, legacy_names,
-        schedule, kl_estimator, cp_algo, token_level, aggregate, estimator, ratio, recompute, inverse_recompute,
+        schedule, kl_estimator, cp_algo, token_level, aggregate, estimator, ratio, recompute, inverse_recompute, some_right,
     )
 } | {"": same_value}  # fmt: skip

@@ -186,13 +186,15 @@ class Translation:
         return self.take(given, row.to, converted, same=row.same)
 
     def laid_in(self, sections: Iterable[str], present: Iterable[Given]) -> None:
-        """Defaults of the original for keys that are not given and that one row says all of."""
+        """Defaults of the original for keys that are not given and one row says all of; what changes no results may be missing here."""
         there = {(given.section, given.key) for given in present}
         for (section, key), row in self.table.rows.items():
             wanted = section in sections and row.has_default and row.to and not row.by and self.reads(row)
             if wanted and (section, key) not in there:
+                value = CONVERSIONS[row.via](self.default(section, key))
                 for native in row.to:
-                    self.set_default(native, CONVERSIONS[row.via](self.default(section, key)))
+                    if not (row.same and refusal(native, value)):
+                        self.set_default(native, value)
 
     # --- the end ---------------------------------------------------------------------------------------------------------------------
 
