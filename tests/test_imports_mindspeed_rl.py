@@ -354,7 +354,6 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "rl_config.partial_rollout_max_split": ({}, 2), "rl_config.integrated_mode_config": ({}, {"ref_model_load_path": "x"}),
     "rl_config.multi_turn_enable": ({}, True), "rl_config.is_multimodal": ({}, True),
     "megatron.split": ({}, "90,5,5"), "megatron.vocab_extra_ids": ({}, 2), "megatron.optimizer": ({}, "sgd"),
-    "megatron.no_save_optim": ({}, True), "megatron.no_save_rng": ({}, True),
     "megatron.num_layers_per_virtual_pipeline_stage": ({}, 2), "megatron.num_layer_list": ({}, "13,15"), "megatron.noop_layers": ({}, "0,29"),
     "megatron.expert_model_parallel_size": ({}, 2), "megatron.context_parallel_size": ({}, 2),
     "megatron.context_parallel_algo": ({}, "megatron_cp_algo"),
@@ -425,6 +424,14 @@ def test_a_key_of_the_environment_reaches_the_workers(folder: Path):
         "env_vars: {HCCL_CONNECT_TIMEOUT: '7', MY_OWN: x, VLLM_USE_V1: '1'}\n", encoding="utf-8"
     )
     assert native(PRESENT, folder).config.cluster.env == {"HCCL_CONNECT_TIMEOUT": "7", "MY_OWN": "x"}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_a_checkpoint_holds_is_no_choice_and_nothing_is_said_to_be_missing(folder: Path, given: bool):
+    found = translated(PRESENT, folder, {"actor_config.no_save_optim": given, "actor_config.no_save_rng": given})
+    said = [str(one) for one in found.outcomes if one.given.key.startswith("no_save_")]
+    assert len(said) == 2 and all("a checkpoint always holds the optimizer's state" in line for line in said), said
+    assert not any("not in this version yet" in line for line in said)
 
 
 def test_wandb_wins_over_tensorboard_and_is_not_needed_for_the_results(folder: Path):
