@@ -36,6 +36,7 @@ ROLL: dict[str, Any] = {
 AGENTIC: Changes = {"train_env_manager": {"num_env_groups": 8, "group_size": 8}}
 FILTER: Changes = {"query_filter_config": {"type": "mean_filter", "filter_args": {"threshold_down": 0.1, "threshold_up": 0.9}}}
 NORM: Changes = {**AGENTIC, "reward_normalization": {"grouping": "batch", "method": "mean_std"}}
+HELD_OUT: Changes = {"validation": {"data_args": {"file_name": ["held.jsonl"]}}, "val_prompt_length": 1024, "val_sequence_length": 4096}
 GAE, KL, DIFFICULT = {"adv_estimator": "gae"}, {"add_token_level_kl": True}, {"difficulty_mask": True}
 RANGE, LORA = {"use_pg_clip_range": True}, {"actor_train.model_args.lora_rank": 8}
 OF_INFER = {
@@ -48,6 +49,7 @@ ROLL_CASES: dict[str, Case] = {
     "top.sequence_length": ({}, 4096), "top.query_filter_config": ({}, {"type": "std_filter"}), "top.render_save_dir": (AGENTIC, "there"),
     "top.is_use_additional_prompts": (FILTER, True),
     "top.max_additional_running_prompts": ({**FILTER, "is_use_additional_prompts": True}, 7),
+    "top.eval_steps": (HELD_OUT, 7), "top.val_sequence_length": (HELD_OUT, 3072), "top.val_prompt_length": (HELD_OUT, 512),
     "top.async_generation_ratio": ({}, 2), "top.max_grad_norm": ({}, 0), "top.lambd": (GAE, 0.9), "top.gamma": ({}, 0.9),
     "top.pg_clip": ({}, 0.1), "top.use_pg_clip_range": ({"pg_clip": 0.1}, True), "top.pg_clip_low": (RANGE, 0.1),
     "top.pg_clip_high": (RANGE, 0.3),

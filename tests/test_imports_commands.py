@@ -105,6 +105,41 @@ def test_a_changed_key_of_roll_changes_what_it_becomes(old: str, new: str, key: 
     assert tree == value
 
 
+HELD_OUT = """\
+eval_steps: 5
+validation:
+  data_args: {template: qwen2_5, file_name: [val.jsonl]}
+  generating_args: {temperature: 0.6, top_k: 0, num_return_sequences: 4, max_new_tokens: 7}
+"""
+
+
+def test_validation_of_roll_becomes_evaluation_before_the_first_step_and_on_the_way(tmp_path: Path):
+    found = imported("roll", RLVR + HELD_OUT, tmp_path, "yaml")
+    sampling = {"temperature": 0.6, "top_p": 0.7, "top_k": -1}  # the second is ROLL's default
+    assert tree_of(found)["eval"] == {"every_steps": 5, "at_start": True, "sampling": sampling, "samples_per_prompt": 4}
+    assert any("then --set data.eval=PREFIX" in str(one) for one in found.outcomes)
+    longer = imported("roll", RLVR + HELD_OUT + "val_prompt_length: 1024\nval_sequence_length: 5120\n", tmp_path, "yaml")
+    assert tree_of(longer)["eval"]["max_response_tokens"] == 4096
+    often = imported("roll", changed(RLVR + HELD_OUT, ("eval_steps: 5\n", "")), tmp_path, "yaml")
+    assert tree_of(often)["eval"]["every_steps"] == 10  # ROLL's default
+    greedy = imported(
+        "roll", changed(RLVR + HELD_OUT, ("temperature: 0.6", "temperature: 0"), ("_sequences: 4", "_sequences: 1")), tmp_path, "yaml"
+    )
+    assert tree_of(greedy)["eval"]["sampling"] == {"temperature": 0}
+
+
+@pytest.mark.parametrize(
+    "text", [RLVR + "eval_steps: 5\n", RLVR + "validation: {}\n", RLVR + changed(HELD_OUT, ("eval_steps: 5", "eval_steps: 0"))]
+)
+def test_roll_evaluates_nothing_where_validation_names_no_data_or_eval_steps_is_off(text: str, tmp_path: Path):
+    assert "eval" not in tree_of(imported("roll", text, tmp_path, "yaml"))
+
+
+def test_lengths_of_rolls_validation_are_given_both(tmp_path: Path):
+    with pytest.raises(MsrlError, match="val_sequence_length=2048: stands alone; give val_sequence_length and val_prompt_length both"):
+        imported("roll", RLVR + HELD_OUT + "val_sequence_length: 2048\n", tmp_path, "yaml")
+
+
 def test_dead_keys_of_roll_are_named(tmp_path: Path):
     text = RLVR + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\nadd_len_reward: true\nsft_loss_coef: 0.1\n"
     found = imported("roll", text, tmp_path, "yaml")

@@ -13,6 +13,7 @@ from msrl.config.imports.mindspeed_megatron import converted
 from msrl.config.imports.roll_devices import Devices
 from msrl.config.imports.roll_rewards import put_filter, put_rewards
 from msrl.config.imports.roll_tree import resolved
+from msrl.config.imports.roll_validation import put_validation
 from msrl.config.imports.sections import Keys
 from msrl.config.imports.table import load_table
 from msrl.config.imports.translation import Fate, Translation
@@ -79,6 +80,7 @@ class _File:
         self._additional_prompts()
         self._worker_args()
         self._critic()
+        self._validation()
         self._environments()
         self.top.apply_rest()
         for section in ("training_args", "generating_args"):
@@ -190,7 +192,6 @@ class _File:
         if variables is not None:
             values = plain(variables.node)
             self.translation.take(variables, ["cluster.env"], {str(key): str(value) for key, value in dict(values or {}).items()})
-        top.say("validation", Fate.SAME, "data.eval is what `msrl preprocess` wrote of it; --set eval.every_steps and data.eval")
 
     def _additional_prompts(self) -> None:
         """What takes the place of filtered groups, if any are."""
@@ -244,6 +245,17 @@ class _File:
         if args.get("learning_rate") is None:
             self.translation.set_default("cluster.roles.critic.optimizer.lr", args.value("learning_rate"))
         critic.say_all(Fate.SAME, "the critic is cut, and trained, like the actor")
+
+    def _validation(self) -> None:
+        """Evaluations while training; agentic runs have environments for that."""
+        if self.is_agentic:
+            return None
+        worker = self._worker("validation")
+        if not put_validation(self.translation, self.top, worker.parts):
+            return worker.say_all(Fate.DEAD, "nothing is evaluated without eval_steps and validation.data_args.file_name")
+        for part in ("data_args", "generating_args"):
+            worker.own.say(part, Fate.TOOK, "key by key")
+        return worker.say_all(Fate.DEAD, "of validation data_args and generating_args are read")
 
     def _data(self, data: Keys) -> None:
         data.say("file_name", Fate.SAME, "rows are preprocessed first: `msrl preprocess`, then --set data.train=PREFIX")
