@@ -98,7 +98,7 @@ class ClusterConfig(Section):
     platform: Platform = Field(default="auto", description="Kind of device; auto: npu, else cuda, else cpu, by what the machine has")
     address: Text | None = Field(default=None, description="HOST:PORT of a cluster made by `msrl cluster up`; unset: a local Ray")
     nodes: Count = Field(default=1, description="Machines of the cluster that the run takes; train-sft runs on one")
-    devices_per_node: Count | None = Field(default=None, description="Training ranks per node, one per device; unset: tp * pp")
+    devices_per_node: Count | None = Field(default=None, description="Training ranks per node, one per device; unset: what one model needs")
     rpc_timeout_s: Seconds = Field(default=600.0, description="Seconds to wait for a worker, or a collective, before the run is ended")
     env: dict[str, Annotated[str, Strict()]] = Field(default_factory=dict[str, str], description="Environment variables of every worker")
     roles: RolesConfig = Field(default=RolesConfig(), description="Who computes besides the policy")
