@@ -130,3 +130,24 @@ def test_a_folder_that_exists_is_not_overwritten(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "exists already" in done.stderr
+
+
+@pytest.mark.parametrize("ours", [(), ("inputs/heldout.jsonl", "runs/sft/report.md", "answers_sft.jsonl"), (".inputs.partial/x",)])
+def test_the_quickstart_clears_what_an_earlier_one_left_and_nobody_elses_folder(ours, tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    begin_anew = importlib.import_module("run").begin_anew
+    folder = tmp_path / "out"
+    begin_anew(folder)
+    folder.mkdir()
+    for name in ours:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    begin_anew(folder)
+    assert not folder.exists()
+    for foreign in ("thesis.tex", "data/mine.csv"):
+        (folder / foreign).parent.mkdir(parents=True, exist_ok=True)
+        (folder / foreign).write_text("years of work")
+        with pytest.raises(SystemExit) as left:
+            begin_anew(folder)
+        assert left.value.code == 2 and (folder / foreign).read_text() == "years of work"
+        assert "name another folder" in capsys.readouterr().err

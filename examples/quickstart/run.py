@@ -26,6 +26,12 @@ from msrl.rewards.verifiers.base_acc import score
 HERE = Path(__file__).resolve().parent
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 SAMPLES = 3
+PARTIAL = ".inputs.partial"
+# What the quickstart and the learning benchmark, which begins with it, write into their folder.
+OWN = {
+    "inputs", PARTIAL, "heldout.jsonl", "sft.yaml", "grpo.yaml", "data", "mcore", "runs", "reinforced",
+    "start.json", "results.jsonl", "learning.yaml",
+}  # fmt: skip
 
 
 class Runner:
@@ -61,7 +67,8 @@ class Runner:
 def main() -> None:
     """Everything, in order."""
     parser = argparse.ArgumentParser(description="From a random model to one that learnt arithmetic, on a laptop.")
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder to make (default: %(default)s)")
+    out = "folder to make; what an earlier quickstart left there goes (default: %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help=out)
     parser.add_argument("--seed", type=int, default=0, help="of the inputs and of both trainings (default: %(default)s)")
     arguments = parser.parse_args()
     runner = Runner(arguments.out, arguments.seed)
@@ -79,11 +86,22 @@ def run(runner: Runner) -> dict[str, float]:
     return accuracies
 
 
+def begin_anew(folder: Path) -> None:
+    """Takes away what an earlier quickstart left. A folder that holds anything else is nobody's to clear: one message, exit code 2."""
+    if not folder.exists():
+        return
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
+    is_whole = (folder / "inputs/heldout.jsonl").is_file() and all(name in OWN or name.startswith("answers_") for name in names)
+    if not is_whole and not names <= {PARTIAL}:
+        print(f"--out {folder}: holds more than an earlier quickstart left; name another folder, or remove it", file=sys.stderr)
+        sys.exit(2)
+    shutil.rmtree(folder)
+
+
 def fine_tune(runner: Runner) -> dict[str, float]:
     """All that comes before reinforcement: inputs, conversion, SFT, prompts. Returns the accuracy before and after SFT."""
     folder = runner.folder
-    if folder.exists():
-        shutil.rmtree(folder)
+    begin_anew(folder)
     make_inputs(folder / "inputs", runner.seed)
     heldout = [json.loads(line) for line in (folder / "inputs/heldout.jsonl").read_text(encoding="utf-8").splitlines()]
     (folder / "heldout.jsonl").write_text("".join(json.dumps({"prompt": r["question"], "answer": r["answer"]}) + "\n" for r in heldout))
