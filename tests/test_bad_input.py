@@ -67,6 +67,8 @@ MANY = "--set=cluster.devices_per_node=2"
         ((*SFT, "--resume", "gone"), "checkpoint.resume=gone"),
         (SFT, "data_packed_input_ids_document.idx: 0 bytes is too short for an index"),
         (RL, "data_packed_input_ids_document.idx: 0 bytes is too short for an index"),
+        (("generate", "--model", "model", "--prompt", "a\udcff"), "--prompt: 'a\\udcff' is not UTF-8 text"),
+        (("preprocess", "gone\udcff.jsonl", "--handler", "gsm8k"), "--input: 'gone\\udcff.jsonl' is not UTF-8 text"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -96,20 +98,21 @@ def test_truncated_weights_are_named(folder: Path, capsys: pytest.CaptureFixture
     ("rows", "flags", "message"),
     [
         ([], (), "nothing to write: there are no rows"),
+        ([{"question": "x", "answer": "#### 1"}], ("--output-prefix", "out/"), "output_prefix=out/: is a folder alone; add how the names"),
         ([{"question": "x", "answer": "#### 1"}], ("--handler", "gsm9k"), "did you mean 'gsm8k'?"),
         ([{"question": "x", "answer": "#### 1"}], ("--template", "qwen_r2"), "did you mean 'qwen_r1'?"),
         ([{"question": "x", "answer": "#### 1"}], ("--tokenizer", "gone"), "gone: there is no such folder"),
     ],
 )
 def test_a_mistake_in_preprocessing_is_one_line_and_exit_code_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], rows: list[dict[str, str]], flags: tuple[str, ...], message: str
+    folder: Path, capsys: pytest.CaptureFixture[str], rows: list[object], flags: tuple[str, ...], message: str
 ):  # fmt: skip
     make_tokenizer().save_pretrained(folder / "tokenizer")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    right = {"--handler": "gsm8k", "--template": "qwen", "--tokenizer": "tokenizer"}
+    right = {"--handler": "gsm8k", "--template": "qwen", "--tokenizer": "tokenizer", "--output-prefix": "out"}
     chosen = {**right, **dict(zip(flags[::2], flags[1::2], strict=True))}
     arguments = [part for pair in chosen.items() for part in pair]
-    said = refused(capsys, "preprocess", "--input", "rows.jsonl", "--output-prefix", "out", *arguments)
+    said = refused(capsys, "preprocess", "--input", "rows.jsonl", *arguments)
     assert message in said and len(said.splitlines()) == 1
 
 

@@ -7,9 +7,11 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
+
+from msrl.errors import MsrlError
 
 if TYPE_CHECKING:
     from msrl.config.loader import Flag, Resolved
@@ -74,7 +76,17 @@ def _flags(ctx: typer.Context, section: str) -> Iterator[Flag]:
         value = _plain(ctx.params.get(name))
         if value is not None and name not in _COMMON:
             option = parameter.opts[0] if parameter.opts[0].startswith("-") else (parameter.metavar or name)
+            _refuse_bytes(option, value)
             yield Flag(_KEYS.get(name, f"{section}.{name}"), value, option)
+
+
+def _refuse_bytes(option: str, value: object) -> None:
+    """Raises MsrlError for words of the command line that are no UTF-8: Python has their bytes as halves of surrogate pairs."""
+    for word in cast("list[object]", value) if isinstance(value, list) else [value]:
+        try:
+            str(word).encode()
+        except UnicodeEncodeError:
+            raise MsrlError(f"{option}: {word!a} is not UTF-8 text") from None
 
 
 def _plain(value: Any) -> object:

@@ -71,6 +71,8 @@ def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:
 def preprocess_checks(resolved: Resolved) -> Iterator[str]:
     preprocess = resolved.config.preprocess
     yield from needed(resolved, "preprocess.input", "preprocess.tokenizer", "preprocess.handler", "preprocess.output_prefix")
+    if preprocess.output_prefix is not None and preprocess.output_prefix.endswith("/"):
+        yield resolved.mistake("preprocess.output_prefix", "is a folder alone; add how the names of the files begin, as in data/sft")
     for i, name in enumerate(preprocess.input):
         if not Path(name).exists() and not glob.glob(name):  # noqa: PTH207  (pathlib takes no absolute patterns)
             yield resolved.mistake(f"preprocess.input.{i}", "there is no such file or folder")
