@@ -66,7 +66,7 @@ MANY = "--set=cluster.devices_per_node=2"
         ((*SFT, "--set", "data.train=other"), "there is no preprocessed data of this prefix"),
         ((*SFT, "--resume", "gone"), "checkpoint.resume=gone"),
         (SFT, "data_packed_input_ids_document.idx: 0 bytes is too short for an index"),
-        (RL, "data_packed_input_ids_document.idx: 0 bytes is too short for an index"),
+        (RL, "model: holds no vocabulary, as tokenizer.json is; copy it there"),
         (("generate", "--model", "model", "--prompt", "a\udcff"), "--prompt: 'a\\udcff' is not UTF-8 text"),
         (("preprocess", "gone\udcff.jsonl", "--handler", "gsm8k"), "--input: 'gone\\udcff.jsonl' is not UTF-8 text"),
     ],
@@ -77,6 +77,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     said = refused(capsys, *arguments)
     assert message in said
     assert len(said.splitlines()) == 1
+
+
+def test_damaged_prompts_are_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+    make_tokenizer().save_pretrained(folder / "model")
+    assert "data_packed_input_ids_document.idx: 0 bytes is too short for an index" in refused(capsys, *RL)
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from config_inputs import make_model
 from msrl.data.columns import DroppedRow
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.handlers import ALIASES, handler_names, make_handler
@@ -415,6 +416,14 @@ def test_published_tokenizers_open_to_what_transformers_loads(name):
 def test_hash_tells_tokenizers_apart():
     hashes = {tokenizer_hash(open_tokenizer(shared_data("tokenizers", n))) for n in ("qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2")}
     assert len(hashes) == 3
+
+
+def test_a_folder_with_a_models_config_alone_is_no_tokenizer_without_tokens(tmp_path):
+    make_model(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    for read in (open_tokenizer, load_tokenizer):
+        with pytest.raises(MsrlError, match=r"tokenizer=.*model: holds no vocabulary, as tokenizer.json is"):
+            read(tmp_path / "model")
 
 
 def test_folder_without_a_tokenizer_is_refused(tmp_path):

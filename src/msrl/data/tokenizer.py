@@ -71,10 +71,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         if {"vocab.json", "merges.txt"} <= files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
             return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"), name_or_path=str(folder))
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise MsrlError(f"tokenizer={folder}: cannot be loaded: {reason}") from error
+    if tokenizer.get_vocab().keys() <= tokenizer.added_tokens_encoder.keys():  # made from config.json's class alone
+        raise MsrlError(f"tokenizer={folder}: holds no vocabulary, as tokenizer.json is; copy it there, or name a folder that has it")
+    return tokenizer
 
 
 def open_tokenizer(path: str | Path) -> TextTokenizer:
