@@ -14,12 +14,11 @@ from msrl.config.schema import Config, OptimizerConfig
 from msrl.data.manifest import read_manifest
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
-from msrl.models.families import load_shape
 from msrl.platforms.base import Platform
 from msrl.trainer.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import Balance, CriticSettings, Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
-from msrl.types import ChatFormat, DatasetManifest
+from msrl.types import ChatFormat
 from msrl.workflows.best import Best
 
 
@@ -43,34 +42,6 @@ def hf_files(config: Config) -> Path:
 
 def tokenizer_path(config: Config) -> Path:
     return Path(config.model.tokenizer).absolute() if config.model.tokenizer else hf_files(config)
-
-
-def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, prefix: str) -> None:
-    """The data is of this model: its tokens have rows in the embedding, its template is the one that was asked for, its rows fit.
-
-    Raises MsrlError. Data of other systems has no manifest, so nothing can be told of it.
-    """
-    if manifest is None:
-        return
-    shape = load_shape(hf_dir)
-    if manifest.num_examples == 0:
-        raise MsrlError(f"data prefix {prefix}: it is empty")
-    if manifest.vocab_size > shape.vocab_size:
-        raise MsrlError(
-            f"data prefix {prefix}: its tokenizer has {manifest.vocab_size} tokens, the model in {hf_dir} only {shape.vocab_size};"
-            " preprocess with the tokenizer of the model"
-        )
-    if config.model.template is not None and manifest.template != config.model.template:
-        raise MsrlError(f"model.template={config.model.template}: {prefix} was preprocessed with template {manifest.template}")
-    if manifest.kind == "pretrain":  # documents of any length are cut into rows
-        longest = config.data.seq_length or 0
-        if longest > shape.max_position_embeddings:
-            raise MsrlError(f"data.seq_length={longest}: the model takes {shape.max_position_embeddings} tokens; lower it")
-    elif not manifest.pack and manifest.max_tokens > shape.max_position_embeddings:
-        raise MsrlError(
-            f"data prefix {prefix}: its longest example has {manifest.max_tokens} tokens, the model takes {shape.max_position_embeddings};"
-            " preprocess with a shorter seq_length"
-        )
 
 
 def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:

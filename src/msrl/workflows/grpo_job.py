@@ -21,7 +21,8 @@ from msrl.platforms.base import Platform
 from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows import going_on
-from msrl.workflows.common import check_data, check_order, hf_files, order_state, policy_schedule, resumed, tokenizer_path
+from msrl.workflows.common import check_order, hf_files, order_state, policy_schedule, resumed, tokenizer_path
+from msrl.workflows.data_check import check_data
 from msrl.workflows.run_log import checkpoint_root
 
 

@@ -24,7 +24,6 @@ from msrl.workflows import going_on
 from msrl.workflows.best import outcome
 from msrl.workflows.common import (
     adapted_base,
-    check_data,
     check_order,
     hf_files,
     order_state,
@@ -33,6 +32,7 @@ from msrl.workflows.common import (
     worker_settings,
     worker_variables,
 )
+from msrl.workflows.data_check import check_data
 from msrl.workflows.interrupts import EndAtOnce, Interrupts
 from msrl.workflows.memory_check import check_memory
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted

@@ -1,0 +1,74 @@
+"""Preprocessed data is of the model that learns from it, or refused by what tells them apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from config_inputs import make_model
+from msrl.config.loader import load
+from msrl.config.schema import Config
+from msrl.data.dataset import SftDataset
+from msrl.errors import MsrlError
+from msrl.workflows.data_check import check_data
+from msrl.workflows.preprocess import run
+from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model that brings a tokenizer, another tokenizer of the same size, and data of either."""
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "model", vocab_size=VOCAB_SIZE)
+    for name in ("model", "other"):
+        make_tokenizer().save_pretrained(tmp_path / name)
+    swap(tmp_path / "other" / "tokenizer.json", "a", "b")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"instruction": "ab", "output": "ba"}) + "\n")
+    for tokenizer, prefix in (("model", "own"), ("other", "foreign")):
+        given = {"input": ["rows.jsonl"], "tokenizer": tokenizer, "handler": "alpaca", "template": "qwen", "output_prefix": prefix}
+        run(Config.model_validate({"preprocess": given}))
+    return tmp_path
+
+
+def swap(file: Path, one: str, other: str) -> None:
+    """Two tokens of a tokenizer.json in each other's place."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def check(prefix: str, *sets: str) -> None:
+    config = load(sets=("model.path=model", *sets)).config
+    check_data(SftDataset(prefix).manifest, config, Path("model"), prefix)
+
+
+def test_data_of_another_tokenizer_of_the_same_size_is_refused(folder: Path):
+    check("own")
+    with pytest.raises(MsrlError, match=r"data prefix foreign: was preprocessed with another tokenizer than that in .*model, so its ids"):
+        check("foreign")
+
+
+def test_the_tokenizer_that_is_named_counts(folder: Path):
+    check("foreign", "model.tokenizer=other")
+    with pytest.raises(MsrlError, match=r"data prefix own: was preprocessed with another tokenizer than that in .*other"):
+        check("own", "model.tokenizer=other")
+    with pytest.raises(MsrlError, match="gone: there is no such folder"):
+        check("own", "model.tokenizer=gone")
+
+
+def test_of_a_model_without_a_tokenizer_nothing_is_told(folder: Path):
+    for file in (folder / "model").iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    check("own")
+    check("foreign")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_by_their_numbers(folder: Path):
+    config = json.loads((folder / "model/config.json").read_text())
+    (folder / "model/config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    with pytest.raises(MsrlError, match=r"its tokenizer has 259 tokens, the model in model only 100"):
+        check("own")
