@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -15,7 +16,7 @@ from dist_ranks import Case
 from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.dist_read import read_metadata
+from msrl.checkpoint.dist_read import GlobalTensors, read_metadata
 from msrl.checkpoint.found import find_checkpoint, saved_cut
 from msrl.checkpoint.names import Naming
 from msrl.checkpoint.source import open_mcore, open_weights
@@ -141,6 +142,22 @@ def test_damage_to_a_distributed_checkpoint_is_named(written: Path, folders: dic
     file.unlink()
     with pytest.raises(MsrlError, match=r"__2_0\.distcp: cannot be read"):
         compare(open_weights(folders["qwen3"]), open_weights(written), None)
+
+
+def test_parts_that_lie_over_each_other_or_outside_are_refused(written: Path) -> None:
+    """What no part holds would be whatever memory held before."""
+    folder, key = written / "iter_0000001", "decoder.final_layernorm.weight"
+    tensors = GlobalTensors(folder)
+    whole = tensors.stored[key]
+    half = dataclasses.replace(whole.chunks[0], sizes=(whole.shape[0] // 2,))
+    tensors.stored[key] = dataclasses.replace(whole, chunks=(half, half))
+    with pytest.raises(MsrlError, match=rf"the parts of {key} at \[\] do not make"):
+        tensors.read(key, ())
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.state_dict_metadata[key].chunks[0].sizes = torch.Size([whole.shape[0] + 1])
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(MsrlError, match=rf"a part of {key}, of \[\d+\] at \[0\], lies outside of its"):
+        open_weights(written)
 
 
 def test_a_distributed_checkpoint_of_another_model_is_refused(written: Path, folders: dict[str, Path]) -> None:

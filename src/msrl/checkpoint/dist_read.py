@@ -42,6 +42,11 @@ class Chunk:
     sizes: tuple[int, ...]
     where: Range
 
+    def overlaps(self, other: Chunk) -> bool:
+        """Whether some element lies in both."""
+        axes = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(mine < theirs + their_size and theirs < mine + size for mine, size, theirs, their_size in axes)
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -115,7 +120,11 @@ def _stored(key: str, facts: dict[str, Any], places: dict[tuple[str, tuple[int, 
     properties = facts["properties"].state
     dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
     parts = [(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])) for chunk in facts["chunks"]]
-    return Stored(dtype, tuple(facts["size"]), tuple(Chunk(offsets, sizes, places[key, offsets]) for offsets, sizes in parts))
+    shape = tuple(facts["size"])
+    for offsets, sizes in parts:
+        if any(begin < 0 or begin + size > extent for begin, size, extent in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a part of {key}, of {list(sizes)} at {list(offsets)}, lies outside of its {list(shape)}")
+    return Stored(dtype, shape, tuple(Chunk(offsets, sizes, places[key, offsets]) for offsets, sizes in parts))
 
 
 def sections_digest(path: Path) -> str:
@@ -142,7 +151,8 @@ class GlobalTensors:
         shape = stored.shape[len(index) :]
         if len(found) == 1 and found[0].sizes[len(index) :] == shape:
             return self._part(found[0], index)
-        if sum(torch.Size(chunk.sizes[len(index) :]).numel() for chunk in found) != torch.Size(shape).numel():
+        is_whole = sum(torch.Size(chunk.sizes[len(index) :]).numel() for chunk in found) == torch.Size(shape).numel()
+        if not is_whole or any(one.overlaps(other) for one, other in itertools.combinations(found, 2)):
             raise MsrlError(f"{self._folder}: the parts of {key} at {list(index)} do not make {list(shape)}; the checkpoint is incomplete")
         whole = torch.empty(shape, dtype=stored.dtype)
         for chunk in found:
