@@ -163,6 +163,11 @@ def test_native_masks_follow_generation_blocks(tmp_path):
     assert learnt_text(hf, example) == ["Hello! How can I help?!", "Yes.\n\nSure.!"]
 
 
+def test_under_native_an_answer_that_holds_its_own_end_is_refused():
+    with pytest.raises(MsrlError, match=r"turn 2 holds <\|im_end\|>, which ends an answer; .* packaged template"):
+        renderer("native", qwen2()).examples([talk(("user", "Hi"), ("assistant", "I end with <|im_end|>, always"))])
+
+
 def test_native_needs_a_chat_template():
     gpt2 = load_tokenizer(shared_data("tokenizers", "gpt2"))
     with pytest.raises(MsrlError, match="has no chat template of its own"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer
 from msrl.errors import MsrlError
-from msrl.types import Conversation, Ints, RenderedExample
+from msrl.types import Conversation, Ints, Message, RenderedExample
 
 
 def native_prompts(tokenizer: TextTokenizer, conversations: Sequence[Conversation], enable_thinking: bool | None) -> list[Ints]:
@@ -50,6 +50,7 @@ def _by_prefixes(tokenizer: TextTokenizer, conversation: Conversation, enable_th
     cuts = [0]
     for number, message in enumerate(conversation.messages):
         if message.role == "assistant":
+            _refuse_end_inside(tokenizer, number, message)
             prompt = _render(tokenizer, conversation, number, enable_thinking, generation=True)
             if not text.startswith(prompt) or len(prompt) < cuts[-1]:
                 hint = "use the packaged template of its family (qwen, qwen3, llama3, ...)"
@@ -61,6 +62,13 @@ def _by_prefixes(tokenizer: TextTokenizer, conversation: Conversation, enable_th
     ids = [e.ids for e in tokenizer.backend.encode_batch_fast(stretches, add_special_tokens=False)]
     mask = np.repeat(np.arange(len(ids)) % 2 == 1, [len(i) for i in ids])
     return RenderedExample(np.array([number for i in ids for number in i], np.int64), mask)
+
+
+def _refuse_end_inside(tokenizer: TextTokenizer, number: int, message: Message) -> None:
+    """An answer that itself holds its end cannot be told from a shorter one."""
+    if tokenizer.eos_token and tokenizer.eos_token in message.content:
+        hint = "take it out, or use a packaged template, where it stays text"
+        raise MsrlError(f"template native: turn {number + 1} holds {tokenizer.eos_token}, which ends an answer; {hint}")
 
 
 def _end_of_answer(text: str, start: int, eos: str | None) -> int:
