@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 from msrl.workflows.preprocess import run
 from support import shared_data
+from tiny_qwen2 import make_tokenizer
+from training_runs import Command
 
 
 def preprocess(prefix, **settings):
@@ -280,3 +283,17 @@ def test_an_end_from_outside_leaves_no_workers_and_where_it_is_told_no_files(tmp
     assert alive == []
     if number == signal.SIGTERM:
         assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_ctrl_c_while_workers_start_is_one_word(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    inputs = jsonl(tmp_path / "g.jsonl", [{"instruction": "x" * 200, "output": "y"}] * 20_000)
+    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--handler", "alpaca", "--template", "qwen", "--workers", "4"]
+    prefix = str(tmp_path / "out" / "g")
+    command = Command("preprocess", "--input", *inputs, *flags, "--output-prefix", prefix, log=tmp_path / "log")
+    command.when(lambda: any("spawn_main" in " ".join(p.cmdline()) for p in psutil.Process(command.process.pid).children()))
+    time.sleep(0.5)  # they are importing
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.wait() == 130
+    assert "Traceback" not in command.output() and "interrupted" in command.output()
+    assert not list((tmp_path / "out").iterdir())

@@ -19,6 +19,7 @@ from msrl.config.schema import Config
 from msrl.data.render import Renderer
 from msrl.rollout.engine import Engine, Piece, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
+from msrl.workflows.interrupts import children_deaf_to_interrupts
 from msrl.workflows.serving import choose_renderer, engine_settings, is_mcore, open_model, running_engine, sampling_of, system_turns
 
 _LEAVE = ("quit", "exit", "q")
@@ -46,7 +47,7 @@ def run(config: Config) -> None:
     renderer.prompt(Conversation((*system, Message("user", "?"))))  # a template that cannot show a question is refused now
     _say(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
-        with _children_deaf_to_interrupts() if settings.tp > 1 else contextlib.nullcontext():
+        with children_deaf_to_interrupts() if settings.tp > 1 else contextlib.nullcontext():
             engine = stack.enter_context(running_engine(config, source, settings))
         _say("ask away; `clear` starts anew, `quit` leaves, Ctrl-C stops an answer")
         converse(engine, renderer, system, sampling, read_lines())
@@ -129,16 +130,6 @@ def interruptible() -> Generator[Callable[[], bool], None, None]:
         yield lambda: bool(noted)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _children_deaf_to_interrupts() -> Generator[None, None, None]:
-    """Processes that are started within it don't hear Ctrl-C, which a terminal sends to all: only this one decides what it stops."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _show(pieces: Iterable[Piece], interrupted: Callable[[], bool]) -> str:

@@ -6,10 +6,11 @@ comes again within a moment is the same one.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import FrameType, TracebackType
 
 _MOMENT_S = 1.0
@@ -74,3 +75,13 @@ class Interrupts:
         print("stopping after this step, with a checkpoint; once more stops at once", file=sys.stderr, flush=True)
         if self._then is not None:
             self._then()
+
+
+@contextlib.contextmanager
+def children_deaf_to_interrupts() -> Generator[None, None, None]:
+    """Processes that are started within it don't hear Ctrl-C, which a terminal sends to all: only this one decides what it stops."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
