@@ -229,7 +229,7 @@ SCALES = {
 
 _KINDS = {
     "attention": r"flash|fmha|attention|attn",
-    "matrix products": r"gemm|nvjet|xmma|cutlass|matmul|aten::(mm|addmm|bmm)\b",
+    "matrix products": r"gemm|nvjet|xmma|cutlass|matmul|aten::(mm|addmm|bmm|mv|addmv_?)\b",
     "AdamW": r"adam",
     "copies": r"memcpy|memset",
 }
