@@ -135,6 +135,11 @@ def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(most: in
     assert f"1 of {4 * calls} groups teach something after {calls - 1} refills" in found.scores.notes[-1]
 
 
+def test_a_step_in_which_no_group_teaches_anything_says_so():
+    found = make_rollouts(Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True)).of_step(0, Clock())
+    assert found.scores.notes[-1].endswith("0 of 12 groups teach something after 2 refills; the step learns nothing")
+
+
 def test_a_step_that_begins_an_epoch_asks_no_prompt_twice_and_passes_over_those_that_it_had():
     asked = Asked(set(range(ROWS)) - {9})
     rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=1), {"prompts_taken": 8})

@@ -91,7 +91,8 @@ class Rollouts:
             metrics = {"prompts": len(teaches), "teaching": float(teaches.mean()), "refills": num_refills, "missing": missing}
         if missing and self._filter.refill:
             found = f"{int(teaches.sum())} of {len(teaches)} groups teach something after {num_refills} refills"
-            scores = Scores(scores.groups, scores.failures, (*scores.notes, f"rollout.filter: {found}; the step learns from fewer"))
+            learns = "learns from fewer" if teaches.any() else "learns nothing"
+            scores = Scores(scores.groups, scores.failures, (*scores.notes, f"rollout.filter: {found}; the step {learns}"))
         return StepRollouts(scores, tuple(groups[0]), tuple(groups[1]), {f"rollout/{name}": float(v) for name, v in metrics.items()})
 
 
