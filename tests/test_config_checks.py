@@ -365,3 +365,12 @@ def test_data_of_the_wrong_kind_is_refused_before_anything_starts(tmp_path, comm
     (tmp_path / "data_manifest.json").write_text(json.dumps({"kind": kind}))
     with pytest.raises(MsrlError, match=rf"data\.train=.*: holds {kind} data"):
         load([], [f"data.train={tmp_path / 'data'}"], [], command)
+
+
+def test_the_folder_of_a_run_is_answered_with_that_of_its_checkpoints(folder: Path):
+    make_mcore(folder / "runs/sft/checkpoints")
+    for command, key in (("generate", "generate.model"), ("train-sft", "model.path"), ("convert-ckpt", "convert.load")):
+        lines = mistakes(command, f"{key}=runs/sft", "convert.command=mcore2hf", "convert.save=out", "generate.prompt=x")
+        assert any(
+            line.startswith(f"--set: {key}=runs/sft: holds n") and line.endswith("; did you mean runs/sft/checkpoints?") for line in lines
+        )

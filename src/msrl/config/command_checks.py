@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from msrl.config import derived
-from msrl.config.input_checks import TRACKER, existing_folder, existing_model, is_hf, is_mcore, known_template, needed
+from msrl.config.input_checks import TRACKER, existing_folder, existing_model, inside_of_run, is_hf, is_mcore, known_template, needed
 from msrl.config.loader import Resolved
 from msrl.config.plugins import plugin as _plugin
 from msrl.config.templates import template_names
@@ -41,16 +41,17 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("convert.load", "holds no config.json; give the folder of a Hugging Face model")
     elif not folder and convert.command == "inspect" and not is_mcore(convert.load) and not is_hf(convert.load):
         yield resolved.mistake(
-            "convert.load", f"holds neither {TRACKER} nor config.json; {_hint(convert.load)}an mcore or Hugging Face folder"
+            "convert.load", f"holds neither {TRACKER} nor config.json{_hint(convert.load, 'an mcore or Hugging Face folder')}"
         )
     elif not folder and not from_hf and convert.command != "inspect" and not is_mcore(convert.load):
-        yield resolved.mistake("convert.load", f"holds no {TRACKER}; {_hint(convert.load)}the folder of an mcore checkpoint")
+        yield resolved.mistake("convert.load", f"holds no {TRACKER}{_hint(convert.load, 'the folder of an mcore checkpoint')}")
     elif not folder and (convert.orm or convert.command in ("hf2mcore", "reshard")):
         yield from _convert_shape(resolved, derived.config_dir(convert.load, None if from_hf else convert.hf_config))
 
 
-def _hint(folder: str) -> str:
-    return "give the folder above, " if Path(folder).name.startswith("iter_") else "give "
+def _hint(folder: str, wanted: str) -> str:
+    above = "the folder above, " if Path(folder).name.startswith("iter_") else ""
+    return inside_of_run(folder) or f"; give {above}{wanted}"
 
 
 def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:

@@ -43,7 +43,13 @@ def existing_model(resolved: Resolved, key: str) -> Iterator[str]:
     yield from existing_folder(resolved, key)
     path = value_of(resolved, key)
     if isinstance(path, str) and Path(path).is_dir() and not is_hf(path) and not is_mcore(path):
-        yield resolved.mistake(key, f"holds neither config.json (Hugging Face) nor {TRACKER} (mcore)")
+        yield resolved.mistake(key, f"holds neither config.json (Hugging Face) nor {TRACKER} (mcore){inside_of_run(path)}")
+
+
+def inside_of_run(path: str) -> str:
+    """A hint where the folder of a run is named in place of its checkpoints."""
+    checkpoints = Path(path) / "checkpoints"
+    return f"; did you mean {checkpoints}?" if is_mcore(str(checkpoints)) else ""
 
 
 def is_hf(path: str) -> bool:
