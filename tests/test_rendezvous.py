@@ -8,7 +8,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from msrl.workflows.grpo_actors import held_port
+from msrl.cluster.rendezvous import held_port
 
 
 def test_a_named_port_is_not_given_to_others_before_the_ranks_meet_there():

@@ -1,4 +1,4 @@
-"""msrl cluster: the machines that a run of train-grpo is spread over."""
+"""msrl cluster: the machines that a training is spread over."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -73,11 +73,27 @@ def wait_all(refs: Sequence[Any], *, timeout_s: float, labels: Sequence[str] = (
                 f"cluster.rpc_timeout_s={timeout_s:g}: no answer in that time from {', '.join(names[ref] for ref in pending)};"
                 " raise it if the work takes that long, or look into the worker logs"
             )
-        try:
-            results[ready[0]] = ray.get(ready[0])
-        except RayError as error:
-            raise _cause({names[ready[0]]: error, **_aftermath(pending, names)}) from None
+        results[ready[0]] = _result(ready[0], pending, names)
     return [results[ref] for ref in refs]
+
+
+def until_done(refs: Sequence[Any], labels: Sequence[str], interval_s: float) -> Iterator[None]:
+    """Comes back every `interval_s` seconds, and once more when all of `refs` are done, be it days. Raises as `wait_all`."""
+    names = dict(zip(refs, labels, strict=True))
+    pending = list(refs)
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=interval_s)
+        for ref in ready:
+            _result(ref, pending, names)
+        yield
+
+
+def _result(ref: Any, pending: Sequence[Any], names: Mapping[Any, str]) -> Any:
+    """What a call that is done returned. Raises the cause of its failure, with what failed beside it among the `pending`."""
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        raise _cause({names[ref]: error, **_aftermath(pending, names)}) from None
 
 
 def _check(watch: Watch | None, pending: Sequence[Any], names: Mapping[Any, str]) -> None:

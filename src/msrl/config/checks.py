@@ -25,7 +25,6 @@ from msrl.config.train_checks import (
     lora_fits,
     memory_options,
     model_fits,
-    one_node,
     rollout_offload,
     router_fits,
     sft_batches,
@@ -68,7 +67,7 @@ _TRAINING: tuple[Check, ...] = (
 )  # fmt: skip
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "train-sft": (*_TRAINING, holds_examples, one_node, sft_batches, rollout_offload, grpo_only, sft_evaluation),
+    "train-sft": (*_TRAINING, holds_examples, sft_batches, rollout_offload, grpo_only, sft_evaluation),
     "train-grpo": (
         *_TRAINING,
         holds_prompts,

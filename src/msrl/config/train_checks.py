@@ -127,11 +127,6 @@ def enough_devices(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("train.parallel.sp", "spreads over tensor-parallel ranks; set train.parallel.tp above 1, or false")
 
 
-def one_node(resolved: Resolved) -> Iterator[str]:
-    if resolved.config.cluster.nodes > 1:
-        yield resolved.mistake("cluster.nodes", "train-sft runs on one machine in this version; set 1")
-
-
 def model_fits(resolved: Resolved) -> Iterator[str]:
     """Whether the model can be cut as asked, and is long enough."""
     paths = [path for path in (resolved.config.checkpoint.load, resolved.config.model.path) if path is not None]

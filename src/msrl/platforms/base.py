@@ -68,8 +68,8 @@ class Platform(ABC):
     def device(self, local_rank: int) -> torch.device:
         """The device of a rank; selects it for the process."""
 
-    def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
-        """Environment of a training process, to be set before it starts."""
+    def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
+        """Environment of a training process, to be set before it starts; so many of them are on its machine, and on others too or not."""
         return {}
 
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:

@@ -72,8 +72,9 @@ class CpuPlatform(Platform):
 
         return torch.device("cpu")
 
-    def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
-        return {**self._process_environment(num_local_ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
+        own = self._process_environment(num_local_ranks)
+        return own if spans_machines else {**own, "GLOO_SOCKET_IFNAME": "lo"}
 
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
         # Training ranks and other engines share the cores, so none may be bound to one.

@@ -146,7 +146,7 @@ class CudaPlatform(Platform):
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
 
-    def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
+    def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
         # Megatron's overlap of tensor-parallel communication relies on the order of a single hardware queue.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 

@@ -123,7 +123,7 @@ class NpuPlatform(Platform):
         torch_npu.npu.set_device(index)
         return torch.device("npu", index)
 
-    def worker_environment(self, num_local_ranks: int) -> Mapping[str, str]:
+    def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"}
 
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:

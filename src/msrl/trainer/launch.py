@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from msrl.errors import MsrlError
 from msrl.platforms import get
@@ -35,6 +35,16 @@ class RankError(Exception):
     """A rank failed; the message is its own traceback."""
 
 
+class Line(Protocol):
+    """A rank's line to the process that started it: a pipe on one machine (`cluster/` has others)."""
+
+    def send(self, message: tuple[str, object], /) -> None: ...
+
+    def poll(self) -> bool:
+        """Whether the run is to end."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RankContext:
     """Who a rank is, and its line to the process that started it."""
@@ -42,7 +52,7 @@ class RankContext:
     rank: int
     world_size: int
     init_method: str
-    pipe: connection.Connection
+    pipe: Line
 
     def report(self, message: object) -> None:
         self.pipe.send(("report", message))

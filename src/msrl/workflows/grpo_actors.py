@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msrl.cluster.rendezvous import MeetingPlace
 from msrl.platforms import get
 from msrl.trainer.launch import quiet_megatron
 from msrl.trainer.resume import Retention, SavedTraining
@@ -42,14 +42,6 @@ class SavePlan:
     in_background: bool
 
 
-def held_port(host: str) -> socket.socket:
-    """A free port of this node, given to nobody else while the socket is open; torch's store, which reuses addresses, may listen on it."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
-    return held
-
-
 class TrainActor:
     """One training rank."""
 
@@ -57,12 +49,9 @@ class TrainActor:
         self._settings, self._rank, self._world_size = settings, rank, world_size
 
     def rendezvous(self) -> str:
-        """An address of this node at which the ranks can meet; asked of rank 0, which holds its port until they have met."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
-        self._meeting_place = held_port(host)
-        return f"tcp://{host}:{self._meeting_place.getsockname()[1]}"
+        """Where the ranks meet; asked of rank 0, which holds the place until they have met."""
+        self._meeting_place = MeetingPlace()
+        return self._meeting_place.init_method
 
     def start(self, init_method: str, resume: SavedTraining | None, saves: SavePlan) -> tuple[RankPlace, dict[str, Any]]:
         """Join the other ranks and load. Returns the rank's place, and the workflow's own state of the checkpoint."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from msrl.cluster.session import ray_session
 from msrl.config.derived import config_dir, critic_shape, max_model_len, model_shape, needs_critic, needs_reference, world_size
 from msrl.config.schema import Config
 from msrl.models.reward_head import has_classifier
+from msrl.platforms.base import Platform
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
@@ -154,7 +155,7 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
             placed,
             settings,
             num_ranks,
-            {**platform.worker_environment(num_ranks), **worker_variables(config, platform)},
+            {**_rank_environment(config, platform), **worker_variables(config, platform)},
             timeout_s,
         )
         engines = Engines(session, placed, _engine_settings(config, job.hf_dir), platform, engine_env, timeout_s)
@@ -162,6 +163,11 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
         for name, model in scorer.rank_models.items():
             model.connect(partial(trainers.scores, name))
         yield trainers, engines, scorer
+
+
+def _rank_environment(config: Config, platform: Platform) -> Mapping[str, str]:
+    nodes = config.cluster.nodes
+    return platform.worker_environment(world_size(config) // nodes, spans_machines=nodes > 1)
 
 
 def _start(trainers: Trainers, engines: Engines, job: Job) -> None:

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msrl.config.derived import world_size
 from msrl.config.schema import Config
@@ -17,6 +17,7 @@ from msrl.data.dataset import SftDataset, TextDataset
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.platforms import resolve
+from msrl.platforms.base import Platform
 from msrl.trainer.launch import LocalRanks
 from msrl.trainer.resume import SavedTraining, check_room
 from msrl.types import StepReport
@@ -40,6 +41,9 @@ from msrl.workflows.sft_job import SftJob, check_lengths, row_order, training_ro
 from msrl.workflows.sft_rows import Rows
 from msrl.workflows.text_rows import TextRows, blend_of
 
+if TYPE_CHECKING:
+    from msrl.workflows.sft_cluster import ClusterRanks
+
 CURVES = ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "train/lr")
 
 
@@ -51,10 +55,7 @@ def run(config: Config) -> None:
     saved = job.resume
     with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
-        ranks = LocalRanks(
-            "msrl.workflows.sft_rank:main", job, num_ranks=world_size(config), platform=platform, env=worker_variables(config, platform)
-        )
-        with ranks:
+        with _ranks(config, job, platform) as ranks:
             messages = ranks.messages()
             next(messages, None)  # Started: until then there is nothing to save
             with Interrupts(ranks.ask_to_stop):
@@ -62,6 +63,16 @@ def run(config: Config) -> None:
         log.finish({**_results(config, last or saved, log.path, is_done=not ranks.was_asked_to_stop), **ends})
     if ranks.was_asked_to_stop:
         raise KeyboardInterrupt
+
+
+def _ranks(config: Config, job: SftJob, platform: Platform) -> LocalRanks | ClusterRanks:
+    """Processes of this machine; with `cluster.address`, of the machines of that cluster."""
+    if config.cluster.address is not None:
+        from msrl.workflows.sft_cluster import ClusterRanks
+
+        return ClusterRanks(config, job, platform)
+    env = worker_variables(config, platform)
+    return LocalRanks("msrl.workflows.sft_rank:main", job, num_ranks=world_size(config), platform=platform, env=env)
 
 
 def _followed(messages: Iterator[Any], log: RunLog) -> tuple[SavedTraining | None, dict[str, str]]:

@@ -96,8 +96,8 @@ class ClusterConfig(Section):
     """The devices and how workers reach each other."""
 
     platform: Platform = Field(default="auto", description="Kind of device; auto: npu, else cuda, else cpu, by what the machine has")
-    address: Text | None = Field(default=None, description="HOST:PORT of a cluster made by `msrl cluster up`; unset: a local Ray")
-    nodes: Count = Field(default=1, description="Machines of the cluster that the run takes; train-sft runs on one")
+    address: Text | None = Field(default=None, description="HOST:PORT of a cluster made by `msrl cluster up`; unset: this machine alone")
+    nodes: Count = Field(default=1, description="Machines of the cluster that the run takes, as many devices of each")
     devices_per_node: Count | None = Field(default=None, description="Training ranks per node, one per device; unset: what one model needs")
     rpc_timeout_s: Seconds = Field(default=600.0, description="Seconds to wait for a worker, or a collective, before the run is ended")
     env: dict[str, Annotated[str, Strict()]] = Field(default_factory=dict[str, str], description="Environment variables of every worker")

@@ -1,0 +1,134 @@
+"""msrl train-sft over the machines of a cluster, two Ray nodes with a device each: what one machine computes, to the bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from msrl.cluster import launch, probe
+from msrl.trainer.resume import SavedTraining
+from tiny_qwen2 import save_model
+from training_runs import Command, metrics, rows, succeed, write_config, write_rows
+
+pytestmark = pytest.mark.slow
+RESOURCE = "msrl_device"
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a cluster of two nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("MSRL_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+            patch.delenv(name, raising=False)
+        address = f"127.0.0.2:{probe.free_port()}"
+        port = int(address.split(":")[1])
+        try:
+            with pytest.MonkeyPatch.context() as elsewhere:
+                elsewhere.chdir("/")  # runs have another working directory
+                launch.up(host="127.0.0.2", port=port, dashboard_port=probe.free_port(), devices=1, platform_resource=RESOURCE)
+                launch.join(address, host="127.0.0.3", devices=1, platform_resource=RESOURCE)
+            yield address
+        finally:
+            launch.down()
+            shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory: a model and 24 examples. Paths in configurations are relative."""
+    from msrl.cli import app
+
+    found = tmp_path_factory.mktemp("sft")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(found)
+        save_model(found / "hf", tied=False, positions=256)
+        examples = [{"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)} for i in range(24)]
+        write_rows(found / "data.jsonl", examples)
+        data = ["--input", "data.jsonl", "--tokenizer", "hf", "--handler", "alpaca", "--template", "qwen", "--output-prefix", "data"]
+        app.app(["preprocess", *data], standalone_mode=False)
+        yield found
+
+
+def settings(name: str, address: str | None, **changes: dict[str, Any]) -> dict[str, Any]:
+    """A run at TP 2, on both nodes where there is an address."""
+    nodes = {} if address is None else {"address": address, "nodes": 2, "devices_per_node": 1}
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": "hf", "dtype": "float32"},
+        "data": {"train": "data"},
+        "cluster": {"platform": "cpu", "rpc_timeout_s": 120.0, "env": {"OMP_NUM_THREADS": "1"}, **nodes},  # sums as one thread makes them
+        "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "optimizer": {"lr": 1e-3}, "parallel": {"tp": 2}},
+        "checkpoint": {"every_steps": None},
+    }
+    return {"run": {"name": name, "dir": "runs"}, **{key: {**value, **changes.get(key, {})} for key, value in sections.items()}}
+
+
+def start(folder: Path, name: str, address: str | None, **changes: dict[str, Any]) -> Command:
+    return Command("train-sft", "-c", str(write_config(folder / f"{name}.yaml", settings(name, address, **changes))), log=folder / "log")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """The folder of a run on one machine."""
+    succeed("train-sft", "-c", str(write_config(folder / "whole.yaml", settings("whole", None))), log=folder / "whole.log")
+    return folder / "runs" / "whole"
+
+
+def checksums(run: Path) -> dict[str, Any]:
+    """Of weights, moments and random numbers."""
+    return {key: value for key, value in SavedTraining(run / "checkpoints", STEPS).state().items() if key != "extra"}
+
+
+def test_a_run_over_two_machines_is_that_of_one(folder: Path, whole: Path, cluster: str):
+    command = start(folder, "spread", cluster)
+    assert command.wait() == 0, command.output()
+    run = folder / "runs" / "spread"
+    assert metrics(run) == metrics(whole) and len(rows(run)) == STEPS
+    assert checksums(run) == checksums(whole)
+
+
+@pytest.mark.full
+def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit(folder: Path, whole: Path, cluster: str):
+    command = start(folder, "interrupted", cluster)
+    run = folder / "runs" / "interrupted"
+    command.when(lambda: len(rows(run)) >= 2)
+    os.killpg(command.process.pid, signal.SIGTERM)
+    assert command.wait() == 130, command.output()
+    done = len(rows(run))
+    assert done < STEPS and f"saved step {done} in" in command.output() and "Traceback" not in command.output()
+    command = start(folder, "interrupted", cluster, checkpoint={"resume": "auto"})
+    assert command.wait() == 0, command.output()
+    assert metrics(run) == metrics(whole) and checksums(run) == checksums(whole)
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_ends_the_run_at_once_and_gives_the_devices_back(folder: Path, cluster: str):
+    command = start(folder, "dead", cluster, train={"steps": 10000})
+    command.when(lambda: len(rows(folder / "runs" / "dead")) >= 2)
+    ranks = [process for process in psutil.process_iter(["cmdline"]) if "ray::RankActor" in " ".join(process.info["cmdline"] or ())]
+    assert len(ranks) == 2
+    ranks[1].kill()
+    killed = time.monotonic()
+    assert command.wait() == 1
+    assert time.monotonic() - killed < 60
+    assert "training rank" in command.output() and "failed" in command.output()
+    assert not [rank for rank in ranks if rank.is_running()]
+
+
+def test_more_ranks_than_the_cluster_has_devices_are_refused_with_what_is_there(folder: Path, cluster: str):
+    command = start(folder, "large", cluster, cluster={"address": cluster, "nodes": 2, "devices_per_node": 2})
+    assert command.wait() == 2
+    assert "the run needs nodes with 2, 2 of msrl_device, the cluster has 127" in command.output()
+    assert "Traceback" not in command.output()
