@@ -24,7 +24,7 @@ from msrl.rollout.vllm import VllmEngine
 from support import shared_data
 from test_examples import EXAMPLES, commands_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 README = EXAMPLES / "gsm8k" / "README.md"
 LIMIT_S = 900  # of one command, on slow and busy cores
 NUM_TRAIN, NUM_TEST = 7473, 1319

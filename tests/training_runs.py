@@ -27,6 +27,7 @@ class Command:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "msrl.cli.app", *arguments],
             stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as a terminal has it, whatever these tests were started with
         )  # fmt: skip
 
     def wait(self) -> int:
