@@ -36,6 +36,8 @@ def test_adapters_of_a_base_without_config_are_exported_with_that_of_the_model(t
     with pytest.raises(MsrlError, match=r"config\.json"):
         export_hf(SavedTraining(saves, 3), tmp_path / "merged", base=tmp_path / "base")
     export_hf(SavedTraining(saves, 3), tmp_path / "merged", base=tmp_path / "base", hf_dir=tmp_path / "hf")
+    with pytest.raises(MsrlError, match=r"config\.json"):  # what was exported before stays until the new one is whole
+        export_hf(SavedTraining(saves, 3), tmp_path / "merged", base=tmp_path / "base")
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "merged"))
     changed = "model.layers.1.self_attn.o_proj.weight"
     assert {key for key, value in after.items() if not torch.equal(value, before[key])} == {changed}
@@ -44,5 +46,7 @@ def test_adapters_of_a_base_without_config_are_exported_with_that_of_the_model(t
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     mcore.write_rank_file(mcore.rank_file(saves, 4, Cut(), at, staged=True), {key: 0 * value for key, value in factors.items()}, args, 4)
     mcore.publish(saves, 4)
+    (tmp_path / "again").symlink_to(tmp_path / "merged")
     export_hf(SavedTraining(saves, 3), tmp_path / "again", base=tmp_path / "base", hf_dir=tmp_path / "hf")
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[changed], after[changed]), "of its own step, not of the newest"
+    assert not (tmp_path / "again").is_symlink() and (tmp_path / "merged").is_dir() and not list(tmp_path.glob("*.new"))

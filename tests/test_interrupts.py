@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from msrl.trainer.resume import SavedTraining
 from msrl.workflows import interrupts as module
-from msrl.workflows.interrupts import EndAtOnce, Interrupts
+from msrl.workflows.interrupts import EndAtOnce, Interrupts, was_cut_short
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
@@ -52,3 +54,9 @@ def test_sigterm_that_comes_again_within_a_moment_is_the_same_one():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # while what was begun is taken down
+
+
+def test_a_training_that_was_asked_to_end_in_its_last_step_is_done():
+    last = SavedTraining(Path("checkpoints"), 10)
+    assert was_cut_short(True, None, 10) and was_cut_short(True, SavedTraining(Path("checkpoints"), 9), 10)
+    assert not was_cut_short(True, last, 10) and not was_cut_short(False, None, 10)

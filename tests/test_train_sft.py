@@ -21,7 +21,7 @@ from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.found import find_checkpoint, latest_iteration
 from msrl.checkpoint.lora_files import adapted_base
-from msrl.checkpoint.source import open_weights
+from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.config.schema import Config
 from msrl.models.cut import Cut
 from msrl.models.families import all_rules
@@ -285,6 +285,28 @@ def test_rows_packed_by_preprocess_give_the_losses_of_single_examples(inputs, co
     packed = SftDataset(inputs / "packed")
     assert sum(len(row) for row in packed) == 24 and len(packed) < 24
     assert_same_path(packed_like(inputs, config, "packed before", len(packed), data={"train": str(inputs / "packed")}), unpacked)
+
+
+def test_a_step_of_which_no_token_is_learnt_changes_nothing_and_says_so(inputs, config, capsys):
+    """Data of other systems has such rows; here the labels of the first 8 are taken away."""
+    from msrl.data.dataset import SftDataset
+
+    for file in inputs.glob("data_*"):
+        shutil.copy(file, inputs / file.name.replace("data_", "unlearnt_", 1))
+    count = sum(SftDataset(inputs / "data").lengths()[:8])
+    labels = np.memmap(inputs / "unlearnt_packed_labels_document.bin", np.int32, "r+")
+    labels[:count] = -100
+    labels.flush()
+    settings = named(
+        config, "unlearnt", data={"train": str(inputs / "unlearnt"), "shuffle": False}, checkpoint={"every_steps": 1, "keep": None}
+    )
+    found = run_in_process({**settings, "train": {**TRAIN, "steps": 2}})
+    assert "no token of this step is learnt" in capsys.readouterr().err
+    assert found[0]["train/loss_tokens"] == 0 and "train/loss" not in found[0] and found[1]["train/loss_tokens"] > 0
+    source, before = open_mcore(inputs / "runs" / "unlearnt" / "checkpoints", iteration=1), weights(inputs / "mcore")
+    for rule in all_rules(source.shape):
+        for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
+            assert torch.equal(tensor, before[name]), name
 
 
 def test_adapters_are_saved_alone_resumed_and_exported_merged(inputs, config):

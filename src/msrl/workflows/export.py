@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,16 +40,25 @@ def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, h
     from msrl.checkpoint.mcore import SIDECAR
     from msrl.checkpoint.source import open_mcore, open_weights
 
-    if target.exists():
-        shutil.rmtree(target)
-    if base is None:
-        write_hf(open_mcore(saved.root, iteration=saved.step), target, None)
-    else:
-        weights = open_weights(base, hf_dir)
-        adapters = read_mcore_lora(saved.root, weights.shape, saved.step)
-        sidecars = saved.root / SIDECAR  # a checkpoint of another system has none
-        write_hf(MergedSource(weights, adapters, hf_dir=sidecars if sidecars.is_dir() else None), target, None)
+    with _replacing(target) as fresh:
+        if base is None:
+            write_hf(open_mcore(saved.root, iteration=saved.step), fresh, None)
+        else:
+            weights = open_weights(base, hf_dir)
+            adapters = read_mcore_lora(saved.root, weights.shape, saved.step)
+            sidecars = saved.root / SIDECAR  # a checkpoint of another system has none
+            write_hf(MergedSource(weights, adapters, hf_dir=sidecars if sidecars.is_dir() else None), fresh, None)
     return target
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A folder to write in place of `target`, which stays as it is until the new one is whole."""
+    fresh = target.with_name(f"{target.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    yield fresh
+    target.unlink() if target.is_symlink() else shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
 
 
 def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path) -> Path:
@@ -55,15 +66,13 @@ def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path
     from msrl.checkpoint.convert import write_hf
     from msrl.checkpoint.hf import copy_sidecars
 
-    if target.exists():
-        shutil.rmtree(target)
-    with tempfile.TemporaryDirectory(prefix="msrl-critic-") as name:
+    with tempfile.TemporaryDirectory(prefix="msrl-critic-") as name, _replacing(target) as fresh:
         copy_sidecars(hf_dir, Path(name), None)
         path = Path(name, "config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
         if not is_scoring(shape.architecture):
             path.write_text(json.dumps(scoring_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        write_hf(_critic(saved, shape, Path(name)), target, None)
+        write_hf(_critic(saved, shape, Path(name)), fresh, None)
     return target
 
 

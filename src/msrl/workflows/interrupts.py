@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Generator
 from types import FrameType, TracebackType
 
+from msrl.trainer.resume import SavedTraining
+
 _MOMENT_S = 1.0
 
 
@@ -85,3 +87,8 @@ def children_deaf_to_interrupts() -> Generator[None, None, None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def was_cut_short(asked: bool, saved: SavedTraining | None, num_steps: int) -> bool:
+    """Whether a training that was asked to end did so before its last step: asked during that one, it is done."""
+    return asked and (saved is None or saved.step < num_steps)

@@ -78,6 +78,9 @@ def _step(worker: TrainWorker, job: SftJob, train: Rows | TextRows, step: int) -
     config, started = job.config, time.perf_counter()
     rows = train.sequences(job.order.of_step(step).tolist())
     mine, num_tokens, num_all = _share(worker, config, rows)
+    if not num_tokens:  # of all ranks' rows
+        nothing = ("no token of this step is learnt, so there is no update",)
+        return StepReport(step + 1, {"train/loss_tokens": 0.0}, {"step": time.perf_counter() - started}, nothing)
     metrics = worker.train_step(mine, LOSS, num_tokens=num_tokens, lr=job.schedule.at(step))
     seconds = time.perf_counter() - started
     report = {f"train/{name}": value for name, value in metrics.items()}

@@ -44,7 +44,7 @@ from msrl.workflows.grpo_rollouts import Rollouts
 from msrl.workflows.grpo_step import Clock, report_of
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
 from msrl.workflows.grpo_update import Prepared, Updater
-from msrl.workflows.interrupts import EndAtOnce, Interrupts
+from msrl.workflows.interrupts import EndAtOnce, Interrupts, was_cut_short
 from msrl.workflows.memory_check import check_memory
 from msrl.workflows.mfu import mfu
 from msrl.workflows.rollout_log import RolloutLog
@@ -75,8 +75,9 @@ def run(config: Config) -> None:
             log.say(f"all started in {duration_text(time.perf_counter() - started)}")
             with Interrupts() as interrupts:
                 saved = _loop(job, trainers, engines, scorer, log, interrupts)
-        log.finish(_results(config, saved, log.path, is_done=not interrupts.asked))
-    if interrupts.asked:
+        is_stopped = was_cut_short(interrupts.asked, saved, job.num_steps)
+        log.finish(_results(config, saved, log.path, is_done=not is_stopped))
+    if is_stopped:
         raise KeyboardInterrupt
 
 

@@ -34,7 +34,7 @@ from msrl.workflows.common import (
     worker_variables,
 )
 from msrl.workflows.data_check import check_data
-from msrl.workflows.interrupts import EndAtOnce, Interrupts
+from msrl.workflows.interrupts import EndAtOnce, Interrupts, was_cut_short
 from msrl.workflows.memory_check import check_memory
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import SftJob, check_lengths, row_order, training_rows
@@ -60,8 +60,9 @@ def run(config: Config) -> None:
             next(messages, None)  # Started: until then there is nothing to save
             with Interrupts(ranks.ask_to_stop):
                 last, ends = _followed(messages, log)
-        log.finish({**_results(config, last or saved, log.path, is_done=not ranks.was_asked_to_stop), **ends})
-    if ranks.was_asked_to_stop:
+        is_stopped = was_cut_short(ranks.was_asked_to_stop, last, job.num_steps)
+        log.finish({**_results(config, last or saved, log.path, is_done=not is_stopped), **ends})
+    if is_stopped:
         raise KeyboardInterrupt
 
 
