@@ -38,9 +38,8 @@ class Saver:
             if self._in_background:
                 self._begin(step, extra, retention)
             else:
-                self._finished.append(
-                    checkpoints.save(self._worker, self._root, step, extra, hf_dir=self._hf_dir, retention=retention)
-                )  # fmt: skip
+                saved = checkpoints.save(self._worker, self._root, step, extra, hf_dir=self._hf_dir, retention=retention)
+                self._finished.append(saved)
         except _FAILURES as error:
             raise self._failed(step, error) from error
 
