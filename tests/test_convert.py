@@ -277,10 +277,10 @@ def save_real(folder: Path, family: str, *, tied: bool, dtype: str = "float32") 
 @pytest.mark.parametrize(
     ("family", "tied", "cut"),
     [
-        ("qwen2", True, {"pp": 2, "vpp": 1}),
+        pytest.param("qwen2", True, {"pp": 2, "vpp": 1}, marks=pytest.mark.full),
         pytest.param("qwen2", False, {"tp": 2}, marks=pytest.mark.full),
         ("qwen3", True, {"tp": 1, "pp": 3, "noop_layers": (0, 5)}),
-        ("llama", False, {"tp": 2, "pp": 2, "num_layer_list": (1, 3)}),
+        pytest.param("llama", False, {"tp": 2, "pp": 2, "num_layer_list": (1, 3)}, marks=pytest.mark.full),
     ],
 )
 def test_a_conversion_proves_itself_on_real_megatron_ranks(

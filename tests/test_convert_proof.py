@@ -165,7 +165,7 @@ def test_every_mixture_larger_than_memory_is_proven_layer_by_layer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_model_larger_than_memory_is_proven_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tied: bool
 ) -> None:

@@ -171,7 +171,7 @@ def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config,
     assert not (inputs / "runs" / "again").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
 def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit_where_the_other_did(whole, config, inputs, number):
     """As a terminal does it, to every process; and as timeout(1) does it, to the command and then to every process."""
     name = f"interrupted by {number.name}"
