@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.checkpoints import HALF_BILLION
 
@@ -164,14 +164,18 @@ def _is_for_both(job: Training) -> bool:
 
 
 def _settings(
-    *, lora: bool = False, recompute: tuple[str, str, int] | None = None, chunk: int | None = None, offload: frozenset[str] = frozenset()
+    *,
+    lora: bool = False,
+    recompute: tuple[Literal["full", "selective"], Literal["uniform", "block"], int] | None = None,
+    chunk: int | None = None,
+    offload: frozenset[str] = frozenset(),
 ) -> Mapping[str, Any]:
     """Those of `WorkerSettings` that are not its defaults."""
     from msrl.trainer.settings import Lora, Recompute
 
     chosen = {
         "lora": Lora(8, 16.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")) if lora else None,
-        "recompute": Recompute(recompute[0], recompute[1], recompute[2]) if recompute else None,  # type: ignore[arg-type]
+        "recompute": Recompute(*recompute) if recompute else None,
         "chunk": chunk,
         "offload": offload,
     }

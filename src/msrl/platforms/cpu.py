@@ -73,7 +73,7 @@ class CpuPlatform(Platform):
         return torch.device("cpu")
 
     def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
-        own = {**self._process_environment(num_local_ranks)}
+        own = dict(self._process_environment(num_local_ranks))
         if int(own["OMP_NUM_THREADS"]) > 1:
             own["GOMP_SPINCOUNT"] = "20000"  # some microseconds: to sleep and be woken at each of a step's many loops takes longer
         return own if spans_machines else {**own, "GLOO_SOCKET_IFNAME": "lo"}

@@ -36,7 +36,7 @@ class RankError(Exception):
 
 
 class Line(Protocol):
-    """A rank's line to the process that started it: a pipe on one machine (`cluster/` has others)."""
+    """A rank's line to the process that started it: a pipe on one machine; `workflows/sft_cluster.py` has another."""
 
     def send(self, message: tuple[str, object], /) -> None: ...
 
