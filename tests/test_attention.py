@@ -10,6 +10,7 @@ import torch
 from families import LLAMA, LLAMA3_SCALING, shape
 from msrl.trainer import attention
 from msrl.trainer.attention import block_diagonal_attention
+from msrl.trainer.recurring import pad_tokens
 from msrl.trainer.rope import RotaryTable, rope_frequencies, rotate
 
 LENGTHS = (7, 3, 12, 12)
@@ -144,3 +145,26 @@ def test_values_narrower_than_keys_are_mixed_alike(window: int | None) -> None:
     query, key, value = _inputs()
     found = block_diagonal_attention(query, key, value[..., :5], LENGTHS, 0.3, window)
     torch.testing.assert_close(found, _plain(query, key, value[..., :5], 0.3, window, None), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 1.5), (4, 1.5)])
+def test_in_bfloat16_a_cpu_pads_every_sequence_and_nobody_sees_it(window: int | None, softcap: float | None) -> None:
+    inputs = _inputs()
+    halves = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    weight = torch.randn(N, H, D, dtype=torch.float64)
+    found = block_diagonal_attention(*halves, LENGTHS, None, window, softcap)
+    expected = _plain(*inputs, D**-0.5, window, softcap)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-2)
+    mine = torch.autograd.grad((found * weight).sum(), halves)
+    for one, other in zip(mine, torch.autograd.grad((expected * weight).sum(), inputs), strict=True):
+        assert torch.linalg.norm(one.double() - other) < 2e-2 * torch.linalg.norm(other)
+
+
+def test_counts_of_tokens_are_padded_where_kernels_are_compiled_for_each_shape() -> None:
+    rows = torch.ones(70, 3, dtype=torch.bfloat16)
+    padded = pad_tokens(rows, 0)
+    assert padded.shape == (128, 3) and torch.equal(padded[:70], rows) and not padded[70:].any()
+    assert pad_tokens(torch.ones(2, 4, 64, 3, dtype=torch.bfloat16), 2).shape == (2, 4, 64, 3)
+    assert pad_tokens(torch.ones(2, 4, 65, 3, dtype=torch.bfloat16), 2).shape == (2, 4, 128, 3)
+    wide = torch.ones(70, 3)
+    assert pad_tokens(wide, 0) is wide

@@ -17,6 +17,7 @@ from support import python_path
 from training_cases import (
     CRITICS,
     DROPPED,
+    HALVES,
     LAYOUTS,
     LORAS,
     POISONED,
@@ -114,6 +115,15 @@ def test_ten_steps_on_one_batch_and_the_gradient_of_every_tensor_after_them_are_
     assert cut.gradients.keys() == whole.gradients.keys() and len(whole.gradients) > 30
     distances = {n: np.linalg.norm(cut.gradients[n] - g) / np.linalg.norm(g) for n, g in whole.gradients.items()}
     assert max(distances.values()) < 1e-5, sorted(distances.items(), key=lambda pair: -pair[1])[:5]
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_bfloat16_with_its_padding_has_the_loss_and_the_gradients_of_float32(results, case):
+    half, whole = results[f"first bf16 {case}"], results[f"first {case.split()[0]}"]
+    assert _losses(half) == pytest.approx(_losses(whole), rel=5e-3)
+    assert half.gradients.keys() == whole.gradients.keys() and len(whole.gradients) > 30
+    distances = {n: np.linalg.norm(half.gradients[n] - g) / np.linalg.norm(g) for n, g in whole.gradients.items()}
+    assert max(distances.values()) < 0.05, sorted(distances.items(), key=lambda pair: -pair[1])[:5]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -115,6 +115,14 @@ def models() -> dict[str, torch.nn.Module]:
     }
 
 
+# One step of a family in bfloat16, whose counts of tokens are padded on CPU.
+HALVES = {
+    "qwen3": Case("", Path()), "qwen3 tp2 sp": Case("", Path(), Layout(tp=2, sp=True)), "qwen3 pp2": Case("", Path(), Layout(pp=2)),
+    "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"chunk": 7}), "qwen3 chunked": Case("", Path(), more={"chunk": 80}),
+    "gemma2": Case("", Path()), "gemma2 recomputed": Case("", Path(), more={"recompute": Recompute("selective", modules=("core_attn",))}),
+}  # fmt: skip
+
+
 def _with(case: Case, **changes) -> Case:
     return Case(**{**{name: getattr(case, name) for name in case.__dataclass_fields__}, **changes})
 
@@ -127,6 +135,12 @@ def _table(folders: dict[str, Path]) -> list[Case]:
         _with(case, name=f"table {layout}", model=folders["qwen3"], steps=10, lr=3e-4, is_same_batch=True) for layout, case in TABLE.items()
     ]
     return [whole, *cut, lora, _with(lora, name="table lora tp2", layout=Layout(tp=2))]
+
+
+def _halves(folders: dict[str, Path]) -> list[Case]:
+    first = {name: _with(case, model=folders[name.split()[0]], steps=1, is_same_batch=True) for name, case in HALVES.items()}
+    whole = [_with(first[family], name=f"first {family}") for family in ("qwen3", "gemma2")]
+    return [*whole, *[_with(case, name=f"first bf16 {name}", dtype="bfloat16") for name, case in first.items()]]
 
 
 # The batch of the product of all losses in one pack; over two and over four ranks, cut by tokens, its samples in other orders.
@@ -145,6 +159,7 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
     cases = [Case(f"whole {family}", folder, steps=STEPS_BESIDE_TRANSFORMERS.get(family, 8)) for family, folder in folders.items()]
     cases += [_with(case, name=f"{layout} qwen2 tied", model=folders["qwen2 tied"], steps=5) for layout, case in LAYOUTS.items()]
     cases += _table(folders)
+    cases += _halves(folders)
     cases += [_with(LAYOUTS["tp2 sp"], name=f"tp2 sp {family}", model=folders[family]) for family in ("gemma2", "glm")]
     policy = Case("policy whole", folders["qwen2"], loss="policy", steps=3)
     cases += [

@@ -84,6 +84,11 @@ class Platform(ABC):
         """The platform's fused attention for such heads; or why it has none, "" where that is as it should be."""
         return ""
 
+    def token_multiple(self, dtype: torch.dtype) -> int:
+        """What counts of tokens are padded to a multiple of: where kernels are compiled for each shape, few shapes should come again and
+        again. 1 where they are not."""
+        return 1
+
     def seed(self, seed: int) -> None:
         """Seed every generator of torch in this process."""
         import torch

@@ -23,6 +23,7 @@ from msrl.models.shape import PLAIN, Attention
 from msrl.trainer.context import ContextShare, gather_sequences
 from msrl.trainer.fused_attention import fused_attention, fused_context_attention, kernel_of
 from msrl.trainer.packed import PackedSequences
+from msrl.trainer.recurring import pad_tokens
 from msrl.trainer.rope import rotate
 
 _BLOCK = 512  # queries at once where scores must be seen: what bounds the memory of a long sequence
@@ -123,7 +124,8 @@ def block_diagonal_attention(
     for length, count in _runs(lengths):
         stop = start + length * count
         q, k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
-        mixed = _attend(q, k, v, scale, window if window and window < length else None, softcap, sinks)
+        q, k, v = (pad_tokens(x, 2) for x in (q, k, v))  # after the sequence, where none of its tokens looks
+        mixed = _attend(q, k, v, scale, window if window and window < length else None, softcap, sinks)[:, :, :length]
         outputs.append(mixed.transpose(1, 2).flatten(0, 1))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

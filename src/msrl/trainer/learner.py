@@ -7,6 +7,7 @@ The policy (`worker.py`) is one, its critic (`critic.py`) another, in the same p
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from msrl.trainer.lora import Adapters
 from msrl.trainer.offload import HostMemory
 from msrl.trainer.optimizer import build_optimizer, clip_gradients
 from msrl.trainer.policy import PolicyModel
+from msrl.trainer.recurring import token_multiple
 from msrl.trainer.rope import RotaryTable
 from msrl.trainer.settings import WorkerSettings, sequence_multiple
 from msrl.types import MicroBatch
@@ -77,8 +79,9 @@ class Learner:
 
     @property
     def sequence_multiple(self) -> int:
-        """What the tokens of a micro-batch must be a multiple of: sequence parallelism cuts them over the tensor-parallel ranks."""
-        return sequence_multiple(self.layout, self.shape)
+        """What the tokens of a micro-batch must be a multiple of: sequence parallelism cuts them over the tensor-parallel ranks, and some
+        platforms want shapes that come again."""
+        return math.lcm(sequence_multiple(self.layout, self.shape), token_multiple(self.device.type, self.dtype))
 
     @property
     def is_writer(self) -> bool:

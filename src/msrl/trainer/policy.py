@@ -14,10 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from msrl.models.shape import Shape
+from msrl.trainer.recurring import pad_tokens
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT whose last stage computes logits only at the positions that `loss_mask` selects.
+    """Megatron's GPT whose last stage computes logits only at the M positions that `loss_mask` selects, and at P - M of padding after them.
 
     From `shape` it takes what Megatron's own has no setting for: the scale of embeddings, and what becomes of output weights and logits.
     """
@@ -56,11 +57,12 @@ class PolicyModel(GPTModel):
             hidden = hidden[loss_mask]
         if self._shape.reward_head:
             return self.rm_head(hidden.unsqueeze(1))[0].squeeze(1)  # [M, 1]
+        hidden = pad_tokens(hidden, 0)
         if self.gives_hidden:
-            return copy_to_tensor_model_parallel_region(hidden)  # [M, hidden]
+            return copy_to_tensor_model_parallel_region(hidden)  # [P, hidden]
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self._output_weight())
         softcap = self._shape.logit_softcap
-        return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)  # [M, vocabulary of this rank]
+        return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)  # [P, vocabulary of this rank]
 
     def head(self) -> Tensor:
         """The output weights of this rank, [vocabulary of this rank, hidden]."""

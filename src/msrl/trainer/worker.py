@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from msrl.platforms import resolve
@@ -75,7 +76,7 @@ class TrainWorker(Learner):
         everywhere = [MicroBatch(b.token_ids, b.labels, np.ones_like(b.loss_mask), b.cu_seqlens) for b in micro_batches]
 
         def keep(logits: Tensor, batch: DeviceBatch) -> dict[str, Tensor]:
-            return {"logits": batch.whole(logits)}
+            return {"logits": batch.whole(logits[: len(batch.labels)])}
 
         found = self.run(self.model.eval(), everywhere, keep, forward_only=True)
         return [self._join_vocabulary(row["logits"].float()) for row in found] if self.is_last_stage else None
@@ -120,15 +121,17 @@ class TrainWorker(Learner):
         """
         head = self.running.head() if self.running.gives_hidden else output.new_empty((0, 0))
         columns = self.columns(len(head) or output.shape[-1], temperature, with_entropy=with_entropy)
+        count = len(batch.labels)
+        labels = F.pad(batch.labels, (0, len(output) - count))
         if self.settings.chunk is not None and self.running.gives_hidden:
             cap = self.shape.logit_softcap
             found = chunked_logprobs(
-                output, head, batch.labels, columns, num_rows=self.settings.chunk, softcap=cap, other=batch.reference
+                output, head, labels, columns, num_rows=self.settings.chunk, softcap=cap, other=batch.reference
             )  # fmt: skip
         else:
-            found = vocab_parallel_logprobs(output, batch.labels, columns, batch.reference)
-        entropy, divergence = (None if values is None else batch.whole(values) for values in found[1:])
-        return batch.whole(found[0]), entropy, divergence
+            found = vocab_parallel_logprobs(output, labels, columns, batch.reference)
+        entropy, divergence = (None if values is None else batch.whole(values[:count]) for values in found[1:])
+        return batch.whole(found[0][:count]), entropy, divergence
 
     def columns(self, width: int, temperature: float, *, with_entropy: bool = False) -> Columns:
         """This rank's columns of the vocabulary, `width` of them with padding."""
