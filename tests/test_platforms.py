@@ -42,6 +42,14 @@ def test_a_platform_says_what_it_is(name):
     assert all(isinstance(key, str) and isinstance(value, str) for env in environments for key, value in env.items())
 
 
+def test_threads_of_a_cpu_process_spin_for_a_moment_and_a_process_of_one_thread_never(monkeypatch):
+    monkeypatch.setattr(type(get("cpu")), "device_count", lambda self: 4)
+    for environment in (get("cpu").worker_environment, get("cpu").engine_environment):
+        few, one = environment(2), environment(4)
+        assert few["OMP_NUM_THREADS"] == "2" and 0 < int(few["GOMP_SPINCOUNT"]) < 1_000_000 and few["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert one["OMP_NUM_THREADS"] == "1" and "GOMP_SPINCOUNT" not in one
+
+
 def test_auto_takes_what_this_machine_has():
     expected = next(name for name in NAMES if get(name).missing() is None)
     assert resolve("auto").name == expected

@@ -80,9 +80,7 @@ class CpuPlatform(Platform):
         return 64 if dtype == torch.bfloat16 else 1
 
     def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
-        own = dict(self._process_environment(num_local_ranks))
-        if int(own["OMP_NUM_THREADS"]) > 1:
-            own["GOMP_SPINCOUNT"] = "100000"  # under a millisecond: to sleep and be woken at each of a step's many loops takes longer
+        own = self._process_environment(num_local_ranks)
         return own if spans_machines else {**own, "GLOO_SOCKET_IFNAME": "lo"}
 
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
@@ -91,9 +89,13 @@ class CpuPlatform(Platform):
 
     def _process_environment(self, num_processes: int) -> Mapping[str, str]:
         """Of one of so many processes that compute at the same time; other roles wait meanwhile."""
+        num_threads = max(1, self.device_count() // num_processes)
+        # Under a millisecond: to sleep and be woken at each of many loops takes longer.
+        spin = {"GOMP_SPINCOUNT": "100000"} if num_threads > 1 else {}
         return {
-            "OMP_NUM_THREADS": str(max(1, self.device_count() // num_processes)),
-            "OMP_WAIT_POLICY": "PASSIVE",  # a spinning thread would hold up the one that it waits for
+            "OMP_NUM_THREADS": str(num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # a thread that spins for long would hold up the one that it waits for
+            **spin,
             "TORCHDYNAMO_DISABLE": "1",
             "GLIBC_TUNABLES": _ALLOCATOR,
         }
