@@ -299,7 +299,7 @@ def test_config_schema_describes_every_key(capsys: pytest.CaptureFixture[str]):
 
 def test_the_console_script_ends_with_the_code_and_no_traceback(folder: Path):
     done = subprocess.run(
-        [sys.executable, "-c", "from msrl.cli.app import main; main()", "convert-ckpt", "hf2mcore", "--load", "gone", "--save", "new"],
+        [sys.executable, "-m", "msrl", "convert-ckpt", "hf2mcore", "--load", "gone", "--save", "new"],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONWARNINGS": "error"},
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "--load: convert.load=gone: there is no such folder\n")

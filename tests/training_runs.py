@@ -25,7 +25,7 @@ class Command:
         environment = {**os.environ, "MPLCONFIGDIR": str(log.parent)}
         self._file = log.open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "msrl.cli.app", *arguments],
+            [sys.executable, "-m", "msrl", *arguments],
             stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as a terminal has it, whatever these tests were started with
         )  # fmt: skip

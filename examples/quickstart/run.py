@@ -45,7 +45,7 @@ class Runner:
         """One command; its failure ends the quickstart with the command's own exit code."""
         print(f"\n$ msrl {shlex.join(arguments)}", flush=True)
         started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "msrl.cli.app", *arguments], cwd=self.folder, env={**os.environ, **QUIET}, check=False)
+        done = subprocess.run([sys.executable, "-m", "msrl", *arguments], cwd=self.folder, env={**os.environ, **QUIET}, check=False)
         if done.returncode:
             sys.exit(done.returncode)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started

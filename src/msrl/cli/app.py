@@ -98,7 +98,3 @@ def main() -> None:
         sys.exit(2 if isinstance(error, MsrlError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()
