@@ -130,7 +130,7 @@ def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up
 
 def test_weights_without_the_state_of_a_training_are_named_as_such(tmp_path: Path):
     (tmp_path / "iter_0000003").mkdir()
-    with pytest.raises(MsrlError, match=r"weights of steps 3 are there, without the state of a training .* checkpoint\.load"):
+    with pytest.raises(MsrlError, match=r"the checkpoint of step 3 is there, without the state of a training .* checkpoint\.load"):
         check_room(tmp_path, None)
 
 

@@ -110,6 +110,23 @@ def test_whole_checkpoints_are_gone_on_from_by_age_or_by_name(saves):
         check_room(saves, found)
 
 
+def test_checkpoints_of_another_training_are_neither_mixed_with_nor_pruned(saves, tmp_path):
+    found = SavedTraining(saves, 6)
+    check_room(saves, found)
+    alias = tmp_path / "alias"
+    alias.symlink_to(saves)
+    check_room(alias, found)
+    for step, said in (
+        (2, f"of another training than the one in {saves} that this"),
+        (8, r"and this training starts after step 6; go on .*auto"),
+    ):
+        other = tmp_path / f"other {step}"
+        for folder in (other / f"iter_{step:07d}", training_dir(other, step)):
+            folder.mkdir(parents=True)
+        with pytest.raises(MsrlError, match=rf"the checkpoint of step {step} is there, {said}.* to another folder, or remove it$"):
+            check_room(other, found)
+
+
 def test_a_folder_that_cannot_be_written_or_is_somebody_elses_takes_no_checkpoints(tmp_path):
     (tmp_path / "file").write_text("")
     for root, reason in ((Path("/sys/kernel/x"), "denied|not permitted|Read-only"), (tmp_path / "file" / "x", "file is a file")):

@@ -109,26 +109,31 @@ def _iterations(root: Path) -> list[int]:
 
 
 def check_room(root: Path, resume: SavedTraining | None) -> None:
-    """Raises MsrlError when `root` holds checkpoints of steps that a training from `resume` on would write again, or other people's files,
-    or when it cannot be made or written.
+    """Raises MsrlError when `root` holds checkpoints of steps that a training from `resume` on would write again, those of another
+    training, or other people's files, or when it cannot be made or written.
     """
     reason = why_not_writable(root)
     if reason is not None:
         raise MsrlError(f"checkpoint.save={root}: this folder cannot be made or written ({reason}); set checkpoint.save to another one")
     _refuse_other_files(root)
     start_step = resume.step if resume else 0
-    replaced = resume.passed_over if resume and resume.root.absolute() == root.absolute() else ()
-    later = [step for step in _iterations(root) if step > start_step and step not in replaced]
-    if later and not saved_steps(root):
-        raise MsrlError(
-            f"checkpoint.save={root}: weights of steps {', '.join(map(str, later))} are there, without the state of a training that could"
-            f" go on; start from them with checkpoint.load: {root} and another checkpoint.save, or remove them"
-        )
-    if later:
-        raise MsrlError(
-            f"checkpoint.save={root}: checkpoints of steps {', '.join(map(str, later))} are there, and this training starts after step"
-            f" {start_step}; go on from the newest (--resume auto), set checkpoint.save to another folder, or remove them"
-        )
+    goes_on = resume is not None and resume.root.resolve() == root.resolve()
+    replaced = resume.passed_over if resume and goes_on else ()
+    others = [step for step in _iterations(root) if not (goes_on and step <= start_step) and step not in replaced]
+    if not others:
+        return
+    steps = ", ".join(map(str, others))
+    which, them = (f"the checkpoint of step {steps} is", "it") if len(others) == 1 else (f"the checkpoints of steps {steps} are", "them")
+    if not saved_steps(root):
+        why = "without the state of a training that could go on"
+        cure = f"start from {them} with checkpoint.load: {root} and another checkpoint.save"
+    elif resume is not None and others[0] <= start_step:
+        why = f"of another training than the one in {resume.root} that this one goes on from"
+        cure = "set checkpoint.save to another folder"
+    else:
+        why = f"and this training starts after step {start_step}"
+        cure = "go on from the newest (--resume auto), set checkpoint.save to another folder"
+    raise MsrlError(f"checkpoint.save={root}: {which} there, {why}; {cure}, or remove {them}")
 
 
 def _refuse_other_files(root: Path) -> None:
