@@ -22,7 +22,9 @@ from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.found import find_checkpoint, latest_iteration
 from msrl.checkpoint.lora_files import adapted_base
 from msrl.checkpoint.source import open_mcore, open_weights
+from msrl.checkpoint.verify import damaged_files
 from msrl.config.schema import Config
+from msrl.errors import MsrlError
 from msrl.models.cut import Cut
 from msrl.models.families import all_rules
 from tiny_qwen2 import save_model
@@ -158,13 +160,11 @@ def test_the_model_is_asked_as_it_was_taught_wherever_it_is_opened(whole, inputs
 
 
 def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config, inputs, tmp_path):
-    from msrl.errors import MsrlError
-
     with pytest.raises(MsrlError, match=r"checkpoints of steps 20, 24 are there, and this training starts after step 0"):
         run_in_process(config)
     shutil.copytree(whole / "checkpoints", tmp_path / "old")
     old = {"save": str(tmp_path / "old"), "resume": str(tmp_path / "old" / "iter_0000020")}
-    with pytest.raises(MsrlError, match=r"checkpoints of steps 24 are there, and this training starts after step 20"):
+    with pytest.raises(MsrlError, match=r"the checkpoint of step 24 is there, and this training starts after step 20"):
         run_in_process(named(config, "again", checkpoint=old))
     with pytest.raises(MsrlError, match=rf"train.steps={STEPS}: .* is at step {STEPS} already"):
         run_in_process(named(config, "again", checkpoint={"save": str(tmp_path / "old"), "resume": "auto"}))
@@ -348,6 +348,18 @@ def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoi
     assert re.search(r"data.train: \d+ rows cut to 70 tokens", said) and "ended early: 2 evaluations without a lower loss" in said
 
 
+def test_an_update_that_ends_the_run_lets_the_save_in_the_background_come_to_its_end(inputs, config):
+    """A rate that is out of all proportion: the second update has nothing finite to go by."""
+    train = {**TRAIN, "steps": 3, "max_skipped": 1, "optimizer": {"lr": 1e30, "schedule": "constant", "warmup": 0}}
+    settings = named(config, "diverged", train=train, checkpoint={"every_steps": 1, "async": True})
+    with pytest.raises(
+        MsrlError, match=r"train\.max_skipped=1: the gradient of an update was not finite .* go on from the last checkpoint"
+    ):
+        run_in_process(settings)
+    saves = inputs / "runs" / "diverged" / "checkpoints"
+    assert latest_iteration(saves) == 1 and damaged_files(saves, 1) == [] and not list(saves.glob(".*partial"))
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -360,8 +372,6 @@ def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoi
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_rank_starts(config, inputs, sections, message):
-    from msrl.errors import MsrlError
-
     with pytest.raises(MsrlError, match=message):
         run_in_process(named(config, "refused", **sections))
     assert not (inputs / "runs" / "refused").exists()
@@ -369,7 +379,6 @@ def test_what_does_not_fit_is_refused_before_any_rank_starts(config, inputs, sec
 
 def test_held_out_rows_that_no_pass_can_take_are_refused_before_any_rank_starts(config, inputs):
     from msrl.cli import app
-    from msrl.errors import MsrlError
 
     source = str(write_rows(inputs / "long.jsonl", [{"instruction": "1", "input": "", "output": "7" * 100}]))
     arguments = ["preprocess", "--input", source, "--tokenizer", str(inputs / "hf"), "--handler", "alpaca", "--template", "qwen"]
@@ -382,8 +391,6 @@ def test_held_out_rows_that_no_pass_can_take_are_refused_before_any_rank_starts(
 
 def test_tokens_of_other_systems_data_that_the_model_has_not_are_refused(config, inputs, tmp_path):
     """Two tensor-parallel ranks would each take such a token for one of the other's, and embed it as zeros."""
-    from msrl.errors import MsrlError
-
     for path in inputs.glob("data_packed_*"):
         shutil.copyfile(path, tmp_path / path.name)
     ids = np.memmap(tmp_path / "data_packed_input_ids_document.bin", np.int32, "r+")

@@ -14,6 +14,10 @@ from msrl.errors import MsrlError
 from msrl.types import MicroBatch
 
 
+class GradientError(MsrlError):
+    """Too many updates in a row whose gradient was not finite. All ranks raise it, in the same update."""
+
+
 @dataclass(slots=True)
 class GradientGuard:
     """Of one rank. The gradient's norm is that of all ranks, so all come to the same verdict."""
@@ -24,7 +28,7 @@ class GradientGuard:
     num_in_a_row: int = 0
 
     def must_skip(self, norm: float, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Whether the update is to be left out. Raises MsrlError for the last of `max_skipped` in a row."""
+        """Whether the update is to be left out. Raises GradientError for the last of `max_skipped` in a row."""
         if math.isfinite(norm):
             self.num_in_a_row = 0
             return False
@@ -32,7 +36,7 @@ class GradientGuard:
         if self.num_in_a_row >= self.max_skipped:
             times = f"{self.num_in_a_row} updates in a row" if self.num_in_a_row > 1 else "an update"
             where = f"; its batch is in {self._write(micro_batches)}" if self.folder is not None else ""
-            raise MsrlError(
+            raise GradientError(
                 f"train.max_skipped={self.max_skipped}: the gradient of {times} was not finite ({norm}), so the run ends before it is"
                 f" saved{where}; look at that batch, lower train.optimizer.lr, or go on from the last checkpoint"
             )

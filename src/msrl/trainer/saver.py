@@ -62,6 +62,13 @@ class Saver:
         found, self._finished = self._finished, []
         return found
 
+    def end(self) -> None:
+        """Asked of all ranks when a run ends in the middle of a step: the save under way is whole before any of them leaves."""
+        try:
+            self._join()
+        finally:
+            self._worker.any_rank(False)
+
     def _write(self, part: Part, publication: Publication | None) -> None:
         try:
             part.write()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,16 +75,29 @@ class TrainActor:
         return self._worker.logprobs(micro_batches, temperature, of_reference=of_reference)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float) -> dict[str, float]:
-        return self._worker.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
+        with self._saves_come_first():
+            return self._worker.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
         return self._critic.values(micro_batches)
 
     def update_critic(self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: int, lr: float) -> dict[str, float]:
-        return self._critic.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
+        with self._saves_come_first():
+            return self._critic.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def scores(self, micro_batches: Sequence[MicroBatch], name: str) -> list[Floats] | None:
         return self._worker.scores(name, micro_batches)
+
+    @contextmanager
+    def _saves_come_first(self) -> Iterator[None]:
+        """An update that ends the run does so when the save under way is whole."""
+        from msrl.trainer.guard import GradientError
+
+        try:
+            yield
+        except GradientError:
+            self._saver.end()
+            raise
 
     @property
     def _critic(self) -> Critic:

@@ -13,6 +13,7 @@ from msrl.algorithms.packing import Sequences, balanced
 from msrl.config.schema import Config
 from msrl.trainer import checkpoints
 from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
+from msrl.trainer.guard import GradientError
 from msrl.trainer.launch import RankContext
 from msrl.trainer.losses import SftLoss
 from msrl.trainer.resume import SavedTraining
@@ -40,7 +41,12 @@ def main(context: RankContext, job: SftJob) -> None:
         context.report(Started())
     best, config = Best.of(extra), job.config
     for step in range(job.start_step, job.num_steps):
-        report = _step(worker, job, train, step)
+        try:
+            report = _step(worker, job, train, step)
+        except GradientError:
+            saver.end()
+            _report_saved(context, saver.finished())
+            raise
         has_improved = is_over = False
         if held_out is not None and _is_due(config.eval.every_steps, step + 1, job.num_steps, at_end=True):
             report, best = _evaluated(worker, config, held_out, report, best)
