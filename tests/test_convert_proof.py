@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ import torch
 
 import families
 import tiny_checkpoints as tiny
-from mixture_families import MIXTURES
+from mixture_families import MIXTURES, QWEN3_MOE
 from msrl.checkpoint import mcore
-from msrl.checkpoint.source import open_weights
+from msrl.checkpoint.source import ShardedSource, open_weights
+from msrl.checkpoint.verify import refuse_unlike_copies
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import num_parameters
@@ -248,6 +250,43 @@ def test_an_altered_checkpoint_is_not_converted(
     said = capsys.readouterr()
     assert "does not match its checksum" in said.err and "mp_rank_01" in said.err and said.out == ""
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "mcore"]
+
+
+@pytest.mark.parametrize(
+    ("config", "cut", "rank", "name"),
+    [
+        ({}, Cut(2), Coords(1), "decoder.layers.1.input_layernorm.weight"),
+        (QWEN3_MOE, Cut(ep=2), Coords(ep=1), "decoder.layers.0.self_attention.linear_qkv.weight"),
+        (QWEN3_MOE, Cut(2, ep=2, etp=1), Coords(1, ep=1), "decoder.layers.0.mlp.router.weight"),
+    ],
+)
+def test_ranks_that_hold_a_tensor_differently_are_not_converted_as_if_they_agreed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, Any],
+    cut: Cut,
+    rank: Coords,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tmp_path / "hf", **config)
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", cut)
+    (tmp_path / "mcore" / mcore.MANIFEST).unlink()  # as other systems' checkpoints are
+    source = open_weights(tmp_path / "mcore")
+    assert isinstance(source, ShardedSource) and len(list(source.copies())) > 2
+    refuse_unlike_copies(source, tmp_path)
+    path = mcore.rank_file(tmp_path / "mcore", 1, cut, rank)
+    contents = mcore.read_rank_file(path, mmap=False)
+    contents["model"][name].view(-1)[0] += 0.5
+    mcore.write_rank_file(path, contents["model"], contents["args"], 1)
+    assert msrl("convert-ckpt", "mcore2hf", "--load", "mcore", "--save", "out") == 2
+    told = capsys.readouterr().err
+    assert f"mcore: 1 tensors are not alike on the ranks that hold copies of them: {name} of rank tp {rank.tp} pp 0" in " ".join(
+        told.split()
+    )
+    assert not (tmp_path / "out").exists()
+    assert msrl("convert-ckpt", "mcore2hf", "--load", "mcore", "--save", "out", "--no-verify") == 0
 
 
 def test_what_is_not_converted_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.families import load_shape
 from msrl.models.reward_head import OUTPUT_LAYER
-from msrl.models.rules import Rule, Zeros
+from msrl.models.rules import Replicated, Rule, Zeros
 from msrl.models.shape import Shape
 from msrl.models.stages import TIED_OUTPUT, chunk_name, stage_tensors
 
@@ -65,6 +65,15 @@ class HfSource(WeightSource):
 Shards = Mapping[Coords, Mapping[str, Tensor]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor that two ranks hold: which ones, as `NAME of rank ..., that of rank ...`, and both; the first is the one that is read."""
+
+    ranks: str
+    read: Tensor
+    other: Tensor
+
+
 class ShardedSource(WeightSource):
     """Any tensors that are named and cut like a model's weights (the weights, or an optimizer's moments), by rank."""
 
@@ -75,6 +84,7 @@ class ShardedSource(WeightSource):
         self._shards = shards
         self._where = where
         self._places: dict[str, dict[int, tuple[Coords, str]]] = {}
+        self._copies: dict[tuple[str, int], list[tuple[Coords, str]]] = {}  # of what several ranks hold alike, the one that is read first
         for at in cut.ranks():
             self._check_rank(at, shards[at])
             for placed in stage_tensors(shape, cut, at):
@@ -82,6 +92,8 @@ class ShardedSource(WeightSource):
                     raise MsrlError(f"{where}: {placed.name} is not zero, and {shape.architecture} has no place for it")
                 if not placed.is_tied_copy:
                     self._places.setdefault(placed.rule.mcore, {}).setdefault(placed.shard, (at, placed.name))
+                    shard = 0 if isinstance(placed.layout, Replicated) else placed.shard
+                    self._copies.setdefault((placed.rule.mcore, shard), []).append((at, placed.name))
 
     @property
     def _embedding(self) -> str:
@@ -94,7 +106,7 @@ class ShardedSource(WeightSource):
         if rows < self.shape.vocab_size:
             raise MsrlError(f"{self._where}: the embedding has {rows} rows, fewer than the {self.shape.vocab_size} tokens of the config")
         planned = rank_plan(self.shape, self.cut, at, rows).tensors
-        rank = f"{self._where}, rank tp {at.tp} pp {at.pp}" + (f" ep {at.ep}" if self.cut.ep > 1 else "")
+        rank = f"{self._where}, rank {self._rank(at)}"
         for name, size in planned.items():
             if name not in tensors:
                 raise MsrlError(f"{rank}: {name} is missing")
@@ -139,6 +151,16 @@ class ShardedSource(WeightSource):
             for placed in stage_tensors(self.shape, self.cut, at)
             if placed.is_tied_copy
         )
+
+    def copies(self) -> Iterator[Copy]:
+        """What several ranks hold and should hold alike: norms on tensor-parallel ranks, all but the experts on expert-parallel ones."""
+        for (first, name), *others in self._copies.values():
+            for at, other in others:
+                ranks = f"{name} of rank {self._rank(at)}, that of rank {self._rank(first)}"
+                yield Copy(ranks, self._shards[first][name], self._shards[at][other])
+
+    def _rank(self, at: Coords) -> str:
+        return f"tp {at.tp} pp {at.pp}" + (f" ep {at.ep}" if self.cut.ep > 1 else "")
 
     def _parts(self, rule: Rule) -> list[Tensor]:
         places = self._places[rule.mcore]

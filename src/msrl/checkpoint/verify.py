@@ -19,7 +19,7 @@ from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.hf_manifest import hf_manifest_files
 from msrl.checkpoint.mcore import MANIFEST, read_manifest
 from msrl.checkpoint.parallel import in_parallel
-from msrl.checkpoint.source import WeightSource
+from msrl.checkpoint.source import ShardedSource, WeightSource
 from msrl.checkpoint.torch_file import check_records
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
@@ -65,6 +65,20 @@ def compare(
         num_tensors, num_bytes = num_tensors + 1, num_bytes + carried[name].spec.num_bytes
         advance(carried[name].spec.num_bytes)
     return Comparison(num_tensors, num_bytes, tuple(different))
+
+
+def refuse_unlike_copies(source: ShardedSource, where: Path) -> None:
+    """Raises MsrlError when ranks that should hold a tensor alike do not: each of them computed with its own, and one would be taken."""
+    copies = list(source.copies())
+    is_same = in_parallel([partial(same_bits, copy.read, copy.other) for copy in copies])
+    unlike = [copy for copy, same in zip(copies, is_same, strict=True) if not same]
+    if unlike:
+        first = unlike[0]
+        apart = (first.read.double() - first.other.double()).abs().max().item()
+        raise MsrlError(
+            f"{where}: {len(unlike)} tensors are not alike on the ranks that hold copies of them: {first.ranks} (up to {apart:.1e} apart);"
+            " the ranks drifted apart in training or a file is of another checkpoint; --no-verify takes the first rank's"
+        )
 
 
 def damaged_files(save: Path, iteration: int | str, *, thorough: bool = True) -> list[str] | None:

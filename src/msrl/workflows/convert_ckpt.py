@@ -18,7 +18,8 @@ from msrl.checkpoint.lora import MergedSource
 from msrl.checkpoint.lora_files import adapted_base, read_adapter, read_mcore_lora
 from msrl.checkpoint.mcore import SIDECAR
 from msrl.checkpoint.peft_files import left_out_by_peft, read_peft, write_peft
-from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
+from msrl.checkpoint.source import HfSource, ShardedSource, WeightSource, open_mcore
+from msrl.checkpoint.verify import refuse_unlike_copies
 from msrl.config.derived import cut_of
 from msrl.config.schema import Config, ConvertConfig
 from msrl.errors import MsrlError, VerificationError
@@ -80,6 +81,8 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
     else:
         is_own = lora is not None and lora.resolve() == load.resolve()  # another one would leave out the adapter in `load`
         base = open_mcore(load, Path(convert.hf_config) if convert.hf_config else None, beside_adapter=is_own)
+        if convert.verify and isinstance(base, ShardedSource):
+            refuse_unlike_copies(base, load)
     if lora is None:
         return base
     merged = MergedSource(base, read_adapter(lora, base.shape))
