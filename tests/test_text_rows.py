@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -55,6 +56,15 @@ def test_every_token_but_the_first_of_a_document_is_learnt_once(tmp_path, row_to
 def test_rows_of_several_datasets_are_numbered_through(tmp_path):
     rows = TextRows([write_text(tmp_path / "a", [[1, 2, 3]]), write_text(tmp_path / "b", [[7, 8], [9, 9]])], 3)
     assert rows.num_rows == (1, 2) and as_lists(rows) == [[[1, 2, 3]], [[7, 8]], [[9, 9]]]
+
+
+def test_a_row_of_a_document_as_long_as_a_corpus_takes_the_memory_of_a_row(tmp_path):
+    rows = TextRows([write_text(tmp_path / "a", [list(range(400_000))])], 5)
+    tracemalloc.start()
+    (row,) = rows.sequences([50_000])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert row.token_ids[0].tolist() == [200_000, 200_001, 200_002, 200_003, 200_004] and peak < 100_000
 
 
 def test_a_blend_comes_by_its_weights_at_every_moment_as_worked_out_by_hand():

@@ -116,6 +116,10 @@ class TextDataset:
     def __getitem__(self, number: int) -> Ints:
         return self._documents[number].astype(np.int64)
 
+    def part(self, number: int, start: int, stop: int) -> Ints:
+        """The tokens of a document from `start` up to `stop`; nothing else of it is read."""
+        return self._documents[number][start:stop].astype(np.int64)
+
 
 class _Lines:
     """The lines of a file, memory-mapped."""
