@@ -63,11 +63,12 @@ class Saver:
         return found
 
     def end(self) -> None:
-        """Asked of all ranks when a run ends in the middle of a step: the save under way is whole before any of them leaves."""
-        try:
-            self._join()
-        finally:
-            self._worker.any_rank(False)
+        """Asked of all ranks when a run ends in the middle of a step: the save under way is whole before any of them leaves.
+
+        Raises what kept this rank's part from being written at once: the first rank still waits for that part, and would meet nobody.
+        """
+        self._join()
+        self._worker.any_rank(False)
 
     def _write(self, part: Part, publication: Publication | None) -> None:
         try:
