@@ -11,7 +11,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import shape_of
 from msrl.models.hf_config import HfConfig
 from msrl.models.select import chosen
-from msrl.trainer.guard import GradientGuard
+from msrl.trainer.guard import GradientError, GradientGuard
 from msrl.trainer.resume import STATE, Retention, training_dir
 from msrl.trainer.schedule import Schedule
 from msrl.types import MicroBatch
@@ -72,6 +72,9 @@ def test_gradients_that_are_not_finite_are_skipped_until_they_are_too_many_in_a_
     with np.load(tmp_path / "bad" / "rank_00001.npz") as kept:
         np.testing.assert_array_equal(kept["1.token_ids"], batch.token_ids)
         assert "0.advantages" in kept
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GradientError, match=r"train\.max_skipped=1: .* not finite \(nan\).*; its batch could not be written \(.*file"):
+        GradientGuard(1, tmp_path / "file" / "bad", rank=0).must_skip(math.nan, [batch])
 
 
 def test_rows_are_held_out_by_the_seed_and_none_is_in_both_parts():

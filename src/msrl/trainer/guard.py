@@ -35,12 +35,19 @@ class GradientGuard:
         self.num_in_a_row += 1
         if self.num_in_a_row >= self.max_skipped:
             times = f"{self.num_in_a_row} updates in a row" if self.num_in_a_row > 1 else "an update"
-            where = f"; its batch is in {self._write(micro_batches)}" if self.folder is not None else ""
+            where = f"; {self._kept(micro_batches)}" if self.folder is not None else ""
             raise GradientError(
                 f"train.max_skipped={self.max_skipped}: the gradient of {times} was not finite ({norm}), so the run ends before it is"
                 f" saved{where}; look at that batch, lower train.optimizer.lr, or go on from the last checkpoint"
             )
         return True
+
+    def _kept(self, micro_batches: Sequence[MicroBatch]) -> str:
+        """Where the batch is now; a disk that has no room for it keeps no rank from the common end."""
+        try:
+            return f"its batch is in {self._write(micro_batches)}"
+        except OSError as error:
+            return f"its batch could not be written ({error})"
 
     def _write(self, micro_batches: Sequence[MicroBatch]) -> Path:
         assert self.folder is not None
