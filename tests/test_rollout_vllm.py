@@ -150,6 +150,16 @@ def test_a_stop_token_ends_a_completion_and_is_kept(engine, model):
     assert completion.finish_reason == "stop"
 
 
+def test_a_stop_text_that_is_a_control_token_ends_a_completion_and_one_that_only_holds_it_is_refused(engine):
+    hot = {"max_tokens": 200, "num_samples": 16, "temperature": 2.0, "seed": 1}
+    free, stopped = (engine.generate(prompts(12), SamplingParams(**hot, stop=stop), 0)[0].completions for stop in ((), ("<|endoftext|>",)))
+    cut = [(0 in whole.token_ids, whole.token_ids.tolist()) for whole in free]
+    assert any(met for met, _ in cut)
+    assert [c.token_ids.tolist() for c in stopped] == [ids[: ids.index(0) + 1] if met else ids for met, ids in cut]
+    with pytest.raises(MsrlError, match=r"stop='<\|endoftext\|>\\n': <\|endoftext\|> is a control token"):
+        engine.generate(prompts(12), SamplingParams(max_tokens=1, stop=("<|endoftext|>\n",)), 0)
+
+
 def test_the_end_of_text_token_of_the_model_ends_a_completion(engine):
     group = engine.generate(prompts(12), SamplingParams(max_tokens=200, num_samples=16, temperature=2.0, seed=1), 0)[0]
     ended = [c for c in group.completions if c.finish_reason == "stop"]

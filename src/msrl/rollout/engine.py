@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -127,6 +127,18 @@ def check_prompt(prompt: Prompt, vocab_size: int, max_model_len: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise MsrlError(f"prompt {prompt.index} holds token id {wrong}, but the model knows {vocab_size}; is it the right tokenizer?")
+
+
+def stops(sampling: SamplingParams, control: Mapping[str, int]) -> tuple[list[str], list[int]]:
+    """The texts and the token ids that end a completion. `control` has the control tokens, which no text of an answer shows: a stop
+    text that is one ends it as a token. Raises MsrlError for a text that holds one beside others, since it could never come."""
+    texts = [stop for stop in sampling.stop if stop not in control]
+    for stop in texts:
+        for token in control:
+            if token in stop:
+                raise MsrlError(f"stop={stop!r}: {token} is a control token, which no answer's text shows; name {token!r} alone")
+    named = [control[stop] for stop in sampling.stop if stop in control]
+    return texts, list(dict.fromkeys((*sampling.stop_token_ids, *named)))
 
 
 def expected_weights(shape: Shape) -> frozenset[str]:

@@ -32,6 +32,7 @@ from msrl.rollout.engine import (
     expected_weights,
     kv_cache_bytes,
     sample_seeds,
+    stops,
 )
 from msrl.rollout.vllm_weights import WeightReceiver, shared_memory, write_files
 from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams
@@ -60,6 +61,7 @@ class VllmEngine:
         self._torch_was_distributed = torch.distributed.is_initialized()
         self._llm = _start(_arguments(settings, self._shape, dtype, self.max_model_len, platform), settings)
         self._tokenizer = self._llm.get_tokenizer()
+        self._control = {token.content: number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self._sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
@@ -134,18 +136,19 @@ class VllmEngine:
         """vLLM's parameters of one completion. Text is made afterwards unless a stop text must be watched for."""
         import vllm
 
+        texts, token_ids = stops(sampling, self._control)
         return vllm.SamplingParams(
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt.token_ids)),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            stop=list(sampling.stop),
-            stop_token_ids=list(sampling.stop_token_ids),
+            stop=texts,
+            stop_token_ids=token_ids,
             seed=seed,
             ignore_eos=sampling.ignore_eos,
             logprobs=0,
-            detokenize=bool(sampling.stop),
+            detokenize=bool(texts),
         )
 
     def _completion(self, output: Any, policy_version: int) -> Completion:
