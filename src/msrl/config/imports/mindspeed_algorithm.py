@@ -187,6 +187,8 @@ class Algorithm:
 
 def put_sources(translation: Translation, keys: Keys, names: list[Any], weights: list[Any]) -> None:
     """reward.sources from parallel lists; a name that is there twice counts with both weights."""
+    if any(isinstance(weight, bool) or not isinstance(weight, int | float) for weight in weights):
+        return keys.mistake("verifier_weight", "must be numbers, one for each name of verifier_function")
     total: dict[str, float] = {}
     for name, weight in zip(names, weights, strict=True):
         total[str(name)] = total.get(str(name), 0) + weight
