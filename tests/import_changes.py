@@ -134,11 +134,15 @@ LIGHTRFT_CASES: dict[str, Case] = {
 COMMANDS: dict[str, tuple[str, Changes]] = {
     "convert": ("convert_ckpt.py", {"load_dir": "a", "save_dir": "b"}),
     "preprocess": ("preprocess_data.py", {"input": "a", "output_prefix": "b", "handler_name": "AlpacaStyleInstructionHandler"}),
-    "train": ("posttrain_gpt.py", {"stage": "sft", "data_path": "data", "load": "ckpt", "finetune": True, "global_batch_size": 8}),
+    "train": (
+        "posttrain_gpt.py",
+        {"stage": "sft", "data_path": "data", "load": "ckpt", "finetune": True, "global_batch_size": 8, "lr": 1e-3},
+    ),
     "inference": ("inference.py", {"task": "chat", "load": "ckpt"}),
 }
 BACK: Changes = {"load_model_type": "mg", "save_model_type": "mg"}
 RESUMES: Changes = {"finetune": GONE}
+BALANCED, BIASED = {"moe_aux_loss_coeff": 0.1}, {"moe_router_enable_expert_bias": True}
 EVALUATED: Changes = {"eval_interval": 10, "eval_iters": 5}
 LLM_CASES: dict[str, Case] = {
     "convert.load_model_type": ({"save_model_type": "mg"}, "mg"), "convert.save_model_type": ({"load_model_type": "mg"}, "hf"),
@@ -155,7 +159,9 @@ LLM_CASES: dict[str, Case] = {
     "train.recompute_method": ({}, "block"),
     "train.bf16": ({}, True), "train.lora_target_modules": ({}, "linear_qkv"), "train.no_shuffle": ({}, True),
     "train.eval_interval": (EVALUATED, 20), "train.eval_iters": (EVALUATED, 7), "inference.top_k": ({}, 0),
-    "inference.temperature": ({}, 0.2),
+    "inference.temperature": ({}, 0.2), "inference.task": ({}, "greedy"),
+    "train.moe_router_load_balancing_type": (BALANCED, "seq_aux_loss"), "train.seq_aux": (BALANCED, True),
+    "train.moe_router_enable_expert_bias": ({}, True), "train.moe_router_bias_update_rate": (BIASED, 0.1),
 }  # fmt: skip
 RAY_PPO: Changes = {"training.stage": "ray_ppo", "algorithm.adv_estimator": "gae"}
 KL_CTRL: Changes = {"algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "target_kl": 0.1, "horizon": 10}}
@@ -200,12 +206,17 @@ def of_yaml(module: Any, tree: Changes, file: Path) -> Translation:
     return module.translate(parse(yaml.safe_dump(tree), str(file)), file)
 
 
-def of_words(module: Any, program: str, flags: Changes) -> Translation:
-    words = [program]
+def _words(flags: Changes) -> list[str]:
+    words: list[str] = []
     for key, value in flags.items():
         words += (
             [] if value is False else [f"--{key}", *([] if value is True else str(value).split() if key == "adam_betas" else [str(value)])]
         )
+    return words
+
+
+def of_words(module: Any, program: str, flags: Changes, launcher: Changes | None = None) -> Translation:
+    words = [*(["torchrun", *_words(launcher)] if launcher is not None else []), program, *_words(flags)]
     return module.translate_words([Word(text, None) for text in words], "command line")
 
 
@@ -226,6 +237,9 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
     if section in COMMANDS:
         program, flags = COMMANDS[section]
         return of_words(mindspeed_llm, program, changed(flags, changes))
+    if section == "torchrun":
+        program, flags = COMMANDS["train"]
+        return of_words(mindspeed_llm, program, flags, launcher=changes)
     tree = yaml.safe_load((EXAMPLES / "grpo_llama32_1b.yaml").read_text(encoding="utf-8"))
     return of_yaml(mindspeed_ray, changed(tree, changes), file)
 
@@ -239,6 +253,6 @@ def place(system: str, section: str, key: str) -> str:
         return roll_place(section, key)
     if system == "mindspeed_rl":
         return {"resource": "rl_config.actor_resource.", "runtime_env": ""}.get(section, f"{section}.") + key
-    if system == "mindspeed_llm" and section not in COMMANDS:
+    if system == "mindspeed_llm" and section not in (*COMMANDS, "torchrun"):
         return f"{RAY_SECTIONS.get(section, section)}.{key}"
     return key

@@ -286,7 +286,9 @@ torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt -
     tree = tree_of(found)
     assert tree["train"]["parallel"] == {"tp": 2, "sp": True, "pp": 1} and tree["train"]["global_batch"] == 16
     assert tree["train"]["optimizer"]["betas"] == [0.9, 0.95] and tree["checkpoint"] == {"load": "ckpt"}
-    assert tree["cluster"] == {"env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}} and tree["model"] == {"dtype": "bfloat16"}
+    assert tree["cluster"] == {"devices_per_node": 8, "env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}} and tree["model"] == {
+        "dtype": "bfloat16"
+    }
     lines = {outcome.given.key: outcome.given.origin.line for outcome in found.outcomes}
     assert (lines["tensor_model_parallel_size"], lines["lr"], lines["stage"]) == (4, 7, 10)
 

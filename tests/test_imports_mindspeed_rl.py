@@ -197,10 +197,33 @@ def test_every_mistake_of_a_file_is_named_at_once(folder: Path):
         PRESENT, folder, rl_config__kl_ctrl_type="low_var_kl", rl_config__verifier_weight=[1.0, 2.0], actor_config__hidden_dropout=0.1
     )
     assert [line.split(": ", 2)[2] for line in lines] == [
-        "must be 0: dropout would make old and new log-probabilities differ, and msrl has none",
+        "must be 0: msrl trains without dropout, by which log-probabilities of one text differ",
         "must be fixed or adaptive; the estimator is kl_penalty",
         "must have as many numbers as verifier_function has names: 1, not 2",
     ]
+
+
+@pytest.mark.parametrize("weights", [["1.0"], [None], [True]])
+def test_weights_of_verifiers_are_numbers(weights: list[object], folder: Path):
+    (line,) = mistakes(PRESENT, folder, rl_config__verifier_weight=weights)
+    assert line.endswith("must be numbers, one for each name of verifier_function")
+
+
+@pytest.mark.parametrize("key", ["rl_config__rule_reward", "actor_config__finetune", "actor_config__no_load_optim"])
+def test_a_switch_in_quotes_is_named_not_taken_for_on(key: str, folder: Path):
+    (line,) = mistakes(PRESENT, folder, **{key: "false"})
+    assert line.endswith("must be true or false, without quotes")
+
+
+def test_what_has_no_default_in_the_original_gets_none_of_msrls(folder: Path):
+    path = folder / "short.yaml"
+    path.write_text(re.sub(r"^  (lr|global_batch_size):.*\n", "", PRESENT.read_text(encoding="utf-8"), flags=re.M), encoding="utf-8")
+    with pytest.raises(MsrlError) as caught:
+        load([str(path)])
+    assert {line.partition(": ")[2] for line in str(caught.value).splitlines()} >= {
+        "lr: is missing: the highest learning rate",
+        "global_batch_size: is missing: how many rows a step takes",
+    }
 
 
 def test_what_is_not_built_yet_and_would_change_results_is_refused_by_both_names(folder: Path):

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from msrl.config.imports.mindspeed_data import put_preprocessing, put_text
 from msrl.config.imports.mindspeed_megatron import MegatronKeys
-from msrl.config.imports.sections import Keys
+from msrl.config.imports.sections import Keys, as_list
 from msrl.config.imports.shell import Script, Word, flags, parse_script
 from msrl.config.imports.table import load_table
 from msrl.config.imports.translation import Fate, Given, Translation
-from msrl.config.sources import Origin, wrap
+from msrl.config.sources import Node, Origin, wrap
 from msrl.errors import MsrlError, nearest
 
 _PROGRAMS = {
@@ -68,12 +68,29 @@ def _section(words: Sequence[Word]) -> str:
 
 def _command(translation: Translation, section: str, words: Sequence[Word]) -> None:
     start = next((i for i, word in enumerate(words) if word.text.endswith(".py") or word.text == "start"), 0)
-    keys = Keys(translation, section, translation.given(flags(words[start:], translation.name), section, ""))
-    {"convert": _convert, "preprocess": put_preprocessing, "train": _train}.get(section, _advised)(translation, keys)
+    also = ("train",) if section == "inference" else ()
+    keys = Keys(translation, section, translation.given(flags(words[start:], translation.name), section, "", also=also))
+    _launcher(translation, flags(words[:start], translation.name), is_training=section == "train")
+    special = {"convert": _convert, "preprocess": put_preprocessing, "train": _train, "inference": _inference}
+    special.get(section, _advised)(translation, keys)
     keys.apply_rest()
     if section == "convert" and _writes_legacy(words[start].text, keys):
         translation.set_default("convert.names", "legacy")
     translation.laid_in((section,), keys)
+
+
+def _launcher(translation: Translation, tree: Node, *, is_training: bool) -> None:
+    """torchrun's own flags: a training takes as many devices. Words before another program than torchrun are none."""
+    for given in translation.given(tree, "torchrun", ""):
+        to = translation.row(given).to
+        if not to:
+            translation.apply(given)
+        elif not is_training:
+            translation.say(given, Fate.SAME, "one engine, or one process, does the work")
+        elif isinstance(given.value, int):
+            translation.take(given, to, given.value)
+        else:
+            translation.mistake(given, f"must be a whole number, the value of {to[0]}")
 
 
 def _environment(translation: Translation, script: Script) -> None:
@@ -121,6 +138,7 @@ def _train(translation: Translation, keys: Keys) -> None:
     if stage is None and keys.value("is_instruction_dataset") is not True:
         put_text(translation, keys)
     MegatronKeys(translation, keys).apply_supervised()
+    _router(keys)
     iters, every = keys.get("eval_iters"), keys.get("eval_interval")
     if iters is None or iters.value == 0 or keys.value("eval_interval") is None:
         for given in (iters, every):
@@ -130,6 +148,42 @@ def _train(translation: Translation, keys: Keys) -> None:
         keys.take("eval_interval", ["eval.every_steps"], keys.value("eval_interval"))
         batch = keys.number("global_batch_size") or 1
         keys.take("eval_iters", ["eval.prompts"], (keys.number("eval_iters") or 0) * batch, why="rows: eval_iters batches")
+
+
+def _router(keys: Keys) -> None:
+    """What balances experts: one coefficient, of the kind of loss that another flag names, and the rate of their biases."""
+    kind, name = keys.value("moe_router_load_balancing_type"), "moe_router_load_balancing_type"
+    if kind not in ("aux_loss", "seq_aux_loss", "none"):
+        keys.mistake(name, "must be aux_loss, seq_aux_loss or none")
+    if kind == "none" or not keys.value("moe_aux_loss_coeff"):
+        why = "moe_router_load_balancing_type is none" if kind == "none" else "moe_aux_loss_coeff is 0"
+        for key in (name, "seq_aux", "moe_aux_loss_coeff"):
+            keys.say(key, Fate.OFF, why)
+    else:
+        over = "sequence" if kind == "seq_aux_loss" or keys.value("seq_aux") is True else "micro_batch"
+        keys.take("moe_aux_loss_coeff", ["train.router.aux_loss_coef"], keys.value("moe_aux_loss_coeff"))
+        for key in (name, "seq_aux"):
+            keys.take(key, ["train.router.aux_loss_over"], over)
+    if keys.value("moe_router_enable_expert_bias") is True:
+        for key in ("moe_router_enable_expert_bias", "moe_router_bias_update_rate"):
+            keys.take(key, ["train.router.bias_update_rate"], keys.value("moe_router_bias_update_rate"))
+    for key in ("moe_router_enable_expert_bias", "moe_router_bias_update_rate"):
+        keys.say(key, Fate.OFF, "read beside moe_router_enable_expert_bias")
+
+
+def _inference(translation: Translation, keys: Keys) -> None:
+    """How answers are drawn, by task. Scripts repeat the flags of the training, which the checkpoint knows."""
+    for given in keys:
+        if given.section == "train":
+            translation.say(given, Fate.SAME, "the checkpoint says it, or the engine decides by itself")
+    tasks = [str(task) for task in as_list(keys.value("task"))]
+    if any(task.startswith("beam") for task in tasks):
+        return keys.mistake("task", "samples are drawn, not searched: greedy, do_sample or chat")
+    if tasks in (["greedy"], ["greedy_search"]):
+        keys.take("task", ["generate.temperature"], 0.0)
+        for key in ("temperature", "top_p", "top_k"):
+            keys.say(key, Fate.DEAD, "greedy answers take the likeliest token")
+    return keys.say("task", Fate.SAME, "`msrl generate` and `msrl chat` are commands of their own")
 
 
 def _advised(translation: Translation, keys: Keys) -> None:

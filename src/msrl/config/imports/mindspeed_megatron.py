@@ -40,6 +40,7 @@ class MegatronKeys:
 
     def apply(self, *, by_tokens: bool) -> None:
         """`by_tokens`: micro-batches are cut by tokens, and micro_batch_size is not read."""
+        self._required()
         self._checkpoint()
         self._tokenizer()
         self._optimizer()
@@ -55,11 +56,20 @@ class MegatronKeys:
 
     def apply_supervised(self) -> None:
         """The same, for a supervised training's flags."""
+        self._required()
         self._checkpoint()
         self._tokenizer()
         self._optimizer()
         self._parallel()
+        self._dropout()
         self.apply_shapes()
+
+    def _required(self) -> None:
+        """What the original has no default for, and msrl would have one."""
+        for key, meaning in (("lr", "the highest learning rate"), ("global_batch_size", "how many rows a step takes")):
+            if self.keys.value(key) is None:
+                where = given.origin if (given := self.keys.get(key)) is not None else self.translation.name
+                self.translation.errors.append(f"{where}: {key}: is missing: {meaning}")
 
     def _checkpoint(self) -> None:
         """Resume is Megatron's load without finetune and with the optimizer; else load is weights alone."""
@@ -107,7 +117,7 @@ class MegatronKeys:
         for key in ("attention_dropout", "hidden_dropout"):
             given = self.keys.get(key)
             if given is not None and given.value not in (0, 0.0):
-                self.translation.mistake(given, "must be 0: dropout would make old and new log-probabilities differ, and msrl has none")
+                self.translation.mistake(given, "must be 0: msrl trains without dropout, by which log-probabilities of one text differ")
 
     def _lora(self) -> None:
         if self.keys.value("lora_target_modules") in (None, []):

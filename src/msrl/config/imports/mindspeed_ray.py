@@ -38,6 +38,7 @@ class _File:
     def __init__(self, tree: Node, file: Path) -> None:
         self.file = file
         self.translation = Translation("MindSpeed-LLM", table(), str(file), algorithm="grpo")
+        self.translation.other_defaults = {("megatron", "bf16"): False}  # a flag of Megatron's here
         self.top = {given.key: given for given in self.translation.given(tree, "top", "")}
         self.models = hydra_layers(self._section("defaults"), file, self.translation)
         roles = self._roles()

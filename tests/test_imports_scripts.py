@@ -1,0 +1,103 @@
+"""Scripts of MindSpeed-LLM as its users have them: each flag is taken or told, and what is left out has the original's default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msrl.config.imports.commands import native_yaml, translation_of
+from msrl.config.imports.translation import Fate, Translation
+from msrl.config.loader import load
+from msrl.config.sources import parse, plain
+from msrl.errors import MsrlError
+
+TUNE = "posttrain_gpt.py --stage sft --finetune --load ckpt --data-path data --lr 1e-5 --global-batch-size 16 --train-iters 20"
+
+
+def imported(line: str) -> Translation:
+    return translation_of("mindspeed-llm", line.split())
+
+
+def tree_of(line: str) -> Any:
+    return plain(parse(native_yaml(imported(line)), "native.yaml"))
+
+
+def mistakes(line: str) -> list[str]:
+    with pytest.raises(MsrlError) as caught:
+        imported(line)
+    return str(caught.value).splitlines()
+
+
+def test_the_devices_that_torchrun_starts_are_those_of_the_training(tmp_path: Path):
+    launcher = "torchrun --nproc_per_node 8 --nnodes=4 --node_rank 0 --master_addr localhost --master_port 6000 "
+    (tmp_path / "native.yaml").write_text(native_yaml(imported(launcher + TUNE)), encoding="utf-8")
+    cluster = load([str(tmp_path / "native.yaml")]).config.cluster
+    assert (cluster.nodes, cluster.devices_per_node) == (4, 8)
+    assert mistakes(f"torchrun --nnodes 1:4 {TUNE}") == ["command line: nnodes=1:4: must be a whole number, the value of cluster.nodes"]
+
+
+def test_a_training_without_the_flag_bf16_is_one_in_float32():
+    assert tree_of(TUNE)["model"]["dtype"] == "float32"
+    assert tree_of(f"{TUNE} --bf16")["model"]["dtype"] == "bfloat16"
+
+
+def test_dropout_is_refused_in_a_supervised_script_too():
+    (line,) = mistakes(f"{TUNE} --hidden-dropout 0.1 --attention-dropout 0")
+    assert line.startswith("command line: hidden_dropout=0.1: must be 0: msrl trains without dropout")
+
+
+@pytest.mark.parametrize("flag", ["--lr 1e-5", "--global-batch-size 16"])
+def test_a_script_says_its_learning_rate_and_its_batch(flag: str):
+    (line,) = mistakes(TUNE.replace(flag, ""))
+    assert "is missing" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "router"),
+    [
+        ("--moe-aux-loss-coeff 0.001", {"aux_loss_coef": 0.001, "aux_loss_over": "micro_batch"}),
+        ("--moe-aux-loss-coeff 0.001 --seq-aux", {"aux_loss_coef": 0.001, "aux_loss_over": "sequence"}),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001",
+            {"aux_loss_coef": 0.001, "aux_loss_over": "sequence"},
+        ),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.001", None),
+        ("--moe-router-load-balancing-type aux_loss", None),
+        ("--moe-router-enable-expert-bias", {"bias_update_rate": 0.001}),
+        ("--moe-router-bias-update-rate 0.01", None),
+        ("--moe-z-loss-coeff 0.01", {"z_loss_coef": 0.01}),
+    ],
+)
+def test_what_balances_experts_in_a_script_balances_them_here(flags: str, router: dict[str, object] | None, tmp_path: Path):
+    mixture = "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --norm-topk-prob --moe-grouped-gemm "
+    speed = "--moe-token-dispatcher-type alltoall_seq --use-ascend-mc2 --reuse-fp32-param --use-cp-send-recv-overlap --neat-pack "
+    line = f"{TUNE} {mixture}{speed}{flags}"
+    assert tree_of(line)["train"].get("router") == router
+    (tmp_path / "native.yaml").write_text(native_yaml(imported(line)), encoding="utf-8")
+    assert load([str(tmp_path / "native.yaml")])
+
+
+def test_an_unknown_balance_of_experts_is_refused():
+    (line,) = mistakes(f"{TUNE} --moe-router-load-balancing-type sinkhorn")
+    assert line.endswith("must be aux_loss, seq_aux_loss or none")
+
+
+def test_a_script_of_inference_repeats_the_model_and_draws_as_the_original_does():
+    model = "--use-mcore-models --tensor-model-parallel-size 1 --num-layers 24 --seq-length 4096 --micro-batch-size 1 --bf16"
+    line = f"torchrun --nproc_per_node 1 inference.py {model} --load ckpt --tokenizer-name-or-path tok --seed 42"
+    sampling = {"temperature": 0.7, "top_p": 0.95, "top_k": 50, "max_tokens": 128}
+    tree = tree_of(line)
+    assert tree == {"generate": {"model": "ckpt", "seed": 42, **sampling}, "chat": {"model": "ckpt", "seed": 42, **sampling}}
+    fates = {one.given.key: one.fate for one in imported(line).outcomes}
+    assert fates["num_layers"] is fates["nproc_per_node"] is Fate.SAME
+
+
+def test_the_task_of_inference_says_how_answers_are_drawn():
+    found = imported("inference.py --task greedy --load ckpt --temperature 0.9 --top-k 5")
+    assert plain(found.tree)["generate"]["temperature"] == 0
+    assert {one.given.key for one in found.outcomes if one.fate is Fate.DEAD} == {"temperature", "top_k"}
+    assert plain(imported("inference.py --task do_sample --load ckpt --temperature 0.9").tree)["generate"]["temperature"] == 0.9
+    (line,) = mistakes("inference.py --task beam_search --load ckpt")
+    assert line.startswith("command line: task=beam_search: samples are drawn, not searched")
