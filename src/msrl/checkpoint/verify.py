@@ -19,11 +19,12 @@ from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.hf_manifest import hf_manifest_files
 from msrl.checkpoint.mcore import MANIFEST, read_manifest
 from msrl.checkpoint.parallel import in_parallel
-from msrl.checkpoint.source import ShardedSource, WeightSource
+from msrl.checkpoint.source import Copy, ShardedSource, WeightSource
 from msrl.checkpoint.torch_file import check_records
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 
+_AT_ONCE = 1 << 20  # numbers that are compared in double precision at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -67,18 +68,34 @@ def compare(
     return Comparison(num_tensors, num_bytes, tuple(different))
 
 
-def refuse_unlike_copies(source: ShardedSource, where: Path) -> None:
-    """Raises MsrlError when ranks that should hold a tensor alike do not: each of them computed with its own, and one would be taken."""
+def refuse_unlike_copies(source: ShardedSource, where: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Raises MsrlError when ranks that should hold a tensor alike do not: each of them computed with its own, and one would be taken.
+
+    `advance` is told of the bytes of each copy.
+    """
     copies = list(source.copies())
-    is_same = in_parallel([partial(same_bits, copy.read, copy.other) for copy in copies])
+    is_same = in_parallel([partial(_is_same, copy, advance) for copy in copies])
     unlike = [copy for copy, same in zip(copies, is_same, strict=True) if not same]
     if unlike:
-        first = unlike[0]
-        apart = (first.read.double() - first.other.double()).abs().max().item()
         raise MsrlError(
-            f"{where}: {len(unlike)} tensors are not alike on the ranks that hold copies of them: {first.ranks} (up to {apart:.1e} apart);"
-            " the ranks drifted apart in training or a file is of another checkpoint; --no-verify takes the first rank's"
+            f"{where}: {len(unlike)} tensors are not alike on the ranks that hold copies of them: {unlike[0].ranks} (up to"
+            f" {_apart(unlike[0]):.1e} apart); the ranks drifted apart in training or a file is of another checkpoint; reshard with"
+            " --no-verify takes the first rank's, and what it writes can be converted and proven"
         )
+
+
+def _is_same(copy: Copy, advance: Callable[[int], None]) -> bool:
+    found = same_bits(copy.read, copy.other)
+    advance(copy.other.nbytes)
+    return found
+
+
+def _apart(copy: Copy) -> float:
+    """The largest difference of two numbers; NaN where there is one."""
+    if copy.read.shape != copy.other.shape:
+        return float("inf")
+    pairs = zip(copy.read.flatten().split(_AT_ONCE), copy.other.flatten().split(_AT_ONCE), strict=True)
+    return torch.stack([(one.double() - other.double()).abs().max() for one, other in pairs]).max().item()
 
 
 def damaged_files(save: Path, iteration: int | str, *, thorough: bool = True) -> list[str] | None:

@@ -82,12 +82,20 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
         is_own = lora is not None and lora.resolve() == load.resolve()  # another one would leave out the adapter in `load`
         base = open_mcore(load, Path(convert.hf_config) if convert.hf_config else None, beside_adapter=is_own)
         if convert.verify and isinstance(base, ShardedSource):
-            refuse_unlike_copies(base, load)
+            _compare_copies(base, load)
     if lora is None:
         return base
     merged = MergedSource(base, read_adapter(lora, base.shape))
     print(f"merging {lora}: {merged.adapter.summary()}")
     return merged
+
+
+def _compare_copies(source: ShardedSource, load: Path) -> None:
+    """Refuse what ranks hold copies of and differ in; of a mixture the copies may be most of what is there to read."""
+    num_bytes = sum(copy.other.nbytes for copy in source.copies())
+    if num_bytes:
+        with progress(f"comparing what several ranks of {load} hold", total=num_bytes, unit="B") as bar:
+            refuse_unlike_copies(source, load, bar.advance)
 
 
 def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
