@@ -131,6 +131,10 @@ def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...
             ("rollout.sampling.temperature=0",),
             "--set: rollout.sampling.temperature=0.0: must be above 0: with greedy sampling all samples of a prompt are the same",
         ),
+        (
+            ("rollout.sampling.temperature=0.001",),
+            "--set: rollout.sampling.temperature=0.001: the engine samples at temperatures from 0.01 to 2; set one of them",
+        ),
         (("algo.policy_loss=pppo",), "--set: algo.policy_loss=pppo: there is no such plugin in algorithms.losses; did you mean 'ppo'?"),
         (
             ("algo.advantage.estimator=group_nrm",),
@@ -257,6 +261,11 @@ def test_generation_takes_one_prompt_or_one_file(folder: Path):
     ]
     load(sets=["generate.model=model", "generate.prompt=1 + 1"], command="generate")
     load(sets=["chat.model=model"], command="chat")
+    hot = "the engine samples at temperatures from 0.01 to 2; set one of them"
+    for command in ("generate", "chat"):
+        given = [f"{command}.model=model", *(["generate.prompt=x"] if command == "generate" else [])]
+        load(sets=[*given, f"{command}.temperature=2"], command=command)
+        assert mistakes(command, *given, f"{command}.temperature=2.5") == [f"--set: {command}.temperature=2.5: {hot}"]
     assert mistakes("chat") == ["chat.model: is missing; give --model: Hugging Face folder or mcore checkpoint folder"]
 
 

@@ -15,6 +15,7 @@ from msrl.config.input_checks import holds_examples, holds_prompts
 from msrl.config.loader import Resolved
 from msrl.config.reward_checks import rewards as _rewards
 from msrl.config.rollout_checks import rollout_filter
+from msrl.config.sampling_checks import grpo_temperatures
 from msrl.config.train_checks import (
     engines,
     enough_devices,
@@ -76,6 +77,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _algorithm,
         _critic,
         rollout_filter,
+        grpo_temperatures,
         grpo_batches,
         grpo_lengths,
         grpo_evaluation,

@@ -11,6 +11,7 @@ from msrl.config import derived
 from msrl.config.input_checks import TRACKER, existing_folder, existing_model, inside_of_run, is_hf, is_mcore, known_template, needed
 from msrl.config.loader import Resolved
 from msrl.config.plugins import plugin as _plugin
+from msrl.config.sampling_checks import temperature
 from msrl.config.templates import template_names
 from msrl.config.train_checks import cut_problems
 from msrl.errors import MsrlError
@@ -101,6 +102,7 @@ def generate_checks(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("generate.input", "there is no such file")
     if generate.raw and (generate.template is not None or generate.system is not None):
         yield resolved.mistake("generate.raw", "takes prompts as they are; leave out template and system")
+    yield from temperature(resolved, "generate.temperature")
     if generate.num_samples > 1 and generate.temperature == 0:
         yield resolved.mistake("generate.num_samples", "all samples would be the same at temperature 0; set a temperature above 0")
 
@@ -109,3 +111,4 @@ def chat_checks(resolved: Resolved) -> Iterator[str]:
     yield from needed(resolved, "chat.model")
     yield from existing_model(resolved, "chat.model")
     yield from known_template(resolved, "chat.template")
+    yield from temperature(resolved, "chat.temperature")
