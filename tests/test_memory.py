@@ -73,7 +73,9 @@ def estimate(case: Case, *sets: str) -> Memory:
         f"train.max_tokens_per_micro_batch={sum(case.lengths)}", *sets,
     ]  # fmt: skip
     config = load(sets=asked).config
-    return training_memory(config, load_shape(case.model), "train-sft", longest=max(case.lengths), temporary_elements=1 << 18)
+    return training_memory(
+        config, load_shape(case.model), "train-sft", longest=max(case.lengths), temporary_elements=1 << 18, attention_bytes=4
+    )
 
 
 def measured(cases: list[Case], num_ranks: int) -> list[Measured]:

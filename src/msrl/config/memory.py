@@ -220,10 +220,12 @@ def _gradients_of(layers: list[LayerBytes]) -> int:
 
 
 def training_memory(
-    config: Config, shape: Shape, command: str, *, longest: int | None = None, temporary_elements: int = 0
+    config: Config, shape: Shape, command: str, *,
+    longest: int | None = None, temporary_elements: int = 0, attention_bytes: int | None = None,
 ) -> Memory:  # fmt: skip
     """What the fullest rank takes, the engine left out; without activations where nothing says how long rows are."""
     batch = full_pass(config, command, longest)
+    batch = None if batch is None else replace(batch, attention_bytes=attention_bytes)
     stages = range(config.train.parallel.pp)
     found = (_stage_memory(config, shape, command, stage, batch, temporary_elements) for stage in stages)
     return max(found, key=lambda memory: memory.training)

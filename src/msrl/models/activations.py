@@ -27,6 +27,12 @@ class Pass:
     longest: int
     is_packed: bool
     element_bytes: int  # of weights and activations
+    attention_bytes: int | None = None  # of what the core attention computes with, where it is wider
+
+    @property
+    def core_bytes(self) -> int:
+        """Of a number that the core attention computes with."""
+        return max(self.element_bytes, self.attention_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,31 +95,32 @@ def layer_bytes(shape: Shape, layer: int, batch: Pass, spread: Spread, kept_inpu
 
 def _core_attention(shape: Shape, layer: int, batch: Pass, spread: Spread, keeps_output: bool) -> tuple[int, int]:
     """(all that is kept from the projection of queries, keys and values to the output's, what is kept where it is made again)."""
-    element, tokens = batch.element_bytes, batch.num_tokens // spread.cp
+    element, wide, tokens = batch.element_bytes, batch.core_bytes, batch.num_tokens // spread.cp
     heads = shape.num_attention_heads // spread.tp
-    q = tokens * heads * shape.head_dim * element
-    kv = tokens * max(shape.num_query_groups // spread.tp, 1) * shape.head_dim * element
-    projected = q + 2 * kv
-    copied_query = q if shape.heads_per_group > 1 else 0  # the heads of a group lie beside its keys
+    q = tokens * heads * shape.head_dim
+    kv = tokens * max(shape.num_query_groups // spread.tp, 1) * shape.head_dim
+    projected = (q + 2 * kv) * element
+    copied_query = q * element if shape.heads_per_group > 1 else 0  # the heads of a group lie beside its keys
     is_shared, window = spread.cp > 1, shape.attention.window_of(layer)
     is_windowed = window is not None and window < batch.longest
-    in_pieces = batch.is_packed or is_shared or is_windowed
-    kept = projected if not is_shared or shape.qk_norm else 0  # values are a part of it
+    is_copied = wide > element or batch.is_packed or is_shared or is_windowed
+    are_values_new = is_shared or wide > element  # else they are a part of what was projected
+    kept = projected if not are_values_new or shape.qk_norm else 0
     kept += copied_query if shape.qk_norm else 0
-    kept += q + (2 * kv * spread.cp if is_shared else kv)  # as they are multiplied
-    kept += q * (1 + (in_pieces and keeps_output)) + tokens * heads * _WIDE  # the outcome, and its normalisers
+    kept += (q + (2 * kv * spread.cp if are_values_new else kv)) * wide  # as they are multiplied
+    kept += q * (wide + element * (is_copied and keeps_output)) + tokens * heads * _WIDE  # the outcome, and its normalisers
     kept += _masks(batch, spread, window if is_windowed else None)
-    return kept, projected + copied_query + q * keeps_output
+    return kept, projected + copied_query + q * element * keeps_output
 
 
 def _masks(batch: Pass, spread: Spread, window: int | None) -> int:
     """Masks are kept where the causal one does not do: behind windows, and where queries start late in their sequence."""
     if window is not None:
-        return batch.num_tokens // spread.cp * (window + _MASK_BLOCK) * batch.element_bytes
+        return batch.num_tokens // spread.cp * (window + _MASK_BLOCK) * batch.core_bytes
     if spread.cp == 1:
         return 0
     pieces = 2 * spread.cp
-    return batch.num_tokens * batch.longest * (pieces + 1) // pieces**2 * batch.element_bytes
+    return batch.num_tokens * batch.longest * (pieces + 1) // pieces**2 * batch.core_bytes
 
 
 def _latent_attention(
@@ -127,10 +134,10 @@ def _latent_attention(
     normed = (mla.q_lora_rank or 0) * ("linear_q_up_proj" in kept_inputs) + mla.kv_lora_rank * ("linear_kv_up_proj" in kept_inputs)
     latents = norm_tokens * ((down + normed) * element + 2 * _WIDE)
     # Queries, keys, values and outcome as wide as they, the outcome as it goes on.
-    per_head = 4 * query_dim + mla.v_head_dim * ("linear_proj" in kept_inputs)
-    core = tokens * heads * (per_head * element + _WIDE)
+    per_head = 4 * query_dim * batch.core_bytes + mla.v_head_dim * element * ("linear_proj" in kept_inputs)
+    core = tokens * heads * (per_head + _WIDE)
     if spread.cp > 1:
-        core += tokens * heads * (spread.cp - 1) * (query_dim + mla.v_head_dim) * element
+        core += tokens * heads * (spread.cp - 1) * (query_dim + mla.v_head_dim) * batch.core_bytes
     return latents, core + _masks(batch, spread, None)
 
 

@@ -7,6 +7,7 @@ Letters: N tokens of a packed micro-batch, h query heads and g key/value groups 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol, cast
@@ -19,11 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from msrl import platforms
 from msrl.models.shape import PLAIN, Attention
 from msrl.trainer.context import ContextShare, gather_sequences
 from msrl.trainer.fused_attention import fused_attention, fused_context_attention, kernel_of
 from msrl.trainer.packed import PackedSequences
-from msrl.trainer.recurring import pad_tokens
 from msrl.trainer.rope import rotate
 
 _BLOCK = 512  # queries at once where scores must be seen: what bounds the memory of a long sequence
@@ -46,6 +47,12 @@ def _attend(
         return _in_blocks(partial(_masked, scale=scale, enable_gqa=is_grouped), query, key, value, window, first)
     in_the_open = partial(_in_the_open, scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks=sinks)
     return _in_blocks(in_the_open, query, key, value, window, first)
+
+
+@functools.cache
+def _computed_in(device: str, dtype: torch.dtype) -> torch.dtype:
+    """The type that heads of `dtype` are computed in on the platform that has the name of its devices' type."""
+    return torch.float32 if platforms.get(device).wide_attention and dtype.itemsize < torch.float32.itemsize else dtype
 
 
 class _Kernel(Protocol):
@@ -120,15 +127,15 @@ def block_diagonal_attention(
     With `sinks`, the softmax of a head is over its scores and its sink.
     """
     outputs: list[Tensor] = []
-    start = 0
+    start, given = 0, query.dtype
+    query, key, value = (x.to(_computed_in(x.device.type, given)) for x in (query, key, value))
     for length, count in _runs(lengths):
         stop = start + length * count
         q, k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
-        q, k, v = (pad_tokens(x, 2) for x in (q, k, v))  # after the sequence, where none of its tokens looks
-        mixed = _attend(q, k, v, scale, window if window and window < length else None, softcap, sinks)[:, :, :length]
+        mixed = _attend(q, k, v, scale, window if window and window < length else None, softcap, sinks)
         outputs.append(mixed.transpose(1, 2).flatten(0, 1))
         start = stop
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(given)
 
 
 def context_attention(
@@ -145,7 +152,8 @@ def context_attention(
     key, value = gather_sequences(key, context), gather_sequences(value, context)
     num_ranks, rank = dist.get_world_size(context.group), dist.get_rank(context.group)
     outputs: list[Tensor] = []
-    start = 0
+    start, given = 0, query.dtype
+    query, key, value = (x.to(_computed_in(x.device.type, given)) for x in (query, key, value))
     for length, count in _runs(context.lengths):
         stop, size = start + length * count, length // (2 * num_ranks)
         k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
@@ -156,7 +164,7 @@ def context_attention(
         ]
         outputs.append(torch.stack(mixed, 1).transpose(2, 3).flatten(0, 2))
         start = stop
-    return torch.cat(outputs)
+    return torch.cat(outputs).to(given)
 
 
 def packed_attention(

@@ -57,7 +57,7 @@ class PolicyModel(GPTModel):
             hidden = hidden[loss_mask]
         if self._shape.reward_head:
             return self.rm_head(hidden.unsqueeze(1))[0].squeeze(1)  # [M, 1]
-        hidden = pad_tokens(hidden, 0)
+        hidden = pad_tokens(hidden)
         if self.gives_hidden:
             return copy_to_tensor_model_parallel_region(hidden)  # [P, hidden]
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self._output_weight())

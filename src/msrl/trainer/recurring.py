@@ -1,7 +1,7 @@
 """Counts of tokens that come again: on a platform that compiles its kernels for each shape, they are padded to a multiple.
 
-Every micro-batch has its own number of tokens, of positions to learn and of lengths of sequences. A kernel that is compiled for one of them
-is used once, and compiling takes longer than the few rows of padding do.
+Every micro-batch has its own number of tokens and of positions to learn. A kernel that is compiled for one of them is used once, and
+compiling takes longer than the few rows of padding do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def token_multiple(device: str, dtype: torch.dtype) -> int:
     return platforms.get(device).token_multiple(dtype)
 
 
-def pad_tokens(x: Tensor, dim: int) -> Tensor:
-    """`x` with zeros after its last tokens, which its dimension `dim` counts; `x` itself where there is nothing to pad."""
-    missing = -x.shape[dim] % token_multiple(x.device.type, x.dtype)
-    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+def pad_tokens(x: Tensor) -> Tensor:
+    """[n, ...] with zeros after its last row; `x` itself where there is nothing to pad."""
+    missing = -len(x) % token_multiple(x.device.type, x.dtype)
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x

@@ -52,7 +52,10 @@ def fit(config: Config, command: str, platform: Platform, *, longest: int | None
     shape, total = model_shape(config), platform.memory_bytes()
     if shape is None or total is None:
         return None
-    memory = training_memory(config, shape, command, longest=longest, temporary_elements=platform.elements_at_once)
+    memory = training_memory(
+        config, shape, command, longest=longest,
+        temporary_elements=platform.elements_at_once, attention_bytes=4 if platform.wide_attention else None,
+    )  # fmt: skip
     memory = _with_engine(memory, config, shape, command, platform)
     least = _least(memory, config, shape, command, longest)
     return Fit(memory, least, _on_machine(memory, config, platform), _on_machine(least, config, platform), total)
