@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated, Any
 
@@ -90,7 +91,9 @@ def root(
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. Letters that the output's encoding lacks are escaped there, as they are on standard error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="msrl")
     except (MsrlError, VerificationError) as error:

@@ -10,25 +10,25 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TypeAlias
 
 from msrl.config.schema import Config, GenerateConfig
 from msrl.data.handlers.sharegpt import read_message, tools_text
 from msrl.data.readers import read_batches
 from msrl.data.render import Renderer, with_system
 from msrl.errors import ManyErrors, MsrlError
-from msrl.files import why_not_writable, written_whole
 from msrl.rollout.engine import Engine
 from msrl.tracking.progress import progress
-from msrl.types import Completion, Conversation, Ints, Message, Prompt, RolloutGroup, SamplingParams
+from msrl.types import Completion, Conversation, Ints, Message, Prompt, SamplingParams
+from msrl.workflows.answers import Take, free_output, line, opened, shown, takes_no_unicode
 from msrl.workflows.serving import choose_renderer, engine_settings, is_mcore, open_model, raw_ids, running_engine, sampling_of
 
 _MESSAGE = ("role", "content", "tool_calls", "reasoning_content")
 _ROLES = ("system", "user", "assistant", "tool")
-_BATCH = 512  # prompts that the engine is given at once: progress is seen between batches
+_BATCH = 512  # completions that the engine is asked for at once: progress is seen, and rows are written, between batches
 _MAX_MISTAKES = 20
 
 
@@ -41,10 +41,13 @@ class Request:
     token_ids: Ints  # [P]
 
 
+AsText: TypeAlias = Callable[[Request, Sequence[Completion]], str]  # what is written of a request and its answers
+
+
 def run(config: Config) -> None:
     """Generate as `config.generate` says. Raises MsrlError for input that cannot be answered, before the engine is started."""
     section = config.generate
-    output = _free_output(section.output)
+    output = free_output(section.output)
     source = open_model(section.model, "generate.model")
     renderer = choose_renderer(source.hf_dir, section.template)
     requests = read_requests(section, renderer)
@@ -60,9 +63,8 @@ def run(config: Config) -> None:
         random_weights=is_mcore(source, section.model),
     )
     sampling = sampling_of(config, section, () if section.raw else renderer.stop_token_ids, section.num_samples)
-    with running_engine(config, source, settings) as engine:
-        groups = _generate(engine, requests, sampling)
-    _write(requests, groups, sampling.stop, section, output)
+    with running_engine(config, source, settings) as engine, opened(output) as take:
+        _generate(engine, requests, sampling, _as_text(section, output), take)
 
 
 def read_requests(section: GenerateConfig, renderer: Renderer) -> list[Request]:
@@ -178,71 +180,28 @@ def check_lengths(requests: Iterable[Request], limit: int) -> None:
     _refuse(mistakes)
 
 
-def _generate(engine: Engine, requests: Sequence[Request], sampling: SamplingParams) -> list[RolloutGroup]:
-    """Groups in the order of the requests; says how much was done, and how many completions met a limit."""
+def _generate(engine: Engine, requests: Sequence[Request], sampling: SamplingParams, as_text: AsText, take: Take) -> None:
+    """Hands the answers on in the order of the requests; says how much was done, and how many completions met a limit."""
     prompts = [Prompt(index, request.token_ids) for index, request in enumerate(requests)]
+    at_once = max(1, _BATCH // sampling.num_samples)
     started = time.perf_counter()
-    groups: list[RolloutGroup] = []
+    num_completions = num_tokens = cut = 0
     with progress("generating", total=len(prompts), unit="prompts") as bar:
-        for first in range(0, len(prompts), _BATCH):
-            batch = prompts[first : first + _BATCH]
-            groups += engine.generate(batch, sampling, 0)
-            bar.advance(len(batch))
-    completions = [completion for group in groups for completion in group.completions]
-    num_tokens = sum(len(c.token_ids) for c in completions)
-    cut = sum(c.finish_reason == "length" for c in completions)
+        for first in range(0, len(prompts), at_once):
+            groups = engine.generate(prompts[first : first + at_once], sampling, 0)
+            take("".join(as_text(requests[group.prompt.index], group.completions) for group in groups))
+            completions = [completion for group in groups for completion in group.completions]
+            num_completions += len(completions)
+            num_tokens += sum(len(c.token_ids) for c in completions)
+            cut += sum(c.finish_reason == "length" for c in completions)
+            bar.advance(len(groups))
     note = f"; {cut} of them reached the limit of their length" if cut else ""
-    seconds = time.perf_counter() - started
-    print(f"{len(completions)} completions, {num_tokens} tokens in {seconds:.1f} s{note}", file=sys.stderr)
-    return groups
+    print(f"{num_completions} completions, {num_tokens} tokens in {time.perf_counter() - started:.1f} s{note}", file=sys.stderr)
 
 
-def _write(
-    requests: Sequence[Request], groups: Sequence[RolloutGroup], stop: Sequence[str], section: GenerateConfig, output: Path | None
-) -> None:
-    """To the output file, whole or not at all, or to standard output."""
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(output) as beside, beside.open("w", encoding="utf-8") as file:
-            _write_rows(file, requests, groups, stop)
-    elif section.prompt is not None:
-        print("\n\n".join(_shown(groups[0].completions, stop)))
-    else:
-        _write_rows(sys.stdout, requests, groups, stop)
-
-
-def _shown(completions: Sequence[Completion], stop: Sequence[str]) -> Iterator[str]:
-    """The texts of one prompt, numbered where there are several."""
-    for number, completion in enumerate(completions, 1):
-        text = before_stop(completion.text, stop)
-        yield text if len(completions) == 1 else f"[{number}] {text}"
-
-
-def _write_rows(file: TextIO, requests: Sequence[Request], groups: Sequence[RolloutGroup], stop: Sequence[str]) -> None:
-    for request, group in zip(requests, groups, strict=True):
-        completions = [
-            {"text": before_stop(c.text, stop), "finish_reason": c.finish_reason, "num_tokens": len(c.token_ids)} for c in group.completions
-        ]
-        file.write(json.dumps({**request.row, "completions": completions}, ensure_ascii=False) + "\n")
-
-
-def before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first of the stop texts.
-
-    >>> before_stop("4. Next: 5", ("Next", "."))
-    '4'
-    """
-    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
-
-
-def _free_output(name: str | None) -> Path | None:
-    """The file to write. Raises MsrlError when there is one already, or none can be made."""
-    if name is None:
-        return None
-    path = Path(name)
-    reason = why_not_writable(path.parent)
-    if reason is not None:
-        raise MsrlError(f"generate.output={path}: cannot be written ({reason}); name another file")
-    if path.exists():
-        raise MsrlError(f"generate.output={path}: exists already; name another file, or remove it first")
-    return path
+def _as_text(section: GenerateConfig, output: Path | None) -> AsText:
+    """Rows, or the bare texts where a prompt of the command line is answered on standard output."""
+    if output is None and section.prompt is not None:
+        return lambda request, completions: shown(completions, section.stop)
+    is_ascii = takes_no_unicode(output)
+    return lambda request, completions: line(request.row, completions, section.stop, is_ascii=is_ascii)
