@@ -76,6 +76,7 @@ ROLL_CASES: dict[str, Case] = {
     "generating_args.stop_strings": ({}, ["END"]), "strategy_config.tensor_model_parallel_size": ({}, 2),
     "strategy_config.pipeline_model_parallel_size": ({}, 2), "strategy_config.expert_model_parallel_size": ({}, 2),
     "strategy_config.context_parallel_size": ({}, 2), "strategy_config.recompute_granularity": ({}, "full"),
+    "strategy_config.recompute_method": ({}, "block"),
     "strategy_config.sequence_parallel": ({"actor_train.strategy_args.strategy_config.tensor_model_parallel_size": 2}, True),
     "strategy_config.enable_prefix_caching": ({}, False), "strategy_config.tensor_parallel_size": ({}, 4),
     **{f"env_manager.{key}": (AGENTIC, value) for key, value in {

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from config_inputs import make_model
 from msrl.config.imports.commands import native_yaml, translation_of
 from msrl.config.imports.translation import Fate, Translation
 from msrl.config.loader import load
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
+from test_cli import msrl
 
 TUNE = "posttrain_gpt.py --stage sft --finetune --load ckpt --data-path data --lr 1e-5 --global-batch-size 16 --train-iters 20"
 
@@ -79,6 +81,21 @@ def test_what_balances_experts_in_a_script_balances_them_here(flags: str, router
     assert load([str(tmp_path / "native.yaml")])
 
 
+def test_facts_of_a_model_that_change_nothing_are_not_held_against_its_config(tmp_path: Path):
+    """Shipped scripts say their sequence length for max_position_embeddings, and a width that no layer of a mixture has."""
+    mixture = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [],
+    }  # fmt: skip
+    make_model(tmp_path / "mixture", **mixture)
+    found = imported(f"{TUNE} --tokenizer-name-or-path {tmp_path}/mixture --max-position-embeddings 77 --ffn-hidden-size 8192")
+    fates = {one.given.key: one.fate for one in found.outcomes}
+    assert (fates["max_position_embeddings"], fates["ffn_hidden_size"]) == (Fate.SAME, Fate.DEAD)
+    make_model(tmp_path / "dense")
+    (line,) = mistakes(f"{TUNE} --tokenizer-name-or-path {tmp_path}/dense --ffn-hidden-size 8192")
+    assert "ffn_hidden_size=8192: config.json of the model says" in line
+
+
 def test_an_unknown_balance_of_experts_is_refused():
     (line,) = mistakes(f"{TUNE} --moe-router-load-balancing-type sinkhorn")
     assert line.endswith("must be aux_loss, seq_aux_loss or none")
@@ -101,3 +118,16 @@ def test_the_task_of_inference_says_how_answers_are_drawn():
     assert plain(imported("inference.py --task do_sample --load ckpt --temperature 0.9").tree)["generate"]["temperature"] == 0.9
     (line,) = mistakes("inference.py --task beam_search --load ckpt")
     assert line.startswith("command line: task=beam_search: samples are drawn, not searched")
+
+
+def test_overrides_as_hydra_has_them_are_told_how_msrl_takes_them(capsys: pytest.CaptureFixture[str]):
+    assert msrl("train-grpo", "actor_config.lr=1e-6") == 2
+    assert "(actor_config.lr=1e-6); a key of the configuration is given as --set KEY=VALUE" in capsys.readouterr().err
+    with pytest.raises(MsrlError) as caught:
+        load(sets=["+actor_config.lr=1e-6", "rl_config.clip_ratio=0.3", "generate_config.sampling_config.top_k=5", "rl_config.foo=1"])
+    assert [line.partition("own are set; ")[2] for line in str(caught.value).splitlines()] == [
+        "set train.optimizer.lr",
+        "set algo.clip.low and algo.clip.high (dapo with clip_higher_enable takes clip_ratio_low and clip_ratio_high)",
+        "set rollout.sampling.top_k",
+        "change it in the file",
+    ]

@@ -33,6 +33,8 @@ class _Root(TyperGroup):
         except Exception as error:
             if is_flag_of_mindspeed(str(getattr(error, "option_name", ""))):
                 error.message += "; a script with MindSpeed's flags is read by: msrl config import --from mindspeed-llm FILE"  # pyright: ignore
+            if "extra argument" in str(getattr(error, "message", "")) and "=" in error.message:  # pyright: ignore
+                error.message += "; a key of the configuration is given as --set KEY=VALUE"  # pyright: ignore
             raise
 
 

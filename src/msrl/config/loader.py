@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from msrl.config.imports.systems import foreign
+from msrl.config.imports.systems import foreign, refuse_foreign_key
 from msrl.config.imports.translation import Translation
 from msrl.config.interpolate import Interpolation
 from msrl.config.messages import lines, node_at, written
@@ -93,7 +93,7 @@ def _layers(
     """All layers over the defaults, and the mistakes of those that cannot be read. Files of other systems are added to `translations`."""
     layers: list[Node] = []
     errors: list[str] = []
-    sources = [*(partial(_file, file, translations) for file in files), *(partial(from_set, assignment) for assignment in sets)]
+    sources = [*(partial(_file, file, translations) for file in files), *(partial(_set, assignment) for assignment in sets)]
     for read in sources:
         try:
             found = read()
@@ -136,6 +136,12 @@ def _file(path: str, translations: list[Translation]) -> list[Node]:
         raise ManyErrors(errors)
     translations.append(translation)
     return [translation.tree]
+
+
+def _set(assignment: str) -> Node:
+    """The tree of one `--set`. Raises MsrlError for a key of another system's files."""
+    refuse_foreign_key(assignment.partition("=")[0].strip())
+    return from_set(assignment)
 
 
 def _literal(value: Any) -> Any:

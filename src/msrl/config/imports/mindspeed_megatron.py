@@ -136,7 +136,9 @@ class MegatronKeys:
             if not name:
                 continue
             found = None if shape is None else getattr(shape, name)
-            if found is None:
+            if name == "ffn_hidden_size" and shape is not None and shape.moe is not None and all(shape.moe.layers):
+                self.translation.say(given, Fate.DEAD, "every layer has experts, of moe_ffn_hidden_size")
+            elif found is None:
                 self.translation.say(given, Fate.SAME, "config.json of the model says it")
             elif given.value == found:
                 self.translation.say(given, Fate.SAME, "config.json of the model says the same")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from msrl.config.imports import mindspeed_ray, mindspeed_rl
-from msrl.config.imports.table import canonical
+from msrl.config.imports.table import canonical, load_table
 from msrl.config.imports.translation import Translation
 from msrl.config.sources import Node, find, read
 from msrl.errors import MsrlError
@@ -14,6 +14,7 @@ _MARKS = {
     "roll": ("actor_train", "actor_infer", "rollout_batch_size", "num_return_sequences_in_group"),
 }
 _BY_COMMAND = "roll"
+_SECTIONS = {"megatron_training": "megatron", "actor_config": "megatron", "rl_config": "", "generate_config": "", "sampling_config": ""}
 
 
 def system_of(tree: Node) -> str | None:
@@ -32,3 +33,14 @@ def foreign(path: str) -> Translation | None:
     if system is None:
         return None
     return (mindspeed_rl if system == "mindspeed-rl" else mindspeed_ray).translate(tree, file)
+
+
+def refuse_foreign_key(path: str) -> None:
+    """Raises MsrlError for a dotted key of MindSpeed-RL's files where msrl's own are meant: it names them."""
+    first, *rest = path.lstrip("+").split(".")
+    if first not in _SECTIONS or not rest:
+        return
+    section = rest[-2] if len(rest) > 1 else first
+    row = load_table("mindspeed_rl").row(_SECTIONS.get(section) or section, rest[-1])
+    advice = f"set {' and '.join(row.to)}" + (f" ({row.by})" if row.by else "") if row is not None and row.to else "change it in the file"
+    raise MsrlError(f"--set {path}: is a key of MindSpeed-RL's files, and msrl's own are set; {advice}")
