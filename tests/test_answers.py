@@ -52,10 +52,11 @@ def test_a_disk_that_takes_no_more_is_one_message_and_the_rows_that_it_took_are_
 
 
 def test_rows_go_into_a_pipe_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
     with opened(None) as take:
         take("a\n")
-        assert sys.stdout.getvalue() == "a\n"
+        assert pipe.getvalue() == "a\n"
 
 
 def test_on_a_terminal_answers_wait_for_the_end_of_the_bar_and_come_after_an_interrupt_too(monkeypatch: pytest.MonkeyPatch):

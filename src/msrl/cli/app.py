@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from typing import Annotated, Any
 
@@ -94,8 +93,9 @@ def root(
 
 def main() -> None:
     """The console script. Letters that the output's encoding lacks are escaped there, as they are on standard error."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
     try:
         app(prog_name="msrl")
     except (MsrlError, VerificationError) as error:
