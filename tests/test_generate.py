@@ -180,6 +180,8 @@ def test_rows_that_cannot_be_written_as_json_are_refused_before_they_are_answere
     pq.write_table(pa.Table.from_pylist([{"prompt": "x", "when": datetime(2026, 1, 1), "image": b"\xff"}]), path)
     with pytest.raises(MsrlError, match=r"in\.parquet: row 1: column 'when' cannot be written as JSON \(Object of type datetime"):
         generate.read_requests(GenerateConfig(input=str(path)), renderer)
+    with pytest.raises(MsrlError, match=r"in\.jsonl:1: column 'score' cannot be written as JSON \(Out of range float"):
+        generate.read_requests(GenerateConfig(input=str(rows_file(tmp_path, {"prompt": "x", "score": float("nan")}))), renderer)
     for rows in (GenerateConfig(prompt="x\udce4"), GenerateConfig(input=str(rows_file(tmp_path, {"prompt": "x", "id": "\ud83d"})))):
         with pytest.raises(MsrlError, match=r"column '(prompt|id)' cannot be written as JSON .*surrogates not allowed"):
             generate.read_requests(rows, renderer)

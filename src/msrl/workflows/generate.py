@@ -136,7 +136,7 @@ def _check_columns(where: str, row: Mapping[str, Any]) -> None:
     """That the row can be written behind its completions, before they cost anything."""
     for column, value in row.items():
         try:
-            json.dumps({column: value}, ensure_ascii=False).encode()
+            json.dumps({column: value}, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             told = f"{where}: column {column!r} cannot be written as JSON ({error})"
             raise MsrlError(f"{told}; make it text or numbers, or leave it out") from error
