@@ -119,16 +119,19 @@ def test_tools_and_their_calls_are_shown_as_the_models_own_template_shows_them(t
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
     renderer = serving.choose_renderer(folder, None)
-    path = rows_file(
-        tmp_path, {"messages": messages, "tools": tools}, {"messages": USER, "tools": None}, {"prompt": "2+3=", "tools": "saws"}
-    )
+    rows = (
+        {"messages": messages, "tools": tools}, {"messages": USER, "tools": None}, {"prompt": "2+3=", "tools": "saws"},
+        {"prompt": USER, "tools": tools}, {"prompt": "2+3=", "tools": tools},
+    )  # fmt: skip
+    path = rows_file(tmp_path, *rows)
     requests = generate.read_requests(GenerateConfig(input=str(path)), renderer)
     hf = load_tokenizer(folder)
-    shown = ((messages, tools), (USER, None), (USER, None))
+    shown = ((messages, tools), (USER, None), (USER, None), (USER, tools), (USER, tools))
     wanted = [hf.apply_chat_template(m, tools=t, add_generation_prompt=True)["input_ids"] for m, t in shown]
     assert [r.token_ids.tolist() for r in requests] == wanted
     for row, message in (
         ({"messages": USER, "tools": "saws"}, ":1: the tools are not JSON"),
+        ({"prompt": USER, "tools": "saws"}, ":1: the tools are not JSON"),
         ({"messages": [{**USER[0], "tool_calls": 1}]}, ":1: message 1: its tool_calls are int"),
     ):
         with pytest.raises(MsrlError, match=message):

@@ -126,9 +126,13 @@ def _placed(where: str) -> Generator[None, None, None]:
 
 
 def _tools(where: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """What the template shows as tools; beside messages alone is the column theirs."""
-    with _placed(where):
-        tools = tools_text(row.get("tools")) if "messages" in row else ""
+    """What the template shows as tools. Beside a prompt that is a text, a column of that name may be something else."""
+    try:
+        tools = tools_text(row.get("tools"))
+    except MsrlError as error:
+        if isinstance(row.get("prompt"), str):
+            return {}
+        raise MsrlError(f"{where}: {error}") from error
     return {"tools": tools} if tools else {}
 
 
