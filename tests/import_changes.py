@@ -143,6 +143,7 @@ COMMANDS: dict[str, tuple[str, Changes]] = {
 }
 BACK: Changes = {"load_model_type": "mg", "save_model_type": "mg"}
 RESUMES: Changes = {"finetune": GONE}
+ADAPTED: Changes = {"lora_target_modules": "linear_qkv"}
 BALANCED, BIASED = {"moe_aux_loss_coeff": 0.1}, {"moe_router_enable_expert_bias": True}
 EVALUATED: Changes = {"eval_interval": 10, "eval_iters": 5}
 LLM_CASES: dict[str, Case] = {
@@ -158,7 +159,8 @@ LLM_CASES: dict[str, Case] = {
     "train.sequence_parallel": ({"tensor_model_parallel_size": 2}, True),
     "train.context_parallel_algo": ({}, "megatron_cp_algo"), "train.recompute_granularity": ({}, "full"),
     "train.recompute_method": ({}, "block"),
-    "train.bf16": ({}, True), "train.lora_target_modules": ({}, "linear_qkv"), "train.no_shuffle": ({}, True),
+    "train.bf16": ({}, True), "train.lora_r": (ADAPTED, 7), "train.lora_alpha": (ADAPTED, 7),
+    "train.lora_target_modules": ({}, "linear_qkv"), "train.no_shuffle": ({}, True),
     "train.eval_interval": (EVALUATED, 20), "train.eval_iters": (EVALUATED, 7), "inference.top_k": ({}, 0),
     "inference.temperature": ({}, 0.2), "inference.task": ({}, "greedy"),
     "train.moe_router_load_balancing_type": (BALANCED, "seq_aux_loss"), "train.seq_aux": (BALANCED, True),

@@ -120,6 +120,59 @@ def test_the_task_of_inference_says_how_answers_are_drawn():
     assert line.startswith("command line: task=beam_search: samples are drawn, not searched")
 
 
+@pytest.mark.parametrize(
+    ("flags", "lora"),
+    [
+        ("--lora-target-modules linear_qkv linear_proj", {"rank": 16, "alpha": 32, "targets": ["linear_qkv", "linear_proj"]}),
+        ("--lora-r 8 --lora-target-modules linear_qkv", {"rank": 8, "alpha": 32, "targets": ["linear_qkv"]}),
+        ("--lora-r 8 --lora-alpha 16", None),
+    ],
+)
+def test_adapters_of_a_script_are_trained_where_it_names_their_layers(flags: str, lora: dict[str, object] | None):
+    assert tree_of(f"{TUNE} {flags}")["train"].get("lora") == lora
+
+
+SFT = """\
+defaults: [{model: [small]}]
+sft:
+  {model: small, stage: sft, tokenizer_name_or_path: hf, data_path: data, global_batch_size: 4, micro_batch_size: 2, train_iters: 5,
+   lr: 5e-5, min_lr: 1e-6, lr_decay_style: cosine, lr_warmup_fraction: 0.01, no_shuffle: true, lora_target_modules: [linear_qkv]}
+"""
+
+
+def test_a_supervised_file_of_mindspeed_rl_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "hf")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "small.yaml").write_text("small: {num_layers: 4, hidden_size: 64, qk_layernorm: false}", encoding="utf-8")
+    (tmp_path / "tune.yaml").write_text(SFT, encoding="utf-8")
+    config = load(["tune.yaml"]).config
+    assert (config.run.name, config.run.seed, config.data.train, config.data.shuffle) == ("tune", 1234, "data", False)
+    assert (config.model.path, config.model.dtype, config.train.global_batch, config.train.steps) == ("hf", "bfloat16", 4, 5)
+    optimizer = config.train.optimizer
+    assert (optimizer.lr, optimizer.min_lr, optimizer.schedule, optimizer.warmup) == (5e-5, 1e-6, "cosine", 0.01)
+    assert (optimizer.weight_decay, optimizer.betas, config.train.lora.rank, config.train.lora.alpha) == (0.01, (0.9, 0.999), 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("train_iters", "train_iter", "there is no such key in MindSpeed-RL; did you mean 'train_iters'?"),
+        ("stage: sft", "stage: orm", "must be sft; RL is `msrl train-grpo`, preferences are not trained"),
+        ("sft:\n", "rl_config: {}\nsft:\n", "there is no such key in MindSpeed-RL; known: defaults, sft"),
+        ("model: small, ", "model: large, ", "no file of `defaults` describes it; known: small"),
+        ("lr: 5e-5, ", "", "lr: is missing: the highest learning rate"),
+    ],
+)
+def test_mistakes_in_a_supervised_file_are_named(old: str, new: str, message: str, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "small.yaml").write_text("small: {num_layers: 4}", encoding="utf-8")
+    (tmp_path / "tune.yaml").write_text(SFT.replace(old, new), encoding="utf-8")
+    with pytest.raises(MsrlError) as caught:
+        load([str(tmp_path / "tune.yaml")])
+    assert message in str(caught.value)
+
+
 def test_overrides_as_hydra_has_them_are_told_how_msrl_takes_them(capsys: pytest.CaptureFixture[str]):
     assert msrl("train-grpo", "actor_config.lr=1e-6") == 2
     assert "(actor_config.lr=1e-6); a key of the configuration is given as --set KEY=VALUE" in capsys.readouterr().err

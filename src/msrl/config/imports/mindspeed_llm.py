@@ -71,7 +71,7 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     also = ("train",) if section == "inference" else ()
     keys = Keys(translation, section, translation.given(flags(words[start:], translation.name), section, "", also=also))
     _launcher(translation, flags(words[:start], translation.name), is_training=section == "train")
-    special = {"convert": _convert, "preprocess": put_preprocessing, "train": _train, "inference": _inference}
+    special = {"convert": _convert, "preprocess": put_preprocessing, "train": put_training, "inference": _inference}
     special.get(section, _advised)(translation, keys)
     keys.apply_rest()
     if section == "convert" and _writes_legacy(words[start].text, keys):
@@ -129,7 +129,8 @@ def _convert(translation: Translation, keys: Keys) -> None:
         translation.take(impl, ["convert.names"], {"local": "local", "transformer_engine": "te"}.get(str(impl.value), impl.value))
 
 
-def _train(translation: Translation, keys: Keys) -> None:
+def put_training(translation: Translation, keys: Keys) -> None:
+    """A supervised training: what hangs together in its keys."""
     if keys.value("fp16") is True:
         keys.mistake("fp16", "float16 is not trained: bfloat16 with float32 masters, or float32; give --bf16")
     stage = keys.get("stage")

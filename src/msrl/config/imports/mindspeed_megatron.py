@@ -15,8 +15,8 @@ from msrl.models.families import load_shape
 from msrl.models.shape import Shape
 
 
-def with_model(keys: list[Given], models: Mapping[str, Node], translation: Translation) -> list[Given]:
-    """The keys over those of the model file that their `model` names."""
+def with_model(keys: list[Given], models: Mapping[str, Node], translation: Translation, section: str = "megatron") -> list[Given]:
+    """The keys over those of the model file that their `model` names, which are of the same section of the table."""
     chosen = next((given for given in reversed(keys) if given.key == "model"), None)
     if chosen is None:
         return keys
@@ -28,7 +28,7 @@ def with_model(keys: list[Given], models: Mapping[str, Node], translation: Trans
             translation.say(chosen, Fate.SAME, "config.json of the model says all that its file would")
         return keys
     translation.say(chosen, Fate.SAME, "its facts are checked against config.json of the model")
-    return [*translation.given(models[name], "megatron", name), *keys]
+    return [*translation.given(models[name], section, name), *keys]
 
 
 class MegatronKeys:
@@ -62,6 +62,7 @@ class MegatronKeys:
         self._optimizer()
         self._parallel()
         self._dropout()
+        self._lora()
         self.apply_shapes()
 
     def _required(self) -> None:
@@ -124,9 +125,8 @@ class MegatronKeys:
             for key in ("lora_r", "lora_alpha"):
                 self.keys.say(key, Fate.DEAD, "no lora_target_modules are given")
             return
-        for key, native, default in (("lora_r", "train.lora.rank", 8), ("lora_alpha", "train.lora.alpha", 16)):
-            given = self.keys.get(key)
-            self.keys.take(key, [native], given.value if given is not None else default)
+        for key, native in (("lora_r", "train.lora.rank"), ("lora_alpha", "train.lora.alpha")):
+            self.keys.take(key, [native], self.keys.value(key))
 
     def apply_shapes(self) -> None:
         """Facts of the model that a file repeats must be those of its config.json, where that can be read."""

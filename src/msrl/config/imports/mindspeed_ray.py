@@ -19,6 +19,7 @@ from msrl.errors import nearest
 
 MARKS = ("actor_rollout_ref", "resource_pool")
 SECTIONS = ("megatron", "actor_rollout", "algorithm")
+_OTHERS = {"bf16": False, "lora_r": 16, "lora_alpha": 32}  # what MindSpeed-RL has other defaults for
 
 
 def table() -> Table:
@@ -38,7 +39,7 @@ class _File:
     def __init__(self, tree: Node, file: Path) -> None:
         self.file = file
         self.translation = Translation("MindSpeed-LLM", table(), str(file), algorithm="grpo")
-        self.translation.other_defaults = {("megatron", "bf16"): False}  # a flag of Megatron's here
+        self.translation.other_defaults = {("megatron", key): value for key, value in _OTHERS.items()}
         self.top = {given.key: given for given in self.translation.given(tree, "top", "")}
         self.models = hydra_layers(self._section("defaults"), file, self.translation)
         roles = self._roles()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from msrl.config.imports import mindspeed_data
+from msrl.config.imports import mindspeed_data, mindspeed_sft
 from msrl.config.imports.critic import put_optimizer, say_dead
 from msrl.config.imports.mindspeed_algorithm import Algorithm
 from msrl.config.imports.mindspeed_megatron import MegatronKeys, with_model
@@ -18,13 +18,15 @@ from msrl.config.imports.table import load_table
 from msrl.config.imports.translation import Fate, Given, Translation
 from msrl.config.sources import Node, Origin, plain, read, wrap
 
-MARKS = ("megatron_training", "actor_config", "rl_config", "generate_config", *mindspeed_data.MARKS)
+MARKS = ("megatron_training", "actor_config", "rl_config", "generate_config", *mindspeed_data.MARKS, *mindspeed_sft.MARKS)
 SECTIONS = ("megatron", "rl_config", "generate_config", "sampling_config")
 _STAGES = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "ppo"}
 
 
 def translate(tree: Node, file: Path) -> Translation:
     """The native configuration of one file, of training or of preprocessing; mistakes and what is not built yet are in the result."""
+    if mindspeed_sft.is_supervised(tree):
+        return mindspeed_sft.translate(tree, file)
     return mindspeed_data.translate(tree, file) if mindspeed_data.is_preprocessing(tree) else _File(tree, file).translate()
 
 
