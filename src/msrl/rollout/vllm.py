@@ -207,6 +207,7 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is for answers
         "VLLM_LOGGING_LEVEL": "INFO" if settings.verbose else "ERROR",
         "TORCH_CPP_LOG_LEVEL": "WARNING" if settings.verbose else "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
