@@ -91,7 +91,7 @@ class CpuPlatform(Platform):
     def _process_environment(self, num_processes: int) -> Mapping[str, str]:
         """Of one of so many processes that compute at the same time; other roles wait meanwhile."""
         num_threads = max(1, self.device_count() // num_processes)
-        # Under a millisecond: to sleep and be woken at each of many loops takes longer.
+        # Turns, each as long as the processor's pause (10 to 140 cycles): to sleep and be woken at each of many loops takes longer.
         spin = {"GOMP_SPINCOUNT": "100000"} if num_threads > 1 else {}
         return {
             "OMP_NUM_THREADS": str(num_threads),
