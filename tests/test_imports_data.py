@@ -42,6 +42,26 @@ def test_a_data_file_of_mindspeed_rl_is_preprocessing_as_it_is(tmp_path: Path):
     assert load([str(tmp_path / "r1_zero.yaml")]).config.preprocess.template == "empty"  # the original's default
 
 
+@pytest.mark.parametrize(
+    ("template", "line", "thinking"),
+    [
+        ("qwen3", "", False),  # the original's default, which this template alone reads
+        ("qwen_r1", "", None),
+        ("qwen3", "enable_thinking: true\n", True),
+        ("qwen3", 'enable_thinking: "true"\n', True),
+    ],
+)
+def test_thoughts_are_asked_for_as_the_data_file_or_the_original_has_it(template: str, line: str, thinking: bool | None, tmp_path: Path):
+    (tmp_path / "data.yaml").write_text(R1_ZERO.replace("qwen_r1", template) + line, encoding="utf-8")
+    assert load([str(tmp_path / "data.yaml")]).config.preprocess.enable_thinking is thinking
+
+
+def test_thoughts_that_are_neither_on_nor_off_are_named(tmp_path: Path):
+    (tmp_path / "data.yaml").write_text(R1_ZERO + "enable_thinking: maybe\n", encoding="utf-8")
+    with pytest.raises(MsrlError, match="enable_thinking=maybe: must be one of true, false, none"):
+        load([str(tmp_path / "data.yaml")])
+
+
 def test_a_misspelt_key_of_a_data_file_is_named_with_its_line(tmp_path: Path):
     (tmp_path / "data.yaml").write_text(R1_ZERO.replace("prompt_type", "promt_type"), encoding="utf-8")
     with pytest.raises(

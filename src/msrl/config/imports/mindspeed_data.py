@@ -32,6 +32,8 @@ def translate(tree: Node, file: Path) -> Translation:
     keys.apply_rest()
     if keys.get("prompt_type") is None:
         translation.set_default("preprocess.template", "empty")
+    if keys.value("prompt_type") == "qwen3":
+        translation.set_default("preprocess.enable_thinking", False)  # read with this template alone
     return translation
 
 
@@ -49,9 +51,14 @@ def put_preprocessing(translation: Translation, keys: Keys) -> None:
     if columns is not None and as_list(columns.value) != ["text"]:
         translation.take(columns, ["preprocess.map_keys"], {"text": str(as_list(columns.value)[0])})
     thinking = keys.get("enable_thinking")
-    if thinking is not None and thinking.value in (True, False):
-        translation.take(thinking, ["preprocess.enable_thinking"], thinking.value)
-    keys.say("enable_thinking", Fate.OFF, "")
+    if thinking is not None:
+        choices = {"true": True, "false": False, "none": None}
+        wanted = str(thinking.value).lower()
+        if wanted not in choices:
+            return translation.mistake(thinking, f"must be one of {', '.join(choices)}")
+        if choices[wanted] is not None:
+            translation.take(thinking, ["preprocess.enable_thinking"], choices[wanted])
+    return keys.say("enable_thinking", Fate.OFF, "")
 
 
 def put_text(translation: Translation, keys: Keys) -> None:

@@ -165,7 +165,7 @@ def flags(words: Sequence[Word], name: str) -> Node:
     def close() -> None:
         if key:
             if canonical(key) in entries:
-                raise MsrlError(f"{name}:{line}: {key}: given twice")
+                raise MsrlError(f"{Origin(name, line)}: {key}: given twice")
             entries[canonical(key)] = _node(values, Origin(name, line))
 
     for word in words:
