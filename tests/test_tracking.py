@@ -367,6 +367,12 @@ def test_the_report_says_how_numbers_moved_where_time_went_and_what_was_noted(tm
     assert "- retry (3 times)" in text
 
 
+def test_an_evaluation_of_what_a_run_starts_from_is_no_step(tmp_path: Path) -> None:
+    summary = summarise([StepReport(0, {"eval/loss": 2.0}, {"eval": 1.0})])
+    assert summary.num_steps == 0
+    assert "No step was trained." in write_report(tmp_path, summary).read_text()
+
+
 def test_a_run_without_steps_has_no_report() -> None:
     with pytest.raises(MsrlError, match="no step to report"):
         summarise([])

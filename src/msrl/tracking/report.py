@@ -46,10 +46,10 @@ def summarise(reports: Sequence[StepReport]) -> RunSummary:
         raise MsrlError("the run has no step to report: train.steps may have been reached before it was resumed")
     names = dict.fromkeys(name for report in reports for name in report.metrics)
     stages = dict.fromkeys(stage for report in reports for stage in report.seconds)
-    trained = [report.step for report in reports if report.step] or [0]  # step 0 is an evaluation of what the run starts from
+    trained = [report.step for report in reports if report.step]  # step 0 is an evaluation of what the run starts from
     return RunSummary(
-        first_step=trained[0],
-        last_step=trained[-1],
+        first_step=trained[0] if trained else 0,
+        last_step=trained[-1] if trained else 0,
         num_steps=len(trained),
         movements={name: _movement([r.metrics[name] for r in reports if name in r.metrics]) for name in names},
         seconds={stage: sum(r.seconds.get(stage, 0.0) for r in reports) for stage in stages},
@@ -66,7 +66,8 @@ def write_report(run_dir: Path, summary: RunSummary, *, results: Mapping[str, st
 
 def lines(summary: RunSummary, *, title: str, results: Mapping[str, str]) -> list[str]:
     """The report as lines of Markdown."""
-    text = [f"# {title}", "", f"{summary.num_steps} steps ({summary.first_step} to {summary.last_step})."]
+    steps = f"{summary.num_steps} steps ({summary.first_step} to {summary.last_step})." if summary.num_steps else "No step was trained."
+    text = [f"# {title}", "", steps]
     text += [f"- {name}: {value}" for name, value in results.items()]
     text += ["", "| metric | first | last | lowest | highest |", "|---|---|---|---|---|"]
     text += [_metric_row(name, movement) for name, movement in summary.movements.items()]
