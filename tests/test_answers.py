@@ -101,10 +101,9 @@ def test_answers_are_shown_in_a_locale_that_has_not_all_letters(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_logs_of_the_engine_stay_out_of_the_answers(tmp_path: Path):
+def test_rows_come_from_a_pipe_and_logs_of_the_engine_stay_out_of_their_answers(tmp_path: Path):
     save_model(tmp_path / "model", tied=True)
-    command = [sys.executable, "-c", COMMAND, "generate", "--model", "model", "--max-tokens", "4", "--verbose"]
-    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
-    done = subprocess.run([*command, "--input", "in.jsonl"], capture_output=True, timeout=300, cwd=tmp_path, check=True)
+    command = [sys.executable, "-c", COMMAND, "generate", "--model", "model", "--max-tokens", "4", "--verbose", "--input", "/dev/stdin"]
+    done = subprocess.run(command, input=b'{"prompt": "x"}\n', capture_output=True, timeout=300, cwd=tmp_path, check=True)
     assert [json.loads(row)["prompt"] for row in done.stdout.splitlines()] == ["x"]
     assert b"INFO" in done.stderr

@@ -98,7 +98,7 @@ def generate_checks(resolved: Resolved) -> Iterator[str]:
     yield from known_template(resolved, "generate.template")
     if (generate.prompt is None) == (generate.input is None):
         yield "generate.prompt: give either --prompt TEXT or --input FILE, one of the two"
-    if generate.input is not None and not Path(generate.input).is_file():
+    if generate.input is not None and (not Path(generate.input).exists() or Path(generate.input).is_dir()):
         yield resolved.mistake("generate.input", "there is no such file")
     if generate.raw and (generate.template is not None or generate.system is not None):
         yield resolved.mistake("generate.raw", "takes prompts as they are; leave out template and system")

@@ -95,8 +95,8 @@ def _read_lines(path: Path) -> Iterator[RowBatch]:
     rows: list[bytes] = []
     size, first = 0, 1
     with path.open("rb") as file:
-        if file.read(3) != b"\xef\xbb\xbf":
-            file.seek(0)
+        if file.peek(3).startswith(b"\xef\xbb\xbf"):  # a pipe cannot be wound back
+            file.read(3)
         for line in file:
             rows.append(line)
             size += len(line)
