@@ -38,7 +38,7 @@ FILTER: Changes = {"query_filter_config": {"type": "mean_filter", "filter_args":
 NORM: Changes = {**AGENTIC, "reward_normalization": {"grouping": "batch", "method": "mean_std"}}
 HELD_OUT: Changes = {"validation": {"data_args": {"file_name": ["held.jsonl"]}}, "val_prompt_length": 1024, "val_sequence_length": 4096}
 GAE, KL, DIFFICULT = {"adv_estimator": "gae"}, {"add_token_level_kl": True}, {"difficulty_mask": True}
-RANGE, LORA = {"use_pg_clip_range": True}, {"actor_train.model_args.lora_rank": 8}
+RANGE, LORA = {"use_pg_clip_range": True}, {"actor_train.model_args.lora_target": "k_proj"}
 OF_INFER = {
     "gpu_memory_utilization", "mem_fraction_static", "max_model_len", "enforce_eager", "max_num_batched_tokens", "max_num_seqs",
     "enable_prefix_caching", "tensor_parallel_size",
@@ -69,7 +69,7 @@ ROLL_CASES: dict[str, Case] = {
     "worker.device_mapping": ({}, [0, 1, 2, 3]), "worker.num_gpus_per_worker": ({}, 4), "worker.model_update_frequency": ({}, 2),
     "worker.pg_variant": ({}, "topr"), "worker.system_envs": ({}, {"A": "b"}), "model_args.dtype": ({}, "fp32"),
     "model_args.disable_gradient_checkpointing": ({}, False), "model_args.lora_alpha": (LORA, 7),
-    "model_args.lora_target": (LORA, ["q_proj"]),
+    "model_args.lora_target": (LORA, ["q_proj"]), "model_args.lora_rank": (LORA, 7), "model_args.lora_dropout": (LORA, 0.1),
     "training_args.warmup_ratio": ({}, 0.1), "training_args.lr_scheduler_type": ({}, "cosine_with_min_lr"),
     "training_args.adam_beta1": ({}, 0.8),
     "training_args.adam_beta2": ({}, 0.8), "data_args.template": ({}, "qwen_r1"), "generating_args.top_k": ({}, 0),

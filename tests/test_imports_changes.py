@@ -29,7 +29,7 @@ REPORTED = {
         "kl_ctrl.horizon",
         "resource_pool.actor_rollout",
     },
-    "roll": {"data_args.file_name"},
+    "roll": {"data_args.file_name", "strategy_config.virtual_pipeline_model_parallel_size"},
     "lightrft": {"flags.prompt_data", "flags.engine_type"},
     "mindspeed_rl": {"reward_config.load"},
 }  # fmt: skip

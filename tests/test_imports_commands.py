@@ -89,6 +89,7 @@ def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
         ("use_kl_loss: true", "use_kl_loss: false", "algo.kl", None),
         ("use_kl_loss: true", "add_token_level_kl: true\nkl_penalty: mse", "algo.kl.reward", {"coef": 0.2, "estimator": "k2"}),
         ("adv_estimator: grpo", "adv_estimator: grpo\npg_clip: 0.1\ndual_clip_loss: true", "algo.clip", {"low": 0.1, "high": 0.1, "dual": 1.2}),
+        ("adv_estimator: grpo", "adv_estimator: grpo\npg_clip: 1\ndual_clip_loss: true", "algo.clip", {"low": 1, "high": 1, "dual": 3}),
         ("adv_estimator: grpo", "adv_estimator: grpo\nuse_pg_clip_range: true\npg_clip_high: 0.28", "algo.clip", {"low": 0.2, "high": 0.28}),
         ("adv_estimator: grpo", "adv_estimator: grpo\nimportance_sampling: seq", "algo.ratio", "sequence"),
         ("adv_estimator: grpo", "adv_estimator: grpo\nmax_len_mask: true", "algo.mask.truncated", True),
@@ -103,6 +104,44 @@ def test_a_changed_key_of_roll_changes_what_it_becomes(old: str, new: str, key: 
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     assert tree == value
+
+
+@pytest.mark.parametrize(
+    ("args", "lora"),
+    [
+        (
+            "lora_rank: 32, lora_target: 'q_proj, v_proj'",
+            {"rank": 32, "alpha": 64, "targets": ["q_proj", "v_proj"]},
+        ),  # alpha is twice the rank
+        ("lora_target: all-linear, lora_alpha: 5", {"rank": 8, "alpha": 5}),
+        ("lora_rank: 32", None),
+    ],
+)
+def test_adapters_of_roll_are_trained_where_lora_target_names_layers(args: str, lora: object, tmp_path: Path):
+    text = changed(RLVR, ("  infer_batch_size: 4", f"  infer_batch_size: 4\n  model_args: {{{args}}}"))
+    assert tree_of(imported("roll", text, tmp_path, "yaml"))["train"].get("lora") == lora
+
+
+@pytest.mark.parametrize(
+    ("args", "warmup"),
+    [("warmup_steps: 20, warmup_ratio: 0.1", 20), ("warmup_ratio: 0.1, warmup_steps: 20", 20), ("warmup_ratio: 0.1, warmup_steps: 0", 0.1)],
+)
+def test_steps_of_warm_up_count_before_a_ratio_in_roll(args: str, warmup: float, tmp_path: Path):
+    text = changed(RLVR, ("warmup_steps: 20", args))
+    assert tree_of(imported("roll", text, tmp_path, "yaml"))["train"]["optimizer"]["warmup"] == warmup
+
+
+def test_virtual_stages_of_roll_are_counted_and_become_layers(tmp_path: Path):
+    make_model(tmp_path / "model", num_hidden_layers=8)
+    stages = "tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2"
+    text = changed(RLVR, ("tensor_model_parallel_size: 2", stages), ("pretrain: model", f"pretrain: {tmp_path}/model"))
+    assert tree_of(imported("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2  # 8 layers in 2 * 2 stages
+    with pytest.raises(MsrlError, match="virtual_pipeline_model_parallel_size=2: counts virtual stages, msrl the layers of one"):
+        imported("roll", changed(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
+    with pytest.raises(MsrlError, match=r"8 layers are not 2 \* 3 stages of as many"):
+        imported(
+            "roll", changed(text, ("virtual_pipeline_model_parallel_size: 2", "virtual_pipeline_model_parallel_size: 3")), tmp_path, "yaml"
+        )
 
 
 HELD_OUT = """\

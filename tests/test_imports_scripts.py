@@ -132,6 +132,12 @@ def test_adapters_of_a_script_are_trained_where_it_names_their_layers(flags: str
     assert tree_of(f"{TUNE} {flags}")["train"].get("lora") == lora
 
 
+def test_warm_up_is_a_share_or_a_number_not_both():
+    assert tree_of(f"{TUNE} --lr-warmup-fraction 0.01 --lr-warmup-iters 0")["train"]["optimizer"]["warmup"] == 0.01
+    (line,) = mistakes(f"{TUNE} --lr-warmup-fraction 0.01 --lr-warmup-iters 5")
+    assert line.endswith("lr_warmup_iters=5: stands beside lr_warmup_fraction; give one of both")
+
+
 SFT = """\
 defaults: [{model: [small]}]
 sft:

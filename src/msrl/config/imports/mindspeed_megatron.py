@@ -61,6 +61,7 @@ class MegatronKeys:
         self._tokenizer()
         self._optimizer()
         self._parallel()
+        self._warmup()
         self._dropout()
         self._lora()
         self.apply_shapes()
@@ -104,6 +105,15 @@ class MegatronKeys:
         for one in given:
             self.translation.take(one, ["train.optimizer.betas"], betas)
         return None
+
+    def _warmup(self) -> None:
+        """A share of the updates, or their number: Megatron takes one of both."""
+        share, number = self.keys.get("lr_warmup_fraction"), self.keys.get("lr_warmup_iters")
+        if share is None or number is None or share.value is None:
+            return
+        if number.value:
+            self.translation.mistake(number, "stands beside lr_warmup_fraction; give one of both")
+        self.translation.say(number, Fate.OFF, "lr_warmup_fraction counts")
 
     def _parallel(self) -> None:
         sequence = self.keys.get("sequence_parallel")

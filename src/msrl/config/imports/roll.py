@@ -12,6 +12,7 @@ from msrl.config.imports.critic import put_optimizer
 from msrl.config.imports.mindspeed_megatron import converted
 from msrl.config.imports.roll_devices import Devices
 from msrl.config.imports.roll_rewards import put_filter, put_rewards
+from msrl.config.imports.roll_training import put_lora, put_warmup
 from msrl.config.imports.roll_tree import resolved
 from msrl.config.imports.roll_validation import put_validation
 from msrl.config.imports.sections import Keys
@@ -135,7 +136,7 @@ class _File:
         top.say("use_pg_clip_range", Fate.TOOK if clipped else Fate.OFF, "algo.clip: pg_clip_low and pg_clip_high" if clipped else "")
         if top.value("dual_clip_loss") is True:
             width = top.value("pg_clip")
-            top.take("dual_clip_loss", ["algo.clip.dual"], 1 + 2 * width if isinstance(width, float) else None, why="1 + 2 * pg_clip")
+            top.take("dual_clip_loss", ["algo.clip.dual"], 1 + 2 * width if isinstance(width, int | float) else None, why="1 + 2 * pg_clip")
         top.say("dual_clip_loss", Fate.OFF, "")
         if top.value("difficulty_mask") is True:
             bounds = [top.value("difficulty_low_threshold"), top.value("difficulty_high_threshold")]
@@ -214,6 +215,8 @@ class _File:
         model = train.parts["model_args"]
         if model.get("dtype"):
             model.take("dtype", ["model.dtype"], converted(model, "dtype", "dtype"))
+        put_lora(model)
+        put_warmup(args)
         self._data(train.parts["data_args"])
         if train.own.get("infer_batch_size"):
             train.own.take("infer_batch_size", ["train.forward_micro_batch"], train.own.value("infer_batch_size"))

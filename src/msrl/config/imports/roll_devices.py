@@ -6,6 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msrl.config.imports.roll_training import put_virtual_stages
 from msrl.config.imports.sections import Keys
 from msrl.config.imports.translation import Fate
 from msrl.config.sources import wrap
@@ -102,6 +103,7 @@ class Devices:
         sequence = config.get("sequence_parallel")
         if sequence is not None and self.sizes[0] == 1:
             config.say("sequence_parallel", Fate.OFF, "spreads over tensor-parallel ranks, of which there is one")
+        put_virtual_stages(config, self.sizes[1], self.top.value("pretrain"))
         config.apply_rest()
 
     def _engines(self) -> None:
