@@ -247,8 +247,8 @@ def test_a_checkpoint_is_gone_on_from_where_megatron_would(folder: Path):
     assert (start.load, start.save, start.resume) == ("./ckpt", "./saved", "none")
     resumed = native(PRESENT, folder, actor_config__finetune=False, actor_config__no_load_optim=False, actor_config__no_load_rng=False)
     assert (resumed.config.checkpoint.load, resumed.config.checkpoint.resume) == (None, "./ckpt")
-    same = native(PRESENT, folder, actor_config__save="./ckpt")
-    assert same.config.checkpoint.save is None
+    for same in ("./ckpt", "./ckpt/"):
+        assert native(PRESENT, folder, actor_config__save=same).config.checkpoint.save is None
     (line,) = mistakes(PRESENT, folder, actor_config__finetune=False, actor_config__no_load_optim=False)
     assert "no_load_rng=true: a resumed run goes on with its random state" in line
 

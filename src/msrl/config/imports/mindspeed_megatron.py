@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from msrl.config.imports.conversions import CONVERSIONS
-from msrl.config.imports.sections import Keys
+from msrl.config.imports.sections import Keys, same_path
 from msrl.config.imports.table import canonical
 from msrl.config.imports.translation import Fate, Given, Translation
 from msrl.config.sources import Node
@@ -83,7 +83,7 @@ class MegatronKeys:
         if load is not None:
             self.translation.take(load, ["checkpoint.resume" if resumes else "checkpoint.load"], load.value)
         save = keys.get("save")
-        if save is not None and load is not None and not resumes and save.value == load.value:
+        if save is not None and load is not None and not resumes and same_path(save.value, load.value):
             self.translation.say(save, Fate.SAME, "checkpoints go into the folder of the run: this one holds what it starts from")
         for key in ("finetune", "no_load_optim", "no_load_rng"):
             text = "checkpoint.resume: load, with its optimizer" if resumes else "checkpoint.load: weights alone, step 0"
