@@ -52,4 +52,7 @@ class WandbTracker:
         self._run.log(scalars, step=report.step)
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # until its process has ended the last records of a run that is offline may be on their way to the file
