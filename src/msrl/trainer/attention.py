@@ -7,7 +7,6 @@ Letters: N tokens of a packed micro-batch, h query heads and g key/value groups 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol, cast
@@ -49,10 +48,10 @@ def _attend(
     return _in_blocks(in_the_open, query, key, value, window, first)
 
 
-@functools.cache
-def _computed_in(device: str, dtype: torch.dtype) -> torch.dtype:
-    """The type that heads of `dtype` are computed in on the platform that has the name of its devices' type."""
-    return torch.float32 if platforms.get(device).wide_attention and dtype.itemsize < torch.float32.itemsize else dtype
+def _as_computed(x: Tensor) -> Tensor:
+    """Heads in the type that they are computed in on the platform that has the name of its devices' type."""
+    is_wider = platforms.get(x.device.type).wide_attention and x.dtype.itemsize < torch.float32.itemsize
+    return x.float() if is_wider else x
 
 
 class _Kernel(Protocol):
@@ -128,7 +127,7 @@ def block_diagonal_attention(
     """
     outputs: list[Tensor] = []
     start, given = 0, query.dtype
-    query, key, value = (x.to(_computed_in(x.device.type, given)) for x in (query, key, value))
+    query, key, value = map(_as_computed, (query, key, value))
     for length, count in _runs(lengths):
         stop = start + length * count
         q, k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
@@ -153,7 +152,7 @@ def context_attention(
     num_ranks, rank = dist.get_world_size(context.group), dist.get_rank(context.group)
     outputs: list[Tensor] = []
     start, given = 0, query.dtype
-    query, key, value = (x.to(_computed_in(x.device.type, given)) for x in (query, key, value))
+    query, key, value = map(_as_computed, (query, key, value))
     for length, count in _runs(context.lengths):
         stop, size = start + length * count, length // (2 * num_ranks)
         k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))

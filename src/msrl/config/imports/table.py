@@ -9,6 +9,7 @@ A row says one of these of a key (or of several, parted by commas):
   shape   the fact of the model's config.json that it repeats; checked, not set
   refuse  why msrl cannot do what it asks for
   only    the algorithms in which the original reads it
+  is_text that a quoted "true" or "false" is meant as it is; elsewhere it is a mistake
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Row:
     shape: str = ""
     refuse: str = ""
     only: tuple[str, ...] = ()
+    is_text: bool = False  # whether "true" in quotes is meant as it is
 
     def is_off(self, value: object) -> bool:
         """Whether a value asks for nothing. Lists are compared by their items; true is not 1."""

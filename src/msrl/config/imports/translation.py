@@ -41,8 +41,8 @@ class Given:
         return self.node.origin
 
     def is_quoted_switch(self) -> bool:
-        """Whether it is a text that reads like a switch and would count as on, whatever it says. One key of the originals is text."""
-        return self.value in ("true", "false", "True", "False") and self.key != "enable_thinking"
+        """Whether it is a text that reads like a switch and would count as on, whatever it says."""
+        return self.value in ("true", "false", "True", "False")
 
     def __str__(self) -> str:
         return f"{self.origin}: {self.path}" + ("" if isinstance(self.node.value, dict) else f"={written(self.value)}")
@@ -98,7 +98,7 @@ class Translation:
                 self.errors.append(f"{given}: there is no such key in {self.system}; {self.table.hint(key, name, *also)}")
             elif given.key in seen:
                 self.errors.append(f"{given}: stands in {seen[given.key].origin} already, spelt {seen[given.key].path}")
-            elif given.is_quoted_switch():
+            elif given.is_quoted_switch() and not self.row(given).is_text:
                 self.errors.append(f"{given}: must be true or false, without quotes")
             else:
                 seen[given.key] = given
