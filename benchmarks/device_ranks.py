@@ -21,16 +21,17 @@ import torch
 
 from benchmarks.device_jobs import STEPS, Facts, Job, Measured, Speed, Trained, Training, Work, kind_of
 from msrl.algorithms.packing import Sequences
-from msrl.models.flops import training_flops
+from msrl.memory.flops import training_flops
 from msrl.platforms import get
 from msrl.platforms.base import Platform
-from msrl.trainer import checkpoints, fused_attention
-from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens
+from msrl.trainer.checkpointing import state as checkpoints
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.launch import RankContext
-from msrl.trainer.losses import SftLoss
-from msrl.trainer.resume import SavedTraining
+from msrl.trainer.model import fused_attention
+from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
+from msrl.trainer.objective.losses import SftLoss
+from msrl.trainer.rank import TrainWorker
 from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
-from msrl.trainer.worker import TrainWorker
 from msrl.types import MicroBatch
 
 SETTLE_STEPS = 3

@@ -106,7 +106,7 @@ def _megatron_model(shape: Shape, layout: Layout) -> Any:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.identity_op import IdentityOp
 
-    from msrl.trainer.megatron import transformer_config
+    from msrl.trainer.model.build import transformer_config
 
     config = transformer_config(shape, layout, torch.float32, torch.device("cpu"))
     config.sequence_parallel = False  # which the norms of the local spec refuse; weights are cut the same

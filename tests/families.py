@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from msrl.checkpoint.stacks import put_together
+from msrl.checkpoint.hf.expert_stacks import put_together
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, shape_of
 from msrl.models.hf_config import HfConfig

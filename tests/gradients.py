@@ -10,16 +10,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from msrl.checkpoint import layouts
+from msrl.checkpoint import tensor_layouts as layouts
 from msrl.models.rules import Layout, Replicated
 from msrl.models.stages import stage_tensors
-from msrl.trainer import groups, lora
-from msrl.trainer.megatron import named_weights
+from msrl.trainer import groups
+from msrl.trainer.model import lora
+from msrl.trainer.model.build import named_weights
 from msrl.trainer.optimizer_state import _owned, trained
 from msrl.trainer.weights import _experts_by_name, _gathered, export
 
 if TYPE_CHECKING:
-    from msrl.trainer.worker import TrainWorker
+    from msrl.trainer.rank import TrainWorker
 
 
 def whole_gradients(worker: TrainWorker) -> dict[str, Tensor]:

@@ -8,10 +8,14 @@ from typing import Any
 
 import yaml
 
-from msrl.config.imports import lightrft, mindspeed_llm, mindspeed_ray, mindspeed_rl, roll
-from msrl.config.imports.shell import Word
-from msrl.config.imports.translation import Translation
 from msrl.config.sources import parse
+from msrl.importers.lightrft import command_line as lightrft
+from msrl.importers.mindspeed_llm import scripts as mindspeed_llm
+from msrl.importers.mindspeed_rl import files as mindspeed_rl
+from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
+from msrl.importers.roll import files as roll
+from msrl.importers.shell import Word
+from msrl.importers.translation import Translation
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
 GONE: Any = ...  # a key that is taken away

@@ -72,7 +72,8 @@ def _fork(settings: dict[str, Any], rank: int, world: int, store: str, pipe: con
     try:
         from msrl.config.schema import Config
         from msrl.trainer.launch import RankContext
-        from msrl.workflows import sft_rank, train_sft
+        from msrl.workflows.sft import rank as sft_rank
+        from msrl.workflows.sft import run as train_sft
 
         os.dup2(2, 1)
         sft_rank.main(RankContext(rank, world, store, pipe), train_sft.prepare(Config.model_validate(settings, strict=False), "cpu"))
@@ -132,7 +133,7 @@ def main() -> None:
     from msrl.trainer.launch import quiet_megatron
 
     quiet_megatron()
-    from msrl.workflows import sft_rank, train_sft  # noqa: F401  imported once for all lives
+    from msrl.workflows.sft import run as train_sft  # noqa: F401  imported once for all lives
 
     settings = yaml.safe_load(Path(path).read_text())
     results: dict[str, Any] = {}

@@ -49,8 +49,8 @@ def main(context: RankContext, cases: list[Case]) -> None:
 
 def _measured(context: RankContext, case: Case, init_method: str) -> Measured:
     from live_memory import LiveMemory
-    from msrl.trainer.losses import SftLoss
-    from msrl.trainer.worker import TrainWorker
+    from msrl.trainer.objective.losses import SftLoss
+    from msrl.trainer.rank import TrainWorker
 
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)

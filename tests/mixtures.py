@@ -10,7 +10,8 @@ from torch import Tensor
 
 import msrl.models.families
 from msrl.checkpoint import source
-from msrl.models import cut, stages
+from msrl.models import parallel_layout as cut
+from msrl.models import stages
 from msrl.models.families import all_rules
 from msrl.models.rules import GateUp, Replicated, Rule, Rules, Sharded, Vocab
 from msrl.models.shape import Shape

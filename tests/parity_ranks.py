@@ -43,7 +43,7 @@ def logits_of(cases: list[Case]) -> dict[str, np.ndarray]:
 
 def main(context: RankContext, cases: list[Case]) -> None:
     """Every case whose layout this rank is part of; tp_rank 0 of the last stage reports (name, logits of the packed sequences)."""
-    from msrl.trainer.worker import TrainWorker
+    from msrl.trainer.rank import TrainWorker
 
     for number, case in enumerate(cases):
         if context.rank >= case.layout.ranks_per_model:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from msrl.algorithms.packing import Sequences, micro_batch
-from msrl.trainer.batches import num_loss_tokens, with_weights
 from msrl.trainer.launch import RankContext
+from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
 
 PADDING, GARBAGE = 0, 150  # token ids that no sample uses, but padding, and the samples that are masked out
@@ -55,7 +55,7 @@ class PoisonedResult:
 
 def look(context: RankContext, case: Poisoned, init_method: str) -> PoisonedResult:
     """The pack as it should be, then with each kind of garbage."""
-    from msrl.trainer.worker import TrainWorker
+    from msrl.trainer.rank import TrainWorker
 
     optimizer = OptimizerSettings(lr=1e-3, grad_clip=None)
     settings = WorkerSettings("cpu", case.model, case.layout, "float32", seed=0, timeout_s=120, optimizer=optimizer, **case.more)
@@ -111,7 +111,7 @@ def _embedding(worker: Any, token: int, scale: float) -> Iterator[None]:
 def _look(worker: Any, pack: Sequences, kind: str = "sft") -> Seen:
     """One step that moves nothing: its learning rate is 0."""
     from gradients import whole_gradients
-    from msrl.trainer.losses import PolicyLoss, SftLoss
+    from msrl.trainer.objective.losses import PolicyLoss, SftLoss
 
     if kind != "sft":
         pack = with_weights(pack, "token-mean")

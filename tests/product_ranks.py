@@ -11,8 +11,8 @@ import numpy as np
 from msrl import registry
 from msrl.algorithms.aggregate import MODES, Mode
 from msrl.algorithms.packing import Sequences, balanced
-from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens, select, with_weights
 from msrl.trainer.launch import RankContext
+from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens, select, with_weights
 from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
 
 PACKAGE = "msrl.algorithms.losses"
@@ -58,7 +58,7 @@ def combinations() -> list[tuple[str, str, Mode]]:
 
 def walk(context: RankContext, case: Product, init_method: str) -> ProductResult:
     """A step of each combination, with a learning rate of 0."""
-    from msrl.trainer.worker import TrainWorker
+    from msrl.trainer.rank import TrainWorker
 
     optimizer = OptimizerSettings(lr=1e-3, grad_clip=None)
     settings = WorkerSettings("cpu", case.model, Layout(), "float32", seed=0, timeout_s=120, optimizer=optimizer)
@@ -78,7 +78,7 @@ def _batch(order: tuple[int, ...]) -> Sequences:
 
 def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     from gradients import whole_gradients
-    from msrl.trainer.losses import PolicyLoss
+    from msrl.trainer.objective.losses import PolicyLoss
 
     loss = PolicyLoss(
         0.7, policy_loss=name, ratio=ratio, clip_low=0.1, clip_high=0.2, kl_coef=0.05, entropy_coef=0.01, sft_coef=0.1

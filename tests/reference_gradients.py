@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from msrl.checkpoint.plan import rank_plan
+from msrl.checkpoint.rank_shapes import rank_plan
 from msrl.checkpoint.source import ShardedSource
-from msrl.models.cut import Coords, Cut
 from msrl.models.families import load_shape
-from msrl.trainer.resume import SavedTraining
-from msrl.workflows.serving import hf_weights
+from msrl.models.parallel_layout import Coords, Cut
+from msrl.trainer.checkpointing.resume import SavedTraining
+from msrl.workflows.serve.engine import hf_weights
 from training_ranks import sequences
 
 _STACKED = ("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")

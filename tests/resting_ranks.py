@@ -13,13 +13,13 @@ from training_ranks import sequences
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from msrl.trainer.losses import Outputs
-    from msrl.trainer.worker import TrainWorker
+    from msrl.trainer.objective.losses import Outputs
+    from msrl.trainer.rank import TrainWorker
 
 
 def main(context: RankContext, job: tuple[Path, Path]) -> None:
     """Reports the bytes of the optimizer's state during each step: the first, one after it, one after a save, and one after a resume."""
-    from msrl.trainer import checkpoints
+    from msrl.trainer.checkpointing import state as checkpoints
 
     model, saves = job
     settings = WorkerSettings(
@@ -38,7 +38,7 @@ def main(context: RankContext, job: tuple[Path, Path]) -> None:
 
 
 def _worker(settings: WorkerSettings, context: RankContext, name: str) -> TrainWorker:
-    from msrl.trainer.worker import TrainWorker
+    from msrl.trainer.rank import TrainWorker
 
     return TrainWorker(settings, context.rank, context.world_size, f"{context.init_method}-{name}")
 
@@ -47,7 +47,7 @@ def _step(worker: TrainWorker, step: int) -> int:
     """Bytes of the optimizer's state on the device while the loss of a step is computed."""
     from msrl.algorithms.packing import micro_batch
     from msrl.trainer import optimizer_state
-    from msrl.trainer.losses import SftLoss
+    from msrl.trainer.objective.losses import SftLoss
 
     seen: list[int] = []
 

@@ -15,7 +15,7 @@ from msrl.algorithms.selection import kept, sample_weights
 from msrl.algorithms.token_rewards import TokenRewards, discounted, whiten
 from msrl.algorithms.turns import Turns
 from msrl.errors import MsrlError
-from msrl.trainer.losses import taken
+from msrl.trainer.objective.losses import taken
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
 
 PACKAGE = "msrl.algorithms.advantages"

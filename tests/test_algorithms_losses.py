@@ -13,7 +13,7 @@ from msrl import registry
 from msrl.algorithms.aggregate import MODES, sequence_weights, weighted_sum
 from msrl.algorithms.losses.cpgd import policy_drift
 from msrl.algorithms.tokens import PolicyTokens, sequence_means, sequence_sums
-from msrl.trainer.losses import taken
+from msrl.trainer.objective.losses import taken
 
 PACKAGE = "msrl.algorithms.losses"
 LOSSES = registry.names(PACKAGE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from msrl.algorithms.value import explained_variance, value_loss
-from msrl.trainer.losses import ValueLoss
+from msrl.trainer.objective.losses import ValueLoss
 
 
 def reals(*numbers: float) -> torch.Tensor:

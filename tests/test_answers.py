@@ -15,7 +15,7 @@ import pytest
 
 from msrl.errors import MsrlError
 from msrl.types import Completion
-from msrl.workflows.answers import line, opened, takes_no_unicode
+from msrl.workflows.serve.answers import line, opened, takes_no_unicode
 from tiny_qwen2 import save_model
 
 COMMAND = "import sys; from msrl.cli.app import main; main()"

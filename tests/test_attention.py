@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from families import LLAMA, LLAMA3_SCALING, shape
-from msrl.trainer import attention
-from msrl.trainer.attention import block_diagonal_attention
-from msrl.trainer.recurring import pad_tokens
-from msrl.trainer.rope import RotaryTable, rope_frequencies, rotate
+from msrl.trainer.model import attention
+from msrl.trainer.model.attention import block_diagonal_attention
+from msrl.trainer.model.padding import pad_tokens
+from msrl.trainer.model.rope import RotaryTable, rope_frequencies, rotate
 
 LENGTHS = (7, 3, 12, 12)
 N, H, G, D = sum(LENGTHS), 4, 2, 8

@@ -63,7 +63,7 @@ def test_an_unknown_benchmark_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["sft", "grpo"])
 def test_the_configurations_are_valid(name: str) -> None:
-    from msrl.config.loader import load
+    from msrl.cli.configuration import load_configuration as load
 
     load([str(ROOT / "benchmarks" / f"{name}.yaml")], [])
 

@@ -18,8 +18,8 @@ from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Message, Prompt, SamplingParams
-from msrl.workflows.chat import converse, fit, interruptible
-from msrl.workflows.serving import choose_renderer
+from msrl.workflows.serve.chat import converse, fit, interruptible
+from msrl.workflows.serve.engine import choose_renderer
 from tiny_qwen2 import make_tokenizer, save_model
 
 SYSTEM = (Message("system", "be brief"),)
@@ -213,7 +213,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_then_leaves(tmp_path):
 
 
 def test_in_a_terminal_ctrl_d_ends_the_questions_in_peace():
-    terminal = Terminal([], "from msrl.workflows.chat import read_lines; print(list(read_lines()))")
+    terminal = Terminal([], "from msrl.workflows.serve.chat import read_lines; print(list(read_lines()))")
     terminal.wait_for("> ")
     terminal.type("hello\n")
     terminal.wait_for("> ")
@@ -224,7 +224,7 @@ def test_in_a_terminal_ctrl_d_ends_the_questions_in_peace():
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as a locale has it, and where there is none
 def test_bytes_that_are_no_text_become_placeholders(errors):
-    code = "from msrl.workflows.chat import read_lines; print(ascii(list(read_lines())))"
+    code = "from msrl.workflows.serve.chat import read_lines; print(ascii(list(read_lines())))"
     environment = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
     done = subprocess.run(
         [sys.executable, "-c", code], input=b"a\xe4\xbd\nb\n", capture_output=True, env=environment, timeout=LIMIT_S, check=False

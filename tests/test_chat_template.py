@@ -83,8 +83,8 @@ def test_a_tokenizers_own_template_is_left_as_it_is():
 
 
 def test_a_folder_takes_the_template_on_with_the_tokens_that_end_an_answer(tmp_path: Path):
-    from msrl.checkpoint.hf import copy_sidecars
-    from msrl.workflows.serving import choose_renderer
+    from msrl.checkpoint.hf.folder import copy_sidecars
+    from msrl.workflows.serve.engine import choose_renderer
 
     (tmp_path / "from").mkdir()
     make_tokenizer().save_pretrained(tmp_path / "from")

@@ -16,16 +16,17 @@ from dist_ranks import Case
 from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.dist_read import GlobalTensors, read_metadata
-from msrl.checkpoint.found import find_checkpoint, saved_cut
-from msrl.checkpoint.names import Naming
+from msrl.checkpoint.dist.read import GlobalTensors, read_metadata
+from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.mcore.locate import find_checkpoint, saved_cut
+from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_mcore, open_weights
-from msrl.checkpoint.verify import compare, damaged_files, same_bits
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.models.cut import Cut
+from msrl.models.parallel_layout import Cut
 from msrl.trainer.settings import Layout
-from msrl.workflows.convert_ckpt import run
+from msrl.verification.bits import compare, damaged_files
+from msrl.workflows.convert.run import run
 from support import python_path
 
 ROWS = FAMILIES | MIXTURES

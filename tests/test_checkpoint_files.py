@@ -23,19 +23,21 @@ import torch
 from safetensors import safe_open
 
 import tiny_checkpoints as tiny
-from msrl.checkpoint import archive, mcore, torch_file
-from msrl.checkpoint.archive import ALIGNMENT
-from msrl.checkpoint.checksums import combined, crc32
-from msrl.checkpoint.files import refuse_unless_fits, staged_folder
-from msrl.checkpoint.found import find_checkpoint
-from msrl.checkpoint.hf import HfCheckpoint, copy_sidecars
-from msrl.checkpoint.hf_writer import HfWriter
-from msrl.checkpoint.names import Naming, entries, local_name
+from msrl.checkpoint.atomic_folder import refuse_unless_fits, staged_folder
+from msrl.checkpoint.hf.folder import HfCheckpoint, copy_sidecars
+from msrl.checkpoint.hf.writer import HfWriter
+from msrl.checkpoint.mcore import files as mcore
+from msrl.checkpoint.mcore.locate import find_checkpoint
+from msrl.checkpoint.mcore.names import Naming, entries, local_name
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_file import Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of
-from msrl.checkpoint.torch_writer import TorchWriter
+from msrl.checkpoint.torch_files import archive
+from msrl.checkpoint.torch_files import reader as torch_file
+from msrl.checkpoint.torch_files.archive import ALIGNMENT
+from msrl.checkpoint.torch_files.checksums import combined, crc32
+from msrl.checkpoint.torch_files.reader import Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of
+from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.tracking.run import RunFolder
 from test_models import LLAMA, QWEN2, shape
 
@@ -79,7 +81,7 @@ def test_streamed_files_are_sound_zip_archives_with_aligned_data(tmp_path: Path)
 
 
 def test_tensors_larger_than_a_block_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("msrl.checkpoint.torch_file.BLOCK_BYTES", 10)
+    monkeypatch.setattr("msrl.checkpoint.torch_files.reader.BLOCK_BYTES", 10)
     written = write_samples(tmp_path / "file.pt")
     found = torch.load(tmp_path / "file.pt", weights_only=False)["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in SAMPLES.items())
@@ -119,7 +121,7 @@ def test_files_beyond_four_gigabytes_are_read_by_torch_and_zipfile(tmp_path: Pat
 
 @pytest.mark.parametrize("block_bytes", [1 << 20, 10])
 def test_a_tensor_in_pieces_is_written_as_one_and_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    monkeypatch.setattr("msrl.checkpoint.torch_file.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("msrl.checkpoint.torch_files.reader.BLOCK_BYTES", block_bytes)
     parts = [torch.randn(3, 4), torch.randn(4, 5).t()[:, :4], torch.randn(4, 4)[1:3]]
     expected = torch.cat(parts).bfloat16()
     spec = spec_of(expected)

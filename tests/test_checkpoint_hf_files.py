@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny_checkpoints as tiny
-from msrl.checkpoint.hf import HfCheckpoint
+from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.hf.folder import HfCheckpoint
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_file import spec_of
-from msrl.checkpoint.verify import same_bits
+from msrl.checkpoint.torch_files.reader import spec_of
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.cut import Coords, Cut
+from msrl.models.parallel_layout import Coords, Cut
 from test_cli import msrl
 from test_convert import to_mcore
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from msrl.checkpoint.layouts import fuse, hf_parts, join, pieces, recut, shard, shard_shape, split, unfuse
-from msrl.checkpoint.plan import make_plan
+from msrl.checkpoint.rank_shapes import make_plan
+from msrl.checkpoint.tensor_layouts import fuse, hf_parts, join, pieces, recut, shard, shard_shape, split, unfuse
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, num_parameters
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.models.rules import GateUp, Joined, Layout, Packed, Qkv, Replicated, Sharded, Vocab
 from msrl.models.stages import stage_tensors
 from test_models import LLAMA, QWEN2, QWEN3, shape

@@ -14,8 +14,8 @@ SCRIPT = """
 import tempfile
 from live_memory import LiveMemory
 import torch, torch.distributed as dist
-from msrl.trainer.chunked import chunked_logprobs
-from msrl.trainer.logprobs import columns_of, vocab_parallel_logprobs
+from msrl.trainer.objective.chunked import chunked_logprobs
+from msrl.trainer.objective.logprobs import columns_of, vocab_parallel_logprobs
 
 vocab, channels = 151936, 32
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)

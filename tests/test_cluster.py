@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from msrl.cluster import launch, probe, state
-from msrl.cluster.plan import Role, plan
+from msrl.cluster.placement import Role, plan
 from msrl.errors import MsrlError
 
 pytestmark = pytest.mark.slow

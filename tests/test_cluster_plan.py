@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from msrl.cluster.plan import NodePlan, Role, plan
+from msrl.cluster.placement import NodePlan, Role, plan
 from msrl.errors import MsrlError
 
 

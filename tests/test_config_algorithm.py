@@ -8,15 +8,15 @@ import pytest
 
 from config_inputs import make_working_folder
 from msrl import registry
-from msrl.config.algorithm_checks import advice
-from msrl.config.derived import aggregate_constant, needs_reference
-from msrl.config.loader import load
+from msrl.checks.algorithm import advice
+from msrl.cli.configuration import load_configuration as load
 from msrl.config.presets import PRESETS
 from msrl.config.schema import AlgoConfig
 from msrl.config.show import to_yaml
 from msrl.errors import ManyErrors, MsrlError
-from msrl.workflows.grpo_job import steps_of
-from msrl.workflows.grpo_update import policy_loss
+from msrl.plan.derived import aggregate_constant, needs_reference
+from msrl.workflows.rl.setup import steps_of
+from msrl.workflows.rl.update import policy_loss
 
 
 @pytest.fixture

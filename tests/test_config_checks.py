@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from config_inputs import make_mcore, make_model, make_working_folder
-from msrl.config.checks import guess
-from msrl.config.derived import derived, model_shape, ranks
-from msrl.config.loader import Flag, load
-from msrl.config.memory import memory_rows
+from msrl.checks.validate import guess
+from msrl.cli.configuration import load_configuration as load
+from msrl.config.loader import Flag
 from msrl.config.schema import Config
-from msrl.config.state_memory import bytes_per_device, parameters_per_rank
 from msrl.config.templates import template_names
 from msrl.errors import MsrlError
-from msrl.models.cut import Cut
+from msrl.memory.estimate import memory_rows
+from msrl.memory.states import bytes_per_device, parameters_per_rank
 from msrl.models.families import load_shape, num_parameters
+from msrl.models.parallel_layout import Cut
+from msrl.plan.derived import derived, model_shape, ranks
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from msrl.config.loader import Flag, load
-from msrl.config.not_yet import NOT_YET, NOT_YET_VALUES
+from msrl.cli.configuration import load_configuration as load
+from msrl.config.loader import Flag
 from msrl.config.schema import Config, RewardSource
 from msrl.config.show import to_yaml
 from msrl.config.sources import merge, packaged_names, parse, plain, scalar
+from msrl.config.unsupported import NOT_YET, NOT_YET_VALUES
 from msrl.errors import ManyErrors, MsrlError
 
 

@@ -10,7 +10,7 @@ import pytest
 from config_inputs import TRAINING, make_data
 from families import QWEN2
 from mixture_families import DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from msrl.trainer.attention import _attend
-from msrl.trainer.context import padded_lengths, places, rows_of
+from msrl.trainer.model.attention import _attend
+from msrl.trainer.model.context import padded_lengths, places, rows_of
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

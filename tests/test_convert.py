@@ -16,14 +16,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny_checkpoints as tiny
-from msrl.checkpoint import layouts, mcore
+from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.names import Naming
+from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.mcore import files as mcore
+from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import ShardedSource, open_weights
-from msrl.checkpoint.verify import compare, damaged_files, same_bits
 from msrl.config.schema import Config
 from msrl.errors import MsrlError, VerificationError
-from msrl.models.cut import Coords, Cut
+from msrl.models.parallel_layout import Coords, Cut
+from msrl.verification.bits import compare, damaged_files
 
 LAYER = "model.layers.{}."
 
@@ -183,7 +185,7 @@ import os, signal, sys
 from pathlib import Path
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_weights
-from msrl.models.cut import Cut
+from msrl.models.parallel_layout import Cut
 written = [0]
 def advance(num_bytes):
     written[0] += 1
@@ -241,7 +243,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def run(**convert: Any) -> None:
-    from msrl.workflows import convert_ckpt
+    from msrl.workflows.convert import run as convert_ckpt
 
     values = {key: str(value) if isinstance(value, Path) else value for key, value in convert.items()}
     convert_ckpt.run(Config.model_validate({"convert": values, "cluster": {"platform": "cpu"}}))

@@ -14,15 +14,16 @@ from torch import Tensor
 
 import mixtures
 import tiny_checkpoints as tiny
-from msrl.checkpoint import mcore
 from msrl.checkpoint import source as source_module
-from msrl.checkpoint.arguments import cut_of_args
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.names import Naming, entries
+from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.mcore import files as mcore
+from msrl.checkpoint.mcore.arguments import cut_of_args
+from msrl.checkpoint.mcore.names import Naming, entries
 from msrl.checkpoint.source import WeightSource, open_mcore, open_weights
-from msrl.checkpoint.verify import compare, same_bits
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
+from msrl.models.parallel_layout import Coords, Cut
+from msrl.verification.bits import compare
 
 LAYERS = 4
 CUTS = {

@@ -14,14 +14,14 @@ import families
 from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, ruled_plan, write_mcore
-from msrl.checkpoint.dist_read import read_metadata
+from msrl.checkpoint.dist.read import read_metadata
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
-from msrl.models.cut import Cut
 from msrl.models.families import families as registered
 from msrl.models.families import load_shape, num_experts, num_parameters
+from msrl.models.parallel_layout import Cut
 from msrl.models.shape import Shape
-from msrl.workflows.convert_plan import file_rows
+from msrl.workflows.convert.plan import file_rows
 from support import shared_data
 from test_cli import msrl
 

@@ -13,16 +13,18 @@ import torch
 import families
 import tiny_checkpoints as tiny
 from mixture_families import MIXTURES, QWEN3_MOE
-from msrl.checkpoint import mcore
+from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.source import ShardedSource, open_weights
-from msrl.checkpoint.verify import refuse_unlike_copies
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.cut import Coords, Cut
 from msrl.models.families import num_parameters
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.models.shape import Shape
-from msrl.workflows import convert_layerwise, convert_logits, convert_proof
-from msrl.workflows.convert_agreement import compare_logits
-from msrl.workflows.convert_tolerance import tolerance_of
+from msrl.verification import layerwise as convert_layerwise
+from msrl.verification import logits as convert_logits
+from msrl.verification import report as convert_proof
+from msrl.verification.agreement import compare_logits
+from msrl.verification.bits import refuse_unlike_copies
+from msrl.verification.tolerance import tolerance_of
 from test_cli import msrl
 from test_convert import run, save_real, to_mcore
 

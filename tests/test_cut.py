@@ -7,7 +7,7 @@ import pytest
 import mixtures
 from msrl.errors import ManyErrors
 from msrl.models import stages
-from msrl.models.cut import Coords, Cut
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
 from test_models import LLAMA, shape

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import tiny_checkpoints as tiny
-from msrl.checkpoint.hf_files import open_weight_files
-from msrl.checkpoint.mcore import rank_file
-from msrl.checkpoint.peft_files import read_peft
+from msrl.checkpoint.adapters.peft import read_peft
+from msrl.checkpoint.hf.weight_files import open_weight_files
+from msrl.checkpoint.mcore.files import rank_file
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_file import check_records, read_torch_file
-from msrl.checkpoint.verify import damaged_files
+from msrl.checkpoint.torch_files.reader import check_records, read_torch_file
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
 from msrl.models.hf_config import end_tokens, read_hf_config
+from msrl.models.parallel_layout import Coords, Cut
+from msrl.verification.bits import damaged_files
 from test_convert import to_mcore
 
 

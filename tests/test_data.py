@@ -17,7 +17,7 @@ from msrl.data.handlers import ALIASES, handler_names, make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.pack import pack_rows
 from msrl.data.readers import find_files, read_batches
-from msrl.data.tokenise import _shape
+from msrl.data.tokenize import _shape
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
@@ -381,7 +381,7 @@ def test_files_of_two_runs_are_refused(tmp_path):
 
 def test_reading_data_imports_neither_torch_nor_transformers_nor_megatron():
     code = (
-        "import sys, msrl.data.dataset, msrl.data.tokenise; print([m for m in sys.modules if m in {'torch', 'transformers', 'megatron'}])"
+        "import sys, msrl.data.dataset, msrl.data.tokenize; print([m for m in sys.modules if m in {'torch', 'transformers', 'megatron'}])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 

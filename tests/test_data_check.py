@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from config_inputs import make_model
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
 from msrl.errors import MsrlError
-from msrl.workflows.data_check import check_data
 from msrl.workflows.preprocess import run
+from msrl.workflows.training.data_checks import check_data
 from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
 
 

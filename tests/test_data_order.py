@@ -12,9 +12,9 @@ import pytest
 from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.files import write_text
-from msrl.trainer.resume import STATE, SavedTraining, training_dir
-from msrl.trainer.sealed import sealed_json
-from msrl.workflows.common import check_order, order_state
+from msrl.trainer.checkpointing.integrity import sealed_json
+from msrl.trainer.checkpointing.resume import STATE, SavedTraining, training_dir
+from msrl.workflows.training.settings import check_order, order_state
 
 ORDER = RowOrder(num_rows=10, rows_per_step=4, seed=3, shuffle=True)
 

@@ -12,15 +12,17 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import save_file
 
 from msrl.errors import MsrlError
-from msrl.models.cut import Cut
+from msrl.models.parallel_layout import Cut
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.platforms.cuda import CudaPlatform
-from msrl.trainer import checkpoints, groups, learner, optimizer_state
+from msrl.trainer import groups, optimizer_state
+from msrl.trainer import replica as learner
+from msrl.trainer.checkpointing import state as checkpoints
+from msrl.trainer.checkpointing.publish import random_file
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.launch import LocalRanks
-from msrl.trainer.learner import Learner
-from msrl.trainer.resume import SavedTraining
-from msrl.trainer.saving import random_file
+from msrl.trainer.replica import Learner
 from msrl.trainer.settings import Layout
 
 

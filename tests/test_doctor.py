@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from config_inputs import GRPO, make_data, make_model
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.platforms import NAMES, get
 from msrl.platforms.cpu import CpuPlatform
 from msrl.workflows import doctor
 from msrl.workflows.doctor_config import config_findings
-from msrl.workflows.memory_check import check_memory, fit
+from msrl.workflows.training.memory_check import check_memory, fit
 from test_cli import msrl
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,15 +11,15 @@ import pytest
 
 from config_inputs import GRPO, TRAINING, make_data, make_model
 from msrl.algorithms.pass_at_k import depths, pass_at_k
-from msrl.config.checks import check
-from msrl.config.loader import load
+from msrl.checks.validate import check
+from msrl.cli.configuration import load_configuration as load
 from msrl.errors import ManyErrors
 from msrl.rewards.sources import Source
 from msrl.rewards.verdicts import Judge
 from msrl.tracking.report import summarise
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, StepReport
-from msrl.workflows.best import Best
-from msrl.workflows.rollout_log import RolloutLog
+from msrl.workflows.rl.rollout_log import RolloutLog
+from msrl.workflows.training.best import Best
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
@@ -138,7 +138,7 @@ def test_what_does_not_fit_an_evaluation_is_one_line(folder: Path, command: str,
 
 
 def test_a_longer_answer_in_evaluations_makes_the_engine_longer(folder: Path):
-    from msrl.config.derived import max_model_len
+    from msrl.plan.derived import max_model_len
 
     assert max_model_len(load(["grpo.yaml"], [*EVERY]).config) == 128
     assert max_model_len(load(["grpo.yaml"], [*EVERY, "eval.max_response_tokens=100"]).config) == 164

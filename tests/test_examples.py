@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from config_inputs import make_data, make_mcore, make_model
-from msrl.config.checks import check
-from msrl.config.loader import Flag, load
+from msrl.checks.validate import check
+from msrl.cli.configuration import load_configuration as load
+from msrl.config.loader import Flag
 from msrl.config.schema import Config
 from test_cli import msrl
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_mcore
+from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
-from msrl.models.cut import Cut
 from msrl.models.families import load_shape
-from msrl.trainer.resume import SavedTraining
-from msrl.workflows.export import export_hf
+from msrl.models.parallel_layout import Cut
+from msrl.trainer.checkpointing.resume import SavedTraining
+from msrl.workflows.training.export import export_hf
 from tiny_qwen2 import save_model
 
 pytestmark = pytest.mark.slow  # imports transformers

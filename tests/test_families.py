@@ -16,12 +16,12 @@ import reference_models
 from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
+from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.verify import same_bits
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
 from msrl.models.families import families as registered
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.trainer.settings import Layout
 from parity_ranks import Case
 
@@ -143,7 +143,7 @@ def test_what_a_family_does_not_do_is_refused_by_key(name: str, changes: dict[st
 
 
 def _convert(**values: object) -> None:
-    from msrl.workflows.convert_ckpt import run
+    from msrl.workflows.convert.run import run
 
     run(Config.model_validate({"convert": {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}}))
 
@@ -169,7 +169,7 @@ def test_a_vision_tower_is_carried_and_the_language_model_is_proven(
 def test_capped_scores_are_in_both_sides_of_a_proof(
     tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    monkeypatch.setattr("msrl.workflows.convert_proof.fits_whole", lambda shape: whole)
+    monkeypatch.setattr("msrl.verification.report.fits_whole", lambda shape: whole)
     _convert(command="hf2mcore", load=folders["gemma 2"], save=tmp_path / "mcore")
     assert ("layer by layer" in capsys.readouterr().out) is not whole
 

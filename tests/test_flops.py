@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mixture_families import DEEPSEEK_V2, QWEN3_MOE
-from msrl.models.flops import training_flops
+from msrl.memory.flops import training_flops
 from msrl.models.shape import Attention
 from msrl.platforms import NAMES, get
 from msrl.platforms.cuda import peak_flops as cuda_peak

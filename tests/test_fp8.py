@@ -14,11 +14,11 @@ from torch import Tensor
 import families
 from mixture_families import DEEPSEEK_V3
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.fp8 import FP8, dequantise
+from msrl.checkpoint.hf.fp8 import FP8, dequantise
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.verify import damaged_files
 from msrl.errors import MsrlError
-from msrl.models.cut import Cut
+from msrl.models.parallel_layout import Cut
+from msrl.verification.bits import damaged_files
 
 BLOCK = (16, 32)
 PACKED: dict[str, Any] = {

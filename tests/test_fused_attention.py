@@ -17,10 +17,10 @@ from torch import Tensor
 from msrl.platforms import cuda, get
 from msrl.platforms.cuda import flash_attention
 from msrl.platforms.npu import fusion_attention
-from msrl.trainer import fused_attention as fused
-from msrl.trainer.attention import block_diagonal_attention, packed_attention
-from msrl.trainer.context import padded_lengths, places
-from msrl.trainer.packed import PackedSequences
+from msrl.trainer.model import fused_attention as fused
+from msrl.trainer.model.attention import block_diagonal_attention, packed_attention
+from msrl.trainer.model.context import padded_lengths, places
+from msrl.trainer.model.packed import PackedSequences
 
 LENGTHS = (8, 4, 16, 16)
 HEADS, GROUPS, DIM, SCALE = 4, 2, 8, 0.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from msrl.trainer.layers import _SwiGlu, gate_gradient
+from msrl.trainer.model.layers import _SwiGlu, gate_gradient
 
 
 def test_the_gates_gradient_is_that_of_autograd_on_cpu_and_from_what_other_devices_have():

@@ -13,8 +13,9 @@ from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config, GenerateConfig
 from msrl.data.tokenizer import load_tokenizer
 from msrl.errors import MsrlError
-from msrl.models.cut import Cut
-from msrl.workflows import generate, serving
+from msrl.models.parallel_layout import Cut
+from msrl.workflows.serve import engine as serving
+from msrl.workflows.serve import generate
 from support import shared_data
 from tiny_qwen2 import make_tokenizer, save_model
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from config_inputs import TRAINING, make_data, make_mcore, make_model
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.data.manifest import fingerprint
 from msrl.errors import MsrlError
 from msrl.files import write_text
-from msrl.trainer.resume import STATE, SavedTraining, check_room, training_dir
+from msrl.trainer.checkpointing.integrity import sealed_json
+from msrl.trainer.checkpointing.resume import STATE, SavedTraining, check_room, training_dir
 from msrl.trainer.schedule import Schedule
-from msrl.trainer.sealed import sealed_json
-from msrl.workflows import going_on
+from msrl.workflows.training import resume_checks as going_on
 
 RATES = Schedule("cosine", 1e-3, 0.0, 2, 10)
 LORA = ("train.lora.rank=4", "train.lora.targets=[q_proj,v_proj]")

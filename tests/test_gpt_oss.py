@@ -14,15 +14,15 @@ from torch import Tensor
 import families
 from mixture_families import GPT_OSS
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.mxfp4 import dequantise
-from msrl.checkpoint.names import Naming
+from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.hf.mxfp4 import dequantise
+from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.verify import same_bits
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
 from msrl.models.hf_config import HfConfig
-from msrl.workflows.convert_ckpt import run
+from msrl.models.parallel_layout import Coords, Cut
+from msrl.workflows.convert.run import run
 
 EXPERTS, HIDDEN, FFN = GPT_OSS["num_local_experts"], GPT_OSS["hidden_size"], GPT_OSS["intermediate_size"]
 DOWN = "model.layers.1.mlp.experts.down_proj"

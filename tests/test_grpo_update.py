@@ -15,12 +15,12 @@ import pytest
 
 from config_inputs import make_working_folder
 from msrl.algorithms.packing import Sequences
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
-from msrl.workflows.grpo_job import difficulty, prepare
-from msrl.workflows.grpo_step import Clock
-from msrl.workflows.grpo_update import Prepared, Updater
+from msrl.workflows.rl.setup import difficulty, prepare
+from msrl.workflows.rl.step import Clock
+from msrl.workflows.rl.update import Prepared, Updater
 from tiny_qwen2 import make_tokenizer
 from training_runs import write_rows
 

@@ -9,14 +9,14 @@ import pytest
 from pydantic import BaseModel
 
 from import_changes import CASES, place, translation
-from msrl.config.imports.built import refusal
-from msrl.config.imports.commands import native_yaml
-from msrl.config.imports.table import Row, load_table
-from msrl.config.imports.translation import Fate, Translation
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.config.sources import plain
 from msrl.errors import ManyErrors
+from msrl.importers.command import native_yaml
+from msrl.importers.native_keys import refusal
+from msrl.importers.table import Row, load_table
+from msrl.importers.translation import Fate, Translation
 
 ELSEWHERE = {("mindspeed_rl", section) for section in ("megatron", "rl_config", "generate_config", "sampling_config")}
 # What they ask for is told or refused, whatever their value: they have no native key of their own in that system.

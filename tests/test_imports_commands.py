@@ -11,14 +11,14 @@ import pytest
 
 from config_inputs import make_data, make_model
 from guides import guide
-from msrl.config.imports.commands import native_yaml, translation_of
-from msrl.config.imports.roll_devices import device_count
-from msrl.config.imports.shell import parse_script
-from msrl.config.imports.systems import foreign
-from msrl.config.imports.translation import Fate, Translation
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
+from msrl.importers.command import native_yaml, translation_of
+from msrl.importers.roll.devices import device_count
+from msrl.importers.shell import parse_script
+from msrl.importers.systems import foreign
+from msrl.importers.translation import Fate, Translation
 from test_cli import msrl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"

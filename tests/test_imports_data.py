@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from msrl.config.imports.commands import translation_of
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import plain
 from msrl.errors import MsrlError
+from msrl.importers.command import translation_of
 
 R1_ZERO = """\
 input: ./dataset/orz/orz_math_57k_collected.json

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from guides import GUIDES, guide
-from msrl.config.imports.commands import native_yaml, translation_of
-from msrl.config.imports.shell import parse_script
-from msrl.config.imports.systems import foreign
-from msrl.config.imports.table import canonical
-from msrl.config.imports.translation import Translation
 from msrl.config.sources import Node, parse, plain
 from msrl.errors import MsrlError
+from msrl.importers.command import native_yaml, translation_of
+from msrl.importers.shell import parse_script
+from msrl.importers.systems import foreign
+from msrl.importers.table import canonical
+from msrl.importers.translation import Translation
 
 MINDSPEED = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
 OURS = re.compile(r"\b(convert_ckpt|preprocess_data|ray_gpt|train_grpo)\.py|\bray start\b")
@@ -104,8 +104,8 @@ def translated(name: str, text: str, folder: Path) -> Translation:
     file = folder / "given.yaml"
     file.write_text(text, encoding="utf-8")
     if name.startswith("roll"):
-        from msrl.config.imports.roll import translate
         from msrl.config.sources import read
+        from msrl.importers.roll.files import translate
 
         return translate(read(file), file)
     found = foreign(str(file))

@@ -15,15 +15,16 @@ import pytest
 
 from config_inputs import make_data, make_model
 from guides import guide
-from msrl.config.derived import derived
-from msrl.config.imports.built import refusal
-from msrl.config.imports.systems import foreign
-from msrl.config.imports.table import load_table
-from msrl.config.imports.translation import Fate, Translation
-from msrl.config.loader import Resolved, load
+from msrl.cli.configuration import load_configuration as load
+from msrl.config.loader import Resolved
 from msrl.config.show import flow
 from msrl.config.sources import plain, read
 from msrl.errors import MsrlError
+from msrl.importers.native_keys import refusal
+from msrl.importers.systems import foreign
+from msrl.importers.table import load_table
+from msrl.importers.translation import Fate, Translation
+from msrl.plan.derived import derived
 from test_cli import msrl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
@@ -254,7 +255,7 @@ def test_a_checkpoint_is_gone_on_from_where_megatron_would(folder: Path):
 
 
 def test_a_checkpoint_of_mindspeed_has_no_config_of_its_own_and_takes_the_models(folder: Path):
-    from msrl.workflows.common import hf_files, weights_path
+    from msrl.workflows.training.settings import hf_files, weights_path
 
     config = load([str(PRESENT)]).config
     assert (weights_path(config), hf_files(config)) == (folder / "ckpt", folder / "ckpt")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from tiny_qwen2 import make_model, make_tokenizer
 from training_runs import rows, succeed, write_rows
 

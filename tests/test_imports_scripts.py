@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from config_inputs import make_model
-from msrl.config.imports.commands import native_yaml, translation_of
-from msrl.config.imports.translation import Fate, Translation
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
+from msrl.importers.command import native_yaml, translation_of
+from msrl.importers.translation import Fate, Translation
 from test_cli import msrl
 
 TUNE = "posttrain_gpt.py --stage sft --finetune --load ckpt --data-path data --lr 1e-5 --global-batch-size 16 --train-iters 20"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from guides import GUIDES, documented
-from msrl.config.imports.built import is_designed, refusal
-from msrl.config.imports.conversions import CONVERSIONS
-from msrl.config.imports.table import canonical, load_table
+from msrl.importers.conversions import CONVERSIONS
+from msrl.importers.native_keys import is_designed, refusal
+from msrl.importers.table import canonical, load_table
 from msrl.models.shape import Shape
 
 SYSTEMS = ("mindspeed_rl", "mindspeed_llm", "roll", "lightrft")

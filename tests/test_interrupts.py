@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from msrl.trainer.resume import SavedTraining
-from msrl.workflows import interrupts as module
-from msrl.workflows.interrupts import EndAtOnce, Interrupts, was_cut_short
+from msrl.trainer.checkpointing.resume import SavedTraining
+from msrl.workflows.training import interrupts as module
+from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, was_cut_short
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from msrl.trainer.resume import SavedTraining
+from msrl.trainer.checkpointing.resume import SavedTraining
 from test_train_grpo import make_inputs, rollouts, settings
 from training_runs import Command, children, metrics, rows, succeed, write_config
 

@@ -13,7 +13,7 @@ import pytest
 
 from msrl.data.indexed import IndexedWriter
 from msrl.data.manifest import dataset_name
-from msrl.trainer.resume import SavedTraining
+from msrl.trainer.checkpointing.resume import SavedTraining
 from support import python_path
 from tiny_qwen2 import VOCAB_SIZE, save_model
 from training_runs import write_config

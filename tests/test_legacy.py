@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny_checkpoints as tiny
-from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.names import Naming
+from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.mcore import files as mcore
+from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.verify import same_bits
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
+from msrl.models.parallel_layout import Coords, Cut
 from test_convert import run, save_real, to_mcore
 
 LEGACY = Naming(legacy=True)

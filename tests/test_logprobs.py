@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from msrl.trainer.chunked import chunked_logprobs
-from msrl.trainer.logprobs import Columns, Distribution, columns_of, vocab_parallel_logprobs
+from msrl.trainer.objective.chunked import chunked_logprobs
+from msrl.trainer.objective.logprobs import Columns, Distribution, columns_of, vocab_parallel_logprobs
 
 ROWS, HIDDEN, VOCAB, PADDED, TEMPERATURE = 7, 5, 11, 16, 0.7
 

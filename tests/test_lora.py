@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny_checkpoints as tiny
-from msrl.checkpoint import mcore
+from msrl.checkpoint.adapters.megatron import read_adapter
+from msrl.checkpoint.adapters.merge import MergedSource
+from msrl.checkpoint.adapters.peft import write_peft
 from msrl.checkpoint.convert import write_hf
-from msrl.checkpoint.lora import MergedSource
-from msrl.checkpoint.lora_files import read_adapter
-from msrl.checkpoint.peft_files import write_peft
+from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, load_shape
+from msrl.models.parallel_layout import Coords, Cut
 from test_cli import msrl
 from test_convert import run, save_real, to_mcore
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from families import GEMMA2
 from memory_ranks import Case, Measured
 from mixture_families import DEEPSEEK_V3
-from msrl.config.loader import load
-from msrl.config.memory import Memory, training_memory
+from msrl.cli.configuration import load_configuration as load
+from msrl.memory.estimate import Memory, training_memory
 from msrl.models.families import all_rules, load_shape
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout, Lora, Recompute

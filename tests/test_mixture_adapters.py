@@ -17,18 +17,18 @@ from torch import Tensor
 
 import families
 from mixture_families import DEEPSEEK_V3, MIXTRAL, QWEN3_MOE
-from msrl.checkpoint import layouts
+from msrl.checkpoint import tensor_layouts as layouts
+from msrl.checkpoint.adapters.megatron import read_adapter
+from msrl.checkpoint.adapters.merge import Adapter, Delta, MergedSource
+from msrl.checkpoint.adapters.peft import write_peft
 from msrl.checkpoint.convert import write_hf
-from msrl.checkpoint.lora import Adapter, Delta, MergedSource
-from msrl.checkpoint.lora_files import read_adapter
-from msrl.checkpoint.peft_files import write_peft
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.weights import WeightSource
 from msrl.models.families import all_rules, load_shape
 from msrl.models.rules import Rule
 from msrl.models.select import is_layer
 from msrl.trainer.settings import Layout, Lora, Recompute
-from msrl.workflows.serving import hf_weights
+from msrl.workflows.serve.engine import hf_weights
 from reference_gradients import _as_in_files, backward
 from test_mixture_exactness import _assert_same
 from test_mixture_training import _trained
@@ -185,7 +185,7 @@ def _adapted(folder: Path, lora: Lora) -> list[Rule]:
 
 
 def _gradient_of_b(rule: Rule, lora: Lora, weights: dict[str, Tensor]) -> Tensor:
-    from msrl.trainer.lora import _initial
+    from msrl.trainer.model.lora import _initial
 
     a = _initial(lora.rank, rule.shapes[0][1], 0, rule.mcore)
     parts = [lora.scale * weights[hf] @ a.T for hf in rule.hf]

@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 import families
 import parity_ranks
 from mixture_families import MIXTURES
-from msrl.checkpoint.plan import make_plan
+from msrl.checkpoint.rank_shapes import make_plan
 from msrl.checkpoint.source import ShardedSource, open_weights
-from msrl.checkpoint.verify import compare
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
 from msrl.models.families import all_rules, load_shape, num_parameters
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.trainer.settings import Layout
-from msrl.workflows.convert_ckpt import run as convert
+from msrl.verification.bits import compare
+from msrl.workflows.convert.run import run as convert
 from parity_ranks import Case
 from support import shared_data
 from test_families import transformers_logits

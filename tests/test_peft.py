@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 import families
 import tiny_checkpoints as tiny
 from mixture_families import MIXTURES
+from msrl.checkpoint.adapters.megatron import read_adapter
+from msrl.checkpoint.adapters.merge import Adapter, Delta, MergedSource
+from msrl.checkpoint.adapters.peft import left_out_by_peft, write_peft
 from msrl.checkpoint.convert import write_hf
-from msrl.checkpoint.lora import Adapter, Delta, MergedSource
-from msrl.checkpoint.lora_files import read_adapter
-from msrl.checkpoint.peft_files import left_out_by_peft, write_peft
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, load_shape

@@ -12,13 +12,13 @@ import pytest
 from config_inputs import GRPO, make_data, make_model
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.source import open_weights
-from msrl.config.checks import check
-from msrl.config.loader import load
-from msrl.config.state_memory import reward_model_bytes
+from msrl.checks.validate import check
+from msrl.cli.configuration import load_configuration as load
 from msrl.errors import ManyErrors
-from msrl.models.cut import Coords, Cut
-from msrl.rewards.model import RewardModel
-from msrl.rewards.rank_model import RankModel
+from msrl.memory.states import reward_model_bytes
+from msrl.models.parallel_layout import Coords, Cut
+from msrl.rewards.models.on_ranks import RankModel
+from msrl.rewards.models.server import RewardModel
 from msrl.rewards.remote import Item
 from msrl.rewards.sources import Source, mistakes
 from test_reward_models import save

@@ -15,14 +15,14 @@ from torch import Tensor
 import families
 import parity_ranks
 from mixture_families import QWEN3_MOE
-from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
+from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.verify import same_bits
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.cut import Coords, Cut
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.trainer.settings import Layout
-from msrl.workflows.convert_inspect import not_weights
+from msrl.workflows.convert.inspection import not_weights
 from parity_ranks import Case
 from test_convert import run
 
@@ -111,8 +111,8 @@ def test_a_classifier_with_other_than_one_score_is_refused(tmp_path: Path, label
 
 
 def test_a_reward_model_is_not_trained_or_asked_for_text(tmp_path: Path) -> None:
-    from msrl.config.derived import model_shape
     from msrl.config.schema import Config, ModelConfig
+    from msrl.plan.derived import model_shape
 
     save(tmp_path / "hf", "llama")
     with pytest.raises((MsrlError, ManyErrors), match="LlamaForSequenceClassification gives scores, no text"):
@@ -145,7 +145,7 @@ def test_scores_of_real_ranks_are_those_of_transformers_at_every_layout(tmp_path
 def test_the_conversion_of_a_reward_model_is_proven_by_its_scores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    from msrl.workflows import convert_proof
+    from msrl.verification import report as convert_proof
 
     monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: whole)
     save(tmp_path / "hf", "qwen2")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl.config.schema import LengthConfig, OverlongConfig, RewardConfig, RewardNormConfig
-from msrl.rewards.normalise import Moments, normalised
+from msrl.rewards.normalize import Moments, normalised
 from msrl.rewards.process import RewardSteps
 from msrl.rewards.shaping import form_penalty, overlong, shortness
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup

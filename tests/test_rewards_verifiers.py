@@ -7,8 +7,8 @@ import time
 import pytest
 
 from msrl import registry
-from msrl.rewards.equality import equal
-from msrl.rewards.extract import ground_truth, in_order, last_boxed
+from msrl.rewards.math.equality import equal
+from msrl.rewards.math.extract import ground_truth, in_order, last_boxed
 from support import shared_data
 
 PACKAGE = "msrl.rewards.verifiers"

@@ -24,8 +24,8 @@ from msrl.rollout.engine import (
 )
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows import grpo_team
-from msrl.workflows.grpo_team import shares
+from msrl.workflows.rl import worker_groups as grpo_team
+from msrl.workflows.rl.worker_groups import shares
 from support import shared_data
 
 

@@ -16,17 +16,17 @@ import pytest
 from config_inputs import make_working_folder
 from import_changes import FILTER, ROLL
 from msrl.algorithms.selection import teaching
-from msrl.config.imports import roll
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import FilterConfig
 from msrl.config.sources import Origin, plain, wrap
 from msrl.data.order import RowOrder
 from msrl.errors import ManyErrors, MsrlError
+from msrl.importers.roll import files as roll
 from msrl.rewards.score import Scores
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
-from msrl.workflows.grpo_job import Prompts
-from msrl.workflows.grpo_rollouts import Rollouts, teaching_groups
-from msrl.workflows.grpo_step import Clock
+from msrl.workflows.rl.rollouts import Rollouts, teaching_groups
+from msrl.workflows.rl.setup import Prompts
+from msrl.workflows.rl.step import Clock
 
 ROWS = 12
 

@@ -13,10 +13,11 @@ import families
 from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.names import Naming
+from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.verify import compare, same_bits
-from msrl.models.cut import Cut
+from msrl.models.parallel_layout import Cut
+from msrl.verification.bits import compare
 
 ROWS = FAMILIES | MIXTURES
 CUTS = {

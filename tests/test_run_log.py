@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.tracking.metrics import MetricsWriter
 from msrl.tracking.run import RunFolder
 from msrl.types import StepReport
-from msrl.workflows import run_log
-from msrl.workflows.run_log import RunLog
+from msrl.workflows.training import run_log
+from msrl.workflows.training.run_log import RunLog
 
 
 def _no_room(*_: object, **__: object) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from msrl.checkpoint.mcore import iteration_dir, namespace, rank_folder
+from msrl.checkpoint.mcore.files import iteration_dir, namespace, rank_folder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.models.shape import Shape
-from msrl.trainer.resume import KEEP_ALL, STATE, Retention, SavedTraining, check_room, resume_from, saved_steps, training_dir
-from msrl.trainer.saving import Part, Publication, SavedModel, Weights, optimizer_file, prepare_folders, random_file
+from msrl.trainer.checkpointing.publish import Part, Publication, SavedModel, Weights, optimizer_file, prepare_folders, random_file
+from msrl.trainer.checkpointing.resume import KEEP_ALL, STATE, Retention, SavedTraining, check_room, resume_from, saved_steps, training_dir
 from msrl.trainer.settings import Layout
 
 LAYOUT = Layout(tp=2)
@@ -186,8 +186,8 @@ def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_
     from msrl.platforms import get
 
     get("cpu").prepare()
-    from msrl.trainer import checkpoints
-    from msrl.trainer.saver import Saver
+    from msrl.trainer.checkpointing import state as checkpoints
+    from msrl.trainer.checkpointing.saver import Saver
 
     part = Part(tmp_path / "gone", 3, 0, {"rng": torch.arange(9)})
     monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (part, None))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from msrl.cluster import launch, probe
-from msrl.trainer.resume import SavedTraining
+from msrl.trainer.checkpointing.resume import SavedTraining
 from tiny_qwen2 import save_model
 from training_runs import Command, metrics, rows, succeed, write_config, write_rows
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from msrl.config.loader import load
+from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.data.indexed import IndexedWriter
 from msrl.data.manifest import dataset_name
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
-from msrl.trainer.resume import SavedTraining
-from msrl.workflows.text_rows import TextRows
+from msrl.trainer.checkpointing.resume import SavedTraining
+from msrl.workflows.sft.text_rows import TextRows
 from tiny_qwen2 import VOCAB_SIZE, save_model
 from training_runs import metrics
 
@@ -106,7 +106,7 @@ def test_keys_that_do_not_fit_together_are_named(command, sets, said):
 
 @pytest.mark.slow
 def test_a_training_on_two_blended_texts_learns_resumes_to_the_bit_and_repeats_to_the_bit(tmp_path):
-    from msrl.workflows import train_sft
+    from msrl.workflows.sft import run as train_sft
 
     save_model(tmp_path / "hf", tied=True, positions=64)
     random = np.random.default_rng(2)

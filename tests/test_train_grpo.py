@@ -19,7 +19,7 @@ import torch
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.data.dataset import PromptDataset
-from msrl.models.cut import Cut
+from msrl.models.parallel_layout import Cut
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer
 from training_runs import Command, children, metrics, rows, still_running, succeed, write_config, write_rows
 
@@ -387,7 +387,7 @@ def test_evaluations_change_nothing_of_the_training_and_a_resume_repeats_and_mis
 
 
 def test_sampled_evaluations_are_of_the_policy_of_their_step_and_the_best_checkpoint_stays(whole, resumed, inputs, tmp_path):
-    from msrl.trainer.resume import saved_steps
+    from msrl.trainer.checkpointing.resume import saved_steps
 
     accuracies = {}
     for step in (0, 2, 4):

@@ -17,16 +17,16 @@ import pytest
 import torch
 import yaml
 
-from msrl.checkpoint import mcore
+from msrl.checkpoint.adapters.megatron import adapted_base
 from msrl.checkpoint.convert import McoreTarget, write_mcore
-from msrl.checkpoint.found import find_checkpoint, latest_iteration
-from msrl.checkpoint.lora_files import adapted_base
+from msrl.checkpoint.mcore import files as mcore
+from msrl.checkpoint.mcore.locate import find_checkpoint, latest_iteration
 from msrl.checkpoint.source import open_mcore, open_weights
-from msrl.checkpoint.verify import damaged_files
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.models.cut import Cut
 from msrl.models.families import all_rules
+from msrl.models.parallel_layout import Cut
+from msrl.verification.bits import damaged_files
 from tiny_qwen2 import save_model
 from training_runs import Command, children, metrics, rows, still_running, succeed, write_config, write_rows
 
@@ -38,7 +38,7 @@ ONE_BATCH = {**TRAIN, "steps": 3, "global_batch": 24}
 
 def run_in_process(settings: Mapping[str, Any]) -> list[dict[str, float]]:
     """Run the workflow of the command; its metrics."""
-    from msrl.workflows import train_sft
+    from msrl.workflows.sft import run as train_sft
 
     config = Config.model_validate(settings, strict=False)
     train_sft.run(config)
@@ -148,7 +148,7 @@ def test_the_model_is_asked_as_it_was_taught_wherever_it_is_opened(whole, inputs
     from transformers import AutoTokenizer
 
     from msrl.types import Conversation, Message
-    from msrl.workflows.serving import choose_renderer
+    from msrl.workflows.serve.engine import choose_renderer
 
     question = Conversation((Message("user", "1+1="),))
     taught = choose_renderer(inputs / "hf", "qwen").prompt(question).tolist()
@@ -269,7 +269,7 @@ def assert_same_path(found: list[dict[str, float]], expected: list[dict[str, flo
 
 def test_rows_packed_while_training_on_two_data_parallel_ranks_give_the_losses_of_single_examples(inputs, config, unpacked):
     from msrl.data.dataset import SftDataset
-    from msrl.workflows.sft_rows import open_rows
+    from msrl.workflows.sft.rows import open_rows
 
     data = {"pack": True, "seq_length": 160}
     count = len(open_rows(Config.model_validate(named(config, "x", data=data)), SftDataset(inputs / "data")))

@@ -11,11 +11,11 @@ from msrl.errors import MsrlError
 from msrl.models.families import shape_of
 from msrl.models.hf_config import HfConfig
 from msrl.models.select import chosen
+from msrl.trainer.checkpointing.resume import STATE, Retention, training_dir
 from msrl.trainer.guard import GradientError, GradientGuard
-from msrl.trainer.resume import STATE, Retention, training_dir
 from msrl.trainer.schedule import Schedule
 from msrl.types import MicroBatch
-from msrl.workflows.sft_rows import split
+from msrl.workflows.sft.rows import split
 
 
 def rates(kind: str, **options: float) -> list[float]:

@@ -242,7 +242,7 @@ def test_adapters_learn_as_they_do_in_transformers(results, folders):
     """The same batches through transformers with W x + s B A x written out and torch's AdamW; A's first values are taken from ours."""
     from transformers import AutoModelForCausalLM
 
-    from msrl.trainer.lora import _initial
+    from msrl.trainer.model.lora import _initial
 
     model = AutoModelForCausalLM.from_pretrained(folders["qwen2 tied"], dtype=torch.float32, attn_implementation="eager")
     model.requires_grad_(False)

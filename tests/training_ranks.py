@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from msrl.algorithms.aggregate import Mode
 from msrl.algorithms.packing import Sequences, balanced
-from msrl.trainer.batches import BatchLimits, micro_batches, num_loss_tokens, with_weights
 from msrl.trainer.launch import RankContext
-from msrl.trainer.losses import ValueLoss
+from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens, with_weights
+from msrl.trainer.objective.losses import ValueLoss
 from msrl.trainer.settings import CriticSettings, Layout, OptimizerSettings, WorkerSettings
 from msrl.types import MicroBatch
 
 if TYPE_CHECKING:
     from msrl.trainer.critic import Critic
-    from msrl.trainer.learner import Learner
+    from msrl.trainer.replica import Learner
 
 VOCAB, NUM_SEQUENCES, LONGEST = 199, 8, 30
 VALUE_LR, VALUE_CLIP = 2e-3, 0.5
@@ -116,11 +116,11 @@ def main(context: RankContext, cases: list[Any]) -> None:
 
 def _train(context: RankContext, case: Case, init_method: str) -> Result:
     from gradients import assert_copies_are_alike, whole_gradients
-    from msrl.trainer import checkpoints
-    from msrl.trainer.losses import PolicyLoss, SftLoss
-    from msrl.trainer.resume import resume_from
+    from msrl.trainer.checkpointing import state as checkpoints
+    from msrl.trainer.checkpointing.resume import resume_from
+    from msrl.trainer.objective.losses import PolicyLoss, SftLoss
+    from msrl.trainer.rank import TrainWorker
     from msrl.trainer.weights import export
-    from msrl.trainer.worker import TrainWorker
 
     while case.resume_from and not resume_from("auto", case.resume_from)[0]:
         time.sleep(0.1)  # ranks that had no part in the case that saves are early

@@ -6,12 +6,16 @@ documents, and the keyword-only parameters of that function are the plugin's opt
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any, Literal, Union, get_type_hints
 
 from msrl.errors import MsrlError, nearest
 
@@ -24,10 +28,20 @@ def names(package: str) -> tuple[str, ...]:
 
 def load(package: str, name: str, *, key: str) -> ModuleType:
     """The module of plugin `name`. Raises MsrlError that names the configuration `key` when there is none."""
+    _require(package, name, key)
+    return importlib.import_module(f"{package}.{name}")
+
+
+def _require(package: str, name: str, key: str) -> None:
     known = names(package)
     if name not in known:
         raise MsrlError(f"{key}={name}: there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}")
-    return importlib.import_module(f"{package}.{name}")
+
+
+def declaration(package: str, name: str, *, key: str) -> Declaration:
+    """Return what the file of plugin `name` declares, without importing it. Raises MsrlError like `load`."""
+    _require(package, name, key)
+    return _declaration(package, name)
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -49,15 +63,81 @@ def check_options(function: Callable[..., Any], options: Mapping[str, object], *
 
 
 def wrong_values(function: Callable[..., Any], options: Mapping[str, object]) -> dict[str, str]:
-    """What is wrong with the values of options, by name, as the annotations of the plugin's main function have it."""
-    if not options:
-        return {}
+    """Return messages for option values that do not fit the annotations of the plugin's main function, by name."""
+    return _wrong_values(get_type_hints(function), options) if options else {}
+
+
+def _wrong_values(types: Mapping[str, Any], options: Mapping[str, object]) -> dict[str, str]:
     from pydantic import TypeAdapter, ValidationError
 
-    types, mistakes = get_type_hints(function), dict[str, str]()
+    mistakes = dict[str, str]()
     for name, value in options.items():
         try:
             TypeAdapter(types.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
             mistakes[name] = error.errors(include_url=False)[0]["msg"]
     return mistakes
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a plugin's file declares, read from its syntax tree: its imports, which may be heavy, do not run."""
+
+    constants: Mapping[str, object]
+    aliases: Mapping[str, ast.expr]
+    functions: Mapping[str, ast.FunctionDef]
+
+    def constant(self, name: str, default: Any = None) -> Any:
+        """Return the literal that the file assigns to `name`, or `default`."""
+        return self.constants.get(name, default)
+
+    def has_parameter(self, function: str, name: str) -> bool:
+        """Return True if `function` has a parameter of this name."""
+        arguments = self.functions[function].args
+        return name in {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+    def options(self, function: str) -> dict[str, Any]:
+        """Return the types of the options of `function` by name: its keyword-only parameters that have a default."""
+        arguments = self.functions[function].args
+        pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        return {argument.arg: self._type(argument.annotation) for argument, default in pairs if default is not None}
+
+    def wrong_values(self, function: str, options: Mapping[str, object]) -> dict[str, str]:
+        """Return messages for option values that do not fit their annotations, by name."""
+        return _wrong_values(self.options(function), options) if options else {}
+
+    def _type(self, annotation: ast.expr | None) -> Any:
+        """Return the type that an annotation describes; Any for what is none of Python's plain types, unions and literals."""
+        match annotation:
+            case ast.Name(id=name) if name in self.aliases:
+                return self._type(self.aliases[name])
+            case ast.Name(id=name):
+                return _PLAIN_TYPES.get(name, Any)
+            case ast.Constant(value=None):
+                return None
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return Union[self._type(left), self._type(right)]  # noqa: UP007 - the operands are known at run time only
+            case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+                value = ast.literal_eval(choices)
+                return Literal[value]  # pyright: ignore[reportInvalidTypeForm] - the choices are known at run time only
+            case _:
+                return Any
+
+
+_PLAIN_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str)}
+
+
+@functools.cache
+def _declaration(package: str, name: str) -> Declaration:
+    path = Path(importlib.import_module(package).__path__[0]) / f"{name}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    constants, aliases = dict[str, object](), dict[str, ast.expr]()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            target = node.targets[0].id
+            try:
+                constants[target] = ast.literal_eval(node.value)
+            except ValueError:
+                aliases[target] = node.value
+    return Declaration(constants, aliases, functions)

@@ -16,17 +16,16 @@ from pathlib import Path
 
 import torch
 
-from msrl.checkpoint.carried import FILE as CARRIED
-from msrl.checkpoint.carried import carried_bytes, carried_tensors, carry
-from msrl.checkpoint.dist_write import by_file, write_file, write_rest
+from msrl.checkpoint.atomic_folder import refuse_unless_fits, refuse_unless_free, staged_folder
+from msrl.checkpoint.dist.write import by_file, write_file, write_rest
 from msrl.checkpoint.dtypes import cast_to, hf_name
-from msrl.checkpoint.files import refuse_unless_fits, refuse_unless_free, staged_folder
-from msrl.checkpoint.hf import copy_sidecars
-from msrl.checkpoint.hf_files import StoredTensor
-from msrl.checkpoint.hf_manifest import write_hf_manifest
-from msrl.checkpoint.hf_writer import HfWriter
-from msrl.checkpoint.legacy import refuse_unnamed
-from msrl.checkpoint.mcore import (
+from msrl.checkpoint.hf.folder import copy_sidecars
+from msrl.checkpoint.hf.manifest import write_hf_manifest
+from msrl.checkpoint.hf.pass_through import FILE as CARRIED
+from msrl.checkpoint.hf.pass_through import carried_bytes, carried_tensors, carry
+from msrl.checkpoint.hf.weight_files import StoredTensor
+from msrl.checkpoint.hf.writer import HfWriter
+from msrl.checkpoint.mcore.files import (
     SIDECAR,
     iteration_dir,
     manifest_entry,
@@ -36,15 +35,16 @@ from msrl.checkpoint.mcore import (
     rank_writer,
     write_manifest,
 )
-from msrl.checkpoint.names import LOCAL, Naming, entries, repacked, specs_of
-from msrl.checkpoint.parallel import in_parallel
-from msrl.checkpoint.plan import Plan, RankPlan, make_plan
+from msrl.checkpoint.mcore.legacy import refuse_unnamed
+from msrl.checkpoint.mcore.names import LOCAL, Naming, entries, repacked, specs_of
+from msrl.checkpoint.rank_shapes import Plan, RankPlan, make_plan
 from msrl.checkpoint.source import WeightSource
-from msrl.checkpoint.torch_file import Pieces, TensorSpec, WrittenFile
-from msrl.checkpoint.torch_writer import TorchWriter
+from msrl.checkpoint.threads import in_parallel
+from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, WrittenFile
+from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
-from msrl.models.cut import WHOLE, Coords, Cut
 from msrl.models.families import all_rules
+from msrl.models.parallel_layout import WHOLE, Coords, Cut
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.models.stages import chunk_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from msrl.models.rules import Rule
 
@@ -15,6 +16,7 @@ BY_SAFETENSORS_NAME = {
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
 }
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size in bytes
 SAFETENSORS_NAMES = {dtype: name for name, dtype in BY_SAFETENSORS_NAME.items()}
 
 
@@ -26,3 +28,11 @@ def cast_to(rule: Rule, dtype: torch.dtype | None) -> torch.dtype | None:
 def hf_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors have the same type, shape and bits: a NaN equals itself, -0 does not equal 0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    integers = _INTEGERS[a.dtype.itemsize]
+    return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msrl.checkpoint import layouts
-from msrl.checkpoint.arguments import loaded_from
-from msrl.checkpoint.dist_read import is_distributed
-from msrl.checkpoint.dist_source import DistSource
-from msrl.checkpoint.found import Found, empty_positions, find_checkpoint, latest_iteration
-from msrl.checkpoint.hf import HfCheckpoint
-from msrl.checkpoint.mcore import SIDECAR, iteration_dir, read_rank_file
-from msrl.checkpoint.plan import padded_vocab_size, rank_plan
-from msrl.checkpoint.torch_file import spec_of
+from msrl.checkpoint import tensor_layouts as layouts
+from msrl.checkpoint.dist.read import is_distributed
+from msrl.checkpoint.dist.source import DistSource
+from msrl.checkpoint.hf.folder import HfCheckpoint
+from msrl.checkpoint.mcore.arguments import loaded_from
+from msrl.checkpoint.mcore.files import SIDECAR, iteration_dir, read_rank_file
+from msrl.checkpoint.mcore.locate import Found, empty_positions, find_checkpoint, latest_iteration
+from msrl.checkpoint.rank_shapes import padded_vocab_size, rank_plan
+from msrl.checkpoint.torch_files.reader import spec_of
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
-from msrl.models.cut import Coords, Cut
 from msrl.models.families import load_shape
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.models.reward_head import OUTPUT_LAYER
 from msrl.models.rules import Replicated, Rule, Zeros
 from msrl.models.shape import Shape

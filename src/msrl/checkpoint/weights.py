@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint.dtypes import cast_to
-from msrl.checkpoint.layouts import shard_shape
-from msrl.checkpoint.plan import padded_vocab_size
-from msrl.checkpoint.torch_file import Pieces, TensorSpec
-from msrl.models.cut import Coords, Cut
+from msrl.checkpoint.rank_shapes import padded_vocab_size
+from msrl.checkpoint.tensor_layouts import shard_shape
+from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec
 from msrl.models.families import all_rules
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors

@@ -39,7 +39,7 @@ class _Root(TyperGroup):
 
 def is_flag_of_mindspeed(flag: str) -> bool:
     """Whether MindSpeed-LLM's programs have an option of this name."""
-    from msrl.config.imports.table import canonical, load_table
+    from msrl.importers.table import canonical, load_table
 
     return bool(flag) and any(key == canonical(flag) for _, key in load_table("mindspeed_llm").rows)
 

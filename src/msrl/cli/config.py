@@ -27,10 +27,10 @@ def show(
     json: o.Json = False,
 ) -> None:
     """Print every value in force and where it came from. What follows from them is added."""
-    from msrl.config.checks import guess
-    from msrl.config.derived import derived
-    from msrl.config.memory import memory_rows
+    from msrl.checks.validate import guess
     from msrl.config.show import to_yaml
+    from msrl.memory.estimate import memory_rows
+    from msrl.plan.derived import derived
 
     resolved = _resolved(ctx)
     name = command.value if command else guess(resolved) or ""
@@ -56,7 +56,7 @@ def validate(
     platform: o.Platform = None,
 ) -> None:
     """Check as a command would, and name all mistakes at once."""
-    from msrl.config.checks import check, guess
+    from msrl.checks.validate import check, guess
 
     resolved = _resolved(ctx)
     name = command.value if command else guess(resolved)
@@ -79,8 +79,8 @@ def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -
     """Write another system's file or command as msrl's own YAML. What became of every key is said."""
     from pathlib import Path
 
-    from msrl.config.imports.commands import native_yaml, report, translation_of
     from msrl.files import write_text
+    from msrl.importers.command import native_yaml, report, translation_of
 
     translation = translation_of(system.value, arguments)
     typer.echo(report(translation), err=True)

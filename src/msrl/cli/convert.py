@@ -39,7 +39,7 @@ def hf2mcore(
     verbose: o.Verbose = False,
 ) -> None:
     """Hugging Face folder to mcore checkpoint. Cut for tensor, pipeline (virtual, uneven, with empty layers) and expert parallelism."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2mcore"}, plan="convert_plan")
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2mcore"}, plan="msrl.workflows.convert.plan")
 
 
 @app.command()
@@ -91,7 +91,7 @@ def reshard(
     verbose: o.Verbose = False,
 ) -> None:
     """mcore checkpoint to another cut of the same."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "reshard"}, plan="convert_plan")
+    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "reshard"}, plan="msrl.workflows.convert.plan")
 
 
 @app.command()

@@ -16,6 +16,15 @@ from msrl.errors import MsrlError
 if TYPE_CHECKING:
     from msrl.config.loader import Flag, Resolved
 
+WORKFLOWS = {
+    "cluster": "msrl.workflows.cluster",
+    "convert-ckpt": "msrl.workflows.convert.run",
+    "preprocess": "msrl.workflows.preprocess",
+    "train-sft": "msrl.workflows.sft.run",
+    "train-grpo": "msrl.workflows.rl.run",
+    "generate": "msrl.workflows.serve.generate",
+    "chat": "msrl.workflows.serve.chat",
+}
 _COMMON = ("config", "config_name", "sets", "dry_run", "verbose")
 _KEYS = {
     "platform": "cluster.platform",
@@ -42,26 +51,27 @@ def execute(
     if ctx.params.get("dry_run"):
         show_plan(resolved, command)
         if plan is not None:
-            importlib.import_module(f"msrl.workflows.{plan}").show(resolved.config)
+            importlib.import_module(plan).show(resolved.config)
         return
-    importlib.import_module(f"msrl.workflows.{command.replace('-', '_')}").run(resolved.config)
+    importlib.import_module(WORKFLOWS[command]).run(resolved.config)
 
 
 def resolve(ctx: typer.Context, section: str, fixed: Mapping[str, object], command: str | None) -> Resolved:
     """The configuration of this call, checked for `command` if one is given. Raises ManyErrors with all mistakes."""
-    from msrl.config.loader import Flag, load
+    from msrl.cli.configuration import load_configuration
+    from msrl.config.loader import Flag
     from msrl.config.sources import named
 
     files: list[str] = [*(ctx.params.get("config") or [])]
     if ctx.params.get("config_name"):
         files.insert(0, named(ctx.params["config_name"]))
     flags = [*_flags(ctx, section), *(Flag(key, value, ctx.info_name or "") for key, value in fixed.items())]
-    return load(files, ctx.params.get("sets") or [], flags, command)
+    return load_configuration(files, ctx.params.get("sets") or [], flags, command)
 
 
 def advise(resolved: Resolved, command: str) -> None:
     """Says on standard error what is allowed and known to go badly."""
-    from msrl.config.algorithm_checks import advice
+    from msrl.checks.algorithm import advice
 
     for line in advice(resolved, command):
         typer.echo(f"warning: {line}", err=True)
@@ -105,19 +115,20 @@ def verbosity(verbose: bool) -> None:
 
 def show_translations(resolved: Resolved, *, every_key: bool) -> None:
     """Says on standard error how files of other systems were read: what became of every key, or how many keys met which fate."""
-    from msrl.config.imports.report import full, summary
+    from msrl.importers.report import full, summary
+    from msrl.importers.translation import Translation
 
-    for translation in resolved.translations:
+    for translation in cast("tuple[Translation, ...]", resolved.translations):
         lines = full(translation) if every_key else [f"{summary(translation)}; --dry-run names each"]
         typer.echo("\n".join(lines), err=True)
 
 
 def show_plan(resolved: Resolved, command: str) -> None:
     """Prints what is set, where, and what follows from it."""
-    from msrl.config.derived import derived
     from msrl.config.loader import DEFAULT
-    from msrl.config.memory import memory_rows, table
     from msrl.config.show import flow
+    from msrl.memory.estimate import memory_rows, table
+    from msrl.plan.derived import derived
 
     typer.echo(f"{command}: the configuration is right; nothing was started")
     for key, origin in resolved.origins.items():

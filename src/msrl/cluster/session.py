@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from msrl.cluster import probe, state
-from msrl.cluster.plan import Assignment, NodePlan, Placement
+from msrl.cluster.placement import Assignment, NodePlan, Placement
 from msrl.cluster.ray_process import own_signals, ray_settings, start_ray
 from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from pydantic import ValidationError
 
-from msrl.config.imports.systems import foreign, refuse_foreign_key
-from msrl.config.imports.translation import Translation
 from msrl.config.interpolate import Interpolation
 from msrl.config.messages import lines, node_at, written
 from msrl.config.presets import PRESETS
@@ -19,6 +17,34 @@ from msrl.config.sources import Node, Origin, at, files_of, from_set, merge, pla
 from msrl.errors import ManyErrors, MsrlError
 
 DEFAULT = Origin("default", is_given=False)
+
+
+class ImportedFile(Protocol):
+    """A file of another system, translated to msrl's keys."""
+
+    @property
+    def tree(self) -> Node: ...
+
+    @property
+    def errors(self) -> Sequence[str]: ...
+
+    def refused(self) -> Sequence[str]:
+        """Return one line per key that msrl cannot honor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Importers:
+    """Functions that recognize the files and keys of other systems.
+
+    `translate` returns None for a file in msrl's own keys. `refuse_key` raises MsrlError for a key of another system in `--set`.
+    """
+
+    translate: Callable[[str], ImportedFile | None] = lambda path: None
+    refuse_key: Callable[[str], None] = lambda key: None
+
+
+NO_IMPORTERS = Importers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +62,7 @@ class Resolved:
 
     config: Config
     origins: Mapping[str, Origin]
-    translations: tuple[Translation, ...] = ()
+    translations: tuple[ImportedFile, ...] = ()
 
     def is_set(self, key: str) -> bool:
         """Whether a file, `--set` or a flag gave this key (or a key below it)."""
@@ -60,14 +86,18 @@ class Resolved:
         return f"{key}{text}: {message}" if origin == DEFAULT else f"{origin}: {key}{text}: {message}"
 
 
-def load(files: Sequence[str] = (), sets: Sequence[str] = (), flags: Sequence[Flag] = (), command: str | None = None) -> Resolved:
-    """The configuration from left to right: schema defaults, the preset's values, each file (its `defaults:` under it), `--set`, flags.
+def load(
+    files: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    flags: Sequence[Flag] = (),
+    importers: Importers = NO_IMPORTERS,
+) -> Resolved:
+    """Merge schema defaults, the preset's values, files (each over its `defaults:`), `--set` and flags, in this order.
 
-    With a `command` (`train-grpo`, `convert-ckpt`, ...) what that command needs is checked too.
     Raises ManyErrors with one line per mistake.
     """
-    translations: list[Translation] = []
-    layers, errors = _layers(files, sets, flags, translations)
+    translations: list[ImportedFile] = []
+    layers, errors = _layers(files, sets, flags, importers, translations)
     defaults = wrap(Config().model_dump(), DEFAULT)
     tree = _merged(defaults, layers, errors)
     preset = _preset(tree)
@@ -79,21 +109,23 @@ def load(files: Sequence[str] = (), sets: Sequence[str] = (), flags: Sequence[Fl
     errors += [*interpolation.errors, *more]
     if errors or config is None:
         raise ManyErrors(list(dict.fromkeys(errors)))
-    resolved = Resolved(config, _origins(tree), tuple(translations))
-    if command is not None:
-        from msrl.config.checks import check
-
-        check(resolved, command)
-    return resolved
+    return Resolved(config, _origins(tree), tuple(translations))
 
 
 def _layers(
-    files: Sequence[str], sets: Sequence[str], flags: Sequence[Flag], translations: list[Translation]
+    files: Sequence[str],
+    sets: Sequence[str],
+    flags: Sequence[Flag],
+    importers: Importers,
+    translations: list[ImportedFile],
 ) -> tuple[list[Node], list[str]]:
     """All layers over the defaults, and the mistakes of those that cannot be read. Files of other systems are added to `translations`."""
     layers: list[Node] = []
     errors: list[str] = []
-    sources = [*(partial(_file, file, translations) for file in files), *(partial(_set, assignment) for assignment in sets)]
+    sources = [
+        *(partial(_file, file, importers, translations) for file in files),
+        *(partial(_set, assignment, importers) for assignment in sets),
+    ]
     for read in sources:
         try:
             found = read()
@@ -126,9 +158,9 @@ def _preset(tree: Node) -> Node | None:
     return at("algo", wrap(PRESETS[name], Origin(f"preset {name}", is_given=False)))
 
 
-def _file(path: str, translations: list[Translation]) -> list[Node]:
+def _file(path: str, importers: Importers, translations: list[ImportedFile]) -> list[Node]:
     """The trees of one file, translated if it is another system's. Raises ManyErrors for keys that are wrong or not built yet."""
-    translation = foreign(path)
+    translation = importers.translate(path)
     if translation is None:
         return files_of(path)
     errors = [*translation.errors, *translation.refused()]
@@ -138,9 +170,9 @@ def _file(path: str, translations: list[Translation]) -> list[Node]:
     return [translation.tree]
 
 
-def _set(assignment: str) -> Node:
+def _set(assignment: str, importers: Importers) -> Node:
     """The tree of one `--set`. Raises MsrlError for a key of another system's files."""
-    refuse_foreign_key(assignment.partition("=")[0].strip())
+    importers.refuse_key(assignment.partition("=")[0].strip())
     return from_set(assignment)
 
 

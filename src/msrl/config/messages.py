@@ -9,10 +9,10 @@ from typing import Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from msrl.config.not_yet import not_yet
 from msrl.config.schema import Config
 from msrl.config.show import flow
 from msrl.config.sources import Node, plain
+from msrl.config.unsupported import not_yet
 
 Loc = tuple[int | str, ...]
 

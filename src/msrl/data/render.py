@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msrl.data.native import native_examples, native_prompts
-from msrl.data.stretches import Part, encode
+from msrl.data.spans import Part, encode
 from msrl.data.templates import Template
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError

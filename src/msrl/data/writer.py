@@ -15,7 +15,7 @@ from msrl.data.dataset import IGNORE
 from msrl.data.indexed import IndexedWriter
 from msrl.data.manifest import KEYS, all_paths, answers_path, dataset_name, incomplete_path, manifest_path, manifest_text
 from msrl.data.pack import WINDOW, pack_rows
-from msrl.data.tokenise import Ragged, Tokenised, Tokens
+from msrl.data.tokenize import Ragged, Tokenised, Tokens
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest
 

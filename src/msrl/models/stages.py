@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from msrl.models.cut import Coords, Cut
 from msrl.models.families import num_experts, rules_for
+from msrl.models.parallel_layout import Coords, Cut
 from msrl.models.rules import Layout, Rule, Vocab
 from msrl.models.shape import Shape
 

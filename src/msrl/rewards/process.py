@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from msrl.config.schema import RewardConfig
-from msrl.rewards.normalise import Moments, Reals, normalised
+from msrl.rewards.normalize import Moments, Reals, normalised
 from msrl.rewards.shaping import form_penalty, overlong, shortness
 from msrl.types import ScoredGroup
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from msrl.errors import MsrlError
+from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, Outcome, Pool
-from msrl.rewards.rank_model import RankModel
 from msrl.rewards.remote import Item
 from msrl.rewards.sources import TAG, Source, checked
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup

@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import Any, Literal
 
 from msrl import registry
-from msrl.config.derived import stands_on_ranks
 from msrl.errors import ManyErrors, MsrlError
+from msrl.models.paths import runs_on_ranks
 from msrl.rewards import functions
-from msrl.rewards.model import RewardModel
-from msrl.rewards.rank_model import RankModel
+from msrl.rewards.models.on_ranks import RankModel
+from msrl.rewards.models.server import RewardModel
 from msrl.rewards.remote import Remote
 from msrl.rewards.worker import Function
 
@@ -103,7 +103,7 @@ class Source:
     @property
     def on_ranks(self) -> bool:
         """Whether the training ranks hold and run its model."""
-        return stands_on_ranks(self.model, self.engine)
+        return runs_on_ranks(self.model, self.engine)
 
     @property
     def client_class(self) -> type[Client]:

@@ -17,9 +17,9 @@ from torch import Tensor
 from msrl.checkpoint.weights import WeightSource
 from msrl.models.reward_head import BIAS, OUTPUT_LAYER, WEIGHT, with_score
 from msrl.models.shape import Shape
-from msrl.trainer.device_batch import DeviceBatch, spread
-from msrl.trainer.learner import Learner
-from msrl.trainer.losses import ValueLoss
+from msrl.trainer.objective.device_batch import DeviceBatch, spread
+from msrl.trainer.objective.losses import ValueLoss
+from msrl.trainer.replica import Learner
 from msrl.types import Floats, MicroBatch
 
 

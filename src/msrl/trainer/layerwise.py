@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from msrl.checkpoint.source import open_weights
-from msrl.models.cut import WHOLE, Coords
+from msrl.models.parallel_layout import WHOLE, Coords
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
-from msrl.trainer import megatron
-from msrl.trainer.policy import PolicyModel
-from msrl.trainer.streaming import put, stream_weights
-from msrl.trainer.worker import TrainWorker
+from msrl.trainer.model import build as megatron
+from msrl.trainer.model.gpt import PolicyModel
+from msrl.trainer.model.streaming import put, stream_weights
+from msrl.trainer.rank import TrainWorker
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

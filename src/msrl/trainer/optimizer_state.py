@@ -18,7 +18,7 @@ from msrl.trainer import groups
 from msrl.trainer.optimizer import is_torchs, parts
 
 if TYPE_CHECKING:
-    from msrl.trainer.learner import Learner
+    from msrl.trainer.replica import Learner
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"

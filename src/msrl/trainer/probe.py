@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl.algorithms.packing import micro_batch
-from msrl.models.cut import Cut
+from msrl.models.parallel_layout import Cut
 from msrl.platforms import resolve
 from msrl.trainer.launch import RankContext, run_ranks
 
@@ -48,8 +48,8 @@ def megatron_logits(
 def rank(context: RankContext, job: _Job) -> None:
     """One rank: a forward pass per sequence; the last stage reports."""
     from msrl.trainer.layerwise import LayerwiseWorker
+    from msrl.trainer.rank import TrainWorker
     from msrl.trainer.settings import Layout, WorkerSettings
-    from msrl.trainer.worker import TrainWorker
 
     settings = WorkerSettings(job.platform, job.checkpoint, Layout(**job.cut.trained().as_json()), "float32", seed=0, timeout_s=600)
     worker = (LayerwiseWorker if job.layerwise else TrainWorker)(settings, context.rank, context.world_size, context.init_method)

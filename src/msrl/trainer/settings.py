@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from msrl.models.cut import Cut
+from msrl.models.parallel_layout import Cut
 from msrl.models.reward_head import BIAS
 from msrl.models.shape import Shape
 from msrl.types import ChatFormat

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msrl.checkpoint.layouts import join, unfuse
-from msrl.checkpoint.stacks import put_together
+from msrl.checkpoint.hf.expert_stacks import put_together
+from msrl.checkpoint.tensor_layouts import join, unfuse
 from msrl.models.entries import stack_sizes
 from msrl.models.rules import Replicated, Rule
 from msrl.models.stages import Placed, stage_tensors
-from msrl.trainer import groups, megatron
+from msrl.trainer import groups
+from msrl.trainer.model import build as megatron
 
 if TYPE_CHECKING:
-    from msrl.trainer.learner import Learner
+    from msrl.trainer.replica import Learner
 
 
 def export(worker: Learner) -> Iterator[tuple[str, Tensor]]:

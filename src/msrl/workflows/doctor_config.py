@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from msrl.config.checks import check, guess
-from msrl.config.derived import dp_size, max_model_len, model_shape, world_size
+from msrl.checks.validate import check, guess
 from msrl.config.loader import Resolved
-from msrl.config.memory import GB
 from msrl.config.schema import Config
-from msrl.config.state_memory import element_bytes
 from msrl.errors import ManyErrors, MsrlError
+from msrl.memory.estimate import GB
+from msrl.memory.states import element_bytes
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Shape
+from msrl.plan.derived import dp_size, max_model_len, model_shape, world_size
 from msrl.platforms.base import Platform
-from msrl.workflows.memory_check import finding, fit
+from msrl.workflows.training.memory_check import finding, fit
 
 Found = tuple[Literal["ok", "note", "wrong"], str, str]
 
@@ -90,7 +90,7 @@ def _shape(config: Config) -> Shape | None:
 
 def _inputs(config: Config) -> Iterator[Found]:
     """The data, its tokenizer and template, and the placement, opened as a run opens them before Ray is asked for."""
-    from msrl.workflows.grpo_job import prepare
+    from msrl.workflows.rl.setup import prepare
 
     try:
         job = prepare(config)

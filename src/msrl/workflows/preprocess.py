@@ -22,12 +22,12 @@ from msrl.data.manifest import KEYS
 from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates import Template, load_template, template_names
-from msrl.data.tokenise import Job, Tokenised, tokenise
+from msrl.data.tokenize import Job, Tokenised, tokenise
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, tokenizer_hash
 from msrl.data.writer import DatasetWriter
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest
-from msrl.workflows.interrupts import children_deaf_to_interrupts
+from msrl.workflows.training.interrupts import children_deaf_to_interrupts
 
 _REPORT_EVERY_S = 5.0
 

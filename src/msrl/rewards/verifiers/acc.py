@@ -6,8 +6,8 @@ integers are equal only when they are the same, and a timeout scores as wrong, n
 
 from __future__ import annotations
 
-from msrl.rewards.equality import equal
-from msrl.rewards.extract import ground_truth, last_boxed
+from msrl.rewards.math.equality import equal
+from msrl.rewards.math.extract import ground_truth, last_boxed
 
 WRONG = -0.5
 NEEDS_ANSWER = True

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from msrl.rewards.extract import ground_truth
-from msrl.rewards.minerva import normal_form
+from msrl.rewards.math.extract import ground_truth
+from msrl.rewards.math.minerva import normal_form
 
 WRONG = -1.0
 NEEDS_ANSWER = True

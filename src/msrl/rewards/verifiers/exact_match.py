@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msrl.rewards.extract import Part, part_of
+from msrl.rewards.math.extract import Part, part_of
 
 WRONG = 0.0
 NEEDS_ANSWER = True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from msrl.rewards.equality import equal
-from msrl.rewards.extract import ground_truth, last_boxed
+from msrl.rewards.math.equality import equal
+from msrl.rewards.math.extract import ground_truth, last_boxed
 
 WRONG = 0.0
 NEEDS_ANSWER = True

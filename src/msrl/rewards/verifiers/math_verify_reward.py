@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-from msrl.rewards.equality import MAX_CHARACTERS, formula, verified
-from msrl.rewards.extract import ground_truth
+from msrl.rewards.math.equality import MAX_CHARACTERS, formula, verified
+from msrl.rewards.math.extract import ground_truth
 from msrl.rewards.verifiers.base_acc import has_form
 
 WRONG = 0.0

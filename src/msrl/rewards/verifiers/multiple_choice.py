@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from msrl.rewards.extract import last_boxed, part_of
+from msrl.rewards.math.extract import last_boxed, part_of
 
 WRONG = 0.0
 NEEDS_ANSWER = True

@@ -9,8 +9,8 @@ import re
 from collections import deque
 from typing import Literal
 
-from msrl.rewards.equality import equal
-from msrl.rewards.extract import ground_truth
+from msrl.rewards.math.equality import equal
+from msrl.rewards.math.extract import ground_truth
 
 WRONG = 0.0
 NEEDS_ANSWER = True

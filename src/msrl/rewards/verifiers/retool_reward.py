@@ -6,7 +6,7 @@ arXiv:2504.11536), which counts the calls in the loop of its tools; here they ar
 
 from __future__ import annotations
 
-from msrl.rewards.extract import ground_truth, last_boxed
+from msrl.rewards.math.extract import ground_truth, last_boxed
 
 WRONG = -1.0
 NEEDS_ANSWER = True

@@ -6,7 +6,7 @@ Each of the four tags and `\\boxed{` occurs once, in the order think, answer, bo
 
 from __future__ import annotations
 
-from msrl.rewards.extract import BOX, in_order, last_boxed
+from msrl.rewards.math.extract import BOX, in_order, last_boxed
 
 WRONG = -0.5
 NEEDS_ANSWER = False

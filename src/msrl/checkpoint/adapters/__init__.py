@@ -1,0 +1,1 @@
+"""LoRA adapters: merging, Megatron files and PEFT folders."""

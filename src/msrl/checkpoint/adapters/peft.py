@@ -1,0 +1,155 @@
+"""Adapters of Hugging Face's PEFT on disk.
+
+    adapter_config.json         peft_type LORA, r, lora_alpha, target_modules, ...
+    adapter_model.safetensors   (or adapter_model.bin) base_model.model.{module}.lora_A.weight [r, in], ...lora_B.weight [out, r];
+                                base_model.model.{name} is a weight that was trained whole (`modules_to_save`), or, as
+                                {module}.base_layer.weight, the base weight of an adapted output layer
+
+Source: `LoraConfig` at https://huggingface.co/docs/peft.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from msrl.checkpoint.adapters.merge import Adapter, Delta
+from msrl.checkpoint.atomic_folder import staged_folder
+from msrl.checkpoint.hf.weight_files import open_safetensors, open_torch
+from msrl.errors import MsrlError
+from msrl.models.families import all_rules
+from msrl.models.shape import Shape
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+TORCH_WEIGHTS = "adapter_model.bin"
+PREFIX = "base_model.model."
+FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.(?:(?P<adapter>\w+)\.)?weight")
+_REFUSED = {
+    "use_dora": "DoRA", "fan_in_fan_out": "fan_in_fan_out", "lora_bias": "biases of adapters", "trainable_token_indices": "trained tokens",
+    "target_parameters": "adapters of all experts of a layer in one", "layer_replication": "layers that stand in several places",
+    "alora_invocation_tokens": "adapters that a token switches on",
+    "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "kasa_config": "KaSA", "arrow_config": "Arrow", "monteclora_config": "MonteCLoRA",
+}  # fmt: skip
+_BASE_AS_IT_WAS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # beginnings that leave the base weights as they are
+
+
+def read_peft(folder: Path) -> Adapter:
+    """A PEFT adapter folder."""
+    config = _config(folder / CONFIG)
+    path = folder / WEIGHTS
+    stored = open_safetensors(path) if path.is_file() else open_torch(folder / TORCH_WEIGHTS)
+    tensors = {name.removeprefix(PREFIX).replace(".base_layer.weight", ".weight"): entry for name, entry in stored.items()}
+    parts: dict[str, dict[str, Tensor]] = {}
+    replaced: dict[str, Tensor] = {}
+    for name, entry in tensors.items():
+        match = FACTOR.fullmatch(name)
+        if match is not None:
+            parts.setdefault(match["module"], {})[match["part"]] = entry.read()
+        elif "lora_" in name:
+            raise MsrlError(f"{entry.file}: {name} is not the A or B of a linear layer, which is all that can be merged")
+        else:
+            replaced[name] = entry.read()
+    deltas = {f"{module}.weight": delta_of(str(folder), module, ab, _scale(config, module, ab)) for module, ab in parts.items()}
+    if not deltas and not replaced:
+        raise MsrlError(f"{folder}: the adapter has no weights")
+    return Adapter(str(folder), float(config["lora_alpha"]), deltas, replaced)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise MsrlError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise MsrlError(f"{path}: peft_type must be LORA; other adapters cannot be merged")
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise MsrlError(f"{path}: {key}={config[key]}: {what} are not supported")
+    if config.get("bias", "none") != "none":
+        raise MsrlError(f"{path}: bias={config['bias']}: trained biases are not supported")
+    if config.get("init_lora_weights") not in _BASE_AS_IT_WAS:
+        why = "changed the base weights when the adapter was made, so it does not belong to the model as published"
+        advice = "save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain one"
+        raise MsrlError(f"{path}: init_lora_weights={config['init_lora_weights']} {why}; {advice}")
+    if not isinstance(config.get("lora_alpha"), int | float) or not isinstance(config.get("r"), int):
+        raise MsrlError(f"{path}: r and lora_alpha must be numbers")
+    return config
+
+
+def _scale(config: Mapping[str, Any], module: str, ab: Mapping[str, Tensor]) -> float:
+    """alpha / r of one module, with the exceptions that the config makes for some of them."""
+    alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    rank = ab["A"].shape[0] if "A" in ab else 1
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first pattern that is the end of the module's name, as PEFT matches them."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def delta_of(where: str, module: str, ab: Mapping[str, Tensor], scale: float) -> Delta:
+    """The delta of a layer from its factors. Raises MsrlError for a factor that is missing or does not fit; `where` is for it."""
+    if set(ab) != {"A", "B"}:
+        raise MsrlError(f"{where}: {module} has lora_{next(iter(ab))} alone; it needs A and B")
+    if ab["A"].ndim != 2 or ab["B"].ndim != 2 or ab["A"].shape[0] != ab["B"].shape[1]:
+        raise MsrlError(f"{where}: {module} has A {list(ab['A'].shape)} and B {list(ab['B'].shape)}; they must be [r, in] and [out, r]")
+    return Delta(ab["A"], ab["B"], scale)
+
+
+def write_peft(adapter: Adapter, save: Path, base_model: str) -> None:
+    """Write an adapter as PEFT's folder, in float32 or the types that it has. `base_model` is noted as the model that it adapts.
+
+    Raises MsrlError when `save` is taken or the modules' scales differ.
+    """
+    from safetensors.torch import save_file
+
+    ranks, scales = {delta.rank for delta in adapter.deltas.values()}, {delta.scale for delta in adapter.deltas.values()}
+    if len(ranks) != 1 or len(scales) != 1:
+        raise MsrlError(f"{adapter.where}: its layers have ranks {sorted(ranks)} and scales {sorted(scales)}; one of each can be written")
+    tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in adapter.replaced.items()}
+    for name, delta in adapter.deltas.items():
+        module = PREFIX + name.removesuffix(".weight")
+        tensors |= {f"{module}.lora_A.weight": delta.a.clone(), f"{module}.lora_B.weight": delta.b.contiguous()}
+    with staged_folder(save) as folder:
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        config = _written_config(adapter, ranks.pop(), scales.pop(), base_model)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _written_config(adapter: Adapter, rank: int, scale: float, base_model: str) -> dict[str, Any]:
+    alpha = scale * rank
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": sorted({_last_name(name) for name in adapter.deltas}),
+        "modules_to_save": sorted({_last_name(name) for name in adapter.replaced}) or None,
+    }
+
+
+def left_out_by_peft(adapter: Adapter, shape: Shape) -> list[str]:
+    """Names of layers whose adapters PEFT 0.21 passes over where it reads the folder: those of no expert that are named as experts are.
+
+    It takes the names for those of stacked experts, and looks for no layer of these names besides.
+    """
+    experts = {name for rule in all_rules(shape) if rule.expert is not None for name in rule.hf}
+    named = {is_expert: {_last_name(name) for name in adapter.deltas if (name in experts) == is_expert} for is_expert in (True, False)}
+    return sorted(named[True] & named[False])
+
+
+def _last_name(name: str) -> str:
+    return name.removesuffix(".weight").rsplit(".", 1)[-1]

@@ -1,0 +1,1 @@
+"""Hugging Face folders: weights, manifests, expert stacks and pass-through tensors."""

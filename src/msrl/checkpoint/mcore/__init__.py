@@ -1,0 +1,1 @@
+"""Megatron checkpoints in MindSpeed's folders and files."""

@@ -1,0 +1,241 @@
+"""Megatron checkpoints in the folders and files that MindSpeed reads and writes.
+
+    <save>/latest_checkpointed_iteration.txt                              the iteration, written last
+    <save>/iter_0000001/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt    one file per rank that holds a part of its own
+    <save>/msrl_manifest.json                                             ours: layout, sizes and checksums per iteration
+    <save>/hf/                                                            ours: config.json and tokenizer of the model
+
+A file is a dict of args, checkpoint_version, iteration and model (or model0, model1, ... for virtual stages), whose names are those of
+megatron-core or of the models before it (`legacy`, told apart by themselves). MindSpeed takes any entry of
+an iteration's folder for a rank, so nothing else may lie there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from msrl.checkpoint.mcore import legacy
+from msrl.checkpoint.mcore.arguments import num_local_experts
+from msrl.checkpoint.mcore.names import Naming, is_fused, local_name, unfused
+from msrl.checkpoint.rank_shapes import Plan, padded_vocab_size
+from msrl.checkpoint.torch_files.reader import TensorSpec, WrittenFile, read_torch_file, spec_of
+from msrl.checkpoint.torch_files.writer import TorchWriter
+from msrl.errors import MsrlError
+from msrl.files import flush_to_disk, write_text
+from msrl.models.families import num_experts
+from msrl.models.megatron import activation_arguments, latent_attention_arguments, mixture_arguments, rope_arguments
+from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.shape import Shape
+from msrl.models.stages import chunk_of
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "msrl_manifest.json"
+SIDECAR = "hf"
+FILE = "model_optim_rng.pt"
+
+
+def iteration_dir(save: Path, iteration: int | str) -> Path:
+    return save / (f"iter_{iteration:07d}" if isinstance(iteration, int) else iteration)
+
+
+def staging_dir(save: Path, iteration: int | str) -> Path:
+    """Where the ranks write before `publish` makes the iteration visible."""
+    return save / f".{iteration_dir(save, iteration).name}.partial"
+
+
+def rank_file(save: Path, iteration: int | str, cut: Cut, at: Coords, *, staged: bool = False) -> Path:
+    """The file of one rank; with `staged`, the place where it is written before it is published."""
+    if at not in cut.ranks():
+        raise ValueError(f"{at} is no rank of {cut}")
+    folder = (staging_dir if staged else iteration_dir)(save, iteration)
+    return folder / rank_folder(cut, at) / FILE
+
+
+def rank_folder(cut: Cut, at: Coords) -> str:
+    """`mp_rank_TT`, with `_PPP` where there are several stages and `_EEE` where experts are spread."""
+    return f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if cut.pp > 1 else "") + (f"_{at.ep:03d}" if cut.ep > 1 else "")
+
+
+def write_rank_file(path: Path, model: Mapping[str, Tensor], args: argparse.Namespace, iteration: int | str) -> WrittenFile:
+    """Write one rank's file; `model` has Megatron's local names. Values that are not tensors (Megatron's extra state) are left out."""
+    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+    writer = rank_writer(path, {name: spec_of(tensor) for name, tensor in tensors.items()}, args, iteration)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    return writer.close()
+
+
+def rank_writer(path: Path, specs: Mapping[str, TensorSpec], args: argparse.Namespace, iteration: int | str) -> TorchWriter:
+    """Begins one rank's file, whose tensors may come in any order and from several threads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = iteration if isinstance(iteration, int) else 0
+
+    def whole_file(model: dict[str, Any]) -> dict[str, Any]:
+        chunks: dict[str, dict[str, Any]] = {}
+        for name, value in model.items():
+            chunk, inside = chunk_of(name)
+            chunks.setdefault("model" if chunk is None else f"model{chunk}", {})[inside] = value
+        if not getattr(args, "use_mcore_models", True):
+            tied = not args.untie_embeddings_and_output_weights
+            chunks = {key: legacy.nested(chunk, tied=tied) for key, chunk in chunks.items()}
+        return {"args": args, "checkpoint_version": 3.0, "iteration": number, **(chunks or {"model": {}})}
+
+    return TorchWriter(path, specs, whole_file)
+
+
+def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
+    """The contents of a rank's file: args, checkpoint_version, iteration, model (tensors only, our names), and what else stands there.
+
+    Virtual stages are one model, whose names begin with `model0.`, `model1.`, ... Raises MsrlError for a file that is absent, cut short or
+    harmful.
+    """
+    contents = read_torch_file(path, mmap=mmap)
+    if not isinstance(contents, dict) or not isinstance(contents.get("args"), argparse.Namespace):
+        raise MsrlError(f"{path}: not a Megatron checkpoint file (it holds no args)")
+    chunks = {key: value for key, value in contents.items() if isinstance(key, str) and re.fullmatch(r"model\d*", key)}
+    if not chunks or not all(isinstance(chunk, dict) for chunk in chunks.values()):
+        raise MsrlError(f"{path}: not a Megatron checkpoint file (it holds no model)")
+    tensors = [
+        (name if key == "model" else f"{key}.{name}", value)
+        for key, chunk in chunks.items()
+        for name, value in (legacy.flat(path, chunk) if legacy.is_legacy(chunk) else chunk).items()
+        if _is_weight(path, name, value)
+    ]
+    others = {key: value for key, value in contents.items() if key not in chunks}
+    return {**others, "model": dict(_ours(path, tensors, contents["args"]))}
+
+
+def _is_weight(path: Path, name: object, value: object) -> bool:
+    """Whether an entry of `model` is a weight; the extra state of fp8 recipes is none, anything else is refused."""
+    if str(name).endswith("_extra_state"):
+        return False
+    if not isinstance(value, Tensor) or not isinstance(name, str):
+        raise MsrlError(f"{path}: model entry {name} is not a tensor with a name")
+    return True
+
+
+def _ours(path: Path, tensors: Iterable[tuple[str, Tensor]], args: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors under our names, experts one by one."""
+    for name, tensor in tensors:
+        if is_fused(name):
+            yield from unfused(name, tensor, num_local_experts(path, args))
+        else:
+            yield local_name(name), tensor
+
+
+def namespace(
+    shape: Shape, cut: Cut, *, padded_vocab: int | None = None, dtype: str | None = None, naming: Naming | None = None
+) -> argparse.Namespace:
+    """Megatron's arguments that describe the model, as its and MindSpeed's tools read them from a checkpoint."""
+    naming = naming or Naming()
+    dtype = dtype or shape.dtype
+    return argparse.Namespace(
+        tensor_model_parallel_size=cut.tp,
+        pipeline_model_parallel_size=cut.pp,
+        expert_model_parallel_size=cut.ep,
+        expert_tensor_parallel_size=cut.etp_size,
+        moe_tp_extend_ep=cut.moe_tp_extend_ep,
+        context_parallel_size=1,
+        num_layers_per_virtual_pipeline_stage=cut.vpp,
+        virtual_pipeline_model_parallel_size=None if cut.vpp is None else cut.num_chunks(shape.num_layers),
+        num_layer_list=cut.text("num_layer_list") if cut.num_layer_list else None,
+        noop_layers=cut.text("noop_layers") if cut.noop_layers else None,
+        num_layers=cut.num_positions(shape.num_layers),
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        group_query_attention=shape.num_query_groups != shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        num_experts=num_experts(shape) or None,
+        **mixture_arguments(shape.moe),
+        **latent_attention_arguments(shape.mla),
+        moe_grouped_gemm=naming.grouped,
+        max_position_embeddings=shape.max_position_embeddings,
+        seq_length=shape.max_position_embeddings,
+        vocab_size=shape.vocab_size,
+        padded_vocab_size=padded_vocab or padded_vocab_size(shape, cut.tp),
+        make_vocab_size_divisible_by=1,
+        untie_embeddings_and_output_weights=not shape.tie_word_embeddings,
+        normalization="RMSNorm",
+        norm_epsilon=shape.norm_eps,
+        **activation_arguments(shape),
+        add_bias_linear=shape.output_bias,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        position_embedding_type="rope",
+        use_rotary_position_embeddings=True,
+        **rope_arguments(shape),
+        transformer_impl="transformer_engine" if naming.te else "local",
+        use_mcore_models=not naming.legacy,
+        bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
+        iteration=1,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+    )
+
+
+def publish(save: Path, iteration: int | str, *, durable: bool = True) -> None:
+    """Make an iteration visible: its staged folder (if it was staged) is renamed, then the tracker names it.
+
+    With `durable`, files are on disk, not in a cache, before the tracker names them.
+    """
+    staged, final = staging_dir(save, iteration), iteration_dir(save, iteration)
+    if durable:
+        for file in (staged if staged.exists() else final).rglob("*"):
+            flush_to_disk(file)
+    if staged.exists():
+        staged.rename(final)
+    if durable:
+        flush_to_disk(save)
+    write_text(save / TRACKER, str(iteration))
+
+
+def manifest_entry(
+    shape: Shape,
+    plan: Plan,
+    dtype: str,
+    files: Mapping[str, WrittenFile],
+    naming: Naming,
+    versions: Mapping[str, str],
+    kind: str = "mindspeed",
+) -> dict[str, Any]:
+    """What the manifest says of one iteration; `files` are named relative to the checkpoint folder."""
+    return {
+        "layout": {"kind": kind, **plan.cut.as_json(), **asdict(naming), "padded_vocab_size": plan.padded_vocab},
+        "dtype": dtype,
+        "shape": asdict(shape),
+        "num_elements": plan.num_elements,
+        "sha256_of": "names, sizes and CRC-32s of the file's zip records",
+        "files": {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())},
+        "versions": dict(versions),
+    }
+
+
+def write_manifest(save: Path, iteration: int | str, entry: Mapping[str, Any]) -> None:
+    """Add (or replace) an iteration's entry; entries of iterations that are gone are dropped."""
+    old = read_manifest(save)["iterations"] if (save / MANIFEST).is_file() else {}
+    kept = {key: value for key, value in old.items() if iteration_dir(save, int(key) if key.isdecimal() else key).is_dir()}
+    contents = {"format": 1, "iterations": {**kept, str(iteration): dict(entry)}}
+    write_text(save / MANIFEST, json.dumps(contents, indent=1) + "\n")
+
+
+def read_manifest(save: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder. Raises MsrlError when it is not JSON of the known form."""
+    path = save / MANIFEST
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise MsrlError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(contents, dict) or contents.get("format") != 1 or not isinstance(contents.get("iterations"), dict):
+        raise MsrlError(f"{path}: not a manifest that this version knows")
+    return contents

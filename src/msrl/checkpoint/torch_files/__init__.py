@@ -1,0 +1,1 @@
+"""Files of `torch.save`: archives, checksums, reading and writing."""

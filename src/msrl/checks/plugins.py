@@ -1,0 +1,39 @@
+"""Checks of the names and options of plugins, for every section that names some."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from msrl import registry
+from msrl.config.loader import Resolved
+from msrl.config.unsupported import not_yet
+from msrl.errors import nearest
+
+
+def plugin(resolved: Resolved, key: str, package: str, name: str, aliases: Iterable[str] = ()) -> Iterator[str]:
+    """A line when a package has no plugin of this name."""
+    known = [*registry.names(package), *aliases]
+    if name not in known:
+        later = not_yet(key, name)
+        message = f"there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}"
+        yield resolved.mistake(key, later or message)
+
+
+def options(resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()) -> Iterator[str]:
+    """Yield a line for each option under `key` that no plugin (package, name, main function) takes, or whose value has another type.
+
+    Options in `own` have a key elsewhere and count as unknown. Plugins are not imported.
+    """
+    options: dict[str, object] = resolved.value(key)
+    if not options:
+        return
+    declared = [(registry.declaration(package, name, key=key), main) for package, name, main in plugins]
+    known = sorted({option for plugin, main in declared for option in plugin.options(main)} - set(own))
+    for option in options:
+        if option not in known:
+            choices = nearest(option, known) if known else "it takes none"
+            yield resolved.mistake(f"{key}.{option}", f"not an option here; {choices}")
+    for plugin, main in declared:
+        values = {option: value for option, value in options.items() if option in plugin.options(main)}
+        for option, message in plugin.wrong_values(main, values).items():
+            yield resolved.mistake(f"{key}.{option}", message)

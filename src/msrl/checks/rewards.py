@@ -1,0 +1,54 @@
+"""What can be known wrong in the `reward` section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msrl.config.loader import Resolved
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape
+from msrl.models.paths import config_dir, runs_on_ranks
+from msrl.plan.derived import cut_of
+from msrl.rewards import sources
+
+
+def rewards(resolved: Resolved) -> Iterator[str]:
+    """What the rewards say of their own sources; asked by name, as plugins are."""
+    for number, key, message in sources.mistakes([sources.Source.of(section) for section in resolved.config.reward.sources]):
+        if number is None:
+            yield f"reward.sources: {message}"
+        else:
+            yield resolved.mistake(f"reward.sources.{number}.{key}", message)
+    yield from _rank_models(resolved)
+    yield from _reward_steps(resolved)
+
+
+def _rank_models(resolved: Resolved) -> Iterator[str]:
+    """Models on the training ranks are cut as the policy is."""
+    cut = cut_of(resolved.config.train.parallel)
+    for number, section in enumerate(resolved.config.reward.sources):
+        if section.model is None or not runs_on_ranks(section.model, section.engine):
+            continue
+        try:
+            shape = load_shape(config_dir(section.model))
+        except (MsrlError, OSError):
+            continue  # said by the source itself
+        if shape.moe is not None and cut.tp > 1 and not resolved.config.train.parallel.sp:
+            yield resolved.mistake(f"reward.sources.{number}.model", "has experts, which need train.parallel.sp beside train.parallel.tp")
+        for field, message in cut.problems(shape):
+            yield resolved.mistake(f"reward.sources.{number}.model", f"is cut as the policy is, and train.parallel.{field} {message}")
+
+
+def _reward_steps(resolved: Resolved) -> Iterator[str]:
+    reward, rollout = resolved.config.reward, resolved.config.rollout
+    if reward.overlong.buffer > rollout.max_response_tokens:
+        yield resolved.mistake("reward.overlong.buffer", f"must be at most rollout.max_response_tokens={rollout.max_response_tokens}")
+    for key in ("center", "scale"):
+        if getattr(reward.norm, key) == "group" and rollout.samples_per_prompt < 2:
+            yield resolved.mistake(f"reward.norm.{key}", "compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more")
+    if reward.length.coef and rollout.samples_per_prompt < 2:
+        yield resolved.mistake("reward.length.coef", "compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more")
+    for key, switch in (("overlong.factor", reward.overlong.buffer), ("length.right_above", reward.length.coef)):
+        if resolved.is_set(f"reward.{key}") and not switch:
+            other = {"overlong.factor": "reward.overlong.buffer", "length.right_above": "reward.length.coef"}[key]
+            yield resolved.mistake(f"reward.{key}", f"has no effect without {other}")

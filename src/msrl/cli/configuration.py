@@ -1,0 +1,27 @@
+"""The configuration of a command: the loader, the importers of other systems and the checks, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msrl.checks.validate import check
+from msrl.config.loader import Flag, Importers, Resolved, load
+from msrl.importers.systems import foreign, refuse_foreign_key
+
+IMPORTERS = Importers(translate=foreign, refuse_key=refuse_foreign_key)
+
+
+def load_configuration(
+    files: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    flags: Sequence[Flag] = (),
+    command: str | None = None,
+) -> Resolved:
+    """Merge files, `--set` and flags into one configuration, and check what `command` needs if one is given.
+
+    Raises ManyErrors with one line per mistake.
+    """
+    resolved = load(files, sets, flags, IMPORTERS)
+    if command is not None:
+        check(resolved, command)
+    return resolved

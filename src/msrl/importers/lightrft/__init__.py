@@ -1,0 +1,1 @@
+"""LightRFT's command lines."""

@@ -1,0 +1,1 @@
+"""MindSpeed-LLM's scripts, data options and RL files."""

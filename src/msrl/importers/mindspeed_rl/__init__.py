@@ -1,0 +1,1 @@
+"""MindSpeed-RL's configuration files."""

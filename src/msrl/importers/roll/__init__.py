@@ -1,0 +1,1 @@
+"""ROLL's configuration files."""

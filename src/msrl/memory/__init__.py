@@ -1,0 +1,1 @@
+"""Estimates of memory per device and of floating-point operations."""

@@ -1,0 +1,1 @@
+"""Values that a run derives from its configuration once."""

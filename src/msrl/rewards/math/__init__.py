@@ -1,0 +1,1 @@
+"""Comparison and extraction of mathematical answers."""

@@ -1,0 +1,73 @@
+"""The files of a checkpoint with their sizes and checksums: recorded when they were written, compared before a training goes on.
+
+A record is {"bytes": size, "crc32": of the whole file}, or {"bytes": size, "sha256": digest of the zip records}, which is what
+`checkpoint/torch_file.py` makes of the files that hold weights. Light to import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from msrl.checkpoint.torch_files.checksums import file_crc32
+from msrl.errors import MsrlError
+from msrl.files import flush_to_disk
+
+_DIGEST = "sha256"
+
+Record = Mapping[str, Any]
+
+
+def seal(path: Path) -> Record:
+    """Flush a finished file to disk; its record."""
+    flush_to_disk(path)
+    return {"bytes": path.stat().st_size, "crc32": file_crc32(path)}
+
+
+def damages(root: Path, records: Mapping[str, Record]) -> list[str]:
+    """What is not as it was written, a sentence per file; names are relative to `root`. Several files are read at a time."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return [said for said in pool.map(lambda item: _damage(root / item[0], item[1]), records.items()) if said is not None]
+
+
+def _damage(path: Path, record: Record) -> str | None:
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    if size != record["bytes"]:
+        return f"{path} has {size} bytes instead of {record['bytes']}"
+    if "crc32" in record:
+        return None if file_crc32(path) == record["crc32"] else f"{path} does not match its checksum"
+    from msrl.checkpoint.torch_files.reader import check_records
+
+    try:
+        return None if check_records(path) == record["sha256"] else f"{path} does not match its checksum"
+    except MsrlError as error:
+        return str(error)
+
+
+def sealed_json(contents: Mapping[str, Any]) -> str:
+    """JSON that vouches for itself: its own digest stands in it."""
+    return json.dumps({**contents, _DIGEST: _digest(contents)}, indent=1) + "\n"
+
+
+def is_sealed_json(text: str) -> bool:
+    """Whether a digest stands in it, right or wrong. Raises ValueError for text that is not JSON."""
+    return _DIGEST in json.loads(text)
+
+
+def open_sealed_json(text: str) -> dict[str, Any]:
+    """What `sealed_json` was given. Raises ValueError for text that is not so, or is not as it was written."""
+    contents = json.loads(text)
+    if not isinstance(contents, dict) or contents.pop(_DIGEST, None) != _digest(contents):
+        raise ValueError("it does not match its checksum")
+    return contents
+
+
+def _digest(contents: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()

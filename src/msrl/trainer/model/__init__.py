@@ -1,0 +1,1 @@
+"""Megatron's model as msrl builds it."""

@@ -1,0 +1,250 @@
+"""Megatron's model as we build it: the settings of a shape, its layers, and what wraps them for data parallelism.
+
+Numbers come from the Shape; nothing is typed by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from msrl.models.megatron import transformer_settings
+from msrl.models.parallel_layout import Coords
+from msrl.models.rules import Replicated, Sharded
+from msrl.models.select import chosen
+from msrl.models.shape import Mla, Shape
+from msrl.models.stages import stage_tensors
+from msrl.platforms.base import Platform
+from msrl.trainer.model.attention import CoreAttention
+from msrl.trainer.model.experts import mixture_spec
+from msrl.trainer.model.gpt import PolicyModel
+from msrl.trainer.model.latent_attention import LatentAttention
+from msrl.trainer.model.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
+from msrl.trainer.model.pipeline import Chunks, EmptyLayer, chunks_of
+from msrl.trainer.settings import Layout, Recompute, sequence_multiple
+
+
+def transformer_config(
+    shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, recompute: Recompute | None = None
+) -> TransformerConfig:
+    """The Megatron settings of a shape."""
+    settings = {**transformer_settings(shape), "num_layers": layout.num_positions(shape.num_layers)}
+    if shape.moe is not None:
+        kinds = settings["moe_layer_freq"]
+        settings["moe_layer_freq"] = [0 if layer is None else kinds[layer] for layer in layout.positions(shape.num_layers)]
+    num_chunks = layout.num_chunks(shape.num_layers)
+    config = TransformerConfig(
+        **{**settings, "activation_func": ACTIVATIONS[settings["activation_func"]], "add_bias_linear": False},
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        pipeline_model_parallel_layout=_uneven(layout),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=sequence_multiple(layout, shape) > 1,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp_size,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses sequences of differing lengths, MoE or not
+        calculate_per_token_loss=True,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=True,
+        **_recompute_settings(recompute),
+    )
+    # Megatron refuses biases of experts that are cut, which it would add once per part; `ExpertOutput` does not.
+    config.add_bias_linear = shape.output_bias
+    return config
+
+
+def _recompute_settings(recompute: Recompute | None) -> dict[str, Any]:
+    if recompute is None:
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    return {"recompute_granularity": "full", "recompute_method": recompute.method, "recompute_num_layers": recompute.layers}
+
+
+def _uneven(layout: Layout) -> PipelineParallelLayerLayout | None:
+    """Megatron's description of stages of different sizes."""
+    if layout.num_layer_list is None:
+        return None
+    stages = [["decoder"] * count for count in layout.num_layer_list]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return PipelineParallelLayerLayout(stages, layout.pp)
+
+
+def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
+    """What a layer is made of; `layer` counts from 0 over the whole model."""
+    return ModuleSpec(
+        module=PostNormLayer if shape.post_norms else TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RmsNorm,
+            self_attention=_attention_spec(shape, layer) if shape.mla is None else _latent_attention_spec(shape, shape.mla),
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
+            pre_mlp_layernorm=RmsNorm,
+            mlp=mixture_spec(shape.moe) if shape.moe and shape.moe.layers[layer] else GatedMlp,
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+        ),
+    )  # fmt: skip
+
+
+def _attention_spec(shape: Shape, layer: int) -> ModuleSpec:
+    norm = RmsNorm if shape.qk_norm else IdentityOp
+    core_attention = ModuleSpec(module=CoreAttention, params={"traits": shape.attention, "layer": layer})
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, q_layernorm=norm, k_layernorm=norm,
+            core_attention=core_attention,
+        ),
+    )  # fmt: skip
+
+
+def _latent_attention_spec(shape: Shape, mla: Mla) -> ModuleSpec:
+    return ModuleSpec(module=LatentAttention, params={"mla": mla, "scale": shape.attention.scale})
+
+
+def build_model(
+    shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, padded_vocab_size: int, recompute: Recompute | None = None
+) -> torch.nn.Module:
+    """This rank's part of the model, weights not yet set: a PolicyModel, or `Chunks` of several under virtual stages.
+
+    Parameters have the names of `stage_tensors`.
+    """
+    config = transformer_config(shape, layout, dtype, device, recompute)
+    chunks = layout.chunks(shape.num_layers, parallel_state.get_pipeline_model_parallel_rank())
+    models = [_build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size) for number, layers in enumerate(chunks)]
+    model = models[0] if len(models) == 1 else Chunks(models)
+    _mark_shards(model, shape, layout)
+    return model if device.type == "cpu" else model.to(device)  # weights without memory (see `streaming`) could not be moved
+
+
+def _build_chunk(
+    shape: Shape, config: TransformerConfig, number: int, num_chunks: int, layers: Sequence[int | None], padded_vocab_size: int
+) -> PolicyModel:
+    """One virtual stage of this rank; `layers` are its layers by their numbers in the model, None an empty one."""
+    is_first = parallel_state.is_pipeline_first_stage() and number == 0
+    is_last = parallel_state.is_pipeline_last_stage() and number == num_chunks - 1
+    specs = [ModuleSpec(module=EmptyLayer) if layer is None else _layer_spec(shape, layer) for layer in layers]
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # pyright: ignore[reportArgumentType] - a class is taken too
+    model = PolicyModel(
+        shape=shape,
+        config=config,
+        transformer_layer_spec=block,  # pyright: ignore[reportArgumentType]
+        vocab_size=padded_vocab_size,
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=is_first,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="none",
+        vp_stage=number if num_chunks > 1 else None,
+    )
+    if is_first:
+        model.embedding.register_forward_hook(_with_gradient)
+    if is_last and not shape.reward_head:
+        # The sequence is gathered before positions are selected, hence before this layer.
+        model.output_layer.sequence_parallel = False
+    return model
+
+
+def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """Megatron's recomputation passes gradients on only to parameters behind an input that has one, and frozen embeddings give none."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint holds of a model: its parameters, and the buffers that are saved (the biases of experts)."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
+    """Tell Megatron which parameters are cut: it does so itself only where it initialises them, and its gradient norm rests on it."""
+    weights = named_weights(model)
+    at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
+    for placed in stage_tensors(shape, layout, at):
+        form, _ = placed.rule.unpacked
+        if not isinstance(form, Replicated):
+            mark_shard(weights[placed.name], form.axis if isinstance(form, Sharded) else 0)
+        if placed.rule.expert is not None:
+            # Experts are data parallel over other ranks than the rest; Megatron itself says so only where they are spread over ranks.
+            vars(weights[placed.name]).update(allreduce=False)
+            if isinstance(form, Replicated):
+                mark_expert_copy(weights[placed.name])
+
+
+def mark_shard(parameter: Tensor, axis: int) -> None:
+    """What is cut along `axis` over tensor-parallel ranks, or over those of an expert."""
+    vars(parameter).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
+
+
+def mark_expert_copy(parameter: Tensor) -> None:
+    """What the parts of one expert hold alike. Megatron takes it for what all tensor-parallel ranks hold alike: it would sum the gradients
+    of different experts, and count those of the first rank's alone."""
+    is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
+    vars(parameter).update(sequence_parallel=False, tensor_model_parallel=is_first, partition_dim=0, partition_stride=1)
+
+
+def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
+    """Leave out of the training what the patterns choose. Raises MsrlError as `models.select.chosen` does, and where nothing is left."""
+    names = chosen(shape, patterns, key="train.freeze")
+    parameters = dict(model.named_parameters())
+    at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
+    for placed in stage_tensors(shape, layout, at):
+        if placed.rule.mcore in names:
+            parameters[placed.name].requires_grad_(False)
+
+
+def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataParallel]:
+    """Megatron's data-parallel wrapper of each virtual stage; gradients are summed, not averaged: losses have global denominators."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=platform.overlap_communication,
+        check_for_nan_in_grad=False,
+    )
+    chunks = cast("list[PolicyModel]", chunks_of(model))
+    config = chunks[0].config
+    wrapped = [DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
+    config.finalize_model_grads_func = functools.partial(_finalize)
+    config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]  # pyright: ignore[reportAttributeAccessIssue] - Megatron takes a list too
+    return wrapped
+
+
+def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """End the training of what `wrap` gave: its hooks hold it by way of autograd's nodes, where no garbage collector sees it."""
+    for chunk in wrapped:
+        for node in cast("list[Any]", chunk.grad_accs):
+            hooks = node.register_hook(lambda *gradients: None).hooks_dict_ref()  # all of the node's
+            hooks.clear()
+        chunk.grad_accs = []
+
+
+def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    finalize_model_grads(model, None, **kwargs)

@@ -1,0 +1,97 @@
+"""Log-probabilities from hidden states, a few rows of logits at a time: the logits of a micro-batch never exist as a whole.
+
+Letters: M positions, c channels, V vocabulary columns of this rank, R rows of a chunk. Logits are made again in the backward pass, so that
+memory is R * V whatever M is, for one more product with the output weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msrl.trainer.objective.logprobs import Columns, Distribution, gradient_in_place, measure
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, columns: Columns, num_rows: int, softcap: float | None,
+        other: Distribution | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        parts: list[tuple[Tensor | None, ...]] = []
+        for start, (h, ids) in zip(range(0, max(len(hidden), 1), num_rows), _chunks(num_rows, hidden, labels), strict=True):
+            logits = made_logits(h, weight, softcap)
+            found = measure(logits, ids, columns)
+            divergence = columns.divergence(logits, found[2], other.part(slice(start, start + len(h)))) if other else None
+            parts.append((*found, divergence))
+            del logits  # before the next ones are made
+        logprobs, entropy, normaliser, divergence = (_joined(column) for column in zip(*parts, strict=True))
+        assert logprobs is not None
+        ctx.save_for_backward(hidden, weight, labels, normaliser, entropy, divergence)
+        ctx.columns, ctx.num_rows, ctx.softcap, ctx.other = columns, num_rows, softcap, other
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy, divergence
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, normaliser, entropy, divergence = ctx.saved_tensors
+        per_row = (entropy, *grads, divergence)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        start = 0
+        for h, ids in _chunks(ctx.num_rows, hidden, labels):
+            rows = slice(start, start + len(h))
+            logits = made_logits(h, weight, ctx.softcap)
+            slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()  # of the cap, from what it gave
+            mine, *slopes = [None if x is None else x[rows] for x in per_row]
+            other = ctx.other.part(rows) if ctx.other else None
+            gradient_in_place(logits, ids, normaliser[rows], mine, ctx.columns, slopes[0], slopes[1], slopes[2], slopes[3], other)
+            if slope is not None:
+                logits.mul_(slope)
+            torch.mm(logits, weight, out=grad_hidden[rows])
+            _add_product(grad_weight, logits, h)
+            start = rows.stop
+            del logits, slope  # before the next ones are made
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _chunks(num_rows: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+
+
+def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if there else None
+
+
+def made_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    """The logits of a few rows: hidden @ weight^T, capped where there is a cap."""
+    logits = torch.mm(hidden, weight.t())
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _add_product(total: Tensor | None, logits: Tensor, hidden: Tensor) -> None:
+    """total += logits^T hidden, kept in float32."""
+    if total is None:
+        return
+    if logits.dtype == total.dtype:
+        total.addmm_(logits.t(), hidden)
+    else:
+        total.add_(torch.mm(logits.t(), hidden))
+
+
+def chunked_logprobs(
+    hidden: Tensor,  # [M, c]
+    weight: Tensor,  # [V, c] of the output layer
+    labels: Tensor,  # [M]
+    columns: Columns,
+    *,
+    num_rows: int,
+    softcap: float | None = None,
+    other: Distribution | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
+    """What `vocab_parallel_logprobs` says of the logits hidden @ weight^T (capped: softcap * tanh(logits / softcap))."""
+    return _ChunkedLogprobs.apply(hidden, weight, labels, columns, num_rows, softcap, other)  # pyright: ignore[reportReturnType]

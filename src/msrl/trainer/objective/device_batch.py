@@ -1,0 +1,89 @@
+"""A micro-batch on the device: all of it, or what one rank of a context-parallel group computes of it.
+
+Letters: N positions of a micro-batch, n of them on this rank (n = N without context parallelism), M positions whose loss mask is set,
+m of them on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from msrl.trainer import groups
+from msrl.trainer.model import context
+from msrl.trainer.model.packed import PackedSequences, of_rank
+from msrl.trainer.model.rope import RotaryTable
+from msrl.trainer.objective.logprobs import Distribution
+from msrl.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """What a pass needs. What is computed per position is of this rank; what a loss reads is of the whole micro-batch."""
+
+    tokens: Tensor  # [1, n]
+    packed: PackedSequences
+    mask: Tensor  # [n]
+    labels: Tensor  # [m]
+    rows: Tensor | None  # [m], which of the M positions they are; None without context parallelism, where they are all
+    sequences: Tensor  # [M], number of the sequence in the micro-batch
+    fields: dict[str, Tensor]  # each [M]
+    reference: Distribution | None = None  # of the m positions, where an exact divergence is wanted
+
+    def whole(self, values: Tensor) -> Tensor:
+        """[m, ...] values of this rank as the [M, ...] of all: every context-parallel rank then computes the same loss.
+
+        A gradient comes back to the rank whose position it is.
+        """
+        return values if self.rows is None else _Whole.apply(values, self.rows, len(self.sequences))  # pyright: ignore[reportReturnType]
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rows: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        whole = values.new_zeros((count, *values.shape[1:]))
+        whole[rows] = values
+        dist.all_reduce(whole, group=groups.cp_group())
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return grads[0][rows], None, None
+
+
+def to_device(batch: MicroBatch, rotary: RotaryTable, device: torch.device, *, cp: int, multiple: int) -> DeviceBatch:
+    """This rank's part of a micro-batch, of which it has a `multiple` of tokens."""
+    tokens, labels, mask = (torch.from_numpy(array).to(device) for array in (batch.token_ids, batch.labels, batch.loss_mask))
+    numbers = np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))[batch.loss_mask]
+    sequences = torch.from_numpy(numbers).to(device)
+    fields = {name: torch.from_numpy(values).to(device)[mask] for name, values in batch.fields.items()}
+    packed = rotary(tuple(np.diff(batch.cu_seqlens).tolist()))
+    if cp == 1:
+        return DeviceBatch(tokens[None], packed, mask, labels[mask], None, sequences, fields)
+    mine = context.share(packed.lengths, groups.cp_group(), multiple, device)
+    is_there, at = mine.rows >= 0, mine.stand_ins
+    selected = at[mask[at] & is_there]
+    numbering = mask.cumsum(0) - 1
+    return DeviceBatch(
+        tokens=tokens[at][None],
+        packed=of_rank(packed, mine),
+        mask=mask[at] & is_there,
+        labels=labels[selected],
+        rows=numbering[selected],
+        sequences=sequences,
+        fields=fields,
+    )
+
+
+def spread(batch: MicroBatch, values: Tensor) -> Tensor:
+    """[M, ...] values at their [N, ...] positions, 0 elsewhere; on the host."""
+    found = torch.zeros((len(batch.token_ids), *values.shape[1:]), device="cpu")
+    found[torch.from_numpy(batch.loss_mask)] = values.float().cpu()
+    return found

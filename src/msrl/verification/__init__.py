@@ -1,0 +1,1 @@
+"""Checks that a conversion is right: bits, logits, layer by layer."""

@@ -1,0 +1,1 @@
+"""Checkpoint conversion (`msrl convert-ckpt`)."""

@@ -1,0 +1,1 @@
+"""Text generation (`msrl generate` and `msrl chat`)."""

@@ -1,0 +1,140 @@
+"""What generate, chat and train-grpo share: a folder becomes a running engine, and a conversation becomes its token ids."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from msrl import platforms
+from msrl.config.schema import ChatConfig, Config, GenerateConfig
+from msrl.data.render import Renderer, make_renderer
+from msrl.data.templates import load_template
+from msrl.data.tokenizer import load_tokenizer, text_tokenizer
+from msrl.errors import MsrlError
+from msrl.models.families import all_rules
+from msrl.models.hf_config import end_tokens
+from msrl.rollout.engine import Engine, EngineSettings
+from msrl.types import Ints, Message, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from msrl.checkpoint.source import WeightSource
+
+
+def engine_settings(
+    config: Config,
+    model_dir: Path,
+    *,
+    dtype: str | None,
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    random_weights: bool = False,
+) -> EngineSettings:
+    """`rollout.engine` as settings; lengths that are asked for here give way to what stands there. `dtype` None is the checkpoint's."""
+    engine = config.rollout.engine
+    return EngineSettings(
+        model_dir=model_dir,
+        dtype=dtype,
+        tp=engine.tp,
+        max_model_len=engine.max_model_len or max_model_len,
+        max_num_seqs=min(engine.max_num_seqs, max_num_seqs or engine.max_num_seqs),
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        kv_cache_bytes=engine.kv_cache_bytes,
+        memory_fraction=engine.memory_fraction,
+        eager=engine.eager,
+        prefix_cache=engine.prefix_cache,
+        seed=config.run.seed,
+        random_weights=random_weights,
+        verbose=bool(os.environ.get("MSRL_VERBOSE")),
+    )
+
+
+def early_environment() -> None:
+    """What must be known before torch is imported, in a process that runs an engine; what the user has set stays."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not os.environ.get("MSRL_VERBOSE"):
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def open_model(model: str | None, key: str) -> WeightSource:
+    """The weights in a Hugging Face or mcore folder. Raises MsrlError when none is named or it is damaged; `key` is for the message."""
+    early_environment()
+    from msrl.checkpoint.source import open_weights
+
+    if model is None:
+        raise MsrlError(f"{key}: no model is given; name a Hugging Face folder or an mcore checkpoint")
+    return open_weights(Path(model))
+
+
+def hf_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
+    """All weights under their Hugging Face names, one rule (or the experts of one layer) at a time in memory."""
+    from msrl.checkpoint.hf.expert_stacks import put_together
+    from msrl.models.entries import stack_sizes
+
+    tensors = (each for rule in all_rules(source.shape) for each in zip(rule.hf, source.hf_tensors(rule), strict=True))
+    yield from put_together(tensors, stack_sizes(source.shape))
+
+
+@contextlib.contextmanager
+def running_engine(config: Config, source: WeightSource, settings: EngineSettings) -> Generator[Engine, None, None]:
+    """A vLLM engine with the weights of `source`. Those of an mcore checkpoint are handed over in memory, tensor by tensor."""
+    from msrl.rollout.vllm import VllmEngine
+
+    engine = VllmEngine(settings, platforms.resolve(config.cluster.platform))
+    try:
+        if settings.random_weights:
+            engine.load_weights(hf_weights(source))
+        yield engine
+    finally:
+        engine.close()
+
+
+def is_mcore(source: WeightSource, model: str | None) -> bool:
+    """Whether the weights lie elsewhere than config and tokenizer, so that the engine cannot read them by itself."""
+    return model is not None and source.hf_dir != Path(model)
+
+
+def choose_renderer(folder: Path, template: str | None) -> Renderer:
+    """The template of that name, or the tokenizer's own, or `empty` where it has none, bound to the tokenizer in `folder`.
+
+    With the tokenizer's own, what the folder's generation_config.json says ends an answer too.
+    """
+    tokenizer = load_tokenizer(folder)
+    name = template or ("native" if getattr(tokenizer, "chat_template", None) else "empty")
+    renderer = make_renderer(load_template(name), text_tokenizer(tokenizer))
+    if name != "native":
+        return renderer
+    return replace(renderer, stop_token_ids=tuple(dict.fromkeys((*renderer.stop_token_ids, *end_tokens(folder)))))
+
+
+def raw_ids(renderer: Renderer, text: str) -> Ints:
+    """A text as the tokenizer has it by itself: control tokens in it are control tokens. [P]"""
+    return np.asarray(renderer.tokenizer.backend.encode(text).ids, dtype=np.int64)
+
+
+def system_turns(system: str | None) -> tuple[Message, ...]:
+    return () if system is None else (Message("system", system),)
+
+
+def sampling_of(
+    config: Config, section: GenerateConfig | ChatConfig, stop_token_ids: tuple[int, ...], num_samples: int = 1
+) -> SamplingParams:
+    """The sampling options of generate or chat."""
+    return SamplingParams(
+        max_tokens=section.max_tokens,
+        num_samples=num_samples,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        stop=section.stop,
+        stop_token_ids=stop_token_ids,
+        seed=config.run.seed if section.seed is None else section.seed,
+    )

@@ -1,0 +1,1 @@
+"""Parts that supervised fine-tuning and reinforcement learning share."""

@@ -1,0 +1,86 @@
+"""A training checkpoint as Hugging Face folders: the model, and the critic that was trained beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msrl.models.parallel_layout import Cut
+from msrl.models.reward_head import is_scoring, scoring_config
+from msrl.models.shape import Shape
+from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
+from msrl.workflows.training.best import Best
+
+if TYPE_CHECKING:
+    from msrl.checkpoint.source import ShardedSource
+
+
+def final(saved: SavedTraining, *, keep_best: bool) -> tuple[SavedTraining, str]:
+    """The checkpoint whose model a training ends with, and what is to be said of it: the one of the best evaluation where that is kept."""
+    best = Best.of(saved.state()["extra"]) if keep_best else None
+    if best is None or best.step == saved.step or best.step not in saved_steps(saved.root):
+        return saved, ""
+    return SavedTraining(saved.root, best.step), f", of step {best.step}, the best evaluation"
+
+
+def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, hf_dir: Path | None = None) -> Path:
+    """Write the model of a checkpoint to `target` (replaced when a run was resumed and exports again).
+
+    `base` has the weights that the checkpoint's adapters belong to, where it has adapters alone; `hf_dir` has config and tokenizer for a
+    base that brings none.
+    """
+    from msrl.checkpoint.adapters.megatron import read_mcore_lora
+    from msrl.checkpoint.adapters.merge import MergedSource
+    from msrl.checkpoint.convert import write_hf
+    from msrl.checkpoint.mcore.files import SIDECAR
+    from msrl.checkpoint.source import open_mcore, open_weights
+
+    with _replacing(target) as fresh:
+        if base is None:
+            write_hf(open_mcore(saved.root, iteration=saved.step), fresh, None)
+        else:
+            weights = open_weights(base, hf_dir)
+            adapters = read_mcore_lora(saved.root, weights.shape, saved.step)
+            sidecars = saved.root / SIDECAR  # a checkpoint of another system has none
+            write_hf(MergedSource(weights, adapters, hf_dir=sidecars if sidecars.is_dir() else None), fresh, None)
+    return target
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A folder to write in place of `target`, which stays as it is until the new one is whole."""
+    fresh = target.with_name(f"{target.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    yield fresh
+    target.unlink() if target.is_symlink() else shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
+
+
+def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path) -> Path:
+    """Write the critic of a checkpoint, of this shape, as a classifier with one label; `hf_dir` has the config that it started from."""
+    from msrl.checkpoint.convert import write_hf
+    from msrl.checkpoint.hf.folder import copy_sidecars
+
+    with tempfile.TemporaryDirectory(prefix="msrl-critic-") as name, _replacing(target) as fresh:
+        copy_sidecars(hf_dir, Path(name), None)
+        path = Path(name, "config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not is_scoring(shape.architecture):
+            path.write_text(json.dumps(scoring_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_hf(_critic(saved, shape, Path(name)), fresh, None)
+    return target
+
+
+def _critic(saved: SavedTraining, shape: Shape, hf_dir: Path) -> ShardedSource:
+    """The critic's weights in the files of all ranks."""
+    from msrl.checkpoint.source import ShardedSource
+    from msrl.trainer.checkpointing.publish import critic_weights
+
+    cut = Cut.from_json(saved.state()["cut"])
+    shards = {at: critic_weights(saved.training_dir, at) for at in cut.ranks()}
+    return ShardedSource(shape, cut, shards, hf_dir, str(saved.training_dir))

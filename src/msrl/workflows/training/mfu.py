@@ -1,0 +1,24 @@
+"""The share of the devices' peak that an update reaches (MFU)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msrl.algorithms.packing import Sequences
+from msrl.config.schema import Config
+from msrl.memory.flops import training_flops
+from msrl.models.shape import Shape
+from msrl.plan.derived import world_size
+from msrl.platforms.base import Platform
+
+
+def mfu(
+    shape: Shape, config: Config, platform: Platform, rows: Sequence[Sequences], num_learnt: int, seconds: float, *, passes: int = 1
+) -> dict[str, float]:
+    """`perf/mfu` of `passes` times through all ranks' rows in `seconds`; empty where the peak of the device is not known."""
+    peak = platform.peak_flops(config.model.dtype)
+    if peak is None:
+        return {}
+    lengths = [len(ids) for row in rows for ids in row.token_ids]
+    flops = training_flops(shape, lengths, num_learnt, weight_gradients=config.train.lora.rank is None)
+    return {"perf/mfu": passes * flops / (max(seconds, 1e-9) * world_size(config) * peak)}
