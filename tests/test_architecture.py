@@ -18,14 +18,14 @@ LONGEST_FUNCTION = 60
 
 # Which files may import a heavy package, as path prefixes inside src/msrl.
 IMPORTERS = {
-    "megatron": ("trainer/", "checkpoint/dist.py", "data/indexed.py", "platforms/"),
+    "megatron": ("trainer/", "checkpoint/dist/", "data/indexed.py", "platforms/"),
     "vllm": ("rollout/vllm.py", "rollout/vllm_worker.py"),
     "ray": ("cluster/", "workflows/"),
     "torch_npu": ("platforms/",),
     "mindspeed": ("platforms/",),
 }
 # The configuration and the commands offer the names of platforms as choices.
-DEVICE_NAMES_STAND_IN = ("platforms/", "config/", "cli/")
+DEVICE_NAMES_STAND_IN = ("platforms/", "config/", "cli/", "importers/", "checks/")
 DEVICE_TEXT = re.compile(r"(cuda|npu|nccl|gloo|hccl)(:\d*)?|\w*(CUDA|ASCEND|NPU|HCCL|GLOO|NCCL)_\w+")
 DEVICE_ATTRIBUTES = {"cuda", "npu"}
 

@@ -17,6 +17,7 @@ import pytest
 
 from config_inputs import GRPO, make_mcore, make_working_folder
 from msrl.cli import app as cli
+from msrl.cli.execute import WORKFLOWS
 from msrl.config.schema import Config
 from msrl.errors import MsrlError, VerificationError
 
@@ -56,7 +57,7 @@ def reached(monkeypatch: pytest.MonkeyPatch, workflow: str, run: Callable[..., o
         calls.append((config, arguments) if arguments else config)
 
     functions = dict.fromkeys(("run", "up", "join", "status", "down"), run or record)
-    monkeypatch.setitem(sys.modules, f"msrl.workflows.{workflow}", SimpleNamespace(**functions))
+    monkeypatch.setitem(sys.modules, WORKFLOWS[workflow.replace("_", "-")], SimpleNamespace(**functions))
     return calls
 
 
