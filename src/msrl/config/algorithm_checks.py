@@ -10,6 +10,7 @@ from msrl import registry
 from msrl.config.derived import updates_per_step
 from msrl.config.loader import Resolved
 from msrl.config.plugins import options, plugin
+from msrl.config.schema import AlgoConfig
 
 ADVANTAGES, LOSSES = "msrl.algorithms.advantages", "msrl.algorithms.losses"
 SEQUENCE_CLIP_LIMIT = 0.05
@@ -28,6 +29,7 @@ def algorithm(resolved: Resolved) -> Iterator[str]:
         yield from options(resolved, "algo.options", *both)
         yield from _estimator(resolved)
         yield from _loss(resolved)
+        yield from _one_advantage(resolved)
     yield from _kl(resolved)
     yield from _terms(resolved)
     yield from _mismatch(resolved)
@@ -71,6 +73,43 @@ def _loss(resolved: Resolved) -> Iterator[str]:
     for key in asked:
         if not _names(module, "policy_loss", "dual" if key == "dual" else f"clip_{key}"):
             yield resolved.mistake(f"algo.clip.{key}", f"has no effect with algo.policy_loss={algo.policy_loss}; take it away")
+
+
+def _one_advantage(resolved: Resolved) -> Iterator[str]:
+    """A line for each key that makes advantages or weights differ within a sequence, where the loss needs equal ones."""
+    algo, varying = resolved.config.algo, dict(_varying_by_token(resolved))
+    if not varying or algo.policy_loss == AlgoConfig().policy_loss:  # the default takes any; loading it would import torch
+        return
+    if getattr(registry.load(LOSSES, algo.policy_loss, key="algo.policy_loss"), "ONE_ADVANTAGE", False):
+        limit = f"algo.policy_loss={algo.policy_loss} is defined only for one advantage and one weight per sequence"
+        for key, (effect, remedy) in varying.items():
+            yield resolved.mistake(key, f"{effect}, but {limit}. {remedy}.")
+
+
+def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Keys by which advantages or mismatch weights differ between the tokens of a sequence: key, effect and remedy."""
+    algo = resolved.config.algo
+    module = registry.load(ADVANTAGES, algo.advantage.estimator, key="algo.advantage.estimator")
+    if getattr(module, "NEEDS_VALUES", False):
+        remedy = "Use an estimator without a critic, such as group_norm"
+        yield "algo.advantage.estimator", ("gives each token its own advantage", remedy)
+    elif _names(module, "advantages", "gamma"):
+        yield from _varying_returns(algo)
+    for key in ("weight", "filter"):
+        if getattr(algo.mismatch, key) == "token":
+            yield f"algo.mismatch.{key}", ("gives each token its own weight", "Set it to sequence or none")
+
+
+def _varying_returns(algo: AlgoConfig) -> Iterator[tuple[str, tuple[str, str]]]:
+    """The same for estimators of each token's return, which is equal within a sequence without a discount and rewards of tokens."""
+    effect = f"with algo.advantage.estimator={algo.advantage.estimator}, gives each token its own advantage"
+    group = "use an estimator that compares groups, such as group_norm"
+    if algo.advantage.gamma != 1.0:
+        yield "algo.advantage.gamma", (effect, "Set it to 1")
+    if algo.kl.reward.coef:
+        yield "algo.kl.reward.coef", (effect, f"Set algo.kl.loss.coef instead, or {group}")
+    if algo.advantage.whiten_rewards:
+        yield "algo.advantage.whiten_rewards", (effect, f"Set it to false, or {group}")
 
 
 def _names(module: ModuleType, function: str, parameter: str) -> bool:
