@@ -198,6 +198,10 @@ def test_what_is_equal_within_a_sequence_suits_every_loss(folder: Path, sets: tu
     assert resolve("algo.preset=gmpo", *sets).config.algo.policy_loss == "gmpo"
 
 
+def test_the_width_of_a_clip_is_not_advised_on_for_a_loss_without_one(folder: Path):
+    assert advice(resolve("algo.ratio=sequence", "algo.policy_loss=tis"), "train-grpo") == []
+
+
 @pytest.mark.parametrize(
     ("sets", "words"),
     [

@@ -112,6 +112,10 @@ def _varying_returns(algo: AlgoConfig) -> Iterator[tuple[str, tuple[str, str]]]:
         yield "algo.advantage.whiten_rewards", (effect, f"Set it to false, or {group}")
 
 
+def _has_clip(policy_loss: str) -> bool:
+    return _names(registry.load(LOSSES, policy_loss, key="algo.policy_loss"), "policy_loss", "clip_low")
+
+
 def _names(module: ModuleType, function: str, parameter: str) -> bool:
     return parameter in inspect.signature(getattr(module, function)).parameters
 
@@ -159,7 +163,7 @@ def advice(resolved: Resolved, command: str) -> list[str]:
 def _advice(resolved: Resolved) -> Iterator[str]:
     config, algo = resolved.config, resolved.config.algo
     widest = max(algo.clip.low, algo.clip.high)
-    if algo.ratio == "sequence" and widest > SEQUENCE_CLIP_LIMIT:
+    if algo.ratio == "sequence" and widest > SEQUENCE_CLIP_LIMIT and _has_clip(algo.policy_loss):
         yield resolved.mistake(
             "algo.clip.high" if algo.clip.high == widest else "algo.clip.low",
             "is the width for tokens' ratios; a sequence's ratio hardly leaves 1, and GSPO's own widths are 3e-4 and 4e-4",
