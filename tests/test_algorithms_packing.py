@@ -134,7 +134,7 @@ def random_samples(count=12):
     ]
 
 
-def packed_loss_and_gradient(samples, groups, pad_to_multiple):
+def packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio):
     """The loss of a table of logits by (token, next token) under one packing: a model without context, but a real gradient."""
     table = (torch.arange(2500, dtype=torch.float64).reshape(50, 50) * 0.37).sin().requires_grad_()
     num_tokens = sum(len(s.response_ids) for s in samples)
@@ -145,7 +145,7 @@ def packed_loss_and_gradient(samples, groups, pad_to_multiple):
         logprobs = table[torch.from_numpy(batch.token_ids)].log_softmax(-1).gather(1, labels[:, None])[:, 0]
         fields = {name: torch.from_numpy(values) for name, values in batch.fields.items()}
         numbers = torch.from_numpy(np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens)))
-        tokens = PolicyTokens.of(logprobs, fields["sampler_logprobs"], fields["advantages"], mask, numbers)
+        tokens = PolicyTokens.of(logprobs, fields["sampler_logprobs"], fields["advantages"], mask, numbers, ratio=ratio)
         values = policy_loss(tokens, clip_low=0.2, clip_high=0.2, dual=None).loss
         loss = weighted_sum(values, torch.full_like(values, 1 / num_tokens), mask)
         loss.backward()
@@ -153,12 +153,14 @@ def packed_loss_and_gradient(samples, groups, pad_to_multiple):
     return total, table.grad
 
 
-def test_neither_packing_nor_padding_changes_the_loss_or_the_gradient():
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_neither_packing_nor_padding_changes_the_loss_or_the_gradient(ratio):
+    """The advantages differ by token."""
     samples = random_samples()
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-    expected, gradient = packed_loss_and_gradient(samples, [range(12)], 1)
+    expected, gradient = packed_loss_and_gradient(samples, [range(12)], 1, ratio)
     for groups in (bins(lengths, 20), bins(lengths, 33), balanced(lengths, 4), [[i] for i in range(12)]):
         for pad_to_multiple in (1, 8):
-            loss, other = packed_loss_and_gradient(samples, groups, pad_to_multiple)
+            loss, other = packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio)
             assert loss == pytest.approx(expected, rel=1e-12)
             torch.testing.assert_close(other, gradient, rtol=1e-10, atol=1e-14)

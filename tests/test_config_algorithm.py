@@ -167,6 +167,42 @@ def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: s
 
 
 @pytest.mark.parametrize(
+    ("sets", "key"),
+    [
+        (("algo.advantage.estimator=gae",), "algo.advantage.estimator=gae"),
+        (("algo.advantage.estimator=reinforce_pp", "algo.advantage.gamma=0.9"), "algo.advantage.gamma=0.9"),
+        (("algo.advantage.estimator=reinforce", "algo.kl.reward.coef=0.1"), "algo.kl.reward.coef=0.1"),
+        (("algo.advantage.estimator=reinforce_pp", "algo.advantage.whiten_rewards=true"), "algo.advantage.whiten_rewards=true"),
+        (("algo.mismatch.weight=token",), "algo.mismatch.weight=token"),
+        (("algo.mismatch.filter=token",), "algo.mismatch.filter=token"),
+    ],
+)
+def test_what_differs_by_token_is_refused_only_where_the_loss_has_one_term_per_sequence(folder: Path, sets: tuple[str, ...], key: str):
+    with pytest.raises(ManyErrors) as caught:
+        resolve("algo.policy_loss=gmpo", *sets)
+    (message,) = caught.value.messages
+    assert key in message and "algo.policy_loss=gmpo" in message and "each token" in message
+    for loss in ("ppo", "tis", "cispo", "cpgd"):
+        resolve(f"algo.policy_loss={loss}", "algo.ratio=sequence", *sets)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("algo.mismatch={weight: sequence, filter: sequence}",),
+        ("algo.kl.reward.coef=0.1", "algo.advantage.whiten_rewards=true", "algo.advantage.whiten=true"),
+        ("algo.advantage.estimator=reinforce_pp",),
+    ],
+)
+def test_what_is_equal_within_a_sequence_suits_every_loss(folder: Path, sets: tuple[str, ...]):
+    assert resolve("algo.preset=gmpo", *sets).config.algo.policy_loss == "gmpo"
+
+
+def test_the_width_of_a_clip_is_not_advised_on_for_a_loss_without_one(folder: Path):
+    assert advice(resolve("algo.ratio=sequence", "algo.policy_loss=tis"), "train-grpo") == []
+
+
+@pytest.mark.parametrize(
     ("sets", "words"),
     [
         (("algo.ratio=sequence",), "GSPO's own widths are 3e-4 and 4e-4"),

@@ -20,7 +20,10 @@ Level = Literal["none", "token", "sequence"]
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What is corrected and how. The weights multiply the policy loss of a token; denominators stay as they are."""
+    """What is corrected and how. The weights multiply the policy loss of each token.
+
+    Denominators of the aggregation and of a sequence's ratio or mean count filtered tokens too, and KL and entropy keep them.
+    """
 
     weight: Level = "none"
     upper: float = 2.0

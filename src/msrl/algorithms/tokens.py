@@ -1,7 +1,9 @@
 """What policy losses are computed from: the tokens of a micro-batch with their likelihood ratios. N tokens, S sequences.
 
-A ratio is that of a token, r = exp(logprob - old logprob), or that of its whole sequence, exp(mean over tokens of log r)
-(GSPO, arXiv:2507.18071, equation 7). Masked positions are replaced before any exp or product.
+The ratio of token t is r_t = exp(logprob - old logprob). The ratio of its sequence has the value s = exp(mean over tokens of log r) and is
+differentiated by the token's own log-probability: sg[s] pi_t / sg[pi_t], where sg is a constant of the gradient (GSPO-token,
+arXiv:2507.18071, section 4.3). So each token's advantage, weight and clip reach that token alone; where advantages are equal within a
+sequence, value and gradient are those of GSPO. Masked positions are replaced before any exp or product.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class PolicyTokens:
 
     logprobs: Tensor  # [N], differentiable
     token_log_ratio: Tensor  # [N], differentiable; log r of each token
-    log_ratio: Tensor  # [N], differentiable; that of the token or of its sequence, clamped to +-20
+    log_ratio: Tensor  # [N], differentiable by the token's own logprob; of the token or of its sequence, clamped to +-20
     advantages: Tensor  # [N]
     mask: Tensor  # [N] bool
     sequences: Tensor  # [N], number of the sequence that a token belongs to, ascending
@@ -41,11 +43,11 @@ class PolicyTokens:
         """The clamp of log r only matters where exp would overflow; a token (or sequence) beyond it has no gradient through its ratio."""
         clean, old = precise(logprobs).masked_fill(~mask, 0.0), precise(old_logprobs).detach().masked_fill(~mask, 0.0)
         token = clean - old
-        whole = token if ratio == "token" else sequence_means(token, mask, sequences)
+        log_ratio = token if ratio == "token" else _sequence_log_ratio(clean, token, mask, sequences)
         return cls(
             logprobs=clean,
             token_log_ratio=token,
-            log_ratio=whole.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
+            log_ratio=log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
             advantages=precise(advantages).detach().masked_fill(~mask, 0.0),
             mask=mask,
             sequences=sequences,
@@ -63,6 +65,11 @@ class TokenLosses:
 def precise(values: Tensor) -> Tensor:
     """At least float32: half precision has too few digits for a difference of log-probabilities."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def _sequence_log_ratio(logprobs: Tensor, token_log_ratio: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]
+    """Return log(sg[s] pi_t / sg[pi_t]), whose value is exactly log s: the difference added is 0."""
+    return sequence_means(token_log_ratio.detach(), mask, sequences) + (logprobs - logprobs.detach())
 
 
 def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from msrl import registry
 from msrl.checks import plugins
 from msrl.config.loader import Resolved
+from msrl.config.schema import AlgoConfig
 from msrl.plan.derived import updates_per_step
 
 ADVANTAGES, LOSSES = "msrl.algorithms.advantages", "msrl.algorithms.losses"
@@ -26,6 +27,7 @@ def algorithm(resolved: Resolved) -> Iterator[str]:
         yield from plugins.options(resolved, "algo.options", *both)
         yield from _estimator(resolved)
         yield from _loss(resolved)
+        yield from _one_advantage(resolved)
     yield from _kl(resolved)
     yield from _terms(resolved)
     yield from _mismatch(resolved)
@@ -71,6 +73,46 @@ def _loss(resolved: Resolved) -> Iterator[str]:
             yield resolved.mistake(f"algo.clip.{key}", f"has no effect with algo.policy_loss={algo.policy_loss}; take it away")
 
 
+def _one_advantage(resolved: Resolved) -> Iterator[str]:
+    """A line for each key that makes advantages or weights differ within a sequence, where the loss needs equal ones."""
+    algo, varying = resolved.config.algo, dict(_varying_by_token(resolved))
+    loss = registry.declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
+    if loss.constant("ONE_ADVANTAGE"):
+        limit = f"algo.policy_loss={algo.policy_loss} is defined only for one advantage and one weight per sequence"
+        for key, (effect, remedy) in varying.items():
+            yield resolved.mistake(key, f"{effect}, but {limit}. {remedy}.")
+
+
+def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Keys by which advantages or mismatch weights differ between the tokens of a sequence: key, effect and remedy."""
+    algo = resolved.config.algo
+    estimator = registry.declaration(ADVANTAGES, algo.advantage.estimator, key="algo.advantage.estimator")
+    if estimator.constant("NEEDS_VALUES"):
+        remedy = "Use an estimator without a critic, such as group_norm"
+        yield "algo.advantage.estimator", ("gives each token its own advantage", remedy)
+    elif estimator.has_parameter("advantages", "gamma"):
+        yield from _varying_returns(algo)
+    for key in ("weight", "filter"):
+        if getattr(algo.mismatch, key) == "token":
+            yield f"algo.mismatch.{key}", ("gives each token its own weight", "Set it to sequence or none")
+
+
+def _varying_returns(algo: AlgoConfig) -> Iterator[tuple[str, tuple[str, str]]]:
+    """The same for estimators of each token's return, which is equal within a sequence without a discount and rewards of tokens."""
+    effect = f"with algo.advantage.estimator={algo.advantage.estimator}, gives each token its own advantage"
+    group = "use an estimator that compares groups, such as group_norm"
+    if algo.advantage.gamma != 1.0:
+        yield "algo.advantage.gamma", (effect, "Set it to 1")
+    if algo.kl.reward.coef:
+        yield "algo.kl.reward.coef", (effect, f"Set algo.kl.loss.coef instead, or {group}")
+    if algo.advantage.whiten_rewards:
+        yield "algo.advantage.whiten_rewards", (effect, f"Set it to false, or {group}")
+
+
+def _has_clip(policy_loss: str) -> bool:
+    return registry.declaration(LOSSES, policy_loss, key="algo.policy_loss").has_parameter("policy_loss", "clip_low")
+
+
 def _kl(resolved: Resolved) -> Iterator[str]:
     kl = resolved.config.algo.kl
     if kl.controller.kind == "adaptive":
@@ -114,7 +156,7 @@ def advice(resolved: Resolved, command: str) -> list[str]:
 def _advice(resolved: Resolved) -> Iterator[str]:
     config, algo = resolved.config, resolved.config.algo
     widest = max(algo.clip.low, algo.clip.high)
-    if algo.ratio == "sequence" and widest > SEQUENCE_CLIP_LIMIT:
+    if algo.ratio == "sequence" and widest > SEQUENCE_CLIP_LIMIT and _has_clip(algo.policy_loss):
         yield resolved.mistake(
             "algo.clip.high" if algo.clip.high == widest else "algo.clip.low",
             "is the width for tokens' ratios; a sequence's ratio hardly leaves 1, and GSPO's own widths are 3e-4 and 4e-4",

@@ -2,6 +2,9 @@
 
 The loss of a sequence is -A exp(mean over tokens of s min(s log r, s clip(log r, -low, high))) with s the sign of A; `algo.clip` are widths
 in log space here (the paper takes 0.4). It stands at every token of the sequence; seq-mean-token-mean makes it the paper's objective.
+
+The paper has one advantage per sequence, and its root of a product does not split into terms of single tokens. Advantages, weights and
+filters that differ by token are therefore refused with this loss.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, TokenLosses, sequence_means
 
 OWN_RATIO = True
+ONE_ADVANTAGE = True
 
 
 def policy_loss(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLosses:

@@ -1,7 +1,8 @@
 """The clipped policy loss (arXiv:1707.06347, equation 7), clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729).
 
 N tokens of a packed micro-batch. A token's loss is -min(r A, clip(r, 1 - low, 1 + high) A); with a dual clip c, tokens of negative
-advantage lose at most -c A. With the ratio of whole sequences this is GSPO (arXiv:2507.18071).
+advantage lose at most -c A. With the ratio of sequences this is GSPO (arXiv:2507.18071), and GSPO-token (its section 4.3) where advantages
+differ by token: each token is clipped by the sign of its own advantage.
 """
 
 from __future__ import annotations

@@ -122,11 +122,14 @@ class MismatchConfig(Section):
     """Correction for the sampler's log-probabilities not being the trainer's."""
 
     weight: Literal["none", "token", "sequence"] = Field(
-        default="none", description="Weigh the policy loss by the ratio trainer : sampler of the token, or of the whole sequence"
+        default="none",
+        description="Weight of each token's policy loss: its ratio of trainer to sampler likelihood, or that of its sequence",
     )
     upper: Positive = Field(default=2.0, description="Bound of these weights")
     filter: Literal["none", "token", "sequence"] = Field(
-        default="none", description="Leave out tokens by their ratio, or sequences by the geometric mean of their tokens' ratios"
+        default="none",
+        description="Policy loss 0 for tokens whose ratio, or sequences whose geometric mean of ratios, is outside of low to high; "
+        "denominators, KL and entropy keep them",
     )
     low: NonNegative = Field(default=0.5, description="The filter leaves out ratios below it")
     high: Positive = Field(default=2.0, description="The filter leaves out ratios above it")
@@ -140,7 +143,9 @@ class AlgoConfig(Section):
     ) = Field(default=None, description="A published algorithm: values for the keys of this section that are not set")
     advantage: AdvantageConfig = Field(default=AdvantageConfig(), description="How rewards become advantages")
     ratio: Literal["token", "sequence"] = Field(
-        default="token", description="Likelihood ratio of a token, or of its sequence: the geometric mean of its tokens' (GSPO)"
+        default="token",
+        description="Likelihood ratio of each token, or of its sequence: the geometric mean over its tokens (GSPO), with each token's own "
+        "advantage and weight (GSPO-token)",
     )
     policy_loss: Text = Field(default="ppo", description="ppo, gmpo, cpgd, topr, tis, cispo or vanilla")
     options: dict[str, Any] = Field(

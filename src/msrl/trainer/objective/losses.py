@@ -68,6 +68,7 @@ class PolicyLoss:
     """rl_coef * (policy loss + kl_coef * KL to the reference) + sft_coef * likelihood of what was good - entropy_coef * entropy.
 
     Each term is a sum over tokens with the field `weights`, which holds the aggregation and its global denominators.
+    The mismatch correction multiplies each token's policy loss and no other term.
     Without `old_logprobs` in the fields the current ones, detached, take their place (a single update per rollout).
     The KL estimator `full` is the exact divergence over the vocabulary, which the outputs then have to carry.
     """
@@ -96,10 +97,10 @@ class PolicyLoss:
         mask, weights = torch.ones_like(outputs.logprobs, dtype=torch.bool), fields["weights"]
         before = fields.get("old_logprobs", outputs.logprobs.detach())
         factors, sums = self._corrected(before, fields, mask, outputs.sequences)
-        advantages = fields["advantages"] * factors
-        tokens = PolicyTokens.of(outputs.logprobs, before, advantages, mask, outputs.sequences, ratio=self.ratio)
+        tokens = PolicyTokens.of(outputs.logprobs, before, fields["advantages"], mask, outputs.sequences, ratio=self.ratio)
         policy = self._policy(tokens)
-        terms = {"policy_loss": (self.rl_coef, policy.loss), **self._further(outputs, fields, mask)}
+        # The factors multiply the loss, not the advantages: a loss may have terms without an advantage, such as the drift of cpgd.
+        terms = {"policy_loss": (self.rl_coef, policy.loss * factors), **self._further(outputs, fields, mask)}
         loss = outputs.logprobs.new_zeros(())
         for name, (coef, values) in terms.items():
             aggregated = weighted_sum(values, weights, mask)
