@@ -6,11 +6,13 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "msrl"
@@ -27,6 +29,7 @@ IMPORTERS = {
 # The configuration and the commands offer the names of platforms as choices.
 DEVICE_NAMES_STAND_IN = ("platforms/", "config/", "cli/", "importers/", "checks/")
 DEVICE_TEXT = re.compile(r"(cuda|npu|nccl|gloo|hccl)(:\d*)?|\w*(CUDA|ASCEND|NPU|HCCL|GLOO|NCCL)_\w+")
+MODULE = re.compile(r"msrl(\.\w+)+(:\w+)?")
 DEVICE_ATTRIBUTES = {"cuda", "npu"}
 
 
@@ -112,6 +115,54 @@ def test_msrl_is_imported_by_its_full_name() -> None:
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not found
+
+
+def layers() -> list[set[str]]:
+    """Return the packages of every layer in pyproject.toml, top layer first."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (rows,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    return [{name.strip() for name in row.split("|")} for row in rows]
+
+
+def modules_in_strings(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and name of every msrl module that a string names: import_module, registry.load, `-m`, tables of commands."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+            yield node.lineno, node.value.partition(":")[0]
+
+
+def test_modules_named_in_strings_are_in_lower_layers() -> None:
+    rank = {package: number for number, row in enumerate(layers()) for package in row}
+    upward = []
+    for path in files():
+        own = relative(path).split("/")[0].removesuffix(".py")
+        for line, name in modules_in_strings(tree(path)):
+            package = name.split(".")[1]
+            if package in rank and package != own and rank[package] <= rank[own]:
+                upward.append(f"src/msrl/{relative(path)}:{line} {name}")
+    assert not upward
+
+
+@pytest.mark.parametrize("algorithm", ["algo.clip.low=0.1", "algo.preset=gspo", "algo.policy_loss=gmpo", "algo.options.drift=0.02"])
+def test_validating_a_configuration_imports_no_heavy_package(algorithm: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from msrl.cli.configuration import load_configuration\n"
+        "from msrl.errors import ManyErrors\n"
+        "try:\n"
+        f"    load_configuration(sets=[{algorithm!r}, 'model.path={tmp_path}', 'reward.sources=[{{verifier: acc}}]'], command='train-grpo')\n"
+        "except ManyErrors:\n"
+        "    pass\n"
+        "print(sorted({'torch', 'transformers', 'vllm', 'ray', 'megatron'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_no_folder_holds_more_than_twenty_modules() -> None:
+    reasons = {"rewards/verifiers": "one file per verifier", "models/families": "one file per family"}
+    sizes = Counter(relative(path.parent) for path in files() if path.name != "__init__.py")
+    assert not {folder: size for folder, size in sizes.items() if size > 20 and folder not in reasons}
 
 
 def test_imports_go_down_only_and_light_packages_stay_light() -> None:
