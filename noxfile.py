@@ -59,6 +59,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def fast(session: nox.Session) -> None:
+    """Run the tests that start no ranks, engines or clusters; less than 4 minutes on two cores."""
+    install(session, "cpu,dev")
+    python(session, "-m", "pytest", "-m", "not slow and not full", *side_by_side(), *session.posargs)
+
+
+@nox.session
 def full(session: nox.Session) -> None:
     """Every test, the whole tables too."""
     install(session, "cpu,dev")

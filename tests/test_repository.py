@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import msrl
+from msrl.config.loader import load
 from msrl.tracking.run import stack_versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +43,7 @@ def test_every_session_that_documents_name_exists() -> None:
     listed = subprocess.run([sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     sessions = set(re.findall(r"^[*-] (\w+)", listed, re.M))
     assert named <= sessions
-    assert sessions == {"quickstart", "tests", "full", "lint", "types", "layers", "bench", "learning"}
+    assert sessions == {"quickstart", "tests", "full", "fast", "lint", "types", "layers", "bench", "learning"}
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -53,8 +54,8 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert not released or released[0] == version[1]
 
 
-def test_the_readme_names_every_folder_and_names_none_that_is_not_there() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_architecture_page_names_every_folder_and_no_other() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     tree = re.search(r"^```text\nmsrl/\n(.*?)^```", text, re.S | re.M)
     assert tree is not None
     named = set(re.findall(r"^ {2,4}([\w.]+/)", tree[1], re.M))
@@ -63,10 +64,21 @@ def test_the_readme_names_every_folder_and_names_none_that_is_not_there() -> Non
     assert named == packages | top
 
 
+def test_the_readme_fits_in_130_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_the_configuration_of_the_readme_has_valid_keys_and_values(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    (tmp_path / "grpo.yaml").write_text(block)
+    assert load([str(tmp_path / "grpo.yaml")]).config.rollout.samples_per_prompt == 8
+
+
 def test_links_of_documents_lead_somewhere() -> None:
-    for file in ("README.md", "CONTRIBUTING.md", "docs/reinforcement.md", "benchmarks/README.md"):
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / file).read_text()):
-            assert ((ROOT / file).parent / target).exists(), f"{file} links to {target}"
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
 
 
 def test_the_licence_is_apache_2() -> None:

@@ -82,7 +82,7 @@ class NpuPlatform(Platform):
     def missing(self) -> str | None:
         absent = [wanted for module, wanted in _NEEDS.items() if importlib.util.find_spec(module) is None]
         if absent:
-            return f"not installed: {', '.join(absent)}; see the README's table for Ascend NPUs (CANN 9.1)"
+            return f"not installed: {', '.join(absent)}; see docs/installation.md for Ascend NPUs (CANN 9.1)"
         if not (os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")):
             return "CANN's environment is not set; run: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
         return None
@@ -110,7 +110,7 @@ class NpuPlatform(Platform):
             importlib.import_module("mindspeed.megatron_adaptor")
         except ImportError as error:
             raise MsrlError(
-                f"cluster.platform=npu: {error}; torch_npu, CANN and MindSpeed must be of one release (see the README)"
+                f"cluster.platform=npu: {error}; torch_npu, CANN and MindSpeed must be of one release (see docs/installation.md)"
             ) from error
         finally:
             sys.argv = arguments
