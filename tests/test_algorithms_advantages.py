@@ -11,7 +11,7 @@ import pytest
 from msrl import registry
 from msrl.algorithms import kl_controller
 from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
-from msrl.algorithms.selection import kept, sample_weights
+from msrl.algorithms.selection import sample_weights, trained_samples
 from msrl.algorithms.token_rewards import TokenRewards, discounted, whiten
 from msrl.algorithms.turns import Turns
 from msrl.errors import MsrlError
@@ -221,7 +221,7 @@ def test_z_scores_over_the_step_are_those_of_what_is_learnt_from(name):
     learnt[1] = False
     scores[1] = [50.0, -50.0, 0.0]
     kept = rewards(scores[learnt].reshape(3, 3), lengths[learnt].reshape(3, 3))
-    all_of_them = TokenRewards(scores, lengths, learnt=learnt)
+    all_of_them = TokenRewards(scores, lengths, trained=learnt)
     got, here = estimate(name, all_of_them), all_of_them.everywhere(learnt)
     np.testing.assert_allclose(got[here], estimate(name, kept), rtol=1e-12)
     assert got[here].std(ddof=1) == pytest.approx(1.0) and not got[~here].any()
@@ -231,10 +231,22 @@ def test_masks_leave_out_truncated_equal_and_too_easy_or_hard():
     scores = np.array([[1.0, 0.0], [1.0, 1.0], [0.9, 0.8]])
     truncated = np.array([[False, True], [False, False], [False, False]])
     everything = {"drop_truncated": False, "drop_equal_groups": False}
-    assert kept(scores, truncated, **everything).all()
-    assert kept(scores, truncated, **{**everything, "drop_truncated": True}).tolist() == [[True, False], [True, True], [True, True]]
-    assert kept(scores, truncated, **{**everything, "drop_equal_groups": True}).tolist() == [[True, True], [False, False], [True, True]]
-    assert kept(scores, truncated, **everything, difficulty=(0.1, 0.85)).tolist() == [[True, True], [False, False], [False, False]]
+    assert trained_samples(scores, truncated, **everything).all()
+    assert trained_samples(scores, truncated, **{**everything, "drop_truncated": True}).tolist() == [
+        [True, False],
+        [True, True],
+        [True, True],
+    ]
+    assert trained_samples(scores, truncated, **{**everything, "drop_equal_groups": True}).tolist() == [
+        [True, True],
+        [False, False],
+        [True, True],
+    ]
+    assert trained_samples(scores, truncated, **everything, difficulty=(0.1, 0.85)).tolist() == [
+        [True, True],
+        [False, False],
+        [False, False],
+    ]
 
 
 def test_sample_weights_by_hand_have_mean_one_over_what_is_kept():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from msrl.algorithms import kl
-from msrl.algorithms.mismatch import Correction, diagnosis
+from msrl.algorithms.mismatch import Correction, mismatch_statistics
 from msrl.errors import MsrlError
 
 POLICY, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.25, 0.35])
@@ -114,11 +114,11 @@ def test_corrections_by_hand(correction, weights, truncated, filtered):
 
 
 def test_the_diagnosis_by_hand_and_against_the_exact_divergences():
-    stats = diagnosis(TRAINER, SAMPLER, MASK)
+    stats = mismatch_statistics(TRAINER, SAMPLER, MASK)
     assert stats["sampler_logprob_difference"].tolist() == pytest.approx([math.log(2), math.log(2), math.log(4), 0.0])
     assert stats["sampler_chi2"].tolist() == pytest.approx([3.0, -0.75, 15.0, 0.0])
     trainer, sampler = (torch.from_numpy(np.log(p)) for p in (REFERENCE, POLICY))  # drawn from the sampler
-    exact = diagnosis(trainer, sampler, torch.ones(3, dtype=torch.bool))
+    exact = mismatch_statistics(trainer, sampler, torch.ones(3, dtype=torch.bool))
     means = {name: float((torch.from_numpy(POLICY) * values).sum()) for name, values in exact.items()}
     assert means["sampler_kl"] == pytest.approx(EXACT)
     assert means["sampler_chi2"] == pytest.approx(float((REFERENCE**2 / POLICY).sum() - 1))

@@ -15,7 +15,7 @@ import pytest
 
 from config_inputs import make_working_folder
 from import_changes import FILTER, ROLL
-from msrl.algorithms.selection import teaching
+from msrl.algorithms.selection import informative_groups
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import FilterConfig
 from msrl.config.sources import Origin, plain, wrap
@@ -45,12 +45,12 @@ ROWS = 12
 )
 def test_groups_that_teach_by_hand(kind: str, low: float | None, high: float | None, expected: list[bool]):
     scores = np.array([[0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]], dtype=np.float64)
-    assert teaching(scores, kind, low, high).tolist() == expected
+    assert informative_groups(scores, kind, low, high).tolist() == expected
 
 
 def test_equal_scores_have_no_deviation_whatever_their_rounding():
     scores = np.full((1, 3), 0.1)
-    assert scores.std(axis=1) > 0 and teaching(scores, "std", 0.0).tolist() == [False]
+    assert scores.std(axis=1) > 0 and informative_groups(scores, "std", 0.0).tolist() == [False]
 
 
 class Asked:

@@ -1,4 +1,4 @@
-"""From a loss per token to one number: a weight for every token, known before the update is split, so that no split changes the result.
+"""Aggregation of token losses. Each token's weight is known before the update is split, so splitting never changes the result.
 
 S sequences of an update over all ranks and micro-batches, n_i loss tokens of sequence i, N tokens of a micro-batch.
 """
@@ -17,21 +17,23 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def sequence_weights(
-    num_tokens: Sequence[int],  # [S], 0 for sequences that are masked out
+    num_tokens: Sequence[int],  # [S], 0 for masked sequences
     mode: Mode,
     *,
     constant: float | None = None,
 ) -> NDArray[np.float64]:  # [S]
-    """The weight of each token of every sequence; the aggregated loss is the sum of weight times loss over all tokens.
+    """Return the weight of each token of every sequence. The aggregated loss is the sum of weight times loss over all tokens.
 
     token-mean: 1 / sum of n (arXiv:2503.14476). seq-mean-token-mean: 1 / (S n_i) (arXiv:2402.03300). seq-mean-token-sum: 1 / S.
-    seq-sum-over-constant: 1 / constant (arXiv:2503.20783). S counts sequences that have a loss token.
-    Raises ValueError when no sequence has one, or the constant is missing.
+    seq-sum-over-constant: 1 / constant (arXiv:2503.20783). S counts the sequences that have a loss token.
+
+    Raises:
+        ValueError: if no sequence has a loss token, or the constant is missing.
     """
     counts = np.asarray(num_tokens, dtype=np.float64)
     num_sequences = np.count_nonzero(counts)
     if not num_sequences:
-        raise ValueError("an update needs at least one token that is not masked out")
+        raise ValueError("an update needs at least one loss token")
     if mode == "token-mean":
         return np.full(len(counts), 1.0 / counts.sum())
     if mode == "seq-mean-token-mean":
@@ -48,5 +50,5 @@ def weighted_sum(
     weights: Tensor,  # [N]
     mask: Tensor,  # [N] bool
 ) -> Tensor:  # scalar
-    """This micro-batch's share of the aggregate; what stands at masked positions does not matter."""
+    """Return this micro-batch's share of the aggregated loss. Values at masked positions are ignored, even NaN."""
     return (values.masked_fill(~mask, 0.0) * weights.masked_fill(~mask, 0.0)).sum()

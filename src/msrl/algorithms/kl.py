@@ -1,8 +1,8 @@
 """Estimators of KL(policy || reference) per token from log-probabilities of sampled tokens (http://joschu.net/blog/kl-approx.html).
 
 N tokens; d = policy logprob - reference logprob. k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
-As other systems do, so that coefficients keep their meaning: k3 takes d clamped to +-20 and is cut at 10; where a clamp holds, the
-gradient is zero. The others are not clamped.
+As in verl and ROLL, k3 clamps d to +-20 and its value to 10, so that coefficients keep their meaning. The gradient is zero where a clamp
+applies. The other estimators are not clamped.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ def per_token(
     reference_logprobs: Tensor,  # [N]
     mask: Tensor,  # [N] bool
 ) -> Tensor:  # [N]
-    """The estimate at every token, exactly 0 (and without gradient) where `mask` is False, whatever stands there.
+    """Return the estimate at every token: exactly 0, without gradient, where `mask` is False.
 
-    k1 has the right value but, as a loss, a gradient of zero mean: it serves as a reward penalty or a metric.
-    Raises MsrlError for an unknown estimator.
+    As a loss, k1 has a gradient of zero mean. Use it as a reward penalty or a metric.
+
+    Raises:
+        MsrlError: if the estimator is unknown.
     """
     if estimator not in ESTIMATORS:
-        raise MsrlError(f"algo.kl: {estimator!r} is no KL estimator; {nearest(estimator, ESTIMATORS)}")
+        raise MsrlError(f"algo.kl: {estimator!r} is not a KL estimator; {nearest(estimator, ESTIMATORS)}")
     difference = (logprobs - reference_logprobs.detach()).masked_fill(~mask, 0.0)
     if difference.dtype not in (torch.float32, torch.float64):
         difference = difference.float()

@@ -1,8 +1,8 @@
-"""Training against sampling: how far apart the two engines' log-probabilities are, and weights that make up for it. N tokens.
+"""Mismatch between the log-probabilities of trainer and sampler, and importance weights that correct it. N tokens.
 
-w = exp(trainer logprob - sampler logprob), both of the policy that sampled. Per token or as the product over a sequence, truncated from
-above (truncated importance sampling, https://fengyao.notion.site/off-policy-rl). A filter gives weight 0 to tokens, or to sequences by
-their geometric mean, outside of its bounds.
+w = exp(trainer logprob - sampler logprob), both of the policy that sampled. Weights are per token or the product over a sequence,
+truncated from above (truncated importance sampling, https://fengyao.notion.site/off-policy-rl). A filter sets the weight of tokens, or of
+sequences by their geometric mean, to 0 outside its bounds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Level = Literal["none", "token", "sequence"]
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What is corrected and how. The weights multiply the policy loss of each token.
+    """Importance correction of the policy loss: its weights multiply the loss of each token.
 
-    Denominators of the aggregation and of a sequence's ratio or mean count filtered tokens too, and KL and entropy keep them.
+    Filtered tokens still count in the denominators of the aggregation and of a sequence's ratio or mean, and in KL and entropy terms.
     """
 
     weight: Level = "none"
@@ -42,32 +42,32 @@ class Correction:
         mask: Tensor,  # [N] bool
         sequences: Tensor,  # [N], ascending from 0
     ) -> tuple[Tensor, dict[str, Tensor]]:  # [N]; each [N]
-        """Detached weights, and numbers per token for the report: the weight itself, what was truncated, what was filtered."""
+        """Return detached weights and per-token statistics: weight, truncated, filtered."""
         log_ratio = _log_ratio(trainer_logprobs, sampler_logprobs, mask)
         weights, truncated = mask.to(log_ratio.dtype), torch.zeros_like(mask)
         if self.weight != "none":
-            whole = log_ratio if self.weight == "token" else sequence_sums(log_ratio, mask, sequences)
-            ratio = whole.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            log_weight = log_ratio if self.weight == "token" else sequence_sums(log_ratio, mask, sequences)
+            ratio = log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
             weights, truncated = ratio.clamp(max=self.upper) * mask, (ratio > self.upper) & mask
         stats = {"mismatch_truncated": truncated.to(weights.dtype)}
         if self.filter != "none":
-            whole = log_ratio if self.filter == "token" else sequence_means(log_ratio, mask, sequences)
-            ratio = whole.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            measure = log_ratio if self.filter == "token" else sequence_means(log_ratio, mask, sequences)
+            ratio = measure.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
             outside = ((ratio < self.low) | (ratio > self.high)) & mask
             weights = weights.masked_fill(outside, 0.0)
             stats["mismatch_filtered"] = outside.to(weights.dtype)
         return weights, {**stats, "mismatch_weight": weights}
 
 
-def diagnosis(
+def mismatch_statistics(
     trainer_logprobs: Tensor,  # [N]
     sampler_logprobs: Tensor,  # [N]
     mask: Tensor,  # [N] bool
 ) -> dict[str, Tensor]:  # each [N]
-    """Numbers per token whose means tell how far the sampler is from the trainer.
+    """Return per-token statistics whose means measure the distance between sampler and trainer.
 
     sampler_logprob_difference: |d|; sampler_kl: exp(d) - 1 - d, unbiased for KL(sampler || trainer); sampler_chi2: exp(2 d) - 1, for the
-    chi-squared divergence, which says how much variance a correction by these weights adds. d = trainer - sampler.
+    chi-squared divergence, the variance that a correction by these weights adds. d = trainer - sampler.
     """
     difference = _log_ratio(trainer_logprobs, sampler_logprobs, mask)
     bounded = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

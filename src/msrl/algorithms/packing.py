@@ -1,8 +1,8 @@
-"""From sequences of different lengths to micro-batches without padding between them, and to equal work for every rank.
+"""Packing of sequences into micro-batches without padding between them, and balancing of work over ranks.
 
-T tokens of a sequence, S sequences of a micro-batch, N tokens of it. A micro-batch is aligned with the position that *predicts*:
-`labels[i]` is the token after `token_ids[i]`, and what was given per token [T] (loss mask, advantages, log-probabilities) stands at
-the position before that token. The last position of a sequence predicts nothing.
+T tokens of a sequence, S sequences of a micro-batch, N tokens of it. A micro-batch is aligned with the position that predicts:
+`labels[i]` is the token after `token_ids[i]`, and per-token values [T] (loss mask, advantages, log-probabilities) are stored at the
+position before their token. The last position of a sequence predicts nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, Trainin
 
 
 class Sequences(NamedTuple):
-    """What `micro_batch` takes, in the order of its parameters: `micro_batch(*rl_sequences(samples))`."""
+    """Arguments of `micro_batch`, in the order of its parameters: `micro_batch(*rl_sequences(samples))`."""
 
     token_ids: tuple[Ints, ...]  # S of [T]
     loss_masks: tuple[Bools, ...]  # S of [T]
@@ -27,10 +27,13 @@ class Sequences(NamedTuple):
 
 
 def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of `lengths` in as few bins of at most `capacity` tokens as first-fit decreasing finds (at most 11/9 of the optimum + 1).
+    """Return indices of `lengths` in bins of at most `capacity` tokens (first-fit decreasing: at most 11/9 of the optimum + 1 bins).
 
-    Deterministic: equal lengths go in their original order, every bin lists its items in that order, bins are sorted by their
-    first item. Raises MsrlError when one sequence alone exceeds the capacity.
+    The result is deterministic: equal lengths keep their original order, every bin lists its items in that order, and bins are sorted by
+    their first item.
+
+    Raises:
+        MsrlError: if one sequence alone exceeds the capacity.
     """
     contents: list[list[int]] = []
     room: list[int] = []
@@ -41,21 +44,23 @@ def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
                 f"a sequence of {length} tokens does not fit into a micro-batch of {capacity}: "
                 "raise train.max_tokens_per_micro_batch or shorten the sequences"
             )
-        home = next((b for b, free in enumerate(room) if free >= length), None)
-        if home is None:
+        fitting = next((b for b, free in enumerate(room) if free >= length), None)
+        if fitting is None:
             contents.append([index])
             room.append(capacity - length)
         else:
-            contents[home].append(index)
-            room[home] -= length
+            contents[fitting].append(index)
+            room[fitting] -= length
     return tuple(sorted(tuple(sorted(items)) for items in contents))
 
 
 def balanced(lengths: Sequence[int], num_parts: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of `lengths` in `num_parts` parts of equal count and nearly equal total length, each in original order.
+    """Return indices of `lengths` in `num_parts` parts of equal count and nearly equal total length, each in original order.
 
-    Longest first, in rounds of one item for each part: the longest of a round goes to the part with the least so far.
-    Raises MsrlError when the count is not divisible.
+    Each round assigns the next longest items, one per part: the longest of a round goes to the part with the smallest total.
+
+    Raises:
+        MsrlError: if the count is not divisible by `num_parts`.
     """
     if num_parts < 1 or len(lengths) % num_parts:
         raise MsrlError(f"{len(lengths)} sequences do not divide into {num_parts} equal parts: change the batch or the data-parallel size")
@@ -71,12 +76,12 @@ def balanced(lengths: Sequence[int], num_parts: int) -> tuple[tuple[int, ...], .
 
 
 def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
-    """Rendered conversations as sequences to pack; there are no further fields."""
+    """Return rendered conversations as sequences to pack, without further fields."""
     return Sequences(tuple(e.token_ids for e in examples), tuple(e.loss_mask for e in examples), {})
 
 
 def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
-    """Prompts with their responses; the response is what is learnt, unless the sample is masked out.
+    """Return prompts with their responses as sequences to pack. The loss mask selects the responses of samples that are trained on.
 
     Fields: `advantages` and `sampler_logprobs`, 0 on the prompt.
     """
@@ -92,16 +97,18 @@ def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
 
 def micro_batch(
     token_ids: Sequence[Ints],  # S of [T]
-    loss_masks: Sequence[Bools],  # S of [T], True where the token is to be learnt
+    loss_masks: Sequence[Bools],  # S of [T], True where the token is trained on
     fields: Mapping[str, Sequence[Floats]] | None = None,  # each S of [T], aligned with the tokens
     *,
     pad_to_multiple: int = 1,
 ) -> MicroBatch:
-    """The sequences end to end. What is masked out carries 0 in every field, whatever stood there.
+    """Concatenate sequences into a micro-batch. Every field is 0 at masked positions.
 
-    When `pad_to_multiple` asks for more tokens (sequence parallel needs a multiple of TP), they form one more segment with loss_mask
-    False. It repeats the last token: a token that is in no sequence may have an embedding that nobody has trained. Raises ValueError
-    for no sequences, an empty one, or arrays of different lengths.
+    Padding up to `pad_to_multiple` (sequence parallelism needs a multiple of TP) forms one more segment with loss_mask False. It repeats the
+    last token, because a token outside the data may have an untrained embedding.
+
+    Raises:
+        ValueError: if there are no sequences, an empty sequence, or arrays of different lengths.
     """
     lengths = [len(ids) for ids in token_ids]
     fields = fields or {}
@@ -123,24 +130,24 @@ def per_token(
     values: Floats,  # [N] aligned with the positions of a micro-batch
     cu_seqlens: NDArray[np.int32],  # [S + 1]
 ) -> tuple[Floats, ...]:  # S of [T]
-    """The other way: numbers of a micro-batch (log-probabilities, say) for each token of each segment; the first token has none, so 0.
+    """Return values of a micro-batch (for example log-probabilities) by token of each segment; 0 for a segment's first token.
 
-    They can then be packed differently. A padding segment, where there is one, comes last.
+    This is the inverse of the alignment in `micro_batch`. A padding segment comes last.
     """
     pieces = [values[start:end] for start, end in pairwise(cu_seqlens)]
     return tuple(np.concatenate((np.zeros(1, values.dtype), piece[:-1])) for piece in pieces)
 
 
 def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
-    """Every array moved one position forward, its last position 0, then `padding` zeros."""
-    nothing = np.zeros(1, dtype)
-    pieces = [piece for array in arrays for piece in (array[1:], nothing)]
+    """Shift every array one position forward, fill its last position with 0, and append `padding` zeros."""
+    zero = np.zeros(1, dtype)
+    pieces = [piece for array in arrays for piece in (array[1:], zero)]
     return np.concatenate((*pieces, np.zeros(padding, dtype))).astype(dtype, copy=False)
 
 
 def _behind_prompt(sample: TrainingSample, values: Floats) -> Floats:
     if len(values) != len(sample.response_ids):
-        raise ValueError(f"{len(values)} numbers for a response of {len(sample.response_ids)} tokens")
+        raise ValueError(f"{len(values)} values for a response of {len(sample.response_ids)} tokens")
     return np.concatenate((np.zeros(len(sample.prompt_ids), np.float32), values)).astype(np.float32, copy=False)
 
 

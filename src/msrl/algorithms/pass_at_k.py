@@ -1,8 +1,8 @@
-"""The chance that one of k answers is right, from n >= k answers of which c are (arXiv:2107.03374, section 2.1). P prompts.
+"""pass@k: the probability that one of k answers is right, estimated from n >= k answers with c right ones. P prompts.
 
     pass@k = 1 - C(n - c, k) / C(n, k)
 
-It is unbiased for every k up to n, and pass@1 is the share of right answers, which tables of n answers call mean@n.
+The estimate is unbiased for every k up to n (arXiv:2107.03374, section 2.1). pass@1 is the share of right answers, also called mean@n.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 def pass_at_k(num_right: NDArray[np.int64], num_samples: int, k: int) -> NDArray[np.float64]:  # [P] -> [P]
-    """Of every prompt. Raises ValueError unless 1 <= k <= num_samples."""
+    """Return pass@k of every prompt. Raises ValueError unless 1 <= k <= num_samples."""
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} of {num_samples} samples")
     # C(n - c, k) / C(n, k), one factor for each of the k answers that are drawn.
@@ -22,5 +22,5 @@ def pass_at_k(num_right: NDArray[np.int64], num_samples: int, k: int) -> NDArray
 
 
 def depths(num_samples: int) -> list[int]:
-    """The k that are worth a curve: powers of two, and all samples."""
+    """Return the values of k to report: powers of two, and all samples."""
     return [*(2**power for power in range(num_samples.bit_length()) if 2**power < num_samples), num_samples]

@@ -1,4 +1,4 @@
-"""From scored groups to what is learnt from. P prompts, G completions of each, R response tokens, N tokens of all responses end to end."""
+"""Training samples from scored groups. P prompts, G completions per prompt, N tokens of all responses end to end."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from msrl.types import ScoredGroup, TrainingSample
 
 
 def reward_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.float64]:  # [P, G]
-    """The total reward of every completion. Raises ValueError when groups differ in size."""
+    """Return the total reward of every completion. Raises ValueError if groups differ in size."""
     sizes = {len(group.rewards) for group in groups}
     if len(sizes) != 1:
-        raise ValueError(f"groups of {sorted(sizes)} completions cannot stand in one batch")
+        raise ValueError(f"groups of {sorted(sizes)} completions cannot form one batch")
     return np.array([[reward.total for reward in group.rewards] for group in groups], dtype=np.float64)
 
 
 def score_matrix(groups: Sequence[ScoredGroup], source: str | None) -> NDArray[np.float64]:  # [P, G]
-    """What one source gave every completion; the total reward where `source` is None, or not for a row."""
+    """Return the score of one reward source for every completion; the total reward if `source` is None or does not score a row."""
     if source is None:
         return reward_matrix(groups)
     return np.array([[reward.scores.get(source, reward.total) for reward in group.rewards] for group in groups], dtype=np.float64)
 
 
 def length_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.int64]:  # [P, G]
-    """The response tokens of every completion."""
+    """Return the number of response tokens of every completion."""
     return np.array([[len(completion.token_ids) for completion in group.rollout.completions] for group in groups], dtype=np.int64)
 
 
 def truncated_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.bool_]:  # [P, G]
-    """Whether a completion was cut at its longest length."""
+    """Return which completions were truncated at the maximum length."""
     return np.array([[completion.finish_reason == "length" for completion in group.rollout.completions] for group in groups])
 
 
@@ -40,7 +40,7 @@ def training_samples(
     advantages: NDArray[np.floating],  # [N]
     keep: NDArray[np.bool_],  # [P, G]
 ) -> tuple[TrainingSample, ...]:  # P * G, group by group
-    """One sample for each completion. Raises ValueError when the shapes disagree."""
+    """Return one sample per completion. Raises ValueError if the shapes disagree."""
     lengths = length_matrix(groups)
     if advantages.shape != (int(lengths.sum()),) or keep.shape != lengths.shape:
         sizes = f"{int(lengths.sum())} tokens of {lengths.shape} responses"

@@ -1,4 +1,4 @@
-"""Which samples are learnt from, and how much each counts. P prompts, G completions of each."""
+"""Selection and weighting of training samples. P prompts, G completions per prompt."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from msrl.algorithms.token_rewards import Reals
 Flags = NDArray[np.bool_]
 
 
-def kept(
+def trained_samples(
     scores: Reals,  # [P, G]
-    truncated: Flags,  # [P, G], True where the response was cut at its longest length
+    truncated: Flags,  # [P, G], True for truncated responses
     *,
     drop_truncated: bool,
     drop_equal_groups: bool,
     difficulty: tuple[float, float] | None = None,
 ) -> Flags:  # [P, G]
-    """Which samples have a part in the loss and in its denominators.
+    """Return the samples that count in the loss and in its denominators.
 
-    Left out are, if so wished: truncated responses (overlong filtering, arXiv:2503.14476, section 3.4); groups of equal rewards, which
-    teach nothing; groups whose mean reward is not strictly between the two bounds of `difficulty`.
+    Options drop truncated responses (overlong filtering, arXiv:2503.14476, section 3.4), groups of equal rewards, which are not
+    informative, and groups whose mean reward is not strictly between the two bounds of `difficulty`.
     """
     keep = ~truncated if drop_truncated else np.ones_like(truncated)
     if drop_equal_groups:
@@ -32,18 +32,21 @@ def kept(
     return keep
 
 
-def teaching(scores: Reals, kind: str, low: float | None = None, high: float | None = None) -> Flags:  # [P, G] -> [P]
-    """Which groups there is something to learn from: `all_equal` leaves out those of equal scores (dynamic sampling, arXiv:2503.14476,
-    section 3.2), `mean` those whose mean is not strictly between `low` and `high`, `std` those whose deviation (of the population) is
-    not above `low`, `none` nothing. A bound that is None is none.
+def informative_groups(scores: Reals, kind: str, low: float | None = None, high: float | None = None) -> Flags:  # [P, G] -> [P]
+    """Return which groups are informative.
+
+    `all_equal` drops groups of equal scores (dynamic sampling, arXiv:2503.14476, section 3.2), `mean` drops groups whose mean is not strictly
+    between `low` and `high`, `std` drops groups whose population standard deviation is not above `low`, and `none` drops nothing. None
+    disables a bound.
     """
     if kind == "none":
         return np.ones(len(scores), dtype=np.bool_)
     if kind == "all_equal":
         return scores.max(axis=1) != scores.min(axis=1)
     is_equal = scores.max(axis=1) == scores.min(axis=1)  # the deviation of equal numbers is not always 0 in floating point
-    measured = scores.mean(axis=1) if kind == "mean" else np.where(is_equal, 0.0, scores.std(axis=1))
-    return (measured > (-np.inf if low is None else low)) & (measured < (np.inf if high is None else high))
+    measure = scores.mean(axis=1) if kind == "mean" else np.where(is_equal, 0.0, scores.std(axis=1))
+    lower, upper = -np.inf if low is None else low, np.inf if high is None else high
+    return (measure > lower) & (measure < upper)
 
 
 def sample_weights(
@@ -53,9 +56,10 @@ def sample_weights(
     by_length: bool,
     difficulties: Reals | None = None,  # [P], 0 easy to 1 hard
 ) -> Reals:  # [P, G]
-    """Factors of the samples' policy loss, of mean 1 over the kept samples of the step.
+    """Return factors of the samples' policy loss with mean 1 over the selected samples of the step.
 
-    By difficulty 0.5 + 1.5 d; by length 1.5 for the shortest down to 0.5 for the longest response; both: their product.
+    The factor by difficulty d is 0.5 + 1.5 d. The factor by length falls from 1.5 for the shortest response to 0.5 for the longest. Both are
+    multiplied.
     """
     weights = np.ones(lengths.shape)
     if difficulties is not None:

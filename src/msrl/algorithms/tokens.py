@@ -1,8 +1,8 @@
-"""What policy losses are computed from: the tokens of a micro-batch with their likelihood ratios. N tokens, S sequences.
+"""Input of the policy losses: the tokens of a micro-batch with their likelihood ratios. N tokens, S sequences.
 
 The ratio of token t is r_t = exp(logprob - old logprob). The ratio of its sequence has the value s = exp(mean over tokens of log r) and is
-differentiated by the token's own log-probability: sg[s] pi_t / sg[pi_t], where sg is a constant of the gradient (GSPO-token,
-arXiv:2507.18071, section 4.3). So each token's advantage, weight and clip reach that token alone; where advantages are equal within a
+differentiated by the token's own log-probability: sg[s] pi_t / sg[pi_t], where sg stops the gradient (GSPO-token,
+arXiv:2507.18071, section 4.3). So each token's advantage, weight and clip affect only that token. If advantages are equal within a
 sequence, value and gradient are those of GSPO. Masked positions are replaced before any exp or product.
 """
 
@@ -20,7 +20,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokens:
-    """Everything a policy loss may ask for; numbers are 0, and without gradient, at masked positions."""
+    """Values that a policy loss can use. They are 0, without gradient, at masked positions."""
 
     logprobs: Tensor  # [N], differentiable
     token_log_ratio: Tensor  # [N], differentiable; log r of each token
@@ -40,7 +40,7 @@ class PolicyTokens:
         *,
         ratio: Ratio = "token",
     ) -> PolicyTokens:
-        """The clamp of log r only matters where exp would overflow; a token (or sequence) beyond it has no gradient through its ratio."""
+        """Compute ratios. Log-ratios are clamped to +-20 to prevent overflow; beyond the clamp a ratio has no gradient."""
         clean, old = precise(logprobs).masked_fill(~mask, 0.0), precise(old_logprobs).detach().masked_fill(~mask, 0.0)
         token = clean - old
         log_ratio = token if ratio == "token" else _sequence_log_ratio(clean, token, mask, sequences)
@@ -56,14 +56,14 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """What a policy loss returns: the loss of every token, and detached numbers per token whose means are reported."""
+    """Result of a policy loss: the loss of every token, and detached per-token statistics whose means are reported."""
 
     loss: Tensor  # [N], differentiable, 0 at masked positions
     stats: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N]
 
 
 def precise(values: Tensor) -> Tensor:
-    """At least float32: half precision has too few digits for a difference of log-probabilities."""
+    """Return `values` in float32 or float64: half precision has too few digits for a difference of log-probabilities."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
@@ -73,9 +73,9 @@ def _sequence_log_ratio(logprobs: Tensor, token_log_ratio: Tensor, mask: Tensor,
 
 
 def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]
-    """The sum over the unmasked tokens of a sequence, at each of its positions.
+    """Return the sum over the unmasked tokens of each sequence, repeated at each of its positions.
 
-    Added up along rows of a padded matrix: the same bits every time, on every device, which scattered additions don't promise.
+    The sum runs along the rows of a padded matrix, because scattered additions are not deterministic on all devices.
     """
     clean = values.masked_fill(~mask, 0.0)
     if not len(clean):
@@ -87,5 +87,5 @@ def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  #
 
 
 def sequence_means(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]
-    """The mean over the unmasked tokens of a sequence, at each of its positions."""
+    """Return the mean over the unmasked tokens of each sequence, repeated at each of its positions."""
     return sequence_sums(values, mask, sequences) / sequence_sums(mask.to(values.dtype), mask, sequences).clamp(min=1.0)

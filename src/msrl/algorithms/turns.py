@@ -1,6 +1,6 @@
-"""Episodes of several turns: which tokens belong to which turn, and in which state a turn began.
+"""Turns of multi-turn episodes: the tokens of each turn and the state in which it began.
 
-P prompts, G episodes of each, K turns of all episodes end to end, N tokens of all of them.
+P prompts, G episodes per prompt, K turns of all episodes end to end, N tokens of all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msrl.errors import MsrlError
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """A turn is what the policy says until the environment answers. Equal `states` of one prompt's turns mean the same observation."""
+    """Turns of a step. A turn is the policy's text up to the environment's next reply; equal `states` of one prompt are equal observations."""
 
     counts: NDArray[np.int64]  # [P, G], turns of each episode
     lengths: NDArray[np.int64]  # [K], tokens of each turn
@@ -29,27 +29,29 @@ class Turns:
 
     @property
     def prompts(self) -> NDArray[np.int64]:  # [K]
-        """The prompt that each turn belongs to."""
+        """Index of the prompt that each turn belongs to."""
         return np.repeat(np.arange(len(self.counts)), self.counts.sum(axis=1))
 
     def rewards(self, per_token: Reals) -> Reals:  # [N] -> [K]
-        """What the tokens of each turn got."""
+        """Return the reward of each turn: the sum over its tokens."""
         number = np.repeat(np.arange(len(self.lengths)), self.lengths)
         if number.shape != per_token.shape:
-            raise ValueError(f"{per_token.shape} rewards of tokens for turns of {len(number)} tokens")
+            raise ValueError(f"{per_token.shape} token rewards for turns of {len(number)} tokens")
         return np.bincount(number, weights=per_token, minlength=len(self.lengths)).astype(np.float64)
 
     def returns(self, rewards: TokenRewards, gamma: float) -> Reals:  # [K]
-        """What each turn and those after it in its episode got, a turn later counting `gamma` times as much."""
+        """Return the discounted return of every turn in its episode; each later turn counts `gamma` times as much."""
         return discounted(self.rewards(rewards.per_token()), self.counts.ravel(), gamma)
 
     def everywhere(self, values: Reals) -> Reals:  # [K] -> [N]
-        """A number of each turn, on all of its tokens."""
+        """Repeat one value per turn for all of its tokens."""
         return np.repeat(values, self.lengths)
 
 
-def needed(turns: Turns | None, estimator: str) -> Turns:
-    """Raises MsrlError where rollouts have one turn, of which nothing is known."""
+def require_turns(turns: Turns | None, estimator: str) -> Turns:
+    """Return `turns`. Raises MsrlError if the rollouts have no turns."""
     if turns is None:
-        raise MsrlError(f"algo.advantage.estimator={estimator}: needs episodes of several turns, and rollouts have one; use another")
+        raise MsrlError(
+            f"algo.advantage.estimator={estimator}: needs multi-turn episodes, but rollouts have one turn. Use another estimator."
+        )
     return turns

@@ -94,7 +94,9 @@ def _versions(platform: Platform) -> Iterator[Finding]:
         try:
             found = metadata.version(package)
         except metadata.PackageNotFoundError:
-            yield Finding("wrong", package, f"not installed; {package}{wanted} fits: pip install 'msrl[{platform.name}]' (see docs/installation.md)")
+            yield Finding(
+                "wrong", package, f"not installed; {package}{wanted} fits: pip install 'msrl[{platform.name}]' (see docs/installation.md)"
+            )
             continue
         fits = SpecifierSet(wanted).contains(found, prereleases=True)
         yield Finding("ok" if fits else "note", package, found if fits else f"{found}; tried and known to fit: {wanted}")

@@ -1,4 +1,4 @@
-"""What the estimators that compare the completions of one prompt share. P prompts, G completions of each."""
+"""Shared code of the estimators that compare the completions of one prompt. P prompts, G completions per prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from msrl.errors import MsrlError
 
 
 def group_totals(rewards: TokenRewards, estimator: str) -> Reals:  # [P, G]
-    """The reward of every response. Raises MsrlError for groups of one completion, which have nothing to be compared with."""
+    """Return the reward of every response. Raises MsrlError for groups of one completion."""
     totals = rewards.totals()
     if totals.shape[1] < 2:
         raise MsrlError(
@@ -17,7 +17,7 @@ def group_totals(rewards: TokenRewards, estimator: str) -> Reals:  # [P, G]
     return totals
 
 
-def centred(totals: Reals) -> Reals:  # [P, G] -> [P, G]
-    """The distance from the group's mean, exactly 0 in a group of equal rewards (whose mean may be rounded)."""
+def centered(totals: Reals) -> Reals:  # [P, G] -> [P, G]
+    """Return the distance from the group's mean; exactly 0 in a group of equal rewards, whose mean may be rounded."""
     equal = totals.max(axis=1, keepdims=True) == totals.min(axis=1, keepdims=True)
     return (totals - totals.mean(axis=1, keepdims=True)) * ~equal

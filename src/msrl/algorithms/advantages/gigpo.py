@@ -2,7 +2,7 @@
 
 A_episode compares the episodes of one prompt by their rewards. A_turn compares the turns of one prompt that began in the same
 state, whichever episode they are of, by their discounted returns. Each is the distance from the mean, divided by the
-deviation (unbiased, plus eps) where `normalise` says so. P prompts, G episodes of each, K turns, N tokens.
+deviation (unbiased, plus eps) where `normalise` says so. P prompts, G episodes per prompt, K turns, N tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from msrl.algorithms import turns as episodes
-from msrl.algorithms.advantages._groups import centred, group_totals
+from msrl.algorithms.advantages._groups import centered, group_totals
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.algorithms.turns import Turns
 
@@ -21,15 +21,15 @@ NEEDS_TURNS = True
 def advantages(
     rewards: TokenRewards, *, turns: Turns | None, eps: float, omega: float = 1.0, step_gamma: float = 0.95, normalise: bool = True
 ) -> Reals:  # [N]
-    """The same number on all tokens of a turn. What has nothing to be compared with, or equals it all, gets exactly 0."""
-    given, totals = episodes.needed(turns, "gigpo"), group_totals(rewards, "gigpo")
-    of_episodes = centred(totals) / (totals.std(axis=1, ddof=1, keepdims=True) + eps if normalise else 1.0)
-    returns = given.returns(rewards, step_gamma)
-    of_turns = np.zeros_like(returns)
-    _, anchors = np.unique(np.stack((given.prompts, given.states)), axis=1, return_inverse=True)
+    """Return one value for all tokens of a turn; exactly 0 for a turn without others to compare with, or equal to all of them."""
+    checked, totals = episodes.require_turns(turns, "gigpo"), group_totals(rewards, "gigpo")
+    episode_advantages = centered(totals) / (totals.std(axis=1, ddof=1, keepdims=True) + eps if normalise else 1.0)
+    returns = checked.returns(rewards, step_gamma)
+    turn_advantages = np.zeros_like(returns)
+    _, anchors = np.unique(np.stack((checked.prompts, checked.states)), axis=1, return_inverse=True)
     for anchor in range(int(anchors.max(initial=-1)) + 1):
-        here = np.flatnonzero(anchors == anchor)
-        if len(here) > 1:
-            deviation = returns[here].std(ddof=1) + eps if normalise else 1.0
-            of_turns[here] = centred(returns[None, here])[0] / deviation
-    return rewards.everywhere(of_episodes) + omega * given.everywhere(of_turns)
+        members = np.flatnonzero(anchors == anchor)
+        if len(members) > 1:
+            deviation = returns[members].std(ddof=1) + eps if normalise else 1.0
+            turn_advantages[members] = centered(returns[None, members])[0] / deviation
+    return rewards.everywhere(episode_advantages) + omega * checked.everywhere(turn_advantages)

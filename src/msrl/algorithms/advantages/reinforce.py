@@ -1,6 +1,6 @@
 """REINFORCE (Williams 1992): the return, A_t = sum over k >= t of gamma^(k - t) r_k, with no baseline. N tokens.
 
-Of all estimators the one of highest variance: where every reward has the same sign, all responses are pushed the same way.
+This estimator has the highest variance: if all rewards have the same sign, the probability of all responses moves in the same direction.
 """
 
 from __future__ import annotations
@@ -9,5 +9,5 @@ from msrl.algorithms.token_rewards import Reals, TokenRewards
 
 
 def advantages(rewards: TokenRewards, *, gamma: float) -> Reals:  # [N]
-    """The discounted return of every token. Groups of one completion are fine."""
+    """Return the discounted return of every token. Groups of one completion are allowed."""
     return rewards.returns(gamma)

@@ -1,6 +1,6 @@
 """REINFORCE over the turns of an episode (Williams 1992): the return of a turn, sum over later turns k of step_gamma^(k - t) r_k.
 
-K turns, N tokens. A turn gets what all of its tokens get; discounting goes by turns, so that long answers are no further away.
+K turns, N tokens. A turn's reward is the sum over its tokens. Discounting is by turn, so that the length of a turn has no effect.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ NEEDS_TURNS = True
 
 
 def advantages(rewards: TokenRewards, *, turns: Turns | None, step_gamma: float = 0.95) -> Reals:  # [N]
-    """The same number on all tokens of a turn. No baseline: whiten it, or use gigpo."""
-    given = episodes.needed(turns, "step_reinforce")
-    return given.everywhere(given.returns(rewards, step_gamma))
+    """Return one value for all tokens of a turn. There is no baseline: whiten the advantages or use gigpo."""
+    checked = episodes.require_turns(turns, "step_reinforce")
+    return checked.everywhere(checked.returns(rewards, step_gamma))

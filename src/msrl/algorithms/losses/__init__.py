@@ -1,9 +1,8 @@
-"""Policy losses: each file is an `algo.policy_loss` of its name.
+"""Policy losses. Each file defines the `algo.policy_loss` of its name.
 
-Its main function is `policy_loss(tokens: PolicyTokens, *, ...) -> TokenLosses`, the loss of every token; how tokens become one number is
-the aggregation's business. `clip_low`, `clip_high` and `dual`, where it names them without a default, are those of `algo.clip`; parameters
-with a default are its own, set by `algo.options`. A module with `OWN_RATIO = True` defines its ratio itself and takes no `algo.ratio`.
-A module with `ONE_ADVANTAGE = True` is defined only where all tokens of a sequence have the same advantage and the same mismatch weight.
-Positive factors of the advantages are factors of what a loss makes of them: sample weights multiply the advantages. Mismatch corrections
-multiply the losses of the tokens.
+Its main function is `policy_loss(tokens: PolicyTokens, *, ...) -> TokenLosses` and returns the loss of every token; `aggregate.py` reduces
+them to one number. Parameters `clip_low`, `clip_high` and `dual` without a default receive the values of `algo.clip`. Parameters with a
+default are options of the loss, set in `algo.options`. A module with `OWN_RATIO = True` defines its own ratio and takes no `algo.ratio`.
+A module with `ONE_ADVANTAGE = True` needs one advantage and one mismatch weight per sequence. A loss must be positively homogeneous in the
+advantages, because sample weights multiply them. Mismatch corrections multiply the token losses.
 """

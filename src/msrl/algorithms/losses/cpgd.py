@@ -1,7 +1,7 @@
-"""CPGD (arXiv:2505.12504): the log ratio is clipped instead of the ratio, and drifting from the old policy costs. N tokens, d = log r.
+"""CPGD (arXiv:2505.12504): clips the log-ratio instead of the ratio and penalizes drift from the old policy. N tokens, d = log r.
 
 A token's loss is -min(d A, clip(d, log(1 - low), log(1 + high)) A) + drift * D(d). D estimates KL(old || new) by e^d - 1 - d, whose
-gradient e^d - 1 is capped at `drift_clip`, as the paper caps it: beyond, D goes on as a straight line.
+gradient e^d - 1 is capped at `drift_clip` as in the paper: beyond it D is linear.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msrl.algorithms.tokens import PolicyTokens, TokenLosses
 def policy_loss(
     tokens: PolicyTokens, *, clip_low: float, clip_high: float, drift: float = 0.01, drift_clip: float = 0.2
 ) -> TokenLosses:  # fmt: skip
-    """Reported: `clip_fraction`, tokens whose gradient the clip took away, and `policy_drift`, the mean of D."""
+    """Return token losses. Statistics: `clip_fraction`, tokens whose gradient the clip removes, and `policy_drift`, the mean of D."""
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
     plain = log_ratio * advantages
     clipped = log_ratio.clamp(math.log1p(-clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high)) * advantages
@@ -27,7 +27,7 @@ def policy_loss(
 
 
 def policy_drift(log_ratio: Tensor, cap: float) -> Tensor:  # [N] -> [N]
-    """D(d): its derivative is min(e^d - 1, cap)."""
+    """Return D(d), whose derivative is min(e^d - 1, cap)."""
     knee = math.log1p(cap)
     bounded = log_ratio.clamp(max=knee)
     return bounded.exp() - 1.0 - bounded + cap * (log_ratio - bounded)

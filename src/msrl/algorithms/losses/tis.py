@@ -1,6 +1,6 @@
-"""Truncated importance sampling: a token's loss is -sg(min(r, 1)) A log p, sg a constant of the gradient. N tokens.
+"""Truncated importance sampling: a token's loss is -sg(min(r, 1)) A log p, where sg stops the gradient. N tokens.
 
-The policy gradient off-policy, with weights that cannot grow; unlike a clip it takes no token's gradient away.
+This is the off-policy policy gradient with bounded weights. Unlike a clip it removes no token's gradient.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from msrl.algorithms.tokens import PolicyTokens, TokenLosses
 
 
 def policy_loss(tokens: PolicyTokens, *, cap: float = 1.0) -> TokenLosses:
-    """Ratios above `cap` count as `cap`. Reported: `clip_fraction`, tokens where they did."""
+    """Return token losses with ratios of at most `cap`. Statistic: `clip_fraction`, tokens whose ratio is truncated."""
     ratio = tokens.log_ratio.detach().exp()
-    cut = ((ratio > cap) & tokens.mask).to(ratio.dtype)
-    return TokenLosses(-ratio.clamp(max=cap) * tokens.advantages * tokens.logprobs, {"clip_fraction": cut})
+    truncated = ((ratio > cap) & tokens.mask).to(ratio.dtype)
+    return TokenLosses(-ratio.clamp(max=cap) * tokens.advantages * tokens.logprobs, {"clip_fraction": truncated})

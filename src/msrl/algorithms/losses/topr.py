@@ -1,7 +1,7 @@
 """Tapered off-policy REINFORCE (TOPR, arXiv:2503.14286, equation 6). N tokens.
 
-Sequences of positive advantage are learnt as they are, -A log p; those of negative advantage with the truncated ratio of the whole
-sequence, -sg(min(pi(y) / mu(y), 1)) A log p, where pi(y) / mu(y) is the product of its tokens' ratios and sg a constant of the gradient.
+The loss of sequences with positive advantage is -A log p. Sequences with negative advantage have the truncated ratio of the sequence as a
+weight: -sg(min(pi(y) / mu(y), 1)) A log p, where pi(y) / mu(y) is the product of the token ratios and sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OWN_RATIO = True
 
 
 def policy_loss(tokens: PolicyTokens, *, level: Literal["sequence", "token"] = "sequence", cap: float = 1.0) -> TokenLosses:
-    """`level: token` truncates the ratio of each token instead. Reported: `taper`, the mean weight, below 1 where negatives are tapered."""
+    """Return token losses. `level: token` truncates each token's ratio instead. Statistic: `taper`, the mean weight."""
     log_ratio = tokens.token_log_ratio.detach()
     if level == "sequence":
         log_ratio = sequence_sums(log_ratio, tokens.mask, tokens.sequences)

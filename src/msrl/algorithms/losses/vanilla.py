@@ -1,6 +1,6 @@
 """The plain policy gradient (REINFORCE): a token's loss is -A log p. N tokens.
 
-There is no ratio: it is right for the policy that sampled, so for a single update of a rollout.
+There is no ratio, so the gradient is right only for the policy that sampled: use one update per rollout.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ OWN_RATIO = True
 
 
 def policy_loss(tokens: PolicyTokens) -> TokenLosses:
-    """Nothing is clipped and nothing more is reported."""
+    """Return token losses without statistics."""
     return TokenLosses(-tokens.advantages * tokens.logprobs)

@@ -17,7 +17,7 @@ from torch import Tensor
 from msrl import registry
 from msrl.algorithms import kl
 from msrl.algorithms.aggregate import weighted_sum
-from msrl.algorithms.mismatch import Correction, diagnosis
+from msrl.algorithms.mismatch import Correction, mismatch_statistics
 from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, Ratio, TokenLosses
 from msrl.algorithms.value import value_loss
 
@@ -132,7 +132,7 @@ class PolicyLoss:
         """Factors of the policy loss that make up for the sampler being another engine, and how far it is away."""
         if "sampler_logprobs" not in fields:
             return torch.ones_like(before), {}
-        stats = diagnosis(before, fields["sampler_logprobs"], mask)
+        stats = mismatch_statistics(before, fields["sampler_logprobs"], mask)
         factors = torch.ones_like(before)
         if self.correction.is_on:
             factors, more = self.correction(before, fields["sampler_logprobs"], mask, sequences)

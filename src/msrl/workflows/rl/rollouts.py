@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from msrl.algorithms.samples import score_matrix
-from msrl.algorithms.selection import Flags, teaching
+from msrl.algorithms.selection import Flags, informative_groups
 from msrl.config.schema import FilterConfig
 from msrl.rewards.score import Scorer, Scores
 from msrl.types import Prompt, ScoredGroup
@@ -98,7 +98,7 @@ class Rollouts:
 
 def teaching_groups(section: FilterConfig, groups: Sequence[ScoredGroup]) -> Flags:  # [P]
     """Which groups `rollout.filter` leaves in."""
-    return teaching(score_matrix(groups, section.source), section.kind, section.low, section.high)
+    return informative_groups(score_matrix(groups, section.source), section.kind, section.low, section.high)
 
 
 def _joined(first: Scores, second: Scores) -> Scores:

@@ -17,7 +17,7 @@ from msrl.algorithms import kl_controller
 from msrl.algorithms.mismatch import Correction
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
-from msrl.algorithms.selection import Flags, kept, sample_weights
+from msrl.algorithms.selection import Flags, sample_weights, trained_samples
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.config.schema import AlgoConfig, Config
 from msrl.plan.derived import aggregate_constant, needs_critic, updates_per_step
@@ -180,7 +180,7 @@ def policy_loss(config: Config) -> PolicyLoss:
 def kept_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
     """Which samples have a part in the updates."""
     mask = config.algo.mask
-    found = kept(
+    found = trained_samples(
         reward_matrix(groups), truncated_matrix(groups),
         drop_truncated=mask.truncated, drop_equal_groups=mask.equal_groups, difficulty=mask.difficulty,
     )  # fmt: skip
