@@ -26,9 +26,17 @@ def shared_data(*parts: str) -> Path:
 
 
 def _pattern(fragment: object) -> str:
-    """Return the regular expression of a fragment; a number at its edge must end there: `steps=3` does not match `steps=30`."""
+    """Return the regular expression of a fragment.
+
+    A number at its edge must end there: `steps=3` does not match `steps=30`. What has letters alone must begin a word: `folder` does not
+    match `test_folder_...`, the name that pytest gives to the temporary folder of a test.
+    """
     text = str(fragment)
-    before = r"(?<![\d.])" if text[:1].isdigit() else ""
+    before = ""
+    if re.fullmatch("[A-Za-z ]+", text):
+        before = r"(?<![A-Za-z0-9_])"
+    elif text[:1].isdigit():
+        before = r"(?<![\d.])"
     after = r"(?!\d|\.\d)" if text[-1:].isdigit() else ""
     return before + re.escape(text) + after
 

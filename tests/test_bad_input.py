@@ -103,7 +103,7 @@ def test_truncated_weights_are_named(folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("rows", "flags", "message"),
     [
-        ([], (), ("rows",)),
+        ([], (), ("no rows",)),
         ([{"question": "x", "answer": "#### 1"}], ("--output-prefix", "out/"), ("output_prefix=out/", "folder")),
         ([{"question": "x", "answer": "#### 1"}], ("--handler", "gsm9k"), ("preprocess.handler=gsm9k", "'gsm8k'")),
         ([{"question": "x", "answer": "#### 1"}], ("--template", "qwen_r2"), ("preprocess.template=qwen_r2", "'qwen_r1'")),

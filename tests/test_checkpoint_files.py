@@ -344,7 +344,7 @@ def test_weights_that_do_not_fit_the_config_are_named(tmp_path: Path, changes: d
 def test_other_folders_are_refused_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(MsrlError, match=mentions("none", "folder")):
         open_weights(tmp_path / "none")
-    with pytest.raises(MsrlError, match=mentions("empty")):
+    with pytest.raises(MsrlError, match=mentions(tmp_path, "empty")):
         open_weights(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     with pytest.raises(MsrlError, match=mentions("model.safetensors", "weights")):

@@ -85,7 +85,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
 
 
 def test_input_that_names_nothing_is_refused(tmp_path):
-    for item, message in ((tmp_path, "holds no"), (tmp_path / "*.jsonl", "*.jsonl"), (tmp_path / "x", "file or folder")):
+    for item, message in ((tmp_path, ".jsonl"), (tmp_path / "*.jsonl", "*.jsonl"), (tmp_path / "x", "file or folder")):
         with pytest.raises(MsrlError, match=mentions(item, message)):
             find_files([str(item)])
 
@@ -370,7 +370,7 @@ def test_data_without_rows_is_refused(tmp_path):
     prefix = mindspeed_files(tmp_path, {"input_ids": [], "attention_mask": [], "labels": []})
     write(tmp_path, "data_text_document", [])
     for dataset in (SftDataset, PromptDataset, TextDataset):
-        with pytest.raises(MsrlError, match=mentions("data prefix", "_document.idx", "rows")):
+        with pytest.raises(MsrlError, match=mentions("data prefix", "_document.idx", "no rows")):
             dataset(prefix)
 
 

@@ -140,7 +140,7 @@ def test_tools_and_their_calls_are_shown_as_the_models_own_template_shows_them(t
 
 
 def test_an_input_without_rows_is_refused(tmp_path, renderer):
-    with pytest.raises(MsrlError, match=mentions("rows")):
+    with pytest.raises(MsrlError, match=mentions("no rows")):
         generate.read_requests(GenerateConfig(input=str(rows_file(tmp_path))), renderer)
 
 

@@ -242,7 +242,7 @@ def test_mistake_is_one_clear_message_and_nothing_is_written(tmp_path, settings,
 
 def test_empty_dataset_is_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text("\n\n")
-    with pytest.raises(MsrlError, match=mentions("rows")):
+    with pytest.raises(MsrlError, match=mentions("no rows")):
         preprocess(tmp_path / "x", input=[str(tmp_path / "x.jsonl")], handler="gsm8k")
 
 
