@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +23,48 @@ def shared_data(*parts: str) -> Path:
     if not path.exists():
         pytest.skip(f"real inputs are not here: {path} (set MSRL_TEST_DATA)")
     return path
+
+
+def _pattern(fragment: object) -> str:
+    """Return the regular expression of a fragment.
+
+    A number at its edge must end there: `steps=3` does not match `steps=30`. What has letters alone must begin a word: `folder` does not
+    match `test_folder_...`, the name that pytest gives to the temporary folder of a test.
+    """
+    text = str(fragment)
+    before = ""
+    if re.fullmatch("[A-Za-z ]+", text):
+        before = r"(?<![A-Za-z0-9_])"
+    elif text[:1].isdigit():
+        before = r"(?<![\d.])"
+    after = r"(?!\d|\.\d)" if text[-1:].isdigit() else ""
+    return before + re.escape(text) + after
+
+
+def mentions(*fragments: object) -> str:
+    """Return a regular expression for `pytest.raises(match=...)` that requires all fragments, in any order and letter case.
+
+    A test of a message names the key, the value and one keyword, so that the sentence around them may be reworded.
+    """
+    return r"(?is)\A" + "".join(f"(?=.*{_pattern(fragment)})" for fragment in fragments)
+
+
+def assert_mentions(message: object, *fragments: object) -> None:
+    """Assert that a text, or the text of an exception, contains all fragments, in any order and letter case."""
+    text = str(message)
+    absent = [str(fragment) for fragment in fragments if not re.search(_pattern(fragment), text, re.IGNORECASE)]
+    assert not absent, f"{absent} missing in: {text}"
+
+
+def assert_each_mentions(messages: Iterable[object], *expected: Iterable[object]) -> None:
+    """Assert that there are as many messages as expected, and that each contains all of its fragments."""
+    texts = [str(message) for message in messages]
+    assert len(texts) == len(expected), "\n".join(texts)
+    for text, fragments in zip(texts, expected, strict=True):
+        assert_mentions(text, *fragments)
+
+
+def labelled(rows: Mapping[str, Any], *keywords: str) -> Any:
+    """Return the value of the only row whose label contains all keywords."""
+    (value,) = [value for label, value in rows.items() if all(keyword in label for keyword in keywords)]
+    return value

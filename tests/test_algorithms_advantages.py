@@ -17,6 +17,7 @@ from msrl.algorithms.turns import Turns
 from msrl.errors import MsrlError
 from msrl.trainer.objective.losses import taken
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
+from support import mentions
 
 PACKAGE = "msrl.algorithms.advantages"
 ESTIMATORS = registry.names(PACKAGE)
@@ -117,7 +118,7 @@ def test_equal_rewards_give_exactly_zero_where_completions_are_compared(name, va
 def test_no_estimator_makes_a_nan_of_equal_rewards_or_single_completions(name):
     assert np.isfinite(estimate(name, rewards(np.full((2, 3), 0.1)))).all()
     if name in COMPARING:
-        with pytest.raises(MsrlError, match=r"samples_per_prompt=1.*set 2 or more"):
+        with pytest.raises(MsrlError, match=mentions("samples_per_prompt=1", name)):
             estimate(name, rewards(np.zeros((4, 1))))
     else:
         assert np.isfinite(estimate(name, rewards([[1.0], [0.0]]))).all()
@@ -183,9 +184,9 @@ def test_returns_of_turns_discount_by_turn_and_not_by_token():
 
 @pytest.mark.parametrize("name", TURNS)
 def test_what_compares_turns_says_that_it_needs_several(name):
-    with pytest.raises(MsrlError, match=rf"{name}: needs episodes of several turns"):
+    with pytest.raises(MsrlError, match=mentions(f"estimator={name}", "turns")):
         estimate(name, rewards([[1.0, 0.0]]), turns=None)
-    with pytest.raises(ValueError, match="turns of 3 tokens"):
+    with pytest.raises(ValueError, match=mentions("rewards", "turns", "3")):
         estimate(name, rewards([[1.0, 0.0]]), turns=turns_of([[1, 1]], [1, 2], [0, 0]))
 
 
@@ -198,7 +199,7 @@ def test_rewards_of_tokens_and_of_responses_add_up():
     both = rewards([[1.0, 2.0]], [[2, 1]], np.array([0.5, 0.25, -1.0]))
     assert both.per_token().tolist() == [0.5, 1.25, 1.0]
     assert both.totals().tolist() == [[1.75, 1.0]]
-    with pytest.raises(ValueError, match="3 tokens"):
+    with pytest.raises(ValueError, match=mentions("rewards", "3")):
         rewards([[1.0, 2.0]], [[2, 1]], np.zeros(2))
 
 
@@ -288,7 +289,7 @@ def test_every_completion_becomes_a_sample_with_its_own_advantages():
 
 
 def test_groups_of_different_size_and_wrong_shapes_are_refused():
-    with pytest.raises(ValueError, match="cannot stand in one batch"):
+    with pytest.raises(ValueError, match=mentions("groups", "[1, 2]", "completions")):
         reward_matrix([scored_group([1.0], [1]), scored_group([1.0, 2.0], [1, 1])])
-    with pytest.raises(ValueError, match="2 tokens"):
+    with pytest.raises(ValueError, match=mentions("advantages", "(3,)", "tokens")):
         training_samples([scored_group([1.0, 0.0], [1, 1])], np.zeros(3), np.ones((1, 2), bool))

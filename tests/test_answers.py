@@ -16,6 +16,7 @@ import pytest
 from msrl.errors import MsrlError
 from msrl.types import Completion
 from msrl.workflows.serve.answers import line, opened, takes_no_unicode
+from support import assert_mentions, mentions
 from tiny_qwen2 import save_model
 
 COMMAND = "import sys; from msrl.cli.app import main; main()"
@@ -28,7 +29,7 @@ def test_what_was_answered_before_an_interrupt_is_kept_under_another_name(tmp_pa
         raise KeyboardInterrupt
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl.partial"]
     assert (tmp_path / "new" / "out.jsonl.partial").read_text() == '{"id": 1}\n{"id": 2}\n'
-    assert capsys.readouterr().err == f"{out}.partial: the rows that were answered; out.jsonl was not written\n"
+    assert_mentions(capsys.readouterr().err, f"{out}.partial", "rows")
 
 
 def test_an_interrupt_before_the_first_answer_leaves_nothing(tmp_path: Path):
@@ -42,13 +43,13 @@ def test_a_disk_that_takes_no_more_is_one_message_and_the_rows_that_it_took_are_
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))  # bytes of a file, in which pytest keeps what is printed too, but for capsys
     try:
-        with pytest.raises(MsrlError, match=r"generate.output=.*: cannot be written \(File too large\); make room"), opened(out) as take:
+        with pytest.raises(MsrlError, match=mentions("generate.output=", "out.jsonl", "File too large")), opened(out) as take:
             take('{"id": 1}\n')
             take('{"id": 2}\n')
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "out.jsonl.partial").read_text() == '{"id": 1}\n'
-    assert "out.jsonl was not written" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "out.jsonl.partial", "rows")
 
 
 def test_rows_go_into_a_pipe_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from support import assert_mentions, mentions
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -51,14 +53,14 @@ def test_peak_memory_counts_what_a_child_allocates_and_not_what_it_maps(tmp_path
 
 
 def test_a_program_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"exit 3: (.|\n)*no such model"):
+    with pytest.raises(BenchError, match=mentions("exit 3", "no such model")):
         timed([sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"], environment=quiet_environment(), cwd=tmp_path)
 
 
 def test_an_unknown_benchmark_is_refused() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks", "sftt"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no benchmark begins with 'sftt'; there are convert, convert-small, large-convert, preprocess" in done.stderr
+    assert_mentions(done.stderr, "'sftt'", "convert-small", "preprocess")
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo"])

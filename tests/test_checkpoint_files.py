@@ -39,6 +39,7 @@ from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, Cut
 from msrl.tracking.run import RunFolder
+from support import assert_mentions, mentions
 from test_models import LLAMA, QWEN2, shape
 
 # --- torch's file format ------------------------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def test_the_order_of_writing_changes_no_byte(tmp_path: Path) -> None:
 
 def test_tensors_that_were_not_announced_or_not_given_are_an_error(tmp_path: Path) -> None:
     writer = TorchWriter(tmp_path / "f.pt", {"a": TensorSpec(torch.float32, (2,))}, lambda model: model)
-    with pytest.raises(ValueError, match="was announced"):
+    with pytest.raises(ValueError, match=mentions("announced")):
         writer.write("a", torch.zeros(3))
     with pytest.raises(ValueError, match="not written: data/0"):
         writer.close()
@@ -127,7 +128,7 @@ def test_a_tensor_in_pieces_is_written_as_one_and_cast(tmp_path: Path, monkeypat
     spec = spec_of(expected)
     writer = TorchWriter(tmp_path / "f.pt", {"a": spec}, lambda model: model)
     for wrong in (parts[:2], [*parts, parts[0]]):
-        with pytest.raises(ValueError, match=r"bytes were given where|more bytes were given"):
+        with pytest.raises(ValueError, match=mentions("bytes", "announced")):
             writer.write("a", Pieces(spec, wrong))
     writer.write("a", Pieces(spec, iter(parts)))
     writer.close()
@@ -156,7 +157,7 @@ class Harmful:
 def test_a_harmful_file_is_refused_by_name_and_runs_nothing(tmp_path: Path, place: str) -> None:
     file = {"args": argparse.Namespace(), "model": {}, place: Harmful(tmp_path / "proof")}
     torch.save(file, tmp_path / "file.pt")
-    with pytest.raises(MsrlError, match=r"posix\.mkdir, which a checkpoint has no use for"):
+    with pytest.raises(MsrlError, match=mentions("file.pt", "posix.mkdir")):
         mcore.read_rank_file(tmp_path / "file.pt")
     assert not (tmp_path / "proof").exists()
     torch.load(tmp_path / "file.pt", weights_only=False)
@@ -166,7 +167,7 @@ def test_a_harmful_file_is_refused_by_name_and_runs_nothing(tmp_path: Path, plac
 @pytest.mark.parametrize("function", [eval, getattr, torch.load, sum, __import__])
 def test_functions_are_not_values_of_a_checkpoint(tmp_path: Path, function: Any) -> None:
     torch.save({"args": function}, tmp_path / "file.pt")
-    with pytest.raises(MsrlError, match="no use for"):
+    with pytest.raises(MsrlError, match=mentions("file.pt", function.__name__, "harmful")):
         read_torch_file(tmp_path / "file.pt")
 
 
@@ -177,11 +178,11 @@ def test_programs_and_old_files_and_junk_are_refused(tmp_path: Path) -> None:
     (tmp_path / "junk.pt").write_bytes(b"junk")
     for name, message in (
         ("program", "TorchScript"),
-        ("old", "not written by torch.save"),
-        ("junk", "cut short"),
-        ("none", "no such file"),
+        ("old", "torch.save"),
+        ("junk", "torch.save"),
+        ("none", "file"),
     ):
-        with pytest.raises(MsrlError, match=message):
+        with pytest.raises(MsrlError, match=mentions(f"{name}.pt", message)):
             read_torch_file(tmp_path / f"{name}.pt")
 
 
@@ -231,7 +232,7 @@ def test_a_rank_file_holds_what_megatron_expects(tmp_path: Path) -> None:
 def test_an_iteration_is_visible_only_when_published(tmp_path: Path) -> None:
     path = mcore.rank_file(tmp_path, 3, Cut(), Coords(), staged=True)
     mcore.write_rank_file(path, {}, mcore.namespace(shape(QWEN2), Cut()), 3)
-    with pytest.raises(MsrlError, match="not an mcore checkpoint"):
+    with pytest.raises(MsrlError, match=mentions("mcore", "checkpoint")):
         find_checkpoint(tmp_path)
     mcore.publish(tmp_path, 3)
     assert find_checkpoint(tmp_path).iteration == 3
@@ -244,12 +245,10 @@ def test_the_word_release_is_an_iteration(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path).iteration == "release"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("soon", "must hold a number or the word release"), ("9", "there is no folder iter_0000009")]
-)
+@pytest.mark.parametrize(("text", "message"), [("soon", "release"), ("9", "iter_0000009")])
 def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / mcore.TRACKER).write_text(text)
-    with pytest.raises(MsrlError, match=message):
+    with pytest.raises(MsrlError, match=mentions("latest_checkpointed_iteration.txt", message)):
         find_checkpoint(tmp_path)
 
 
@@ -258,11 +257,11 @@ def test_missing_and_strange_ranks_are_named(tmp_path: Path) -> None:
     for tp_rank, pp_rank in ((0, 0), (1, 0), (1, 1)):
         mcore.write_rank_file(mcore.rank_file(tmp_path, 1, Cut(2, 2), Coords(tp_rank, pp_rank)), {}, args, 1)
     mcore.publish(tmp_path, 1)
-    with pytest.raises(MsrlError, match=r"mp_rank_00_001/model_optim_rng.pt: the file of this rank is missing"):
+    with pytest.raises(MsrlError, match=mentions("mp_rank_00_001/model_optim_rng.pt", "missing")):
         find_checkpoint(tmp_path)
     mcore.write_rank_file(mcore.rank_file(tmp_path, 1, Cut(2, 2), Coords(0, 1)), {}, args, 1)
     (tmp_path / "iter_0000001" / "mp_rank_00_000_001").mkdir()
-    with pytest.raises(MsrlError, match="not the folder of a rank, as the arguments in"):
+    with pytest.raises(MsrlError, match=mentions("mp_rank_00_000_001", "rank")):
         find_checkpoint(tmp_path)
 
 
@@ -311,46 +310,46 @@ def damage(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("truncated", "model-00001-of-00003.safetensors: cut short or not safetensors"),
-        ("header", "model-00001-of-00003.safetensors: cut short or not safetensors"),
-        ("gone", "model-00001-of-00003.safetensors: the index names this file, but it is missing"),
-        ("index", "model.safetensors.index.json: not an index of weight files"),
-        ("outside", "not a plain file name"),
-        ("unlisted", "has besides model.norm.weight"),
+        ("truncated", ("model-00001-of-00003.safetensors", "download")),
+        ("header", ("model-00001-of-00003.safetensors", "download")),
+        ("gone", ("model-00001-of-00003.safetensors", "index")),
+        ("index", ("model.safetensors.index.json", "weight")),
+        ("outside", ("model.safetensors.index.json", "file name")),
+        ("unlisted", ("model.safetensors.index.json", "model.norm.weight")),
     ],
 )
-def test_damage_to_a_hugging_face_folder_is_named(tmp_path: Path, what: str, message: str) -> None:
+def test_damage_to_a_hugging_face_folder_is_named(tmp_path: Path, what: str, message: tuple[str, ...]) -> None:
     tiny.save(tmp_path, shards=3)
     damage(tmp_path, what)
     with pytest.raises(MsrlError) as error:
         HfCheckpoint(tmp_path)
-    assert message in str(error.value)
+    assert_mentions(error.value, *message)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 3}, "12 tensors are missing: model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 1}, "12 tensors have no place in Qwen2ForCausalLM: model.layers.1.input_layernorm.weight"),
-        ({"vocab_size": 101}, "model.embed_tokens.weight is [100, 64], but config.json makes it [101, 64]"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight differs from the embedding"),
+        ({"num_hidden_layers": 3}, ("12 tensors", "model.layers.2.input_layernorm.weight", "missing")),
+        ({"num_hidden_layers": 1}, ("12 tensors", "Qwen2ForCausalLM", "model.layers.1.input_layernorm.weight")),
+        ({"vocab_size": 101}, ("model.embed_tokens.weight", "[100, 64]", "[101, 64]", "config.json")),
+        ({"tie_word_embeddings": True}, ("tie_word_embeddings=true", "lm_head.weight", "embedding")),
     ],
 )
-def test_weights_that_do_not_fit_the_config_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_weights_that_do_not_fit_the_config_are_named(tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]) -> None:
     tiny.save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**QWEN2, **changes}))
     with pytest.raises(MsrlError) as error:
         HfCheckpoint(tmp_path)
-    assert message in str(error.value)
+    assert_mentions(error.value, *message)
 
 
 def test_other_folders_are_refused_with_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(MsrlError, match="no such folder"):
+    with pytest.raises(MsrlError, match=mentions("none", "folder")):
         open_weights(tmp_path / "none")
-    with pytest.raises(MsrlError, match="is empty"):
+    with pytest.raises(MsrlError, match=mentions(tmp_path, "empty")):
         open_weights(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
-    with pytest.raises(MsrlError, match=r"there are no weights; looked for model\.safetensors"):
+    with pytest.raises(MsrlError, match=mentions("model.safetensors", "weights")):
         open_weights(tmp_path)
 
 
@@ -381,7 +380,7 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
 
 def test_a_writer_that_lacks_a_tensor_says_so(tmp_path: Path) -> None:
     writer = HfWriter(tmp_path, {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.bfloat16, (3,))})
-    with pytest.raises(ValueError, match="was announced as"):
+    with pytest.raises(ValueError, match=mentions("announced")):
         writer.write("a", torch.zeros(3))
     writer.write("b", torch.zeros(3, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="not written: a"):
@@ -400,10 +399,10 @@ def test_a_folder_that_is_being_written_is_not_written_twice(tmp_path: Path) -> 
     with staged_folder(tmp_path / "out") as folder:
         (folder / "file").write_text("x")
         assert not (tmp_path / "out").exists()
-        with pytest.raises(MsrlError, match="another process is writing here"), staged_folder(tmp_path / "out"):
+        with pytest.raises(MsrlError, match=mentions("out", "process")), staged_folder(tmp_path / "out"):
             pass
     assert (tmp_path / "out" / "file").read_text() == "x"
-    with pytest.raises(MsrlError, match="already exists"), staged_folder(tmp_path / "out"):
+    with pytest.raises(MsrlError, match=mentions("out", "exists")), staged_folder(tmp_path / "out"):
         pass
 
 
@@ -433,11 +432,11 @@ def test_an_empty_folder_that_nothing_can_take_the_place_of_is_refused_before_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MsrlError, match=r"^\.: is the folder that this runs in"), staged_folder(Path()):
+    with pytest.raises(MsrlError, match=r"^\.: .*folder"), staged_folder(Path()):
         pass
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
-    with pytest.raises(MsrlError, match="volume: a file system is mounted here"), staged_folder(tmp_path / "volume"):
+    with pytest.raises(MsrlError, match=mentions("volume", "mounted")), staged_folder(tmp_path / "volume"):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["volume"]
 
@@ -448,9 +447,9 @@ def test_what_a_killed_run_left_behind_counts_as_free(tmp_path: Path, monkeypatc
     (tmp_path / ".out.partial" / "iter_0000001").mkdir(parents=True)
     (tmp_path / ".out.partial" / "iter_0000001" / "file").write_bytes(bytes(3_000_000))
     refuse_unless_fits(tmp_path / "out", 3_900_000)
-    with pytest.raises(MsrlError, match="needs 5,000,000 bytes of disk"):
+    with pytest.raises(MsrlError, match=mentions("5,000,000 bytes", "disk")):
         refuse_unless_fits(tmp_path / "out", 5_000_000)
-    with pytest.raises(MsrlError, match="other: needs 3,900,000 bytes of disk, 1,000,000 bytes are free"):
+    with pytest.raises(MsrlError, match=mentions("other", "3,900,000 bytes", "1,000,000 bytes", "disk")):
         refuse_unless_fits(tmp_path / "other", 3_900_000)
 
 
@@ -458,14 +457,14 @@ def test_a_link_in_the_place_of_an_unfinished_folder_is_not_cleared(tmp_path: Pa
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "file").write_text("x")
     (tmp_path / ".out.partial").symlink_to(tmp_path / "home")
-    with pytest.raises(MsrlError, match=r"\.out\.partial: is a link"), staged_folder(tmp_path / "out"):
+    with pytest.raises(MsrlError, match=mentions(".out.partial", "link")), staged_folder(tmp_path / "out"):
         pass
     assert (tmp_path / "home" / "file").read_text() == "x"
 
 
 def test_what_cannot_take_its_name_in_the_end_is_kept(tmp_path: Path) -> None:
     with (
-        pytest.raises(MsrlError, match=r"cannot take this name .*; it is whole in \S+\.out\.partial"),
+        pytest.raises(MsrlError, match=mentions(".out.partial", "name")),
         staged_folder(tmp_path / "out") as folder,
     ):
         (folder / "file").write_text("x")

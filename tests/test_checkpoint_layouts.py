@@ -12,6 +12,7 @@ from msrl.models.families import all_rules, num_parameters
 from msrl.models.parallel_layout import Coords, Cut
 from msrl.models.rules import GateUp, Joined, Layout, Packed, Qkv, Replicated, Sharded, Vocab
 from msrl.models.stages import stage_tensors
+from support import assert_mentions
 from test_models import LLAMA, QWEN2, QWEN3, shape
 
 # Two groups of two query heads, each of two rows. A group is [its four q rows, its two k rows, its two v rows].
@@ -166,12 +167,12 @@ def test_a_plan_counts_what_all_ranks_hold() -> None:
 
 @pytest.mark.parametrize(
     ("tp", "pp", "message"),
-    [(4, 1, "tp=4: must divide the model's 2 query groups"), (1, 3, "pp=3: must divide the model's 2 layers"), (5, 1, "96 ffn columns")],
+    [(4, 1, ("tp=4", "query groups")), (1, 3, ("pp=3", "2 layers")), (5, 1, ("tp=5", "96", "ffn"))],
 )
-def test_a_layout_that_does_not_divide_is_refused(tp: int, pp: int, message: str) -> None:
+def test_a_layout_that_does_not_divide_is_refused(tp: int, pp: int, message: tuple[str, ...]) -> None:
     with pytest.raises(MsrlError) as error:
         make_plan(shape(QWEN2), Cut(tp, pp))
-    assert message in str(error.value)
+    assert_mentions(error.value, *message)
 
 
 def test_the_vocabulary_is_padded_to_something_that_the_ranks_divide() -> None:

@@ -20,6 +20,7 @@ from msrl.cli import app as cli
 from msrl.cli.execute import WORKFLOWS
 from msrl.config.schema import Config
 from msrl.errors import MsrlError, VerificationError
+from support import assert_each_mentions, assert_mentions
 
 COMMANDS = [
     [], ["preprocess"], ["train-sft"], ["train-grpo"], ["generate"], ["chat"],
@@ -151,14 +152,16 @@ def test_preprocess_takes_several_files_and_renamed_columns(folder: Path, monkey
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{x", "--map-keys: not valid JSON at character 2: "),
-        ("[1]", '--map-keys=[1]: must be a JSON object such as {"prompt": "question"}'),
-        ('{"a": [1]}', "--map-keys: preprocess.map_keys.a=[1]: must be text"),
+        ("{x", ("--map-keys", "JSON", "character 2")),
+        ("[1]", ("--map-keys=[1]", "JSON object")),
+        ('{"a": [1]}', ("--map-keys", "preprocess.map_keys.a=[1]", "text")),
     ],
 )
-def test_column_names_that_are_no_mapping_are_refused(text: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_column_names_that_are_no_mapping_are_refused(
+    text: str, message: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert msrl("preprocess", "--map-keys", text) == 2
-    assert capsys.readouterr().err.startswith(message)
+    assert_mentions(capsys.readouterr().err, *message)
 
 
 def test_generation_flags_reach_their_keys_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -183,9 +186,7 @@ def test_training_takes_a_configuration_by_name_and_a_resume(folder: Path, monke
 
 def test_an_unknown_configuration_name_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert msrl("train-grpo", "--config-name", "grp") == 2
-    assert capsys.readouterr().err == (
-        "--config-name=grp: neither ./configs nor msrl has a configuration of this name; did you mean 'grpo'?\n"
-    )  # fmt: skip
+    assert_each_mentions(capsys.readouterr().err.splitlines(), ("--config-name=grp", "./configs", "'grpo'"))
 
 
 def test_cluster_commands_pass_on_what_they_are_given(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -211,14 +212,14 @@ def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
     calls = reached(monkeypatch, command.replace("-", "_"))
     assert msrl(command, "-c", "grpo.yaml", "--set", "cluster.devices_per_node=4", "--set", "train.parallel.tp=2", "--dry-run") == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"{command}: the configuration is right; nothing was started\n")
+    assert_mentions(out.splitlines()[0], command, "configuration")
     assert "  train.steps: 10  # grpo.yaml:3\n" in out
     assert "  train.parallel.tp: 2  # --set\n" in out
     assert "  data parallel: 2\n" in out
-    assert "  rank 3: trains tp 1 dp 1 pp 0" in out
+    assert_mentions(out, "rank 3", "tp 1 dp 1 pp 0")
     # 91,009 parameters of a rank: 4 layers of (12,288 + 3 * 3,072 + 64) weights, biases of qkv 64, norms 128; the embedding; a norm.
-    assert re.search(r"^memory of the fullest device", out, re.M)
-    assert re.search(r"^  optimizer +[\d.]+ MB$", out, re.M) and re.search(r"^  at once while training +[\d.]+ MB$", out, re.M)
+    assert re.search(r"^memory\b.*device", out, re.M)
+    assert re.search(r"^  optimizer +[\d.]+ MB$", out, re.M) and re.search(r"^  .*training +[\d.]+ MB$", out, re.M)
     assert not calls
 
 
@@ -226,10 +227,9 @@ def test_mistakes_go_to_standard_error_and_exit_with_2(folder: Path, capsys: pyt
     assert msrl("train-sft", "-c", "sft.yaml", "--set", "train.stps=3", "--set", "model.dtype=fp8") == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == (
-        "--set: model.dtype=fp8: must be float32 or bfloat16\n"
-        "--set: train.stps=3: there is no such key; did you mean 'steps'?\n"
-    )  # fmt: skip
+    assert_each_mentions(
+        captured.err.splitlines(), ("--set: model.dtype=fp8", "float32", "bfloat16"), ("--set: train.stps=3", "key", "'steps'")
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,9 +284,9 @@ def test_config_show_prints_origins_and_arithmetic(folder: Path, capsys: pytest.
 
 def test_config_validate_checks_as_the_command_would(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert msrl("config", "validate", "-c", "grpo.yaml") == 0
-    assert capsys.readouterr().out == "the configuration is right for train-grpo\n"
+    assert_each_mentions(capsys.readouterr().out.splitlines(), ("configuration", "train-grpo"))
     assert msrl("config", "validate", "-c", "sft.yaml", "--for", "train-grpo") == 2
-    assert "reward.sources: is missing" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "reward.sources", "missing")
 
 
 def test_config_schema_describes_every_key(capsys: pytest.CaptureFixture[str]):
@@ -303,4 +303,5 @@ def test_the_console_script_ends_with_the_code_and_no_traceback(folder: Path):
         [sys.executable, "-m", "msrl", "convert-ckpt", "hf2mcore", "--load", "gone", "--save", "new"],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONWARNINGS": "error"},
     )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "--load: convert.load=gone: there is no such folder\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_each_mentions(done.stderr.splitlines(), ("--load: convert.load=gone", "folder"))

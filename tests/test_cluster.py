@@ -18,6 +18,7 @@ import pytest
 from msrl.cluster import launch, probe, state
 from msrl.cluster.placement import Role, plan
 from msrl.errors import MsrlError
+from support import assert_each_mentions, assert_mentions, mentions
 
 pytestmark = pytest.mark.slow
 RESOURCE = "msrl_device"
@@ -67,7 +68,7 @@ def test_status_tells_nodes_and_free_devices_in_words_and_as_json(head, capsys):
     from msrl.workflows import cluster
 
     cluster.status()
-    assert capsys.readouterr().out == f"cluster at {head.address}, devices are {RESOURCE}\n  127.0.0.1: 2 device(s), 2 free\n"
+    assert_each_mentions(capsys.readouterr().out.splitlines(), (head.address, RESOURCE), ("127.0.0.1", "2 device", "2 free"))
     cluster.status(json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["nodes"] == [{"host": "127.0.0.1", "alive": True, "num_devices": 2.0, "num_free": 2.0}]
@@ -75,7 +76,7 @@ def test_status_tells_nodes_and_free_devices_in_words_and_as_json(head, capsys):
 
 
 def test_a_second_head_is_refused_while_the_first_is_up(head):
-    with pytest.raises(MsrlError, match=f"a cluster of 2 device\\(s\\) is up already at {head.address}"):
+    with pytest.raises(MsrlError, match=mentions("2 device", head.address)):
         launch.up(port=probe.free_port(), devices=2, platform_resource=RESOURCE)
 
 
@@ -101,7 +102,7 @@ def test_a_client_with_another_token_is_told_so_at_once(head, monkeypatch):
 
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     began = time.monotonic()
-    with pytest.raises(MsrlError, match="the cluster refuses this token"), ray_session(head.address, num_devices=2, resource_name=RESOURCE):
+    with pytest.raises(MsrlError, match=mentions(head.address, "token")), ray_session(head.address, num_devices=2, resource_name=RESOURCE):
         pass
     assert time.monotonic() - began < 20
 
@@ -112,7 +113,7 @@ def test_ray_itself_refuses_a_client_without_the_token(head, tmp_path):
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode != 0
     assert "let in" not in run.stdout
-    assert "Authentication token is missing or incorrect" in run.stderr
+    assert "Authentication token" in run.stderr
 
 
 def test_two_nodes_are_joined_planned_over_and_ended_and_nothing_else_is(head, capsys):
@@ -128,7 +129,7 @@ def test_two_nodes_are_joined_planned_over_and_ended_and_nothing_else_is(head, c
         assert f"msrl cluster join 127.0.0.2:{port}" in said
         assert f"scp -p 127.0.0.2:{state.token_path()}" in said
         cluster.join(address=f"127.0.0.2:{port}", host="127.0.0.3", devices=3, platform="cpu")
-        with pytest.raises(MsrlError, match="a node of the cluster at"):
+        with pytest.raises(MsrlError, match=mentions("node", f"127.0.0.2:{port}")):
             launch.join(f"127.0.0.2:{port}", host="127.0.0.3", devices=3, platform_resource=RESOURCE)
         check_two_nodes(f"127.0.0.2:{port}")
         records = launch.recorded()
@@ -160,13 +161,13 @@ def check_two_nodes(address):
         teller = make_teller()
         hosts = wait_all([session.start(teller, placed, "actor", rank).host.remote() for rank in range(4)], timeout_s=60)
         assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
-        with pytest.raises(MsrlError, match=r"needs nodes with 4, 1 of msrl_device, the cluster has 127"):
+        with pytest.raises(MsrlError, match=mentions("4, 1", "msrl_device", "127.0.0.2")):
             session.create_placement(plan([Role("actor", 5)], 4, 2, resource=RESOURCE))
 
 
 def test_a_ray_that_does_not_start_says_its_last_words_and_leaves_nothing():
     launch.down()
-    with pytest.raises(MsrlError, match=r"Ray did not start \(exit status 1\)(.|\n)*CPU"):
+    with pytest.raises(MsrlError, match=mentions("Ray", "exit status 1", "CPU")):
         launch.up(port=probe.free_port(), dashboard_port=probe.free_port(), devices=1, platform_resource="CPU")
     assert launch.recorded() == ()
     assert list(Path(os.environ["RAY_TMPDIR"]).iterdir()) == []
@@ -185,9 +186,10 @@ def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(monkeypatch,
     monkeypatch.setattr(ray_process.ray, "shutdown", lambda: ends.append(len(starts)))
     monkeypatch.setattr(ray_process.ray, "init", lambda **arguments: init(1, **arguments))
     ray_process.start_ray(address="local")
-    assert (starts, ends) == ([{"address": "local"}] * 2, [1]) and "trying again" in caplog.text
+    assert (starts, ends) == ([{"address": "local"}] * 2, [1])
+    assert_mentions(caplog.text, "Ray", "again")
     monkeypatch.setattr(ray_process.ray, "init", lambda **arguments: init(9, **arguments))
-    with pytest.raises(MsrlError, match="3 times: is this machine overloaded"):
+    with pytest.raises(MsrlError, match=mentions("Ray", "3 times")):
         ray_process.start_ray(address="local")
     assert len(starts) == 5
 
@@ -279,8 +281,8 @@ def test_the_worker_that_died_is_named_before_the_peers_that_noticed(run):
     wait_all([peer.pid.remote(), dying.pid.remote()], timeout_s=60)
     with pytest.raises(WorkerError) as caught:
         wait_all([peer.fail.remote("peer", "peer gone", 0.2), dying.die.remote(0.5)], timeout_s=60, labels=("actor 0", "actor 1"))
-    assert str(caught.value).startswith("actor 1 failed: The actor died unexpectedly")
-    assert "also failed: actor 0: ConnectionError: peer gone" in str(caught.value)
+    assert str(caught.value).startswith("actor 1 ")
+    assert_mentions(caught.value, "died", "actor 0: ConnectionError: peer gone")
     end(peer)
 
 
@@ -291,11 +293,11 @@ def test_the_death_of_a_worker_that_has_nothing_to_do_ends_the_wait_for_the_othe
     busy, idle = (session.start(teller, placed, "actor", rank) for rank in range(2))
     _, victim = wait_all([busy.pid.remote(), idle.pid.remote()], timeout_s=60)
     refs, watch = [busy.wait.remote(100)], session.watch({"actor": "training rank"})
-    with pytest.raises(MsrlError, match="no answer in that time from rollout engine 0"):
+    with pytest.raises(MsrlError, match=mentions("rpc_timeout_s", "rollout engine 0")):
         wait_all(refs, timeout_s=2.5, labels=("rollout engine 0",), watch=watch)
     psutil.Process(victim).kill()
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"^training rank 1 failed: The actor died"):
+    with pytest.raises(WorkerError, match=r"^training rank 1 .*died"):
         wait_all(refs, timeout_s=90, labels=("rollout engine 0",), watch=watch)
     assert time.monotonic() - began < 40
     end(busy)
@@ -307,14 +309,14 @@ def test_workers_that_do_not_answer_in_time_are_named(run):
     session, placed, teller = run
     quick, slow = (session.start(teller, placed, "actor", rank) for rank in range(2))
     wait_all([quick.pid.remote(), slow.pid.remote()], timeout_s=60)
-    with pytest.raises(MsrlError, match=r"rpc_timeout_s=1: no answer in that time from actor 1;"):
+    with pytest.raises(MsrlError, match=mentions("rpc_timeout_s=1", "actor 1")):
         wait_all([quick.wait.remote(0), slow.wait.remote(20)], timeout_s=1.0, labels=("actor 0", "actor 1"))
     end(quick, slow)
 
 
 def test_devices_that_another_run_holds_are_waited_for_and_then_named(run):
     session, _, _ = run
-    with pytest.raises(MsrlError, match=r"needs nodes with 2 of GPU, the cluster has 127\.0\.0\.1: 2 \(0 free\), after 1 s"):
+    with pytest.raises(MsrlError, match=mentions("GPU", "127.0.0.1: 2", "0 free", "1 s")):
         session.create_placement(plan([Role("actor", 2)], 2, resource="GPU"), timeout_s=1.0)
 
 
@@ -334,7 +336,7 @@ def test_a_failed_run_keeps_the_logs_of_its_workers_and_a_refused_one_leaves_not
     assert list(base.iterdir()) == []
     failed = subprocess.run([sys.executable, "-c", code, "KeyError"], env=environment, capture_output=True, text=True)
     (kept,) = base.glob("msrl-*/ray/session_latest/logs")
-    assert f"the logs of Ray and of the workers are kept in {kept}" in failed.stderr
+    assert_mentions(failed.stderr, kept, "logs")
     assert not list(base.rglob("token"))
     shutil.rmtree(base)
 

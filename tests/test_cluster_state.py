@@ -19,6 +19,7 @@ import pytest
 from msrl.cluster import launch, probe, processes, state
 from msrl.cluster.state import NodeRecord, ProcessRecord
 from msrl.errors import MsrlError
+from support import mentions
 
 
 @pytest.fixture(autouse=True)
@@ -111,12 +112,12 @@ def test_down_ends_a_recorded_process_with_its_children_and_nothing_beside_them(
 def test_a_record_that_cannot_be_read_is_named(tmp_path):
     with state.locked() as folder:
         (folder / "node-x.json").write_text("{")
-    with pytest.raises(MsrlError, match=r"node-x\.json: not a node record"):
+    with pytest.raises(MsrlError, match=mentions("node-x.json", "record")):
         state.load_records()
 
 
 def test_one_command_at_a_time_changes_the_state():
-    with state.locked(), pytest.raises(MsrlError, match="another msrl cluster command"), state.locked():
+    with state.locked(), pytest.raises(MsrlError, match=mentions("msrl cluster", "command")), state.locked():
         pass
 
 
@@ -131,7 +132,7 @@ def test_the_token_is_made_once_and_kept_from_others():
 
 
 def test_a_token_that_is_missing_empty_or_open_to_others_is_refused_with_the_remedy(tmp_path):
-    with pytest.raises(MsrlError, match=r"copy the file that `msrl cluster up` named"):
+    with pytest.raises(MsrlError, match=mentions("token", "msrl cluster up")):
         state.find_token()
     with state.locked():
         path = state.make_token()
@@ -140,7 +141,7 @@ def test_a_token_that_is_missing_empty_or_open_to_others_is_refused_with_the_rem
         state.find_token()
     path.write_text("")
     path.chmod(0o600)
-    with pytest.raises(MsrlError, match="is empty"):
+    with pytest.raises(MsrlError, match=mentions(path, "empty")):
         state.find_token()
 
 
@@ -161,7 +162,7 @@ def test_a_taken_port_is_named_with_its_holder():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(MsrlError, match=rf"--port {port}: the port is taken on 127\.0\.0\.1 by .*\(pid {os.getpid()}\)"):
+        with pytest.raises(MsrlError, match=mentions(f"--port {port}", "127.0.0.1", f"pid {os.getpid()}")):
             launch.up(port=port, devices=1, platform_resource="device")
     assert state.load_records() == ()
 
@@ -169,14 +170,14 @@ def test_a_taken_port_is_named_with_its_holder():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"host": "203.0.113.7"}, "203.0.113.7 is not an address of this machine"),
-        ({"host": "0.0.0.0"}, "give the address by which other machines reach this one"),
-        ({"host": "no-such-host.invalid"}, "has no address"),
-        ({"devices": 0}, "--devices 0"),
+        ({"host": "203.0.113.7"}, ("203.0.113.7", "address")),
+        ({"host": "0.0.0.0"}, ("0.0.0.0", "address")),
+        ({"host": "no-such-host.invalid"}, ("no-such-host.invalid", "address")),
+        ({"devices": 0}, ("--devices 0",)),
     ],
 )
 def test_an_impossible_head_is_refused_before_anything_starts(arguments, said):
-    with pytest.raises(MsrlError, match=said):
+    with pytest.raises(MsrlError, match=mentions(*said)):
         launch.up(**{"port": probe.free_port(), "devices": 1, "platform_resource": "device", **arguments})
     assert state.load_records() == ()
 
@@ -196,7 +197,7 @@ def test_joining_an_address_that_does_not_answer_ends_in_bounded_time():
     with state.locked():
         state.make_token()
     began = time.monotonic()
-    with pytest.raises(MsrlError, match=r"no cluster answers there \(tried for 1 s\)"):
+    with pytest.raises(MsrlError, match=mentions("127.0.0.2", "1 s")):
         launch.join(f"127.0.0.2:{probe.free_port()}", devices=1, platform_resource="device", answer_timeout_s=1.0)
     assert time.monotonic() - began < 20
 
@@ -207,7 +208,7 @@ def test_joining_something_that_is_not_ray_is_said_at_once():
     server = http.server.HTTPServer(("127.0.0.2", 0), http.server.SimpleHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with pytest.raises(MsrlError, match="not a Ray cluster"):
+        with pytest.raises(MsrlError, match=mentions("127.0.0.2", "Ray")):
             launch.join(f"127.0.0.2:{server.server_port}", devices=1, platform_resource="device")
     finally:
         server.shutdown()
@@ -215,7 +216,7 @@ def test_joining_something_that_is_not_ray_is_said_at_once():
 
 
 def test_a_head_on_loopback_cannot_be_joined():
-    with pytest.raises(MsrlError, match="a cluster on loopback takes no other nodes"):
+    with pytest.raises(MsrlError, match=mentions("127.0.0.1:6344", "loopback")):
         launch.join("127.0.0.1:6344", devices=1, platform_resource="device")
 
 
@@ -226,7 +227,7 @@ def test_the_gpu_resource_of_ray_has_a_flag_of_its_own():
 
 def test_a_folder_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 60)))
-    with pytest.raises(MsrlError, match="too long for Ray's sockets"):
+    with pytest.raises(MsrlError, match=mentions("RAY_TMPDIR", "sockets")):
         state.make_temp_dir()
 
 

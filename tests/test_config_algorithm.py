@@ -17,6 +17,7 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.plan.derived import aggregate_constant, needs_reference
 from msrl.workflows.rl.setup import steps_of
 from msrl.workflows.rl.update import policy_loss
+from support import assert_each_mentions, assert_mentions, mentions
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_presets_put_the_divergence_where_their_papers_have_it(folder: Path):
 
 
 def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
-    with pytest.raises(ManyErrors, match=r"algo\.preset=gsp: must be .*gspo"):
+    with pytest.raises(ManyErrors, match=mentions("algo.preset=gsp", "gspo")):
         resolve("algo.preset=gsp")
 
 
@@ -91,79 +92,78 @@ def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
         *(
             (
                 (f"algo.advantage.estimator={name}",),
-                f"algo.advantage.estimator={name}: needs episodes of several turns: not in this version yet",
+                (f"algo.advantage.estimator={name}", "turns"),
             )
             for name in ("gigpo", "step_reinforce")
         ),
         (
             ("algo.advantage.lambda=0.9",),
-            "algo.advantage.lambda=0.9: has no effect with algo.advantage.estimator=group_norm; it belongs to gae",
+            ("algo.advantage.lambda=0.9", "group_norm", "gae"),
         ),
         (
             ("algo.value.clip=0.2",),
-            "algo.value.clip=0.2: has no effect with algo.advantage.estimator=group_norm, which needs no critic; set gae",
+            ("algo.value.clip=0.2", "group_norm", "critic"),
         ),
         (
             ("algo.preset=dapo", "cluster.roles.critic.optimizer.lr=0.1"),
-            "cluster.roles.critic.optimizer.lr=0.1: has no effect with algo.advantage.estimator=group_norm, which needs no critic; set gae",
+            ("cluster.roles.critic.optimizer.lr=0.1", "group_norm", "critic"),
         ),
         (
             ("algo.preset=ppo", "algo.value.warmup_steps=30", "train.steps=30"),
-            "algo.value.warmup_steps=30: must be below train.steps=30, or the policy never learns",
+            ("algo.value.warmup_steps=30", "train.steps=30"),
         ),
         (
             ("algo.preset=ppo", "cluster.roles.critic.optimizer.lr=1e-9", "train.optimizer.min_lr=1e-8"),
-            "cluster.roles.critic.optimizer.lr=1e-09: the critic's rate would fall from 1e-09 to the higher 1e-08; set both",
+            ("cluster.roles.critic.optimizer.lr=1e-09", "1e-08"),
         ),
         (
             ("algo.preset=ppo", "cluster.roles.critic.load=nowhere"),
-            "cluster.roles.critic.load=nowhere: there is no such folder",
+            ("cluster.roles.critic.load=nowhere", "folder"),
         ),
-        (("algo.advantage.gamma=0.9",), "algo.advantage.gamma=0.9: has no effect with algo.advantage.estimator=group_norm; set 1"),
+        (("algo.advantage.gamma=0.9",), ("algo.advantage.gamma=0.9", "group_norm")),
         (
             ("algo.policy_loss=gmpo", "algo.ratio=sequence"),
-            "algo.ratio=sequence: algo.policy_loss=gmpo has a ratio of its own; leave algo.ratio at token",
+            ("algo.ratio=sequence", "algo.policy_loss=gmpo", "token"),
         ),
-        (("algo.policy_loss=tis", "algo.clip.low=0.1"), "algo.clip.low=0.1: has no effect with algo.policy_loss=tis; take it away"),
-        (("algo.policy_loss=gmpo", "algo.clip.dual=3"), "algo.clip.dual=3.0: has no effect with algo.policy_loss=gmpo; take it away"),
-        (("algo.clip.dual=1.1",), "algo.clip.dual=1.1: must be above 1 + algo.clip.high = 1.2"),
+        (("algo.policy_loss=tis", "algo.clip.low=0.1"), ("algo.clip.low=0.1", "algo.policy_loss=tis")),
+        (("algo.policy_loss=gmpo", "algo.clip.dual=3"), ("algo.clip.dual=3.0", "algo.policy_loss=gmpo")),
+        (("algo.clip.dual=1.1",), ("algo.clip.dual=1.1", "algo.clip.high", "1.2")),
         (
             ("algo.kl.controller.kind=adaptive", "algo.kl.loss.coef=0.1"),
-            "algo.kl.controller.kind=adaptive: needs algo.kl.controller.target, the wanted mean divergence per token",
+            ("algo.kl.controller.kind=adaptive", "algo.kl.controller.target"),
         ),
         (
             ("algo.kl.controller={kind: adaptive, target: 0.1}",),
-            "algo.kl.controller.kind=adaptive: has nothing to adapt; set algo.kl.loss.coef or algo.kl.reward.coef",
+            ("algo.kl.controller.kind=adaptive", "algo.kl.loss.coef", "algo.kl.reward.coef"),
         ),
         (
             ("algo.kl.controller.target=0.1",),
-            "algo.kl.controller.target=0.1: has no effect with a fixed coefficient; set algo.kl.controller.kind: adaptive",
+            ("algo.kl.controller.target=0.1", "algo.kl.controller.kind", "adaptive"),
         ),
         (
             ("algo.mismatch.weight=token", "rollout.sampling.top_p=0.9", "rollout.sampling.top_k=50"),
-            "algo.mismatch.weight=token: the two log-probabilities are not comparable with rollout.sampling.top_p and"
-            " rollout.sampling.top_k; switch it off",
+            ("algo.mismatch.weight=token", "rollout.sampling.top_p", "rollout.sampling.top_k"),
         ),
         (
             ("algo.rl_coef=0",),
-            "algo.rl_coef=0.0: leaves the loss without a term; set algo.sft.coef or algo.entropy_coef, or more than 0",
+            ("algo.rl_coef=0.0", "algo.sft.coef", "algo.entropy_coef"),
         ),
-        (("algo.mismatch.low=3",), "algo.mismatch.low=3.0: must be below algo.mismatch.high=2.0"),
-        (("algo.aggregate.constant=9",), "algo.aggregate.constant=9.0: has no effect with algo.aggregate.mode=token-mean"),
+        (("algo.mismatch.low=3",), ("algo.mismatch.low=3.0", "algo.mismatch.high=2.0")),
+        (("algo.aggregate.constant=9",), ("algo.aggregate.constant=9.0", "algo.aggregate.mode=token-mean")),
         (
             ("algo.mask.equal_groups=true", "algo.preset=reinforce_pp", "rollout.samples_per_prompt=1"),
-            "algo.mask.equal_groups=true: compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more",
+            ("algo.mask.equal_groups=true", "rollout.samples_per_prompt"),
         ),
-        (("algo.mask.difficulty=[0.9, 0.1]",), "algo.mask.difficulty=[0.9, 0.1]: the first number must be below the second"),
-        (("algo.policy_loss=cpgd", "algo.options={drif: 1}"), "algo.options.drif=1: not an option here; did you mean 'drift'?"),
-        (("algo.policy_loss=cpgd", "algo.options={drift: much}"), "algo.options.drift=much: Input should be a valid number"),
-        (("algo.policy_loss=topr", "algo.options={level: turn}"), "algo.options.level=turn: Input should be 'sequence' or 'token'"),
+        (("algo.mask.difficulty=[0.9, 0.1]",), ("algo.mask.difficulty=[0.9, 0.1]", "number")),
+        (("algo.policy_loss=cpgd", "algo.options={drif: 1}"), ("algo.options.drif=1", "option", "'drift'")),
+        (("algo.policy_loss=cpgd", "algo.options={drift: much}"), ("algo.options.drift=much", "number")),
+        (("algo.policy_loss=topr", "algo.options={level: turn}"), ("algo.options.level=turn", "'sequence'", "'token'")),
     ],
 )
-def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: str):
+def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: tuple[str, ...]):
     with pytest.raises(ManyErrors) as caught:
         resolve(*sets)
-    assert caught.value.messages == (f"--set: {line}",)
+    assert_each_mentions(caught.value.messages, (f"--set: {line[0]}: ", *line[1:]))
 
 
 @pytest.mark.parametrize(
@@ -205,17 +205,17 @@ def test_the_width_of_a_clip_is_not_advised_on_for_a_loss_without_one(folder: Pa
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (("algo.ratio=sequence",), "GSPO's own widths are 3e-4 and 4e-4"),
-        (("algo.advantage.estimator=reinforce",), "has no baseline"),
-        (("algo.kl.loss={coef: 0.1, estimator: k1}",), "its gradient is zero on average"),
-        (("algo.kl.reward={coef: 0.1, estimator: k2}",), "in rewards k1 has the divergence's gradient"),
-        (("algo.policy_loss=vanilla", "train.updates.samples_per_update=8"), "4 updates of a rollout are off-policy"),
-        (("rollout.sampling.top_p=0.9",), "rollout.sampling.top_p: the sampler's log-probabilities are not comparable"),
+        (("algo.ratio=sequence",), ("algo.clip", "3e-4", "4e-4")),
+        (("algo.advantage.estimator=reinforce",), ("reinforce", "baseline")),
+        (("algo.kl.loss={coef: 0.1, estimator: k1}",), ("k1", "gradient")),
+        (("algo.kl.reward={coef: 0.1, estimator: k2}",), ("k2", "k1", "gradient")),
+        (("algo.policy_loss=vanilla", "train.updates.samples_per_update=8"), ("4 updates", "off-policy")),
+        (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p", "log-probabilities")),
     ],
 )
-def test_what_goes_badly_is_said(folder: Path, sets: tuple[str, ...], words: str):
+def test_what_goes_badly_is_said(folder: Path, sets: tuple[str, ...], words: tuple[str, ...]):
     (line,) = advice(resolve(*sets), "train-grpo")
-    assert words in line
+    assert_mentions(line, *words)
     assert advice(resolve(*sets), "train-sft") == [] and advice(resolve(), "train-grpo") == []
 
 
@@ -223,7 +223,7 @@ def test_a_run_of_some_epochs_is_longer_than_the_critics_warm_up(folder: Path):
     """4 prompts a step."""
     config = resolve("algo.preset=ppo", "algo.value.warmup_steps=3", "train={steps: null, epochs: 2}").config
     assert steps_of(config, 7) == 4 and steps_of(resolve("train={steps: 9}").config, 7) == 9
-    with pytest.raises(MsrlError, match=r"warmup_steps=3: train\.epochs=2 makes 3 steps of 6 prompts, so the policy never learns"):
+    with pytest.raises(MsrlError, match=mentions("warmup_steps=3", "train.epochs=2", "3 steps", "6 prompts")):
         steps_of(config, 6)
 
 
@@ -244,4 +244,4 @@ def test_warnings_are_printed_by_dry_run_show_and_validate(folder: Path, capfd: 
 
     for arguments in (["train-grpo", "--dry-run"], ["config", "show"], ["config", "validate"]):
         app([*arguments, "-c", "grpo.yaml", "--set", "algo.ratio=sequence"], standalone_mode=False)
-        assert "warning: algo.clip.low=0.2: is the width for tokens' ratios" in capfd.readouterr().err.replace("high", "low")
+        assert_mentions(capfd.readouterr().err.replace("high", "low"), "warning: algo.clip.low=0.2", "ratios")

@@ -20,6 +20,7 @@ from msrl.memory.states import bytes_per_device, parameters_per_rank
 from msrl.models.families import load_shape, num_parameters
 from msrl.models.parallel_layout import Cut
 from msrl.plan.derived import derived, model_shape, ranks
+from support import assert_each_mentions, assert_mentions, labelled
 
 
 @pytest.fixture
@@ -42,128 +43,130 @@ def test_right_configurations_pass(folder: Path):
 
 
 def test_missing_keys_say_what_they_mean(folder: Path):
-    assert mistakes("train-grpo", file="sft") == [
-        "model.path: is missing; set model.path: Hugging Face folder or mcore checkpoint folder to start from",
-        "data.train: is missing; set data.train: Prefix of the training data: examples for train-sft, prompts for train-grpo",
-        "train.steps: is missing; set train.steps or train.epochs",
-        "reward.sources: is missing; name at least one, as in reward: {sources: [{verifier: acc}]}",
-    ]
+    assert_each_mentions(
+        mistakes("train-grpo", file="sft"),
+        ("model.path", "missing"),
+        ("data.train", "missing"),
+        ("train.steps", "missing", "train.epochs"),
+        ("reward.sources", "missing", "verifier"),
+    )
 
 
 def test_missing_files_are_named_by_key(folder: Path):
     (folder / "empty").mkdir()
     sets = ("model.path=gone", "checkpoint.load=empty", "data.train=other", "data.eval=dat", "checkpoint.resume=old", "model.tokenizer=tok")
-    assert mistakes("train-sft", *sets) == [
-        "--set: model.path=gone: there is no such folder",
-        "--set: checkpoint.load=empty: holds neither config.json (Hugging Face) nor latest_checkpointed_iteration.txt (mcore)",
-        "--set: model.tokenizer=tok: there is no such folder",
-        "--set: data.train=other: there is no preprocessed data of this prefix (other_*.idx); write it with `msrl preprocess`",
-        "--set: data.eval=dat: there is no preprocessed data of this prefix (dat_*.idx); write it with `msrl preprocess`",
-        "--set: checkpoint.resume=old: must be none, auto, or the folder of a checkpoint; there is no such folder",
-    ]
+    assert_each_mentions(
+        mistakes("train-sft", *sets),
+        ("--set: model.path=gone", "folder"),
+        ("--set: checkpoint.load=empty", "config.json", "latest_checkpointed_iteration.txt"),
+        ("--set: model.tokenizer=tok", "folder"),
+        ("--set: data.train=other", "other_*.idx", "msrl preprocess"),
+        ("--set: data.eval=dat", "dat_*.idx", "msrl preprocess"),
+        ("--set: checkpoint.resume=old", "folder"),
+    )
 
 
 @pytest.mark.parametrize(
-    ("sets", "line"),
+    ("sets", "fragments"),
     [
-        (("train.global_batch=6", "train.micro_batch=4"), "--set: train.global_batch=6: must be a multiple of 4 (data parallel 1 * train.micro_batch 4)"),
+        (("train.global_batch=6", "train.micro_batch=4"), ("--set: train.global_batch=6", "multiple of 4", "data parallel", "train.micro_batch")),
         (
             ("cluster.devices_per_node=4", "train.parallel.tp=2", "train.global_batch=3"),
-            "--set: train.global_batch=3: must be a multiple of 2 (data parallel 2 * train.micro_batch 1)",
+            ("--set: train.global_batch=3", "multiple of 2", "train.micro_batch"),
         ),
         (
             ("cluster.devices_per_node=2", "train.max_tokens_per_micro_batch=64", "train.global_batch=3"),
-            "--set: train.global_batch=3: must be a multiple of 2 (data parallel 2)",
+            ("--set: train.global_batch=3", "multiple of 2", "data parallel"),
         ),
         (
             ("cluster.devices_per_node=3", "train.parallel.tp=2", "train.global_batch=2"),
-            "--set: cluster.devices_per_node=3: must be a multiple of the 2 ranks that train.parallel (tp 2, pp 1) makes of one model",
+            ("--set: cluster.devices_per_node=3", "train.parallel", "2 ranks"),
         ),
-        (("train.parallel.tp=8",), "--set: train.parallel.tp=8: must divide the model's 4 query groups"),
-        (("train.parallel.ep=2",), "--set: train.parallel.ep=2: the model has no experts; leave it out"),
-        (("train.parallel.pp=2", "train.parallel.vpp=2"), "--set: train.parallel.vpp=2: is all of the 2 layers of a stage; fewer make virtual stages, or leave it out"),
-        (("train.parallel.pp=3",), "--set: train.parallel.pp=3: must divide the model's 4 layers"),
-        (("train.parallel.sp=true",), "--set: train.parallel.sp=true: spreads over tensor-parallel ranks; set train.parallel.tp above 1, or false"),
-        (("data.seq_length=513",), "--set: data.seq_length=513: the model takes at most 512 tokens"),
-        (("train.epochs=2",), "--set: train.epochs=2: stands beside train.steps=10; set only one of them, the other to null"),
-        (("train.optimizer.min_lr=1.0",), "--set: train.optimizer.min_lr=1.0: must be at most train.optimizer.lr=1e-05"),
-        (("eval.every_steps=5",), "--set: eval.every_steps=5: needs data.eval, the prefix of the held-out data, or data.eval_fraction, a share of data.train"),
-        (("train.freeze=['*']",), '--set: train.freeze=["*"]: leaves nothing to train'),
-        (("train.freeze=['*.bias']", "train.lora.rank=2"), '--set: train.freeze=["*.bias"]: stands beside train.lora, which freezes the whole model; set only one of them'),
+        (("train.parallel.tp=8",), ("--set: train.parallel.tp=8", "query groups")),
+        (("train.parallel.ep=2",), ("--set: train.parallel.ep=2", "experts")),
+        (("train.parallel.pp=2", "train.parallel.vpp=2"), ("--set: train.parallel.vpp=2", "virtual", "2 layers")),
+        (("train.parallel.pp=3",), ("--set: train.parallel.pp=3", "4 layers")),
+        (("train.parallel.sp=true",), ("--set: train.parallel.sp=true", "train.parallel.tp")),
+        (("data.seq_length=513",), ("--set: data.seq_length=513", "512")),
+        (("train.epochs=2",), ("--set: train.epochs=2", "train.steps=10", "null")),
+        (("train.optimizer.min_lr=1.0",), ("--set: train.optimizer.min_lr=1.0", "train.optimizer.lr=1e-05")),
+        (("eval.every_steps=5",), ("--set: eval.every_steps=5", "data.eval", "data.eval_fraction")),
+        (("train.freeze=['*']",), ('--set: train.freeze=["*"]',)),
+        (("train.freeze=['*.bias']", "train.lora.rank=2"), ('--set: train.freeze=["*.bias"]', "train.lora")),
         (
             ("train.max_tokens_per_micro_batch=64", "train.micro_batch=2"),
-            "--set: train.micro_batch=2: has no effect beside train.max_tokens_per_micro_batch; set only one of them",
+            ("--set: train.micro_batch=2", "train.max_tokens_per_micro_batch"),
         ),
         (
             ("train.max_tokens_per_micro_batch=64", "data.seq_length=65"),
-            "--set: train.max_tokens_per_micro_batch=64: must hold at least one row: data.seq_length=65",
+            ("--set: train.max_tokens_per_micro_batch=64", "data.seq_length=65"),
         ),
-        (("model.template=qwn_r1",), "--set: model.template=qwn_r1: there is no template of this name; did you mean 'qwen_r1'?; or give the path of a YAML file"),
+        (("model.template=qwn_r1",), ("--set: model.template=qwn_r1", "'qwen_r1'", "YAML")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...], line: str):
-    assert mistakes("train-sft", *sets) == [line]
+def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]):
+    assert_each_mentions(mistakes("train-sft", *sets), fragments)
 
 
 @pytest.mark.parametrize(
-    ("sets", "line"),
+    ("sets", "fragments"),
     [
-        (("rollout.samples_per_prompt=1",), "--set: rollout.samples_per_prompt=1: group_norm compares the completions of a prompt and needs at least 2; set 2 or more"),
+        (("rollout.samples_per_prompt=1",), ("--set: rollout.samples_per_prompt=1", "group_norm", "at least 2")),
         (
             ("train.updates.samples_per_update=12",),
-            "--set: train.updates.samples_per_update=12: must divide the samples of a step: 4 prompts * 8 samples = 32",
+            ("--set: train.updates.samples_per_update=12", "4 prompts", "8 samples", "32"),
         ),
-        (("train.micro_batch=3",), "train.updates.samples_per_update: 32 samples must be a multiple of 3 (data parallel 1 * train.micro_batch 3)"),
+        (("train.micro_batch=3",), ("train.updates.samples_per_update", "32 samples", "multiple of 3")),
         (
             ("rollout.max_response_tokens=500",),
-            "--set: rollout.max_response_tokens=500: rollout.max_prompt_tokens 64 + max_response_tokens 500 = 564 tokens, and the model takes at most 512",
+            ("--set: rollout.max_response_tokens=500", "rollout.max_prompt_tokens", "564", "512"),
         ),
         (
             ("rollout.engine.max_model_len=127",),
-            "--set: rollout.engine.max_model_len=127: must hold rollout.max_prompt_tokens 64 + max_response_tokens 64 = 128 tokens",
+            ("--set: rollout.engine.max_model_len=127", "rollout.max_prompt_tokens", "128 tokens"),
         ),
         (
             ("train.max_tokens_per_micro_batch=100",),
-            "--set: train.max_tokens_per_micro_batch=100: must hold one sequence: rollout.max_prompt_tokens 64 + max_response_tokens 64 = 128 tokens",
+            ("--set: train.max_tokens_per_micro_batch=100", "rollout.max_prompt_tokens", "128 tokens"),
         ),
-        (("eval.every_steps=5",), "--set: eval.every_steps=5: needs data.eval, the prefix of the held-out data"),
-        (("rollout.engine.tp=2",), "--set: rollout.engine.tp=2: 1 engines of 2 devices need 2, and training has 1; set cluster.devices_per_node"),
+        (("eval.every_steps=5",), ("--set: eval.every_steps=5", "data.eval")),
+        (("rollout.engine.tp=2",), ("--set: rollout.engine.tp=2", "engine", "cluster.devices_per_node")),
         (
             ("rollout.sampling.temperature=0",),
-            "--set: rollout.sampling.temperature=0.0: must be above 0: with greedy sampling all samples of a prompt are the same",
+            ("--set: rollout.sampling.temperature=0.0", "greedy"),
         ),
         (
             ("rollout.sampling.temperature=0.001",),
-            "--set: rollout.sampling.temperature=0.001: the engine samples at temperatures from 0.01 to 2; set one of them",
+            ("--set: rollout.sampling.temperature=0.001", "0.01"),
         ),
-        (("algo.policy_loss=pppo",), "--set: algo.policy_loss=pppo: there is no such plugin in algorithms.losses; did you mean 'ppo'?"),
+        (("algo.policy_loss=pppo",), ("--set: algo.policy_loss=pppo", "algorithms.losses", "'ppo'")),
         (
             ("algo.advantage.estimator=group_nrm",),
-            "--set: algo.advantage.estimator=group_nrm: there is no such plugin in algorithms.advantages; did you mean 'group_norm'?",
+            ("--set: algo.advantage.estimator=group_nrm", "algorithms.advantages", "'group_norm'"),
         ),
         (
             ("reward.sources.0.verifier=strict_formt",),
-            "--set: reward.sources.0.verifier=strict_formt: there is no such plugin in rewards.verifiers; did you mean 'strict_format'?",
+            ("--set: reward.sources.0.verifier=strict_formt", "rewards.verifiers", "'strict_format'"),
         ),
-        (("algo.options={eps: 1}",), "--set: algo.options.eps=1: not an option here; it takes none"),
-        (("reward.sources.0.weight=0",), "reward.sources: all weights are 0, so that every completion scores the same; set one"),
-        (("reward.sources=[{verifier: acc}, {verifier: acc}]",), "--set: reward.sources.1.verifier=acc: is named twice; add the two weights, or tell them apart by name"),
+        (("algo.options={eps: 1}",), ("--set: algo.options.eps=1", "option")),
+        (("reward.sources.0.weight=0",), ("reward.sources", "weights", "0")),
+        (("reward.sources=[{verifier: acc}, {verifier: acc}]",), ("--set: reward.sources.1.verifier=acc", "weights", "name")),
         (
             ("reward.overlong={buffer: 1000, factor: 1}",),
-            "--set: reward.overlong.buffer=1000: must be at most rollout.max_response_tokens=64",
+            ("--set: reward.overlong.buffer=1000", "rollout.max_response_tokens=64"),
         ),
-        (("reward.overlong.factor=2",), "--set: reward.overlong.factor=2.0: has no effect without reward.overlong.buffer"),
-        (("reward.length.right_above=0.5",), "--set: reward.length.right_above=0.5: has no effect without reward.length.coef"),
+        (("reward.overlong.factor=2",), ("--set: reward.overlong.factor=2.0", "reward.overlong.buffer")),
+        (("reward.length.right_above=0.5",), ("--set: reward.length.right_above=0.5", "reward.length.coef")),
         (
             ("reward.sources=[{verifier: acc, url: 'http://a'}]",),
-            "--set: reward.sources.0.url=http://a: exactly one of verifier, function, url, model says what scores; there are 2",
+            ("--set: reward.sources.0.url=http://a", "verifier, function, url, model", "2"),
         ),
-        (("reward.sources=[{verifier: regex_match}]",), "--set: reward.sources.0.verifier=regex_match: needs options.pattern, a regular expression"),
-        (("reward.sources.0.options={colour: red}",), "--set: reward.sources.0.options.colour=red: not an option here; known: percent, tolerance"),
+        (("reward.sources=[{verifier: regex_match}]",), ("--set: reward.sources.0.verifier=regex_match", "options.pattern", "regular expression")),
+        (("reward.sources.0.options={colour: red}",), ("--set: reward.sources.0.options.colour=red", "option", "percent, tolerance")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_in_grpo_is_one_line(folder: Path, sets: tuple[str, ...], line: str):
-    assert mistakes("train-grpo", *sets) == [line]
+def test_what_does_not_fit_in_grpo_is_one_line(folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]):
+    assert_each_mentions(mistakes("train-grpo", *sets), fragments)
 
 
 def test_normalising_by_group_needs_a_group(folder: Path):
@@ -173,31 +176,31 @@ def test_normalising_by_group_needs_a_group(folder: Path):
         "reward.norm={center: group, scale: group}",
         "reward.length.coef=1",
     )
-    said = "compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more"
-    assert [line for line in mistakes("train-grpo", *sets) if "reward." in line] == [
-        f"--set: reward.norm.center=group: {said}", f"--set: reward.norm.scale=group: {said}", f"--set: reward.length.coef=1.0: {said}"
-    ]  # fmt: skip
+    assert_each_mentions(
+        [line for line in mistakes("train-grpo", *sets) if "reward." in line],
+        ("--set: reward.norm.center=group", "rollout.samples_per_prompt"),
+        ("--set: reward.norm.scale=group", "rollout.samples_per_prompt"),
+        ("--set: reward.length.coef=1.0", "rollout.samples_per_prompt"),
+    )
 
 
 def test_an_unknown_architecture_is_refused_by_name(folder: Path):
     make_model(folder / "odd", architectures=["MambaForCausalLM"])
     (line,) = mistakes("train-sft", "model.path=odd")
-    assert "architecture MambaForCausalLM is not supported; supported: " in line and "Qwen2ForCausalLM" in line
+    assert_mentions(line, "MambaForCausalLM", "Qwen2ForCausalLM")
 
 
 def test_each_prefix_of_a_blend_is_named_with_its_line(folder: Path):
     text = "data:\n  handler: pretrain\n  seq_length: 8\n  train: null\n  blend:\n    data: 1.0\n    some/gone.v2: 2.0\n"
     (folder / "blend.yaml").write_text("defaults: [sft.yaml]\n" + text, encoding="utf-8")
-    gone = "there is no preprocessed data of this prefix (some/gone.v2_*.idx); write it with `msrl preprocess`"
-    assert mistakes("train-sft", file="blend.yaml") == [f"blend.yaml:8: data.blend.some/gone.v2=2.0: {gone}"]
+    gone = ("blend.yaml:8: data.blend.some/gone.v2=2.0", "some/gone.v2_*.idx", "msrl preprocess")
+    assert_each_mentions(mistakes("train-sft", file="blend.yaml"), gone)
     (folder / "data_manifest.json").write_text(json.dumps({"kind": "sft"}), encoding="utf-8")
     line = mistakes("train-sft", file="blend.yaml")[1]
-    assert line == "blend.yaml:7: data.blend.data=1.0: holds sft data, and pretrain is needed; preprocess it with handler pretrain"
+    assert_mentions(line, "blend.yaml:7: data.blend.data=1.0", "sft", "pretrain")
     (folder / "data_manifest.json").unlink()
-    both = "stands beside data.train; set one of them to null, data.train where all prefixes stand here"
-    assert mistakes("train-sft", "data.handler=pretrain", "data.seq_length=8", "data.blend={data: 2.0}") == [
-        f"--set: data.blend={{data: 2.0}}: {both}"
-    ]
+    both = mistakes("train-sft", "data.handler=pretrain", "data.seq_length=8", "data.blend={data: 2.0}")
+    assert_each_mentions(both, ("--set: data.blend={data: 2.0}", "data.train", "null"))
     load(["blend.yaml"], ["data.blend=null", "data.train=data"], command="train-sft")
 
 
@@ -206,68 +209,70 @@ def test_a_conversion_is_checked_before_it_starts(folder: Path):
     (folder / "full" / "x").write_text("", encoding="utf-8")
     hf2mcore = Flag("convert.command", "hf2mcore", "hf2mcore")
     flags = (hf2mcore, Flag("convert.load", "model", "--load"), Flag("convert.save", "full", "--save"), Flag("convert.tp", 3, "--tp"))
-    assert mistakes("convert-ckpt", flags=flags) == [
-        "--tp: convert.tp=3: must divide the model's 4 query groups",
-        "--tp: convert.tp=3: must divide the model's 8 attention heads",
-        "--save: convert.save=full: exists and is not an empty folder; name another, or remove it",
-    ]
-    assert mistakes("convert-ckpt", "convert.command=mcore2hf", "convert.load=model") == [
-        "--set: convert.load=model: holds no latest_checkpointed_iteration.txt; give the folder of an mcore checkpoint",
-        "convert.save: is missing; give --save: Folder to write; new or empty",
-    ]
+    assert_each_mentions(
+        mistakes("convert-ckpt", flags=flags),
+        ("--tp: convert.tp=3", "query groups"),
+        ("--tp: convert.tp=3", "attention heads"),
+        ("--save: convert.save=full", "empty"),
+    )
+    assert_each_mentions(
+        mistakes("convert-ckpt", "convert.command=mcore2hf", "convert.load=model"),
+        ("--set: convert.load=model", "latest_checkpointed_iteration.txt", "mcore"),
+        ("convert.save", "missing", "--save"),
+    )
     make_mcore(folder / "mcore")
     assert load(sets=["convert.command=inspect", "convert.load=mcore"], command="convert-ckpt").config.convert.save is None
     load(sets=["convert.command=reshard", "convert.load=mcore", "convert.save=new", "convert.pp=2"], command="convert-ckpt")
-    assert mistakes("convert-ckpt", "convert.command=hf2mcore", "convert.load=model", "convert.save=new", "convert.orm=true") == [
-        "--set: convert.orm=true: Qwen2ForCausalLM has no score head, as a reward model (...ForSequenceClassification) has; leave it out"
-    ]
+    assert_each_mentions(
+        mistakes("convert-ckpt", "convert.command=hf2mcore", "convert.load=model", "convert.save=new", "convert.orm=true"),
+        ("--set: convert.orm=true", "Qwen2ForCausalLM", "score"),
+    )
 
 
 def test_preprocessing_is_checked_before_it_starts(folder: Path):
     (folder / "rows.jsonl").write_text("", encoding="utf-8")
-    assert mistakes(
-        "preprocess",
-        "preprocess.input=[rows.jsonl, '*.json', gone]",
-        "preprocess.handler=alpaka",
-        "preprocess.template=qwn",
-        "preprocess.pack=true",
-    ) == [
-        "preprocess.tokenizer: is missing; give --tokenizer: Folder of the Hugging Face tokenizer",
-        "preprocess.output_prefix: is missing; give --output-prefix: Beginning of the names of all files written",
-        "--set: preprocess.input.1=*.json: there is no such file or folder",
-        "--set: preprocess.input.2=gone: there is no such file or folder",
-        "--set: preprocess.template=qwn: there is no template of this name; did you mean 'qwen'?; or give the path of a YAML file",
-        "--set: preprocess.handler=alpaka: there is no such plugin in data.handlers; did you mean 'alpaca'?",
-        "preprocess.seq_length: is missing; give --seq-length: Longest row in tokens; longer ones are dropped and counted",
-    ]
+    assert_each_mentions(
+        mistakes(
+            "preprocess",
+            "preprocess.input=[rows.jsonl, '*.json', gone]",
+            "preprocess.handler=alpaka",
+            "preprocess.template=qwn",
+            "preprocess.pack=true",
+        ),
+        ("preprocess.tokenizer", "missing", "--tokenizer"),
+        ("preprocess.output_prefix", "missing", "--output-prefix"),
+        ("--set: preprocess.input.1=*.json", "file"),
+        ("--set: preprocess.input.2=gone", "file"),
+        ("--set: preprocess.template=qwn", "'qwen'", "YAML"),
+        ("--set: preprocess.handler=alpaka", "data.handlers", "'alpaca'"),
+        ("preprocess.seq_length", "missing", "--seq-length"),
+    )
     right = ["preprocess.input=[rows.jsonl]", "preprocess.tokenizer=model", "preprocess.output_prefix=out"]
     load(sets=[*right, "preprocess.handler=pretrain"], command="preprocess")
     load(sets=[*right, "preprocess.handler=GeneralPretrainHandler"], command="preprocess")
     load(sets=[*right, "preprocess.handler=AlpacaStyleInstructionHandler", "preprocess.template=qwen"], command="preprocess")
     (line,) = mistakes("preprocess", *right, "preprocess.handler=alpaca")
-    assert line.startswith("preprocess.template: is missing; give --template")
-    assert line.endswith("packaged: " + ", ".join(template_names()) + " (native is the tokenizer's own)") and "qwen_math_r1, " in line
+    assert_mentions(line, "preprocess.template", "missing", "--template", *template_names())
 
 
 def test_generation_takes_one_prompt_or_one_file(folder: Path):
-    either = "generate.prompt: give either --prompt TEXT or --input FILE, one of the two"
-    assert mistakes("generate", "generate.model=model") == [either]
-    assert mistakes(
-        "generate", "generate.model=data", "generate.input=gone", "generate.raw=true", "generate.system=x", "generate.num_samples=2"
-    ) == [
-        "--set: generate.model=data: there is no such folder",
-        "--set: generate.input=gone: there is no such file",
-        "--set: generate.raw=true: takes prompts as they are; leave out template and system",
-        "--set: generate.num_samples=2: all samples would be the same at temperature 0; set a temperature above 0",
-    ]
+    either = ("generate.prompt", "--prompt", "--input")
+    assert_each_mentions(mistakes("generate", "generate.model=model"), either)
+    sets = ("generate.model=data", "generate.input=gone", "generate.raw=true", "generate.system=x", "generate.num_samples=2")
+    assert_each_mentions(
+        mistakes("generate", *sets),
+        ("--set: generate.model=data", "folder"),
+        ("--set: generate.input=gone", "file"),
+        ("--set: generate.raw=true", "template", "system"),
+        ("--set: generate.num_samples=2", "temperature"),
+    )
     load(sets=["generate.model=model", "generate.prompt=1 + 1"], command="generate")
     load(sets=["chat.model=model"], command="chat")
-    hot = "the engine samples at temperatures from 0.01 to 2; set one of them"
     for command in ("generate", "chat"):
         given = [f"{command}.model=model", *(["generate.prompt=x"] if command == "generate" else [])]
         load(sets=[*given, f"{command}.temperature=2"], command=command)
-        assert mistakes(command, *given, f"{command}.temperature=2.5") == [f"--set: {command}.temperature=2.5: {hot}"]
-    assert mistakes("chat") == ["chat.model: is missing; give --model: Hugging Face folder or mcore checkpoint folder"]
+        assert_each_mentions(mistakes(command, *given, f"{command}.temperature=2.5"), (f"--set: {command}.temperature=2.5", "0.01"))
+    assert_each_mentions(mistakes("chat"), ("chat.model", "missing", "--model"))
 
 
 @pytest.mark.parametrize(
@@ -305,10 +310,9 @@ def test_the_arithmetic_of_a_grpo_step(folder: Path):
     rows = derived(load(["grpo.yaml"], sets, command="train-grpo").config, "train-grpo")
     assert rows["data parallel"] == 2
     assert rows["samples per step"] == 4 * 8
-    assert rows["optimizer updates per step"] == 2 * 3
-    assert rows["optimizer updates in all"] == 60
-    assert rows["micro-batches per update on a rank"] == 16 // 2 // 4
-    assert rows["longest prompt plus response"] == 128
+    assert [value for label, value in rows.items() if "optimizer updates" in label] == [2 * 3, 60]
+    assert labelled(rows, "micro-batches", "rank") == 16 // 2 // 4
+    assert labelled(rows, "longest", "response") == 128
     assert rows["rank 1"] == "trains tp 0 dp 1 pp 0"
 
 
@@ -381,6 +385,4 @@ def test_the_folder_of_a_run_is_answered_with_that_of_its_checkpoints(folder: Pa
     make_mcore(folder / "runs/sft/checkpoints")
     for command, key in (("generate", "generate.model"), ("train-sft", "model.path"), ("convert-ckpt", "convert.load")):
         lines = mistakes(command, f"{key}=runs/sft", "convert.command=mcore2hf", "convert.save=out", "generate.prompt=x")
-        assert any(
-            line.startswith(f"--set: {key}=runs/sft: holds n") and line.endswith("; did you mean runs/sft/checkpoints?") for line in lines
-        )
+        assert any(line.startswith(f"--set: {key}=runs/sft: ") and "runs/sft/checkpoints" in line for line in lines)

@@ -14,6 +14,7 @@ from msrl.config.show import to_yaml
 from msrl.config.sources import merge, packaged_names, parse, plain, scalar
 from msrl.config.unsupported import NOT_YET, NOT_YET_VALUES
 from msrl.errors import ManyErrors, MsrlError
+from support import assert_each_mentions, assert_mentions
 
 
 @pytest.fixture
@@ -63,13 +64,13 @@ def test_defaults_are_laid_under_the_file_that_names_them(folder: Path):
 def test_defaults_that_lead_back_are_refused(folder: Path):
     write(folder / "a.yaml", "defaults: [b.yaml]\n")
     write(folder / "b.yaml", "defaults: [a.yaml]\n")
-    assert mistakes("a.yaml") == ["b.yaml:1: defaults: a.yaml: its `defaults:` lead back to itself"]
+    assert_each_mentions(mistakes("a.yaml"), ("b.yaml:1: defaults: a.yaml", "itself"))
 
 
 def test_a_missing_default_names_the_file_that_asks_for_it(folder: Path):
     write(folder / "a.yaml", "run: {name: x}\ndefaults:\n  - gone.yaml\n")
     (line,) = mistakes("a.yaml")
-    assert line.startswith("a.yaml:3: defaults: gone.yaml: there is no such file, nor a packaged configuration of this name")
+    assert_mentions(line, "a.yaml:3: defaults: gone.yaml", "file", "packaged")
 
 
 def test_a_list_is_replaced_whole_and_its_items_can_be_set(folder: Path):
@@ -77,7 +78,7 @@ def test_a_list_is_replaced_whole_and_its_items_can_be_set(folder: Path):
     config = load(["a.yaml"], ["reward.sources.1.weight=0.1"]).config
     assert [(source.verifier, source.weight) for source in config.reward.sources] == [("acc", 1.0), ("format", 0.1)]
     assert load(["a.yaml"], ["reward.sources=[{verifier: acc}]"]).config.reward.sources[1:] == ()
-    assert mistakes("a.yaml", sets=("reward.sources.2.weight=1",)) == ["--set: item 2 does not exist; the list has 2 items, counted from 0"]
+    assert_each_mentions(mistakes("a.yaml", sets=("reward.sources.2.weight=1",)), ("--set", "item 2", "2 items"))
 
 
 def test_an_empty_section_keeps_what_is_under_it(folder: Path):
@@ -106,15 +107,15 @@ def test_what_is_set_wrongly_is_named_with_the_form_that_it_must_have():
         "train.freeze=[*bias]",
         "run.seed=4294967296",
     )
-    star = "; a text that begins with * stands in quotes, as in '*.bias'"
-    assert mistakes(sets=sets) == [
-        "--set: train.freeze=[*]: not valid YAML: expected alphabetic or numeric character, but found ']'" + star,
-        "--set: train.freeze=[*bias]: not valid YAML: found undefined alias 'bias'" + star,
-        "--set: run.seed=4294967296: must be at most 4294967295",
-        "--set: data.blend=[[1.0, a]]: must be a mapping such as {PREFIX: 0.7, OTHER_PREFIX: 0.3}",
-        "--set: cluster.nodes:2=null: YAML reads this as one word; write a space after the colon",
-        "--set: reward.sources.0.options=x: must be a mapping such as {NAME: VALUE}",
-    ]
+    assert_each_mentions(
+        mistakes(sets=sets),
+        ("--set: train.freeze=[*]", "YAML", "'*.bias'"),
+        ("--set: train.freeze=[*bias]", "YAML", "alias", "'*.bias'"),
+        ("--set: run.seed=4294967296", 4294967295),
+        ("--set: data.blend=[[1.0, a]]", "mapping", "{PREFIX: 0.7, OTHER_PREFIX: 0.3}"),
+        ("--set: cluster.nodes:2=null", "colon"),
+        ("--set: reward.sources.0.options=x", "mapping", "{NAME: VALUE}"),
+    )
 
 
 def test_references_take_values_types_and_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -142,7 +143,7 @@ def test_a_token_in_a_header_is_proven_and_written_nowhere(folder: Path, monkeyp
     write(folder / "b.yaml", to_yaml(config))
     assert load(["b.yaml"]).config == config
     monkeypatch.delenv("TOKEN")
-    assert any("${env:TOKEN}: this environment variable is not set" in line for line in mistakes("a.yaml"))
+    assert any("${env:TOKEN}" in line and "environment variable" in line for line in mistakes("a.yaml"))
 
 
 def test_references_that_miss_or_go_round_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -153,14 +154,15 @@ def test_references_that_miss_or_go_round_are_named(folder: Path, monkeypatch: p
         "model:\n  path: ${model.tokenizer}\n  tokenizer: ${model.path}\n"
         "data:\n  train: ${train}\n  eval: 'x${run.name'\n",
     )
-    assert mistakes("a.yaml") == [
-        "a.yaml:2: run.dir=${env:NOT_THERE}: ${env:NOT_THERE}: this environment variable is not set; export it, or write the value",
-        "a.yaml:3: run.name=${run.dirr}: ${run.dirr}: there is no such key; did you mean 'run.dir'?",
-        "a.yaml:5: model.path=${model.tokenizer}: refers to itself: model.path -> model.tokenizer -> model.path",
-        "a.yaml:6: model.tokenizer=${model.path}: refers to itself: model.tokenizer -> model.path -> model.tokenizer",
-        "a.yaml:8: data.train=${train}: ${train}: is a section; refer to one of its keys",
-        "a.yaml:9: data.eval=x${run.name: `${` is not closed by `}`; write `$${` where `${` itself is meant",
-    ]
+    assert_each_mentions(
+        mistakes("a.yaml"),
+        ("a.yaml:2: run.dir=${env:NOT_THERE}: ${env:NOT_THERE}", "environment variable"),
+        ("a.yaml:3: run.name=${run.dirr}: ${run.dirr}", "key", "'run.dir'"),
+        ("a.yaml:5: model.path=${model.tokenizer}", "model.path -> model.tokenizer -> model.path"),
+        ("a.yaml:6: model.tokenizer=${model.path}", "model.tokenizer -> model.path -> model.tokenizer"),
+        ("a.yaml:8: data.train=${train}: ${train}", "section"),
+        ("a.yaml:9: data.eval=x${run.name", "closed"),
+    )
 
 
 def test_all_mistakes_of_a_configuration_are_said_at_once(folder: Path):
@@ -185,60 +187,59 @@ def test_all_mistakes_of_a_configuration_are_said_at_once(folder: Path):
         "    - acc\n"
         "log: 3\n",
     )
-    assert mistakes("grpo.yaml", sets=("train.parallel.sp=1", "steps"), flags=(Flag("convert.tp", 0, "--tp"),)) == [
-        "--set steps: write it as key=value, as in --set train.steps=10",
-        "--set: train.parallel.sp=1: must be true or false",
-        "--tp: convert.tp=0: must be at least 1",
-        "grpo.yaml:2: rollout.samples_per_promt=8: there is no such key; did you mean 'samples_per_prompt'?",
-        "grpo.yaml:3: rollout.engine.name=megatron: not in this version yet",
-        "grpo.yaml:3: rollout.engine.max_num_seqs=lots: must be a whole number",
-        "grpo.yaml:4: rollout.async: not in this version yet; rollout and training take turns",
-        "grpo.yaml:6: train.tp=2: there is no such key; did you mean 'train.parallel.tp'?",
-        "grpo.yaml:7: train.steps=yes: must be a whole number",
-        "grpo.yaml:8: train.micro_batch=2.0: must be a whole number",
-        "grpo.yaml:10: train.optimizer.lr=0: must be above 0",
-        "grpo.yaml:11: train.optimizer.warmup=1.5: must be a whole number or below 1",
-        "grpo.yaml:12: train.optimizer.betas.1: is missing",
-        "grpo.yaml:13: model.dtype=bfloat: must be float32 or bfloat16; did you mean 'bfloat16'?",
-        "grpo.yaml:16: reward.sources.0.verifer=acc: there is no such key; did you mean 'verifier'?",
-        "grpo.yaml:17: reward.sources.1=acc: must be a section of keys (" + ", ".join(RewardSource.model_fields) + ")",
-        "grpo.yaml:18: log=3: must be a section of keys (every_steps, trackers, save_rollouts)",
-    ]
+    assert_each_mentions(
+        mistakes("grpo.yaml", sets=("train.parallel.sp=1", "steps"), flags=(Flag("convert.tp", 0, "--tp"),)),
+        ("--set steps", "key=value"),
+        ("--set: train.parallel.sp=1", "true or false"),
+        ("--tp: convert.tp=0", 1),
+        ("grpo.yaml:2: rollout.samples_per_promt=8", "key", "'samples_per_prompt'"),
+        ("grpo.yaml:3: rollout.engine.name=megatron", "version"),
+        ("grpo.yaml:3: rollout.engine.max_num_seqs=lots", "number"),
+        ("grpo.yaml:4: rollout.async", "version"),
+        ("grpo.yaml:6: train.tp=2", "key", "'train.parallel.tp'"),
+        ("grpo.yaml:7: train.steps=yes", "number"),
+        ("grpo.yaml:8: train.micro_batch=2.0", "number"),
+        ("grpo.yaml:10: train.optimizer.lr=0", "above 0"),
+        ("grpo.yaml:11: train.optimizer.warmup=1.5", "number", "1"),
+        ("grpo.yaml:12: train.optimizer.betas.1", "missing"),
+        ("grpo.yaml:13: model.dtype=bfloat", "float32", "'bfloat16'"),
+        ("grpo.yaml:16: reward.sources.0.verifer=acc", "key", "'verifier'"),
+        ("grpo.yaml:17: reward.sources.1=acc", "section", ", ".join(RewardSource.model_fields)),
+        ("grpo.yaml:18: log=3", "section", "every_steps, trackers, save_rollouts"),
+    )
 
 
 def test_a_key_given_twice_is_refused_with_both_lines(folder: Path):
     write(folder / "a.yaml", "train:\n  steps: 1\n  micro_batch: 1\n  steps: 2\n")
-    assert mistakes("a.yaml") == ["a.yaml:4: steps: given twice in one section; it stands in line 2 already"]
+    assert_each_mentions(mistakes("a.yaml"), ("a.yaml:4: steps", "twice", "line 2"))
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("text", "fragments"),
     [
-        ("train:\n  steps: [1\n", "a.yaml:3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
-        ("train:\n\tsteps: 1\n", "a.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
-        ("- a\n", "a.yaml:1: must hold sections such as `model:` and `train:`"),
+        ("train:\n  steps: [1\n", ("a.yaml:3", "YAML", "']'")),
+        ("train:\n\tsteps: 1\n", ("a.yaml:2", "YAML", "'\\t'")),
+        ("- a\n", ("a.yaml:1", "sections")),
         (
             "run: {name: !!python/name:os.system x}\n",
-            "a.yaml:1: tag:yaml.org,2002:python/name:os.system: tags have no meaning here; take it away",
+            ("a.yaml:1", "python/name:os.system", "tags"),
         ),
-        ("run: &a\n  <<: {name: x}\n", "a.yaml:2: merge keys (<<) are not read; name shared files in `defaults:`"),
-        ("run: &a\n  name: *a\n", "a.yaml:2: an anchor holds itself"),
-        ("defaults: sft\n", "a.yaml:1: defaults: must be a list of files or of packaged names (grpo, sft)"),
+        ("run: &a\n  <<: {name: x}\n", ("a.yaml:2", "<<", "merge")),
+        ("run: &a\n  name: *a\n", ("a.yaml:2", "anchor")),
+        ("defaults: sft\n", ("a.yaml:1: defaults", "list", "grpo, sft")),
     ],
 )
-def test_what_is_not_a_configuration_is_refused_by_line(folder: Path, text: str, line: str):
+def test_what_is_not_a_configuration_is_refused_by_line(folder: Path, text: str, fragments: tuple[str, ...]):
     write(folder / "a.yaml", text)
-    assert mistakes("a.yaml") == [line]
+    assert_each_mentions(mistakes("a.yaml"), fragments)
 
 
 def test_files_that_cannot_be_read_are_named(folder: Path):
     (folder / "latin.yaml").write_bytes(b"run: {name: \xe9}\n")
     (folder / "empty.yaml").write_text("", encoding="utf-8")
-    assert mistakes("latin.yaml", "grpp", ".") == [
-        "latin.yaml: is not UTF-8 text",
-        "grpp: there is no such file, nor a packaged configuration of this name; did you mean 'grpo'?",
-        ".: is a folder, not a configuration file",
-    ]
+    assert_each_mentions(
+        mistakes("latin.yaml", "grpp", "."), ("latin.yaml", "UTF-8"), ("grpp", "file", "'grpo'"), ("folder", "configuration")
+    )
     assert load(["empty.yaml"]).config == Config()
 
 
@@ -254,7 +255,7 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: object):
 
 def test_quoted_numbers_stay_text_and_written_ones_become_it_where_text_is_wanted(folder: Path):
     write(folder / "a.yaml", "run: {name: 007}\ncluster: {env: {OMP_NUM_THREADS: 2, FLAG: true}}\ntrain: {steps: '3'}\n")
-    assert mistakes("a.yaml") == ["a.yaml:3: train.steps=3: must be a whole number"]
+    assert_each_mentions(mistakes("a.yaml"), ("a.yaml:3: train.steps=3",))
     config = load(["a.yaml"], ["train.steps=3"]).config
     assert config.run.name == "007"
     assert config.cluster.env == {"OMP_NUM_THREADS": "2", "FLAG": "true"}
@@ -288,21 +289,17 @@ def test_every_key_named_as_not_yet_is_refused_as_such():
     for key in NOT_YET:
         path = key.replace("reward.sources.", "reward.sources.0.")
         (line,) = mistakes(sets=("reward.sources=[{verifier: acc}]", f"{path}=1"))
-        assert line.startswith(f"--set: {path}=1: not in this version yet"), line
+        assert_mentions(line, f"--set: {path}=1", "version")
     for key, values in NOT_YET_VALUES.items():
         for value in values if key != "algo.advantage.estimator" else ():  # the names of plugins are looked at by a command's checks
             path = key.replace("reward.sources.", "reward.sources.0.")
             sets = (f"{path}={[value] if key == 'log.trackers' else value}",)
             (line,) = mistakes(sets=("reward.sources=[{verifier: acc}]", *sets) if path != key else sets)
-            assert "not in this version yet" in line
+            assert_mentions(line, path, "version")
 
 
 def test_parse_reports_every_bad_key_of_a_file():
     with pytest.raises(ManyErrors) as caught:
         parse("a: 1\na: 2\n[b]: 3\nc: !x 4\n", "f.yaml")
-    assert caught.value.messages == (
-        "f.yaml:2: a: given twice in one section; it stands in line 1 already",
-        "f.yaml:3: a key must be text",
-        "f.yaml:4: !x: tags have no meaning here; take it away",
-    )
+    assert_each_mentions(caught.value.messages, ("f.yaml:2: a", "twice", "line 1"), ("f.yaml:3", "key", "text"), ("f.yaml:4: !x", "tags"))
     assert plain(parse("a: &x [1]\nb: *x", "f.yaml")) == {"a": [1], "b": [1]}

@@ -13,6 +13,7 @@ from mixture_families import DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
+from support import mentions
 
 MODELS = {"qwen3 moe": {**QWEN3_MOE, "router_aux_loss_coef": 0.001}, "deepseek v3": DEEPSEEK_V3, "gpt-oss": GPT_OSS}
 
@@ -42,36 +43,36 @@ def test_what_a_mixture_takes_passes(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("model", "sets", "message"),
+    ("model", "sets", "fragments"),
     [
-        ("qwen3 moe", ["train.router.bias_update_rate=0.1"], "train.router.bias_update_rate=0.1: the model's experts have no biases"),
-        ("qwen3 moe", ["train.router.aux_loss_over=micro_batch"], "has no effect without train.router.aux_loss_coef"),
-        ("gpt-oss", ["train.router.aux_loss_coef=model"], "config.json has no router_aux_loss_coef or aux_loss_alpha; set a number"),
+        ("qwen3 moe", ["train.router.bias_update_rate=0.1"], ("train.router.bias_update_rate=0.1", "biases")),
+        ("qwen3 moe", ["train.router.aux_loss_over=micro_batch"], ("train.router.aux_loss_over=micro_batch", "train.router.aux_loss_coef")),
+        ("gpt-oss", ["train.router.aux_loss_coef=model"], ("router_aux_loss_coef", "aux_loss_alpha", "config.json")),
         (
             "deepseek v3",
             ["train.router.bias_update_rate=0.1", "train.lora.rank=4", "train.lora.targets=[o_proj]"],
-            "biases are of the model, which train.lora does not change",
+            ("biases", "train.lora"),
         ),
         (
             "qwen3 moe",
             ["train.lora.rank=4", "train.lora.targets=[gate]"],
-            "gate decides which experts a token goes to, and gets no adapter",
+            ("gate", "experts", "adapter"),
         ),
-        ("gpt-oss", ["train.lora.rank=4", "train.lora.targets=[router]"], "router decides which experts a token goes to"),
+        ("gpt-oss", ["train.lora.rank=4", "train.lora.targets=[router]"], ("router", "experts")),
         (
             "gpt-oss",
             ["train.lora.rank=4", "train.lora.targets=[linear_fc1]"],
-            "linear_fc1 has all experts of a layer in one Hugging Face tensor",
+            ("linear_fc1", "Hugging Face tensor"),
         ),
     ],
 )
-def test_what_a_mixture_does_not_have_is_refused_before_launch(folder: Path, model: str, sets: list[str], message: str):
-    with pytest.raises(MsrlError, match=message.replace(".", r"\.")):
+def test_what_a_mixture_does_not_have_is_refused_before_launch(folder: Path, model: str, sets: list[str], fragments: tuple[str, ...]):
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
         load(["sft.yaml"], [f"model.path={model}", *sets], command="train-sft")
 
 
 def test_a_dense_model_has_no_router(folder: Path):
     (folder / "qwen3 moe" / "config.json").write_text(json.dumps(QWEN2))
     for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
-        with pytest.raises(MsrlError, match=rf"train\.router\.{key}=0\.1: the model has no mixture of experts; leave it out"):
+        with pytest.raises(MsrlError, match=mentions(f"train.router.{key}=0.1", "experts")):
             load(["sft.yaml"], ["model.path=qwen3 moe", f"train.router.{key}=0.1"], command="train-sft")

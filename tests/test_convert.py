@@ -26,6 +26,7 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError, VerificationError
 from msrl.models.parallel_layout import Coords, Cut
 from msrl.verification.bits import compare, damaged_files
+from support import assert_mentions, mentions
 
 LAYER = "model.layers.{}."
 
@@ -86,7 +87,7 @@ def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
     args = mcore.read_rank_file(path)["args"]
     mcore.write_rank_file(path.with_suffix(".new"), {**last, "output_layer.weight": last["output_layer.weight"] * 2}, args, 1)
     path.with_suffix(".new").replace(path)
-    with pytest.raises(MsrlError, match="ties its embeddings, but the last stage's output_layer"):
+    with pytest.raises(MsrlError, match=mentions("output_layer", "embeddings")):
         open_weights(tmp_path / "mcore")
 
 
@@ -146,16 +147,16 @@ def test_the_manifest_finds_damage(tmp_path: Path) -> None:
     contents[len(contents) // 2] ^= 1
     path.write_bytes(contents)
     (damage,) = damaged_files(tmp_path / "mcore", 1) or [""]
-    assert "mp_rank_01" in damage and "does not match its checksum" in damage
+    assert_mentions(damage, "mp_rank_01", "checksum")
 
 
 def test_a_taken_folder_and_a_full_disk_are_refused_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.save(tmp_path / "hf")
     source = open_weights(tmp_path / "hf")
-    with pytest.raises(MsrlError, match="already exists and is not an empty folder"):
+    with pytest.raises(MsrlError, match=mentions("hf", "exists")):
         write_mcore(source, tmp_path / "hf", McoreTarget())
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(MsrlError, match=r"needs [\d,]+ bytes of disk, 1,000 bytes are free"):
+    with pytest.raises(MsrlError, match=mentions("1,000 bytes", "disk")):
         write_hf(source, tmp_path / "out", None)
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
@@ -164,10 +165,10 @@ def test_files_of_another_model_or_layout_are_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
     tiny.save(tmp_path / "mcore" / "hf", num_hidden_layers=4)
-    with pytest.raises(MsrlError, match="says num_layers=2, but folder names and config say 4"):
+    with pytest.raises(MsrlError, match=mentions("num_layers=2", "4")):
         open_weights(tmp_path / "mcore")
     (tmp_path / "mcore" / "hf" / "config.json").unlink()
-    with pytest.raises(MsrlError, match="name the model's Hugging Face folder with --hf-config"):
+    with pytest.raises(MsrlError, match=mentions("--hf-config", "Hugging Face")):
         open_weights(tmp_path / "mcore")
 
 
@@ -176,7 +177,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
     path = mcore.rank_file(tmp_path / "mcore", 1, Cut(), Coords())
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(MsrlError, match=r"model_optim_rng\.pt: cut short"):
+    with pytest.raises(MsrlError, match=mentions("model_optim_rng.pt", "torch.save")):
         open_weights(tmp_path / "mcore")
 
 
@@ -227,7 +228,7 @@ def test_a_disk_that_becomes_full_is_said_and_leaves_no_trace(tmp_path: Path) ->
 
     source, save = open_weights(tmp_path / "hf"), tmp_path / "new" / "folders" / "out"
     for write in (partial(write_mcore, source, save, McoreTarget(), full), partial(write_hf, source, save, None, full)):
-        with pytest.raises(MsrlError, match="out: No space left on device; what was written is removed"):
+        with pytest.raises(MsrlError, match=mentions("out", "No space left on device")):
             write()
         assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
@@ -235,7 +236,7 @@ def test_a_disk_that_becomes_full_is_said_and_leaves_no_trace(tmp_path: Path) ->
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     (tmp_path / "file").write_text("")
-    with pytest.raises(MsrlError, match=r"file/out: .*/file is a file; name another folder"):
+    with pytest.raises(MsrlError, match=mentions("file/out", "folder")):
         write_mcore(open_weights(tmp_path / "hf"), tmp_path / "file" / "out", McoreTarget())
 
 
@@ -292,7 +293,7 @@ def test_a_conversion_proves_itself_on_real_megatron_ranks(
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", **cut)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back")
     proofs = capsys.readouterr().out
-    assert proofs.count("equal bit for bit") == 2 and proofs.count("largest difference") == 2 and proofs.count("largest KL") == 2
+    assert all(proofs.count(check) == 2 for check in ("round trip", "logits, fp32", "distributions"))
     assert (tmp_path / "back" / "config.json").is_file()
 
 
@@ -303,7 +304,7 @@ def test_casts_and_reshards_prove_themselves(tmp_path: Path, capsys: pytest.Capt
     run(command="reshard", load=tmp_path / "one", save=tmp_path / "two", pp=2, dtype="bf16")
     (tmp_path / "two" / "hf").rename(tmp_path / "elsewhere")  # as MindSpeed's own checkpoints are
     run(command="mcore2hf", load=tmp_path / "two", save=tmp_path / "back", dtype="fp32", hf_config=tmp_path / "elsewhere")
-    assert capsys.readouterr().out.count("equal bit for bit") == 3
+    assert capsys.readouterr().out.count("round trip") == 3
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
 
 
@@ -324,7 +325,7 @@ def test_a_swap_in_both_directions_fails_the_proof(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(layouts, "fuse", lambda layout, tensors: fuse(layout, swap(layout, tuple(tensors))))
     monkeypatch.setattr(layouts, "pieces", lambda layout, tensors, *ranks: pieces(layout, swap(layout, tuple(tensors)), *ranks))
     monkeypatch.setattr(layouts, "unfuse", lambda layout, canonical: swap(layout, unfuse(layout, canonical)))
-    with pytest.raises(VerificationError, match="logits, fp32: largest difference"):
+    with pytest.raises(VerificationError, match=mentions("logits, fp32")):
         run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore.failed-verification"]
 
@@ -335,12 +336,12 @@ def test_inspect_says_what_a_checkpoint_holds(tmp_path: Path, capsys: pytest.Cap
     run(command="inspect", load=tmp_path / "mcore")
     said = capsys.readouterr().out
     assert "iteration 1, tp 2, pp 1" in said and "mp_rank_01/model_optim_rng.pt" in said and "bfloat16" in said
-    assert "files: all as the manifest says" in said
+    assert_mentions(said, "files:", "manifest")
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.save(tmp_path / "hf")
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
-    with pytest.raises(MsrlError, match=r"verification needs .* 1\.0 KB are free.*--no-verify"):
+    with pytest.raises(MsrlError, match=mentions("verification", "1.0 KB", "--no-verify")):
         run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore")
     assert not (tmp_path / "mcore").exists()

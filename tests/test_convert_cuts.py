@@ -24,6 +24,7 @@ from msrl.checkpoint.source import WeightSource, open_mcore, open_weights
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, Cut
 from msrl.verification.bits import compare
+from support import mentions
 
 LAYERS = 4
 CUTS = {
@@ -215,7 +216,7 @@ def test_grouped_experts_whose_number_is_unknown_are_refused(tmp_path: Path, mix
     contents = torch.load(path, weights_only=False)
     contents["args"].num_experts = None
     torch.save(contents, path)
-    with pytest.raises(MsrlError, match=r"args do not say how many experts a layer has \(num_experts\)"):
+    with pytest.raises(MsrlError, match=mentions("args", "num_experts")):
         open_mcore(tmp_path / "mcore")
 
 
@@ -225,5 +226,5 @@ def test_a_checkpoint_of_a_v_shaped_schedule_is_refused_by_name(tmp_path: Path, 
     contents = mcore.read_rank_file(path, mmap=False)
     contents["args"].schedules_method = "dualpipev"
     mcore.write_rank_file(path, contents["model"], contents["args"], 1)
-    with pytest.raises(MsrlError, match="--schedules-method dualpipev"):
+    with pytest.raises(MsrlError, match=mentions("--schedules-method dualpipev")):
         open_weights(tmp_path / "mcore")

@@ -21,6 +21,7 @@ from msrl.errors import MsrlError
 from msrl.models.hf_config import end_tokens, read_hf_config
 from msrl.models.parallel_layout import Coords, Cut
 from msrl.verification.bits import damaged_files
+from support import mentions
 from test_convert import to_mcore
 
 
@@ -50,7 +51,7 @@ def test_a_record_under_another_name_than_the_directorys_is_found(tmp_path: Path
         begin = archive.infolist()[-1].header_offset
     for position in (begin, begin + 30):
         path.write_bytes(whole[:position] + b"?" + whole[position + 1 :])
-        with pytest.raises(MsrlError, match=r"record \S+ is not where the archive's directory says"):
+        with pytest.raises(MsrlError, match=mentions("record", "archive")):
             check_records(path)
 
 
@@ -64,7 +65,7 @@ def test_a_torch_file_that_was_packed_again_is_not_read_as_it_lies(tmp_path: Pat
         for name, data in records.items():
             archive.writestr(name, data, zipfile.ZIP_DEFLATED if name.endswith("data/0") else zipfile.ZIP_STORED)
     assert torch.load(path, mmap=True)["zeros"].any(), "torch itself reads zeros"
-    with pytest.raises(MsrlError, match=r"file\.pt: its record file/\S+ is compressed, which torch\.save never does"):
+    with pytest.raises(MsrlError, match=mentions("file.pt", "record", "compressed")):
         read_torch_file(path)
 
 
@@ -76,7 +77,7 @@ def test_a_manifest_that_says_too_little_is_refused(tmp_path: Path, entry: Any) 
     if entry is None:
         assert damaged_files(tmp_path / "mcore", 1) is None
         return
-    with pytest.raises(MsrlError, match=r"msrl_manifest\.json: does not say which files iteration 1 has"):
+    with pytest.raises(MsrlError, match=mentions("msrl_manifest.json", "iteration 1", "files")):
         damaged_files(tmp_path / "mcore", 1)
 
 
@@ -89,22 +90,22 @@ def test_json_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     }
     for name, read in readers.items():
         (tmp_path / name).write_text("[" * 100_000)
-        with pytest.raises(MsrlError, match=f"{name}: not "):
+        with pytest.raises(MsrlError, match=mentions(name, "not")):
             read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("arguments", "model", "message"),
     [
-        ({"expert_tensor_parallel_size": "x"}, {}, "arguments say expert_tensor_parallel_size='x', which is no whole number"),
-        ({"num_layer_list": "1,x"}, {}, "arguments say num_layer_list='1,x', which are no layers"),
-        ({"num_layers": None}, {}, "says num_layers=None, but folder names and config say 2"),
-        ({}, {1: torch.zeros(2)}, "model entry 1 is not a tensor with a name"),
-        ({}, {"language_model": {1: torch.zeros(2)}}, r"tensor language_model\.1 of Megatron's old models is not known"),
+        ({"expert_tensor_parallel_size": "x"}, {}, ("expert_tensor_parallel_size='x'", "number")),
+        ({"num_layer_list": "1,x"}, {}, ("num_layer_list='1,x'", "layers")),
+        ({"num_layers": None}, {}, ("num_layers=None", "2")),
+        ({}, {1: torch.zeros(2)}, ("model entry 1", "tensor")),
+        ({}, {"language_model": {1: torch.zeros(2)}}, ("language_model.1", "Megatron")),
     ],
 )
 def test_a_rank_file_whose_contents_make_no_sense_is_refused(
-    tmp_path: Path, arguments: dict[str, Any], model: dict[Any, Any], message: str
+    tmp_path: Path, arguments: dict[str, Any], model: dict[Any, Any], message: tuple[str, ...]
 ) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
@@ -112,5 +113,5 @@ def test_a_rank_file_whose_contents_make_no_sense_is_refused(
     contents = torch.load(path, weights_only=False)
     vars(contents["args"]).update(arguments)
     torch.save({**contents, "model": model or contents["model"]}, path)
-    with pytest.raises(MsrlError, match=message):
+    with pytest.raises(MsrlError, match=mentions(*message)):
         open_weights(tmp_path / "mcore")

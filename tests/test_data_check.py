@@ -14,6 +14,7 @@ from msrl.data.dataset import SftDataset
 from msrl.errors import MsrlError
 from msrl.workflows.preprocess import run
 from msrl.workflows.training.data_checks import check_data
+from support import mentions
 from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
 
 
@@ -47,15 +48,15 @@ def check(prefix: str, *sets: str) -> None:
 
 def test_data_of_another_tokenizer_of_the_same_size_is_refused(folder: Path):
     check("own")
-    with pytest.raises(MsrlError, match=r"data prefix foreign: was preprocessed with another tokenizer than that in .*model, so its ids"):
+    with pytest.raises(MsrlError, match=mentions("foreign", "tokenizer", "model")):
         check("foreign")
 
 
 def test_the_tokenizer_that_is_named_counts(folder: Path):
     check("foreign", "model.tokenizer=other")
-    with pytest.raises(MsrlError, match=r"data prefix own: was preprocessed with another tokenizer than that in .*other"):
+    with pytest.raises(MsrlError, match=mentions("own", "tokenizer", "other")):
         check("own", "model.tokenizer=other")
-    with pytest.raises(MsrlError, match="gone: there is no such folder"):
+    with pytest.raises(MsrlError, match=mentions("gone", "folder")):
         check("own", "model.tokenizer=gone")
 
 
@@ -70,5 +71,5 @@ def test_of_a_model_without_a_tokenizer_nothing_is_told(folder: Path):
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_by_their_numbers(folder: Path):
     config = json.loads((folder / "model/config.json").read_text())
     (folder / "model/config.json").write_text(json.dumps({**config, "vocab_size": 100}))
-    with pytest.raises(MsrlError, match=r"its tokenizer has 259 tokens, the model in model only 100"):
+    with pytest.raises(MsrlError, match=mentions("259 tokens", "100", "tokenizer")):
         check("own")

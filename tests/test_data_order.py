@@ -15,6 +15,7 @@ from msrl.files import write_text
 from msrl.trainer.checkpointing.integrity import sealed_json
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, training_dir
 from msrl.workflows.training.settings import check_order, order_state
+from support import mentions
 
 ORDER = RowOrder(num_rows=10, rows_per_step=4, seed=3, shuffle=True)
 
@@ -42,12 +43,12 @@ def test_a_run_that_would_go_on_with_other_rows_is_refused(tmp_path: Path):
     write_text(folder / STATE, sealed_json(state))
     saved = SavedTraining(tmp_path, 5)
     check_order(saved, ORDER, rows_per_step="train.global_batch")
-    with pytest.raises(MsrlError, match=r"train\.global_batch \(was 4 rows, is 8\), run\.seed \(was 3, is 1\)"):
+    with pytest.raises(MsrlError, match=mentions("train.global_batch", "was 4 rows, is 8", "run.seed", "was 3, is 1")):
         check_order(saved, RowOrder(10, 8, 1, True), rows_per_step="train.global_batch")
 
 
 def test_a_training_of_an_earlier_version_is_refused_with_a_way_on(tmp_path: Path) -> None:
     training_dir(tmp_path, 3).mkdir(parents=True)
     (training_dir(tmp_path, 3) / STATE).write_text(json.dumps({"step": 3, "tp": 2, "pp": 1, "updates": 3, "extra": {}}))
-    with pytest.raises(MsrlError, match=rf"saved by an earlier version, .* checkpoint\.load: {tmp_path}"):
+    with pytest.raises(MsrlError, match=mentions("earlier version", f"checkpoint.load: {tmp_path}")):
         SavedTraining(tmp_path, 3).state()

@@ -16,6 +16,7 @@ from msrl.platforms.cpu import CpuPlatform
 from msrl.workflows import doctor
 from msrl.workflows.doctor_config import config_findings
 from msrl.workflows.training.memory_check import check_memory, fit
+from support import assert_mentions, mentions
 from test_cli import msrl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,9 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_this_machine_is_well(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert msrl("doctor", "--no-imports", "--platform", "cpu") == 0
     out = capsys.readouterr().out
-    assert re.search(r"^ok {5}platform: cpu$", out, re.M) and re.search(
-        r"^ok {5}devices: \d+ of cpu, [\d.]+ GB the machine's memory$", out, re.M
-    )
+    assert re.search(r"^ok {5}platform: cpu$", out, re.M) and re.search(r"^ok {5}devices: \d+ of cpu, [\d.]+ GB .*memory$", out, re.M)
     assert all(re.search(rf"^ok {{5}}{package}: \d", out, re.M) for package in get("cpu").stack)
 
 
@@ -87,7 +86,7 @@ def test_every_mistake_is_reported_together_with_exit_code_2(folder: Path, capsy
     assert len(wrong) == 3
     assert any("data.train=gone" in text for text in wrong) and any("max_response_tokens=600" in text for text in wrong)
     assert msrl("doctor", "--no-imports", "-c", "grpo.yaml", "--set", "train.stps=1") == 2
-    assert "wrong  configuration: --set: train.stps=1: there is no such key; did you mean 'steps'?" in capsys.readouterr().out
+    assert_mentions(capsys.readouterr().out, "wrong  configuration: --set: train.stps=1", "key", "'steps'")
 
 
 def test_memory_of_training_reference_and_engine_is_added_up(folder: Path):
@@ -98,12 +97,14 @@ def test_memory_of_training_reference_and_engine_is_added_up(folder: Path):
     parameters = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 64 * 96 + 2 * 64) + 1001 * 64 + 64
     training, engine = parameters * (4 + 4 + 8 + 4), parameters * 4 + 10**6
     assert found["memory"][0] == "wrong"
-    assert f"the run takes {(training + engine) / 1e6:.1f} MB or more, and there are 1.0 MB" in found["memory"][1]
+    assert_mentions(found["memory"][1], f"{(training + engine) / 1e6:.1f} MB", "1.0 MB")
     assert re.search(rf"^ +optimizer +{parameters * 8 / 1e6:.1f} MB$", found["memory"][1], re.M)
     # A micro-batch of one prompt and response of 64 tokens each: 64 are learnt, of 1001 logits.
     assert re.search(r"^ +activations +[\d.]+ MB$", found["memory"][1], re.M)
     # Keys and values of 4 layers, 4 groups of 8, 4 bytes: 1024 bytes a token.
-    assert found["KV cache"] == ("ok", f"room for {10**6 // 1024:,} tokens, {10**6 // (1024 * 128)} of the longest sequences")
+    level, text = found["KV cache"]
+    assert level == "ok"
+    assert_mentions(text, f"{10**6 // 1024:,} tokens", 10**6 // (1024 * 128))
     little = load(["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000"])
     assert ("wrong", "KV cache") in [(level, what) for level, what, _ in config_findings(little, "train-grpo", Small())]
 
@@ -111,7 +112,9 @@ def test_memory_of_training_reference_and_engine_is_added_up(folder: Path):
 def test_devices_of_a_run_are_counted_against_the_machine(folder: Path):
     resolved = load(["grpo.yaml"], ["cluster.devices_per_node=8", "rollout.engine.kv_cache_bytes=1000000"])
     found = [(level, text) for level, what, text in config_findings(resolved, "train-grpo", Small()) if what == "devices"]
-    assert found == [("wrong", "the run wants 8 on this machine, which has 4; set cluster.devices_per_node and cluster.nodes")]
+    ((level, text),) = found
+    assert level == "wrong"
+    assert_mentions(text, 8, 4, "cluster.devices_per_node", "cluster.nodes")
     on_cores = [level for level, what, _ in config_findings(resolved, "train-grpo", get("cpu")) if what == "devices"]
     assert on_cores in (["note"], ["ok"])
 
@@ -143,20 +146,20 @@ def test_a_training_that_cannot_fit_is_refused_before_it_starts_and_one_that_mig
     config = load(sets=["model.path=model", "model.dtype=float32", "train.micro_batch=8", "data.seq_length=500"]).config
     with pytest.raises(
         MsrlError,
-        match=r"memory: the run takes [\d.]+ MB or more, and there are 1\.0 MB; set train\.recompute\.granularity: full, or raise",
+        match=mentions("memory", "1.0 MB", "train.recompute.granularity: full"),
     ):
         check_memory(config, "train-sft", Small(), longest=500)
     needed = fit(config, "train-sft", Sized(10**6), longest=500)
     assert needed is not None and needed.certain < needed.needed / 2
     check_memory(config, "train-sft", Sized((needed.certain + needed.needed) // 2), longest=500)
     said = capsys.readouterr().err
-    assert said.startswith("warning: memory: the run takes at most ") and "lower train.micro_batch" in said and "set train.chunk" in said
+    assert_mentions(said, "warning: memory", "lower train.micro_batch", "train.chunk")
     check_memory(config, "train-sft", Sized(needed.needed), longest=500)
     assert capsys.readouterr().err == ""
     on_cores = Sized(10**6)
     on_cores.shares_main_memory = True
     check_memory(config, "train-sft", on_cores, longest=500)
-    assert "MB or more, and there are 1.0 MB" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "memory", "1.0 MB")
 
 
 def test_where_the_engine_sleeps_its_memory_and_that_of_a_pass_are_not_needed_at_once(folder: Path):

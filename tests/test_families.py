@@ -24,6 +24,7 @@ from msrl.models.families import families as registered
 from msrl.models.parallel_layout import Coords, Cut
 from msrl.trainer.settings import Layout
 from parity_ranks import Case
+from support import assert_mentions, mentions
 
 LAYOUTS = {"whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True)}
 
@@ -113,32 +114,32 @@ def test_packed_tensors_are_cut_by_head_and_by_half(tmp_path: Path, folders: dic
 
 @pytest.mark.parametrize("name", ["internlm 2", "chatglm 2", "baichuan 2", "glm 4"])
 def test_packed_groups_and_halves_are_not_cut_through(name: str) -> None:
-    with pytest.raises(MsrlError, match=r"tp=8: must divide the model's [24] query groups"):
+    with pytest.raises(MsrlError, match=mentions("tp=8", "query groups")):
         Cut(8).check(families.shape(FAMILIES[name].config))
 
 
 BAD = [
-    ("baichuan 2", {"max_position_embeddings": None}, "ALiBi positions are not supported"),
-    ("baichuan 2", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
-    ("internlm 2", {"bias": True}, "bias=true"),
-    ("chatglm 2", {"add_bias_linear": True}, "add_bias_linear=true"),
-    ("chatglm 2", {"original_rope": False}, "original_rope=false"),
-    ("chatglm 2", {"pre_seq_len": 128}, "pre_seq_len=128"),
-    ("chatglm 2", {"padded_vocab_size": None}, "padded_vocab_size"),
-    ("chatglm 2", {"kv_channels": 18}, "even number"),
-    ("glm 4", {"partial_rotary_factor": 1.5}, "must be at most 1"),
-    ("qwen2.5-vl", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}, "with the sum head_dim / 2 = 8"),
-    ("qwen2.5-vl", {"text_config": []}, "text_config"),
-    ("qwen2.5", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "'mrope' is not supported"),
-    ("gemma 2", {"hidden_activation": "silu"}, "hidden_activation"),
-    ("gemma 2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
-    ("gemma 2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("baichuan 2", {"max_position_embeddings": None}, ("ALiBi", "positions")),
+    ("baichuan 2", {"num_key_value_heads": 2}, ("num_key_value_heads=2",)),
+    ("internlm 2", {"bias": True}, ("bias=true",)),
+    ("chatglm 2", {"add_bias_linear": True}, ("add_bias_linear=true",)),
+    ("chatglm 2", {"original_rope": False}, ("original_rope=false",)),
+    ("chatglm 2", {"pre_seq_len": 128}, ("pre_seq_len=128",)),
+    ("chatglm 2", {"padded_vocab_size": None}, ("padded_vocab_size",)),
+    ("chatglm 2", {"kv_channels": 18}, ("head_dim", "even")),
+    ("glm 4", {"partial_rotary_factor": 1.5}, ("partial_rotary_factor", "1.5")),
+    ("qwen2.5-vl", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}, ("mrope_section", "head_dim", "8")),
+    ("qwen2.5-vl", {"text_config": []}, ("text_config",)),
+    ("qwen2.5", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, ("'mrope'",)),
+    ("gemma 2", {"hidden_activation": "silu"}, ("hidden_activation",)),
+    ("gemma 2", {"use_bidirectional_attention": True}, ("use_bidirectional_attention=true",)),
+    ("gemma 2", {"query_pre_attn_scalar": 0}, ("query_pre_attn_scalar",)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), BAD)
-def test_what_a_family_does_not_do_is_refused_by_key(name: str, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(MsrlError, match=message):
+def test_what_a_family_does_not_do_is_refused_by_key(name: str, changes: dict[str, object], message: tuple[str, ...]) -> None:
+    with pytest.raises(MsrlError, match=mentions(*message)):
         families.shape(FAMILIES[name].config, **changes)
 
 
@@ -156,7 +157,7 @@ def test_a_vision_tower_is_carried_and_the_language_model_is_proven(
     _convert(command="hf2mcore", load=folder, save=tmp_path / "mcore", tp=2, dtype="bf16")
     said = capsys.readouterr().out
     count = sum(name.startswith("visual.") for name in load_file(folder / "model.safetensors"))
-    assert f"carried as they came, neither cut nor trained: {count} tensors visual.*" in said and "largest difference" in said
+    assert_mentions(said, f"{count} tensors visual.*", "logits, fp32")
     _convert(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "hf")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
     assert before.keys() == after.keys()
@@ -180,12 +181,12 @@ def test_a_family_with_code_of_its_own_says_that_its_logits_were_not_compared(
 ) -> None:
     _convert(command="hf2mcore", load=folders["internlm 2"], save=tmp_path / "mcore")
     said = capsys.readouterr().out
-    assert "equal bit for bit" in said and "transformers has no InternLM2ForCausalLM" in said and "not compared" in said
+    assert_mentions(said, "round trip", "transformers", "InternLM2ForCausalLM", "not compared")
 
 
 def test_a_checkpoint_without_the_vision_tower_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
     write_mcore(open_weights(folders["qwen2.5-vl"]), tmp_path / "mcore", McoreTarget())
     (tmp_path / "mcore" / "hf" / "msrl_carried.safetensors").unlink()
-    with pytest.raises(MsrlError, match=r"consists of weights visual\.\* too; name the folder of the model that has them with --hf-config"):
+    with pytest.raises(MsrlError, match=mentions("visual.*", "--hf-config")):
         write_hf(open_weights(tmp_path / "mcore"), tmp_path / "hf", None)
     assert not (tmp_path / "hf").exists()

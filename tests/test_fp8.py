@@ -19,6 +19,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Cut
 from msrl.verification.bits import damaged_files
+from support import assert_each_mentions, assert_mentions, mentions
 
 BLOCK = (16, 32)
 PACKED: dict[str, Any] = {
@@ -88,7 +89,7 @@ def test_layers_for_multi_token_prediction_are_carried_through(tmp_path: Path) -
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     file = tmp_path / "mcore" / "hf" / "msrl_carried.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert damaged_files(tmp_path / "mcore", 1) == ["hf/msrl_carried.safetensors: has been altered since the manifest was written"]
+    assert_each_mentions(damaged_files(tmp_path / "mcore", 1) or [], ("hf/msrl_carried.safetensors", "altered", "manifest"))
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == meant.keys() | {"model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"}
     assert torch.equal(back["model.layers.4.eh_proj.weight"], dequantise(weight, scales, BLOCK, torch.bfloat16))
@@ -104,16 +105,16 @@ def test_a_model_may_come_without_its_layers_for_multi_token_prediction(tmp_path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size must be two numbers"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"tensors": {UP: torch.ones(96, 64).bfloat16()}}, f"1 scales stand beside weights that are not FP8: {UP}_scale_inv"),
-        ({"tensors": {UP_SCALE: torch.ones(2, 2)}}, r"is [2, 2], but blocks of [16, 32] make it [6, 2]"),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("weight_block_size", "two numbers")),
+        ({"quantization_config": {"quant_method": "awq"}}, ("quantization_config",)),
+        ({"tensors": {UP: torch.ones(96, 64).bfloat16()}}, ("scales", f"{UP}_scale_inv", "FP8")),
+        ({"tensors": {UP_SCALE: torch.ones(2, 2)}}, ("[2, 2]", "[16, 32]", "[6, 2]")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]) -> None:
     with pytest.raises(MsrlError) as error:
         open_weights(folder(tmp_path / "fp8", **changes)[0])
-    assert message in str(error.value)
+    assert_mentions(error.value, *message)
 
 
 def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
@@ -121,5 +122,5 @@ def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(MsrlError, match=r"1 FP8 tensors have no _scale_inv beside them: model.layers.1.mlp.experts.3.up_proj.weight"):
+    with pytest.raises(MsrlError, match=mentions("_scale_inv", "FP8", "model.layers.1.mlp.experts.3.up_proj.weight")):
         open_weights(source)

@@ -16,7 +16,7 @@ from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Cut
 from msrl.workflows.serve import engine as serving
 from msrl.workflows.serve import generate
-from support import shared_data
+from support import assert_each_mentions, assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer, save_model
 
 GREEDY = 24
@@ -103,15 +103,16 @@ def test_every_wrong_row_is_named_with_its_line(tmp_path, renderer):
     path = rows_file(tmp_path, *rows)
     with pytest.raises(MsrlError) as caught:
         generate.read_requests(GenerateConfig(input=str(path)), renderer)
-    assert str(caught.value).splitlines() == [
-        f"{path}:2: must have either prompt or messages; it has text",
-        f"{path}:3: prompt must be a list of role and content, or a text",
-        f"{path}:4: message 1 must have role (system, user, assistant, tool) and content (a text)",
-        f"{path}:5: the last message is the assistant's; it must be the user's, for the model to answer",
-        f"{path}:6: already has completions; rename that column",
-        f"{path}:7: must have either prompt or messages; it has messages, prompt",
-        f"{path}:8: must be a JSON object with prompt or messages, not list",
-    ]
+    assert_each_mentions(
+        str(caught.value).splitlines(),
+        (f"{path}:2", "prompt", "messages", "text"),
+        (f"{path}:3", "prompt", "role", "content"),
+        (f"{path}:4", "message 1", "system, user, assistant, tool"),
+        (f"{path}:5", "message", "assistant", "user"),
+        (f"{path}:6", "completions", "column"),
+        (f"{path}:7", "prompt", "messages, prompt"),
+        (f"{path}:8", "JSON object", "list"),
+    )
 
 
 def test_tools_and_their_calls_are_shown_as_the_models_own_template_shows_them(tmp_path):
@@ -131,16 +132,16 @@ def test_tools_and_their_calls_are_shown_as_the_models_own_template_shows_them(t
     wanted = [hf.apply_chat_template(m, tools=t, add_generation_prompt=True)["input_ids"] for m, t in shown]
     assert [r.token_ids.tolist() for r in requests] == wanted
     for row, message in (
-        ({"messages": USER, "tools": "saws"}, ":1: the tools are not JSON"),
-        ({"prompt": USER, "tools": "saws"}, ":1: the tools are not JSON"),
-        ({"messages": [{**USER[0], "tool_calls": 1}]}, ":1: message 1: its tool_calls are int"),
+        ({"messages": USER, "tools": "saws"}, (":1", "tools", "JSON")),
+        ({"prompt": USER, "tools": "saws"}, (":1", "tools", "JSON")),
+        ({"messages": [{**USER[0], "tool_calls": 1}]}, (":1", "message 1", "tool_calls", "int")),
     ):
-        with pytest.raises(MsrlError, match=message):
+        with pytest.raises(MsrlError, match=mentions(*message)):
             generate.read_requests(GenerateConfig(input=str(rows_file(tmp_path, row))), renderer)
 
 
 def test_an_input_without_rows_is_refused(tmp_path, renderer):
-    with pytest.raises(MsrlError, match="holds no rows"):
+    with pytest.raises(MsrlError, match=mentions("no rows")):
         generate.read_requests(GenerateConfig(input=str(rows_file(tmp_path))), renderer)
 
 
@@ -149,22 +150,19 @@ def test_prompts_that_leave_no_room_are_refused_by_row(tmp_path, renderer):
     requests = generate.read_requests(GenerateConfig(input=str(path), raw=True), renderer)
     with pytest.raises(MsrlError) as caught:
         generate.check_lengths(requests, 500)
-    assert [line.split(" tokens")[0] for line in str(caught.value).splitlines()] == [
-        f"{path}:2: the prompt has 500",
-        f"{path}:3: the prompt has 600",
-    ]
+    assert_each_mentions([line.split(" tokens")[0] for line in str(caught.value).splitlines()], (f"{path}:2", "500"), (f"{path}:3", "600"))
 
 
 def test_only_twenty_wrong_rows_are_named():
     with pytest.raises(MsrlError) as caught:
         generate._refuse([f"row {n}" for n in range(25)])
-    assert str(caught.value).splitlines()[-2:] == ["row 19", "and 5 more rows"]
+    assert_each_mentions(str(caught.value).splitlines()[-2:], ("row 19",), ("5 more",))
 
 
 def test_an_output_that_exists_is_left_alone(tmp_path, folder):
     path = tmp_path / "out.jsonl"
     path.write_text("mine")
-    with pytest.raises(MsrlError, match="exists already"):
+    with pytest.raises(MsrlError, match=mentions(path, "exists")):
         generate.run(Config(generate=GenerateConfig(model=str(folder), prompt="x", output=str(path))))
     assert path.read_text() == "mine"
 
@@ -172,7 +170,7 @@ def test_an_output_that_exists_is_left_alone(tmp_path, folder):
 def test_an_output_that_cannot_be_made_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "out.jsonl"
-    with pytest.raises(MsrlError, match=r"generate\.output=.*: cannot be written \(.*file is a file\)"):
+    with pytest.raises(MsrlError, match=mentions("generate.output=", "out.jsonl", "file")):
         generate.run(Config(generate=GenerateConfig(model=str(tmp_path / "none"), prompt="x", output=str(path))))
 
 
@@ -182,17 +180,17 @@ def test_rows_that_cannot_be_written_as_json_are_refused_before_they_are_answere
 
     path = tmp_path / "in.parquet"
     pq.write_table(pa.Table.from_pylist([{"prompt": "x", "when": datetime(2026, 1, 1), "image": b"\xff"}]), path)
-    with pytest.raises(MsrlError, match=r"in\.parquet: row 1: column 'when' cannot be written as JSON \(Object of type datetime"):
+    with pytest.raises(MsrlError, match=mentions("in.parquet", "row 1", "'when'", "JSON")):
         generate.read_requests(GenerateConfig(input=str(path)), renderer)
-    with pytest.raises(MsrlError, match=r"in\.jsonl:1: column 'score' cannot be written as JSON \(Out of range float"):
+    with pytest.raises(MsrlError, match=mentions("in.jsonl:1", "'score'", "JSON")):
         generate.read_requests(GenerateConfig(input=str(rows_file(tmp_path, {"prompt": "x", "score": float("nan")}))), renderer)
     for rows in (GenerateConfig(prompt="x\udce4"), GenerateConfig(input=str(rows_file(tmp_path, {"prompt": "x", "id": "\ud83d"})))):
-        with pytest.raises(MsrlError, match=r"column '(prompt|id)' cannot be written as JSON .*surrogates not allowed"):
+        with pytest.raises(MsrlError, match=mentions("column", "JSON", "surrogates")):
             generate.read_requests(rows, renderer)
 
 
 def test_a_missing_model_is_refused(tmp_path):
-    with pytest.raises(MsrlError, match="there is no such folder"):
+    with pytest.raises(MsrlError, match=mentions("none", "folder")):
         generate.run(Config(generate=GenerateConfig(model=str(tmp_path / "none"), prompt="x")))
 
 
@@ -217,7 +215,7 @@ def test_one_prompt_is_answered_on_standard_output(folder, capsys):
     captured = capsys.readouterr()
     assert captured.out == greedy_text(folder, USER) + "\n"
     assert f"1 completions, {GREEDY} tokens" in captured.err
-    assert "reached the limit" in captured.err
+    assert_mentions(captured.err, "limit")
 
 
 @pytest.mark.slow

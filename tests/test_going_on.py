@@ -18,6 +18,7 @@ from msrl.trainer.checkpointing.integrity import sealed_json
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, check_room, training_dir
 from msrl.trainer.schedule import Schedule
 from msrl.workflows.training import resume_checks as going_on
+from support import assert_mentions, mentions
 
 RATES = Schedule("cosine", 1e-3, 0.0, 2, 10)
 LORA = ("train.lora.rank=4", "train.lora.targets=[q_proj,v_proj]")
@@ -54,20 +55,20 @@ def test_one_that_an_earlier_version_saved_goes_on(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("sets", "message"),
+    ("sets", "fragments"),
     [
-        (("model.dtype=bfloat16",), r"model\.dtype \(was float32, is bfloat16\)"),
-        (LORA, r"train\.lora\.rank \(was unset, is 4\)"),
+        (("model.dtype=bfloat16",), ("model.dtype", "was float32, is bfloat16")),
+        (LORA, ("train.lora.rank", "was unset, is 4")),
         (
             ("data.seq_length=64", "data.too_long=truncate"),
-            r"data\.seq_length \(was .*, is 64\), data\.too_long \(.*, is truncate\)",
+            ("data.seq_length", "is 64", "data.too_long", "is truncate"),
         ),
-        (("data.pack=true",), r"data\.pack \(was false, is true\)"),
+        (("data.pack=true",), ("data.pack", "was false, is true")),
     ],
 )
-def test_another_training_is_refused_key_by_key(folder: Path, sets: tuple[str, ...], message: str):
+def test_another_training_is_refused_key_by_key(folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]):
     saved = saved_with(folder, remembered("model.dtype=float32"))
-    with pytest.raises(MsrlError, match=rf"step 5 in .*saves is of another training, because of {message}; set it back"):
+    with pytest.raises(MsrlError, match=mentions("step 5", "saves", *fragments)):
         going_on.check(saved, remembered("model.dtype=float32", *sets))
 
 
@@ -75,14 +76,14 @@ def test_another_model_and_other_data_of_as_many_rows_are_refused(folder: Path):
     saved = saved_with(folder, remembered())
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
-    with pytest.raises(MsrlError, match=r"model\.path \(was Qwen2ForCausalLM of 4 layers, .* is Qwen2ForCausalLM of 2 layers"):
+    with pytest.raises(MsrlError, match=mentions("model.path", "4 layers", "2 layers")):
         going_on.check(saved, remembered())
     (folder / "model" / "config.json").write_text(json.dumps(config))
     ids = next((folder / "data").parent.glob("data*input_ids_document.bin"))
     before = fingerprint("data")
     ids.write_bytes(ids.read_bytes() + b"more")
     assert fingerprint("data") != before
-    with pytest.raises(MsrlError, match=r"data\.train \(its contents are others\)"):
+    with pytest.raises(MsrlError, match=mentions("data.train", "contents")):
         going_on.check(saved, remembered())
 
 
@@ -109,7 +110,7 @@ def test_other_weights_are_refused_where_checkpoints_do_not_hold_them(folder: Pa
         changed.write_text("2")
         now = remembered(*sets, f"model.path={name}", command=command)
         if counts:
-            with pytest.raises(MsrlError, match=r"of another training, because of model\.path \(its contents are others\)"):
+            with pytest.raises(MsrlError, match=mentions("model.path", "contents")):
                 going_on.check(saved, now)
         else:
             going_on.check(saved, now)
@@ -120,17 +121,16 @@ def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up
     going_on.say_schedule(saved, RATES, 5)
     assert not capsys.readouterr().err
     going_on.say_schedule(saved, dataclasses.replace(RATES, num_updates=20), 5)
-    assert "the next update has 9.33e-04, where it was to be 6.91e-04" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "9.33e-04", "6.91e-04")
     going_on.say_schedule(None, dataclasses.replace(RATES, num_updates=1), 0)
-    said = "warm-up take more than the 1 updates of this run; its last learning rate is 5.0e-04"
-    assert said in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "warm-up", "1 updates", "learning rate", "5.0e-04")
     going_on.say_schedule(None, Schedule("wsd", 1e-3, 0.0, 3, 5, 4), 0)
-    assert "warm-up and decay take more than the 5 updates" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "warm-up", "decay", "5 updates")
 
 
 def test_weights_without_the_state_of_a_training_are_named_as_such(tmp_path: Path):
     (tmp_path / "iter_0000003").mkdir()
-    with pytest.raises(MsrlError, match=r"the checkpoint of step 3 is there, without the state of a training .* checkpoint\.load"):
+    with pytest.raises(MsrlError, match=mentions("step 3", "checkpoint.load")):
         check_room(tmp_path, None)
 
 

@@ -23,6 +23,7 @@ from msrl.errors import MsrlError
 from msrl.models.hf_config import HfConfig
 from msrl.models.parallel_layout import Coords, Cut
 from msrl.workflows.convert.run import run
+from support import mentions
 
 EXPERTS, HIDDEN, FFN = GPT_OSS["num_local_experts"], GPT_OSS["hidden_size"], GPT_OSS["intermediate_size"]
 DOWN = "model.layers.1.mlp.experts.down_proj"
@@ -82,7 +83,7 @@ def test_a_conversion_of_mxfp4_proves_itself(tmp_path: Path, capsys: pytest.Capt
     there = {"command": "hf2mcore", "load": str(folder), "save": str(tmp_path / "mcore"), "tp": 2, "ep": 2, "dtype": "fp32"}
     run(Config.model_validate({"convert": there}))
     run(Config.model_validate({"convert": {"command": "mcore2hf", "load": str(tmp_path / "mcore"), "save": str(tmp_path / "hf")}}))
-    assert capsys.readouterr().out.count("equal bit for bit") == 2
+    assert capsys.readouterr().out.count("round trip") == 2
 
 
 def test_an_expert_is_untwisted_turned_and_cut(tmp_path: Path) -> None:
@@ -106,22 +107,22 @@ def test_an_expert_is_untwisted_turned_and_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({f"{DOWN}_scales": None}, f"are not _blocks and _scales of one MXFP4 tensor: {DOWN}"),
-        ({f"{DOWN}_scales": torch.zeros(EXPERTS, HIDDEN, 2, dtype=torch.uint8)}, "do not fit together"),
-        ({f"{DOWN}_bias": torch.zeros(EXPERTS - 1, HIDDEN)}, rf"1 tensors are missing: {DOWN}_bias\[7\]"),
-        ({f"{DOWN}_bias": torch.zeros(EXPERTS, HIDDEN + 1)}, r"down_proj_bias\[0\] is \[65\], but config.json makes it \[64\]"),
-        ({"model.norm.weight": torch.zeros(HIDDEN, dtype=torch.uint8)}, "1 tensors of type uint8 are not"),
+        ({f"{DOWN}_scales": None}, ("_blocks", "_scales", "MXFP4", DOWN)),
+        ({f"{DOWN}_scales": torch.zeros(EXPERTS, HIDDEN, 2, dtype=torch.uint8)}, (DOWN,)),
+        ({f"{DOWN}_bias": torch.zeros(EXPERTS - 1, HIDDEN)}, ("missing", f"{DOWN}_bias[7]")),
+        ({f"{DOWN}_bias": torch.zeros(EXPERTS, HIDDEN + 1)}, ("down_proj_bias[0]", "[65]", "[64]", "config.json")),
+        ({"model.norm.weight": torch.zeros(HIDDEN, dtype=torch.uint8)}, ("uint8",)),
     ],
 )  # fmt: skip
-def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]) -> None:
     folder, _ = _folder(tmp_path / "packed", **changes)
-    with pytest.raises(MsrlError, match=message):
+    with pytest.raises(MsrlError, match=mentions(*message)):
         open_weights(folder)
 
 
 def test_fused_experts_have_no_biases_but_transformer_engines_have(tmp_path: Path) -> None:
     folder, meant = _folder(tmp_path / "packed")
-    with pytest.raises(MsrlError, match="--moe-grouped-gemm: fused experts have no biases in Megatron"):
+    with pytest.raises(MsrlError, match=mentions("--moe-grouped-gemm", "biases")):
         write_mcore(open_weights(folder), tmp_path / "fused", McoreTarget(naming=Naming(grouped=True)))
     assert not (tmp_path / "fused").exists()
     write_mcore(open_weights(folder), tmp_path / "te", McoreTarget(Cut(ep=2), naming=Naming(te=True, grouped=True)))

@@ -19,6 +19,7 @@ from msrl.importers.roll.devices import device_count
 from msrl.importers.shell import parse_script
 from msrl.importers.systems import foreign
 from msrl.importers.translation import Fate, Translation
+from support import assert_mentions, mentions
 from test_cli import msrl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
@@ -136,9 +137,9 @@ def test_virtual_stages_of_roll_are_counted_and_become_layers(tmp_path: Path):
     stages = "tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2"
     text = changed(RLVR, ("tensor_model_parallel_size: 2", stages), ("pretrain: model", f"pretrain: {tmp_path}/model"))
     assert tree_of(imported("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2  # 8 layers in 2 * 2 stages
-    with pytest.raises(MsrlError, match="virtual_pipeline_model_parallel_size=2: counts virtual stages, msrl the layers of one"):
+    with pytest.raises(MsrlError, match=mentions("virtual_pipeline_model_parallel_size=2", "virtual stages")):
         imported("roll", changed(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
-    with pytest.raises(MsrlError, match=r"8 layers are not 2 \* 3 stages of as many"):
+    with pytest.raises(MsrlError, match=mentions("8 layers", "2 * 3 stages")):
         imported(
             "roll", changed(text, ("virtual_pipeline_model_parallel_size: 2", "virtual_pipeline_model_parallel_size: 3")), tmp_path, "yaml"
         )
@@ -156,7 +157,7 @@ def test_validation_of_roll_becomes_evaluation_before_the_first_step_and_on_the_
     found = imported("roll", RLVR + HELD_OUT, tmp_path, "yaml")
     sampling = {"temperature": 0.6, "top_p": 0.7, "top_k": -1}  # the second is ROLL's default
     assert tree_of(found)["eval"] == {"every_steps": 5, "at_start": True, "sampling": sampling, "samples_per_prompt": 4}
-    assert any("then --set data.eval=PREFIX" in str(one) for one in found.outcomes)
+    assert any("--set data.eval=PREFIX" in str(one) for one in found.outcomes)
     longer = imported("roll", RLVR + HELD_OUT + "val_prompt_length: 1024\nval_sequence_length: 5120\n", tmp_path, "yaml")
     assert tree_of(longer)["eval"]["max_response_tokens"] == 4096
     often = imported("roll", changed(RLVR + HELD_OUT, ("eval_steps: 5\n", "")), tmp_path, "yaml")
@@ -175,7 +176,7 @@ def test_roll_evaluates_nothing_where_validation_names_no_data_or_eval_steps_is_
 
 
 def test_lengths_of_rolls_validation_are_given_both(tmp_path: Path):
-    with pytest.raises(MsrlError, match="val_sequence_length=2048: stands alone; give val_sequence_length and val_prompt_length both"):
+    with pytest.raises(MsrlError, match=mentions("val_sequence_length=2048", "val_prompt_length")):
         imported("roll", RLVR + HELD_OUT + "val_sequence_length: 2048\n", tmp_path, "yaml")
 
 
@@ -196,7 +197,7 @@ def test_agentic_runs_are_translated_and_refused_until_there_are_environments(tm
 
 
 def test_a_misspelt_key_of_roll_is_named_with_its_line(tmp_path: Path):
-    with pytest.raises(MsrlError, match=r"given.yaml:8: adv_estimater=grpo: there is no such key in ROLL; did you mean 'adv_estimator'\?"):
+    with pytest.raises(MsrlError, match=mentions("given.yaml:8: adv_estimater=grpo", "key", "ROLL", "'adv_estimator'")):
         imported("roll", RLVR.replace("adv_estimator", "adv_estimater"), tmp_path, "yaml")
 
 
@@ -268,10 +269,10 @@ def test_gspo_and_gmpo_are_a_ratio_and_a_loss(tmp_path: Path):
 def test_flags_may_be_given_word_by_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "native.yaml"
     assert msrl("config", "import", "--from", "lightrft", "--output", str(output), "--", *FLAGS.split()[2:]) == 0
-    assert capsys.readouterr().err.startswith("command line: read as LightRFT (group_norm): of 6 keys")
+    assert_mentions(capsys.readouterr().err, "command line: ", "LightRFT", "group_norm", "6 keys")
     assert plain(parse(output.read_text(encoding="utf-8"), "native"))["model"]["path"] == "model"
     assert msrl("config", "import", "--from", "lightrft", "--", "--pretrian", "model") == 2
-    assert "there is no such key in LightRFT; did you mean 'pretrain'?" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "key", "LightRFT", "'pretrain'")
 
 
 # --- MindSpeed-LLM ------------------------------------------------------------------------------------------------------------
@@ -333,12 +334,12 @@ torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt -
 
 
 def test_what_a_script_leaves_open_is_named():
-    with pytest.raises(MsrlError, match=r"s.sh:2: \$NOBODY_SETS_THIS: nothing sets"):
+    with pytest.raises(MsrlError, match=mentions("s.sh:2: $NOBODY_SETS_THIS")):
         parse_script("a=1\npython convert_ckpt.py --load $NOBODY_SETS_THIS\n", "s.sh")
 
 
 def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path: Path):
-    with pytest.raises(MsrlError, match="qlora_nf4=true: cannot be done: weights are not quantised"):
+    with pytest.raises(MsrlError, match=mentions("qlora_nf4=true", "weights")):
         imported("mindspeed-llm", "python convert_ckpt.py --load-dir a --save-dir b --qlora-nf4", tmp_path, "sh")
 
 
@@ -360,17 +361,17 @@ def test_the_first_generation_of_mindspeed_runs_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "fragments"),
     [
-        ("num_gpus_for_train: 2", "num_gpus_for_trian: 2", "there is no such key in MindSpeed-LLM; did you mean 'num_gpus_for_train'?"),
-        ("do_sample: true", "do_sample: false", "must be true: greedy samples of one prompt are all the same"),
-        ("seq_length: 512", "seq_length: 256", "must be above max_prompt_length=256: responses fill the rest"),
-        ("gamma: 1.0", "gamma: 0.9", "cannot be done: rewards of a whole response are not discounted by its length"),
-        ("  ref:\n", "  reff:\n", "there is no such key in MindSpeed-LLM; did you mean 'ref'?"),
+        ("num_gpus_for_train: 2", "num_gpus_for_trian: 2", ("num_gpus_for_trian", "key", "MindSpeed-LLM", "'num_gpus_for_train'")),
+        ("do_sample: true", "do_sample: false", ("do_sample=false", "greedy")),
+        ("seq_length: 512", "seq_length: 256", ("seq_length=256", "max_prompt_length=256")),
+        ("gamma: 1.0", "gamma: 0.9", ("gamma=0.9", "rewards")),
+        ("  ref:\n", "  reff:\n", ("reff", "key", "MindSpeed-LLM", "'ref'")),
     ],
 )  # fmt: skip
-def test_mistakes_in_the_first_generation_are_named(old: str, new: str, message: str, tmp_path: Path):
+def test_mistakes_in_the_first_generation_are_named(old: str, new: str, fragments: tuple[str, ...], tmp_path: Path):
     text = (EXAMPLES / "grpo_llama32_1b.yaml").read_text(encoding="utf-8")
     (tmp_path / "given.yaml").write_text(changed(text, (old, new)), encoding="utf-8")
     found = foreign(str(tmp_path / "given.yaml"))
-    assert found is not None and any(line.endswith(message) for line in found.errors), found and found.errors
+    assert found is not None and any(re.match(mentions(*fragments), line) for line in found.errors), found and found.errors

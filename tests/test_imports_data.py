@@ -10,6 +10,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import plain
 from msrl.errors import MsrlError
 from msrl.importers.command import translation_of
+from support import mentions
 
 R1_ZERO = """\
 input: ./dataset/orz/orz_math_57k_collected.json
@@ -58,15 +59,13 @@ def test_thoughts_are_asked_for_as_the_data_file_or_the_original_has_it(template
 
 def test_thoughts_that_are_neither_on_nor_off_are_named(tmp_path: Path):
     (tmp_path / "data.yaml").write_text(R1_ZERO + "enable_thinking: maybe\n", encoding="utf-8")
-    with pytest.raises(MsrlError, match="enable_thinking=maybe: must be one of true, false, none"):
+    with pytest.raises(MsrlError, match=mentions("enable_thinking=maybe", "true, false, none")):
         load([str(tmp_path / "data.yaml")])
 
 
 def test_a_misspelt_key_of_a_data_file_is_named_with_its_line(tmp_path: Path):
     (tmp_path / "data.yaml").write_text(R1_ZERO.replace("prompt_type", "promt_type"), encoding="utf-8")
-    with pytest.raises(
-        MsrlError, match=r"data.yaml:8: promt_type=qwen_r1: there is no such key in MindSpeed-RL; did you mean 'prompt_type'\?"
-    ):
+    with pytest.raises(MsrlError, match=mentions("data.yaml:8: promt_type=qwen_r1", "key", "MindSpeed-RL", "'prompt_type'")):
         load([str(tmp_path / "data.yaml")])
 
 
@@ -90,10 +89,8 @@ def test_a_script_that_fine_tunes_reads_examples(flag: str):
     assert plain(translation_of("mindspeed-llm", [*words, *flag.split()]).whole())["data"] == {"train": "data/alpaca", "seq_length": 4096}
 
 
-@pytest.mark.parametrize(
-    ("path", "message"), [("data/a data/b", "data/a is no weight"), ("1 data/a data/b", "pairs of a weight and a prefix")]
-)
-def test_datasets_without_weights_are_refused(path: str, message: str, tmp_path: Path):
+@pytest.mark.parametrize(("path", "fragments"), [("data/a data/b", ("data/a", "weight")), ("1 data/a data/b", ("data_path=", "pairs"))])
+def test_datasets_without_weights_are_refused(path: str, fragments: tuple[str, ...], tmp_path: Path):
     (tmp_path / "pretrain.sh").write_text(PRETRAIN.format(path), encoding="utf-8")
-    with pytest.raises(MsrlError, match=message):
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
         translation_of("mindspeed-llm", [str(tmp_path / "pretrain.sh")])

@@ -178,7 +178,7 @@ def test_parts_of_files_in_the_guides_have_no_unknown_keys(folder: Path):
         if text.startswith("actor_resource"):
             text = "rl_config:\n" + "\n".join(f"  {line}" for line in text.splitlines())
         found = translated("mindspeed", text, folder)
-        assert not [line for line in found.errors if "there is no such key" in line]
+        assert not [line for line in found.errors if "key" in line.split(": ")[-1]]
 
 
 # --- command lines ----------------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def assert_misspelt_flags_are_caught(system: str, block: str, file: Path) -> Non
     found = str(caught.value).splitlines()
     for number, line in enumerate(lines, 1):
         for flag in flags_of(line):
-            assert any(f"given.sh:{number}: " in one and one.endswith(f"did you mean '{canonical(flag)}'?") for one in found), (line, found)
+            assert any(f"given.sh:{number}: " in one and f"'{canonical(flag)}'" in one for one in found), (line, found)
 
 
 @pytest.mark.parametrize("name", ["mindspeed-rl-r1-zero", "mindspeed-llm-full-pipeline"])

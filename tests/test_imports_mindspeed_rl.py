@@ -25,6 +25,7 @@ from msrl.importers.systems import foreign
 from msrl.importers.table import load_table
 from msrl.importers.translation import Fate, Translation
 from msrl.plan.derived import derived
+from support import assert_each_mentions, assert_mentions, labelled
 from test_cli import msrl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
@@ -99,7 +100,7 @@ def test_an_example_runs_as_it_is_and_says_what_became_of_every_key(file: Path, 
     assert msrl("train-grpo", "-c", str(file), "--dry-run") == 0
     captured = capsys.readouterr()
     assert "  ranks: 16\n" in captured.out
-    assert captured.err.startswith(f"{file}: read as MindSpeed-RL (grpo): of ")
+    assert_mentions(captured.err.splitlines()[0], file, "MindSpeed-RL", "grpo")
     keys = [line.split(":", 1)[0].strip() for line in file.read_text(encoding="utf-8").splitlines() if ":" in line and line[0] in " -"]
     assert all(key.lstrip("- ") in captured.err for key in keys if key not in ("num_npus", "- model"))
 
@@ -131,7 +132,7 @@ def test_a_run_says_in_one_line_how_its_file_was_read(folder: Path, capsys: pyte
     assert msrl("train-grpo", "-c", str(PRESENT)) == 0
     assert len(calls) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{PRESENT}: read as MindSpeed-RL (grpo): of ") and line.endswith("; --dry-run names each")
+    assert_mentions(line, PRESENT, "MindSpeed-RL", "grpo", "--dry-run")
 
 
 def test_a_mini_batch_counts_prompts_now_and_samples_in_the_first_generation(folder: Path):
@@ -157,11 +158,12 @@ def test_defaults_are_those_of_the_generation(folder: Path):
 
 def test_the_plan_follows_from_the_files_devices(folder: Path):
     rows = derived(load([str(FIRST)]).config, "train-grpo")
-    assert (rows["data parallel"], rows["samples per optimizer update"], rows["micro-batches per update on a rank"]) == (2, 512, 256)
+    values = (rows["data parallel"], labelled(rows, "samples", "optimizer update"), labelled(rows, "micro-batches", "rank"))
+    assert values == (2, 512, 256)
     assert load([str(FIRST)]).config.rollout.engine.dp == 16 // 2
     wider = native(FIRST, folder, generate_config__infer_tensor_parallel_size=4)
     assert wider.config.rollout.engine.dp == 4
-    assert mistakes(FIRST, folder, generate_config__infer_tensor_parallel_size=3)[0].endswith("must divide actor_resource.num_npus=16")
+    assert_mentions(mistakes(FIRST, folder, generate_config__infer_tensor_parallel_size=3)[0], "actor_resource.num_npus=16")
 
 
 def test_hyphens_and_underscores_are_the_same(folder: Path):
@@ -174,46 +176,45 @@ def test_hyphens_and_underscores_are_the_same(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "line"),
+    ("section", "key", "fragments"),
     [
-        ("rl_config", "clip_ratoi", "there is no such key in MindSpeed-RL; did you mean 'clip_ratio'?"),
-        ("megatron_training", "global_batch_sise", "there is no such key in MindSpeed-RL; did you mean 'global_batch_size'?"),
-        ("actor_config", "lr_decay_styel", "there is no such key in MindSpeed-RL; did you mean 'lr_decay_style'?"),
-        ("generate_config", "max_num_seq", "there is no such key in MindSpeed-RL; did you mean 'max_num_seqs'?"),
-        ("generate_config", "temperature", "there is no such key in MindSpeed-RL; it belongs in sampling_config"),
-        ("generate_config", "enable_chunked_prefill", "there is no such key in MindSpeed-RL; known: "),
+        ("rl_config", "clip_ratoi", ("'clip_ratio'",)),
+        ("megatron_training", "global_batch_sise", ("'global_batch_size'",)),
+        ("actor_config", "lr_decay_styel", ("'lr_decay_style'",)),
+        ("generate_config", "max_num_seq", ("'max_num_seqs'",)),
+        ("generate_config", "temperature", ("sampling_config",)),
+        ("generate_config", "enable_chunked_prefill", ("max_num_seqs",)),
     ],
 )
-def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(section: str, key: str, line: str, folder: Path):
+def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(section: str, key: str, fragments: tuple[str, ...], folder: Path):
     path = changed(PRESENT, folder, {f"{section}.{key}": 1})
     number = 1 + next(i for i, text in enumerate(Path(path).read_text().splitlines()) if text.strip() == f"{key}: 1")
     with pytest.raises(MsrlError) as caught:
         load([path])
     (found,) = str(caught.value).splitlines()
-    assert found.startswith(f"{path}:{number}: {section}.{key}=1: {line}")
+    assert found.startswith(f"{path}:{number}: {section}.{key}=1: ")
+    assert_mentions(found, "key", "MindSpeed-RL", *fragments)
 
 
 def test_every_mistake_of_a_file_is_named_at_once(folder: Path):
     lines = mistakes(
         PRESENT, folder, rl_config__kl_ctrl_type="low_var_kl", rl_config__verifier_weight=[1.0, 2.0], actor_config__hidden_dropout=0.1
     )
-    assert [line.split(": ", 2)[2] for line in lines] == [
-        "must be 0: msrl trains without dropout, by which log-probabilities of one text differ",
-        "must be fixed or adaptive; the estimator is kl_penalty",
-        "must have as many numbers as verifier_function has names: 1, not 2",
-    ]
+    assert_each_mentions(
+        lines, ("hidden_dropout=0.1", "dropout", 0), ("kl_ctrl_type=low_var_kl", "fixed", "adaptive"), ("verifier_weight", 1, 2)
+    )
 
 
 @pytest.mark.parametrize("weights", [["1.0"], [None], [True]])
 def test_weights_of_verifiers_are_numbers(weights: list[object], folder: Path):
     (line,) = mistakes(PRESENT, folder, rl_config__verifier_weight=weights)
-    assert line.endswith("must be numbers, one for each name of verifier_function")
+    assert_mentions(line, "verifier_weight", "numbers", "verifier_function")
 
 
 @pytest.mark.parametrize("key", ["rl_config__rule_reward", "actor_config__finetune", "actor_config__no_load_optim"])
 def test_a_switch_in_quotes_is_named_not_taken_for_on(key: str, folder: Path):
     (line,) = mistakes(PRESENT, folder, **{key: "false"})
-    assert line.endswith("must be true or false, without quotes")
+    assert_mentions(line, key.split("__")[1], "true or false", "quotes")
 
 
 def test_what_has_no_default_in_the_original_gets_none_of_msrls(folder: Path):
@@ -221,15 +222,15 @@ def test_what_has_no_default_in_the_original_gets_none_of_msrls(folder: Path):
     path.write_text(re.sub(r"^  (lr|global_batch_size):.*\n", "", PRESENT.read_text(encoding="utf-8"), flags=re.M), encoding="utf-8")
     with pytest.raises(MsrlError) as caught:
         load([str(path)])
-    assert {line.partition(": ")[2] for line in str(caught.value).splitlines()} >= {
-        "lr: is missing: the highest learning rate",
-        "global_batch_size: is missing: how many rows a step takes",
-    }
+    lines = str(caught.value).splitlines()
+    for key, keyword in (("lr", "learning rate"), ("global_batch_size", "rows")):
+        (line,) = [line for line in lines if f": {key}: " in line]
+        assert_mentions(line, "missing", keyword)
 
 
 def test_what_is_not_built_yet_and_would_change_results_is_refused_by_both_names(folder: Path):
     (line,) = mistakes(PRESENT, folder, rl_config__partial_rollout_max_split=2)
-    assert "rl_config.partial_rollout_max_split=2: not in this version yet, and would change results: rollout.async.partial" in line
+    assert_mentions(line, "rl_config.partial_rollout_max_split=2", "version", "rollout.async.partial")
     (line,) = mistakes(PRESENT, folder, rl_config__multi_turn_enable=True)
     assert "env.max_turns" in line
     assert native(PRESENT, folder, rl_config__partial_rollout_max_split=1, rl_config__multi_turn_enable=False)
@@ -240,7 +241,7 @@ def test_facts_of_the_model_must_be_those_of_its_config(folder: Path):
         json.dumps({**json.loads((folder / "ckpt" / "config.json").read_text())}), encoding="utf-8"
     )
     (line,) = mistakes(PRESENT, folder, actor_config__num_layers=27)
-    assert line.endswith("num_layers=27: config.json of the model says 28; take the line away, or name another model")
+    assert_mentions(line, "num_layers=27", "config.json", 28)
 
 
 def test_a_checkpoint_is_gone_on_from_where_megatron_would(folder: Path):
@@ -251,7 +252,7 @@ def test_a_checkpoint_is_gone_on_from_where_megatron_would(folder: Path):
     for same in ("./ckpt", "./ckpt/"):
         assert native(PRESENT, folder, actor_config__save=same).config.checkpoint.save is None
     (line,) = mistakes(PRESENT, folder, actor_config__finetune=False, actor_config__no_load_optim=False)
-    assert "no_load_rng=true: a resumed run goes on with its random state" in line
+    assert_mentions(line, "no_load_rng=true", "random")
 
 
 def test_a_checkpoint_of_mindspeed_has_no_config_of_its_own_and_takes_the_models(folder: Path):
@@ -268,14 +269,14 @@ def test_a_checkpoint_of_mindspeed_has_no_config_of_its_own_and_takes_the_models
 def test_the_reference_starts_from_the_actors_weights_or_is_refused(folder: Path):
     assert load([str(FIRST)])
     (line,) = mistakes(FIRST, folder, ref_config__load="./other")
-    assert "ref_config.load=./other: not in this version yet, and would change results: cluster.roles.reference.load" in line
+    assert_mentions(line, "ref_config.load=./other", "version", "cluster.roles.reference.load")
 
 
 def test_a_reward_model_scores_on_the_training_ranks_where_rule_reward_is_false(folder: Path):
     (source,) = native(PRESENT, folder, **{"rl_config.rule_reward": False, "reward_config.load": "./rm"}).config.reward.sources
     assert (source.model, source.engine, source.verifier) == ("./rm", "megatron", None)
     (line,) = mistakes(PRESENT, folder, **{"rl_config.rule_reward": False})
-    assert "rule_reward=false: leaves scoring to a reward model; name its checkpoint in reward_config.load" in line
+    assert_mentions(line, "rule_reward=false", "reward_config.load")
 
 
 def test_dapo_reads_its_own_keys_and_has_no_kl(folder: Path):
@@ -288,9 +289,7 @@ def test_dapo_reads_its_own_keys_and_has_no_kl(folder: Path):
     assert (grpo.clip.low, grpo.kl.loss.coef) == (0.2, 0.001)
     overlong = {"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 512, "rl_config.rollout_max_tokens": 1024}
     found = translated(PRESENT, folder, {"megatron_training.stage": "ray_dapo", **overlong})
-    assert [line.split(": ", 1)[1] for line in found.errors] == [
-        "rl_config.rollout_max_tokens=1024: must be sampling_config.max_tokens=2048"
-    ]
+    assert_each_mentions(found.errors, ("rl_config.rollout_max_tokens=1024", "sampling_config.max_tokens=2048"))
     assert plain(found.whole())["reward"]["overlong"] == {"buffer": 512, "factor": 1.0}
 
 
@@ -316,7 +315,7 @@ def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_numbers(folder: Path):
     same = {"clip_grad": 1.0, "adam_beta1": 0.9, "micro_batch_size": 2, "finetune": True}
     assert native(PRESENT, folder, **PPO, critic_config=same).config == native(PRESENT, folder, **PPO).config
     (line,) = mistakes(PRESENT, folder, **PPO, critic_config={"lr": 5.0e-6, "clip_grad": 0.5})
-    assert "critic_config.clip_grad=0.5: not in this version yet, and would change results: the critic's grad_clip is the policy's" in line
+    assert_mentions(line, "critic_config.clip_grad=0.5", "version", "grad_clip")
     own = native(PRESENT, folder, **PPO, rl_config__lam=0.9, rl_config__cliprange_value=0.1, rl_config__gamma=0.99).config.algo
     assert (own.advantage.lam, own.value.clip, own.advantage.gamma) == (0.9, 0.1, 0.99)
 
@@ -454,13 +453,13 @@ def test_a_key_of_the_environment_reaches_the_workers(folder: Path):
 def test_what_a_checkpoint_holds_is_no_choice_and_nothing_is_said_to_be_missing(folder: Path, given: bool):
     found = translated(PRESENT, folder, {"actor_config.no_save_optim": given, "actor_config.no_save_rng": given})
     said = [str(one) for one in found.outcomes if one.given.key.startswith("no_save_")]
-    assert len(said) == 2 and all("a checkpoint always holds the optimizer's state" in line for line in said), said
-    assert not any("not in this version yet" in line for line in said)
+    assert len(said) == 2 and all("optimizer" in line for line in said), said
+    assert not any("version" in line for line in said)
 
 
 def test_wandb_wins_over_tensorboard_and_is_not_needed_for_the_results(folder: Path):
     resolved = native(PRESENT, folder, rl_config__use_wandb=True)
     if refusal("log.trackers", ["wandb"]):
-        assert any("metrics.jsonl has all" in str(outcome) for outcome in resolved.translations[0].outcomes)
+        assert any("metrics.jsonl" in str(outcome) for outcome in resolved.translations[0].outcomes)
     else:
         assert resolved.config.log.trackers == ("wandb",)

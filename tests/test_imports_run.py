@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from msrl.cli.configuration import load_configuration as load
+from msrl.config.loader import load
+from support import assert_mentions
 from tiny_qwen2 import make_model, make_tokenizer
 from training_runs import rows, succeed, write_rows
 
@@ -74,6 +76,6 @@ def test_a_file_of_mindspeed_trains_from_mindspeeds_checkpoint(tmp_path: Path, m
     succeed("preprocess", *arguments, log=log)
     (tmp_path / "grpo.yaml").write_text(FILE, encoding="utf-8")
     output = succeed("train-grpo", "-c", "grpo.yaml", "--platform", "cpu", log=log)
-    assert output.startswith("grpo.yaml: read as MindSpeed-RL (grpo): of ")
+    assert_mentions(output.splitlines()[0], "grpo.yaml", "MindSpeed-RL", "grpo")
     assert [row["step"] for row in rows(tmp_path / "runs" / "grpo")] == [1, 2]
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip() == "2"

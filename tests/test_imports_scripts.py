@@ -13,6 +13,7 @@ from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, translation_of
 from msrl.importers.translation import Fate, Translation
+from support import assert_each_mentions, assert_mentions
 from test_cli import msrl
 
 TUNE = "posttrain_gpt.py --stage sft --finetune --load ckpt --data-path data --lr 1e-5 --global-batch-size 16 --train-iters 20"
@@ -37,7 +38,7 @@ def test_the_devices_that_torchrun_starts_are_those_of_the_training(tmp_path: Pa
     (tmp_path / "native.yaml").write_text(native_yaml(imported(launcher + TUNE)), encoding="utf-8")
     cluster = load([str(tmp_path / "native.yaml")]).config.cluster
     assert (cluster.nodes, cluster.devices_per_node) == (4, 8)
-    assert mistakes(f"torchrun --nnodes 1:4 {TUNE}") == ["command line: nnodes=1:4: must be a whole number, the value of cluster.nodes"]
+    assert_each_mentions(mistakes(f"torchrun --nnodes 1:4 {TUNE}"), ("command line", "nnodes=1:4", "number", "cluster.nodes"))
 
 
 def test_a_training_without_the_flag_bf16_is_one_in_float32():
@@ -47,13 +48,13 @@ def test_a_training_without_the_flag_bf16_is_one_in_float32():
 
 def test_dropout_is_refused_in_a_supervised_script_too():
     (line,) = mistakes(f"{TUNE} --hidden-dropout 0.1 --attention-dropout 0")
-    assert line.startswith("command line: hidden_dropout=0.1: must be 0: msrl trains without dropout")
+    assert_mentions(line, "command line: hidden_dropout=0.1: ", "dropout", 0)
 
 
 @pytest.mark.parametrize("flag", ["--lr 1e-5", "--global-batch-size 16"])
 def test_a_script_says_its_learning_rate_and_its_batch(flag: str):
     (line,) = mistakes(TUNE.replace(flag, ""))
-    assert "is missing" in line
+    assert_mentions(line, flag.split()[0].removeprefix("--").replace("-", "_"), "missing")
 
 
 @pytest.mark.parametrize(
@@ -93,12 +94,12 @@ def test_facts_of_a_model_that_change_nothing_are_not_held_against_its_config(tm
     assert (fates["max_position_embeddings"], fates["ffn_hidden_size"]) == (Fate.SAME, Fate.DEAD)
     make_model(tmp_path / "dense")
     (line,) = mistakes(f"{TUNE} --tokenizer-name-or-path {tmp_path}/dense --ffn-hidden-size 8192")
-    assert "ffn_hidden_size=8192: config.json of the model says" in line
+    assert_mentions(line, "ffn_hidden_size=8192", "config.json")
 
 
 def test_an_unknown_balance_of_experts_is_refused():
     (line,) = mistakes(f"{TUNE} --moe-router-load-balancing-type sinkhorn")
-    assert line.endswith("must be aux_loss, seq_aux_loss or none")
+    assert_mentions(line, "sinkhorn", "aux_loss", "seq_aux_loss", "none")
 
 
 def test_a_script_of_inference_repeats_the_model_and_draws_as_the_original_does():
@@ -117,7 +118,7 @@ def test_the_task_of_inference_says_how_answers_are_drawn():
     assert {one.given.key for one in found.outcomes if one.fate is Fate.DEAD} == {"temperature", "top_k"}
     assert plain(imported("inference.py --task do_sample --load ckpt --temperature 0.9").tree)["generate"]["temperature"] == 0.9
     (line,) = mistakes("inference.py --task beam_search --load ckpt")
-    assert line.startswith("command line: task=beam_search: samples are drawn, not searched")
+    assert_mentions(line, "command line: task=beam_search: ", "samples")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_adapters_of_a_script_are_trained_where_it_names_their_layers(flags: str
 def test_warm_up_is_a_share_or_a_number_not_both():
     assert tree_of(f"{TUNE} --lr-warmup-fraction 0.01 --lr-warmup-iters 0")["train"]["optimizer"]["warmup"] == 0.01
     (line,) = mistakes(f"{TUNE} --lr-warmup-fraction 0.01 --lr-warmup-iters 5")
-    assert line.endswith("lr_warmup_iters=5: stands beside lr_warmup_fraction; give one of both")
+    assert_mentions(line, "lr_warmup_iters=5", "lr_warmup_fraction")
 
 
 SFT = """\
@@ -161,32 +162,33 @@ def test_a_supervised_file_of_mindspeed_rl_trains_as_it_is(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "fragments"),
     [
-        ("train_iters", "train_iter", "there is no such key in MindSpeed-RL; did you mean 'train_iters'?"),
-        ("stage: sft", "stage: orm", "must be sft; RL is `msrl train-grpo`, preferences are not trained"),
-        ("sft:\n", "rl_config: {}\nsft:\n", "there is no such key in MindSpeed-RL; known: defaults, sft"),
-        ("model: small, ", "model: large, ", "no file of `defaults` describes it; known: small"),
-        ("lr: 5e-5, ", "", "lr: is missing: the highest learning rate"),
+        ("train_iters", "train_iter", ("train_iter", "key", "MindSpeed-RL", "'train_iters'")),
+        ("stage: sft", "stage: orm", ("stage=orm", "sft", "msrl train-grpo")),
+        ("sft:\n", "rl_config: {}\nsft:\n", ("rl_config", "key", "MindSpeed-RL", "defaults, sft")),
+        ("model: small, ", "model: large, ", ("large", "defaults", "small")),
+        ("lr: 5e-5, ", "", ("lr", "missing", "learning rate")),
     ],
 )
-def test_mistakes_in_a_supervised_file_are_named(old: str, new: str, message: str, tmp_path: Path):
+def test_mistakes_in_a_supervised_file_are_named(old: str, new: str, fragments: tuple[str, ...], tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "small.yaml").write_text("small: {num_layers: 4}", encoding="utf-8")
     (tmp_path / "tune.yaml").write_text(SFT.replace(old, new), encoding="utf-8")
     with pytest.raises(MsrlError) as caught:
         load([str(tmp_path / "tune.yaml")])
-    assert message in str(caught.value)
+    assert_mentions(caught.value, *fragments)
 
 
 def test_overrides_as_hydra_has_them_are_told_how_msrl_takes_them(capsys: pytest.CaptureFixture[str]):
     assert msrl("train-grpo", "actor_config.lr=1e-6") == 2
-    assert "(actor_config.lr=1e-6); a key of the configuration is given as --set KEY=VALUE" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "actor_config.lr=1e-6", "--set KEY=VALUE")
     with pytest.raises(MsrlError) as caught:
         load(sets=["+actor_config.lr=1e-6", "rl_config.clip_ratio=0.3", "generate_config.sampling_config.top_k=5", "rl_config.foo=1"])
-    assert [line.partition("own are set; ")[2] for line in str(caught.value).splitlines()] == [
-        "set train.optimizer.lr",
-        "set algo.clip.low and algo.clip.high (dapo with clip_higher_enable takes clip_ratio_low and clip_ratio_high)",
-        "set rollout.sampling.top_k",
-        "change it in the file",
-    ]
+    assert_each_mentions(
+        str(caught.value).splitlines(),
+        ("actor_config.lr", "set train.optimizer.lr"),
+        ("rl_config.clip_ratio", "algo.clip.low", "algo.clip.high", "clip_higher_enable"),
+        ("generate_config.sampling_config.top_k", "set rollout.sampling.top_k"),
+        ("rl_config.foo", "file"),
+    )

@@ -11,6 +11,7 @@ import pytest
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.training import interrupts as module
 from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, was_cut_short
+from support import assert_mentions
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
@@ -33,7 +34,7 @@ def test_the_first_signal_is_noted_and_said_and_the_second_ends_the_run(
         assert not interrupts.asked
         os.kill(os.getpid(), number)
         assert interrupts.asked and calls == ["asked"]
-        assert "stopping after this step, with a checkpoint" in capsys.readouterr().err
+        assert_mentions(capsys.readouterr().err, "step", "checkpoint")
         if number == signal.SIGTERM:  # see below
             later = module.time.monotonic() + 1.5
             monkeypatch.setattr(module.time, "monotonic", lambda: later)

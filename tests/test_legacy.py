@@ -17,6 +17,7 @@ from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, Cut
+from support import assert_mentions, mentions
 from test_convert import run, save_real, to_mcore
 
 LEGACY = Naming(legacy=True)
@@ -96,7 +97,7 @@ def test_every_direction_of_the_guides_table_ends_as_if_converted_directly(tmp_p
 
 def test_a_model_that_the_old_ones_cannot_name_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", "qwen3")
-    with pytest.raises(MsrlError, match=r"no name for .*layers\.\*\.self_attention\.k_layernorm\.weight.* of Qwen3ForCausalLM"):
+    with pytest.raises(MsrlError, match=mentions("self_attention.k_layernorm.weight", "Qwen3ForCausalLM")):
         write_mcore(open_weights(tmp_path / "hf"), tmp_path / "legacy", McoreTarget(naming=LEGACY))
     assert not (tmp_path / "legacy").exists()
 
@@ -108,7 +109,7 @@ def test_a_tensor_of_an_old_model_that_is_not_known_is_named(tmp_path: Path) -> 
     contents = torch.load(path, weights_only=False)
     contents["model"]["language_model"]["pooler"] = {"dense.weight": hf["model.norm.weight"]}
     torch.save(contents, path)
-    with pytest.raises(MsrlError, match=r"language_model\.pooler\.dense\.weight of Megatron's old models is not known"):
+    with pytest.raises(MsrlError, match=mentions("language_model.pooler.dense.weight", "Megatron")):
         open_weights(tmp_path / "legacy")
 
 
@@ -117,4 +118,4 @@ def test_a_conversion_to_legacy_names_is_proven_by_real_ranks(tmp_path: Path, ca
     save_real(tmp_path / "hf", "qwen2", tied=True)
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "legacy", tp=2, names="legacy")
     said = capsys.readouterr().out
-    assert "equal bit for bit" in said and "same likeliest token 64/64" in said
+    assert_mentions(said, "round trip", "64/64")

@@ -22,6 +22,7 @@ from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, load_shape
 from msrl.models.parallel_layout import Coords, Cut
+from support import mentions
 from test_cli import msrl
 from test_convert import run, save_real, to_mcore
 
@@ -194,8 +195,8 @@ def test_the_commands_merge_and_prove_it(tmp_path: Path, capsys: pytest.CaptureF
     run(command="lora2hf", load=tmp_path / "both", hf_config=tmp_path / "hf", save=tmp_path / "peft2")
     run(command="hf2hf", load=tmp_path / "hf", lora=tmp_path / "peft2", save=tmp_path / "e")
     said = capsys.readouterr().out
-    assert said.count("merging ") == 5 and said.count("14 merged weights, again in float64") == 5
-    assert said.count("transformers, Megatron: ") == 2 and said.count("transformers: the result, the source") == 3
+    assert said.count("14 merged weights") == 5
+    assert said.count("transformers, Megatron: ") == 2 and said.count("transformers: ") == 3
     first = load_file(tmp_path / "a" / "model.safetensors")
     for name in ("b", "c", "d", "e"):
         source = open_weights(tmp_path / name)
@@ -207,23 +208,23 @@ def test_the_commands_merge_and_prove_it(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "fragments"),
     [
-        ({"peft_type": "IA3"}, "peft_type must be LORA"),
-        ({"use_dora": True}, "DoRA are not supported"),
-        ({"bias": "all"}, "trained biases are not supported"),
-        ({"r": None}, "r and lora_alpha must be numbers"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "adapters of all experts of a layer in one are not supported"),
-        ({"layer_replication": [[0, 2], [1, 2]]}, "layers that stand in several places are not supported"),
-        ({"alora_invocation_tokens": [1, 2]}, "adapters that a token switches on are not supported"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4 changed the base weights when the adapter was made"),
-        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion, which makes a plain one"),
+        ({"peft_type": "IA3"}, ("peft_type", "LORA")),
+        ({"use_dora": True}, ("DoRA",)),
+        ({"bias": "all"}, ("biases",)),
+        ({"r": None}, ("r", "lora_alpha", "numbers")),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, ("adapters", "experts")),
+        ({"layer_replication": [[0, 2], [1, 2]]}, ("layers", "adapter")),
+        ({"alora_invocation_tokens": [1, 2]}, ("adapters", "token")),
+        ({"init_lora_weights": "pissa_niter_4"}, ("init_lora_weights=pissa_niter_4", "base weights")),
+        ({"init_lora_weights": "olora"}, ("path_initial_model_for_weight_conversion",)),
     ],
 )
-def test_adapters_of_other_kinds_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+def test_adapters_of_other_kinds_are_refused(tmp_path: Path, config: dict[str, Any], fragments: tuple[str, ...]) -> None:
     tiny.save(tmp_path / "hf")
     save_peft(tmp_path / "peft", whole_adapter(), **config)
-    with pytest.raises(MsrlError, match=message):
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
         read_adapter(tmp_path / "peft", load_shape(tmp_path / "hf"))
 
 
@@ -231,16 +232,16 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", num_hidden_layers=1)
     save_peft(tmp_path / "peft", whole_adapter())
     base = open_weights(tmp_path / "hf")
-    with pytest.raises(MsrlError, match=r"adapts model\.layers\.1\.self_attn\.q_proj\.weight, which the model does not have"):
+    with pytest.raises(MsrlError, match=mentions("model.layers.1.self_attn.q_proj.weight", "adapt")):
         MergedSource(base, read_adapter(tmp_path / "peft", base.shape))
 
 
 def test_a_checkpoint_with_an_adapter_is_not_taken_for_its_base(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     save_ranks(tmp_path / "both", tmp_path / "hf", Cut(), whole_adapter(), base=True)
-    with pytest.raises(MsrlError, match="beside the weights; merge it"):
+    with pytest.raises(MsrlError, match=mentions("both", "adapter")):
         open_weights(tmp_path / "both", tmp_path / "hf")
-    with pytest.raises(MsrlError, match="no adapter; there is neither"):
+    with pytest.raises(MsrlError, match=mentions("hf", "adapter")):
         read_adapter(tmp_path / "hf", load_shape(tmp_path / "hf"))
 
 
@@ -249,7 +250,7 @@ def test_the_adapter_beside_the_weights_is_not_left_out_for_another(tmp_path: Pa
     save_ranks(tmp_path / "both", tmp_path / "hf", Cut(), whole_adapter(), base=True)
     save_peft(tmp_path / "peft", whole_adapter(seed=2))
     arguments = {"load": tmp_path / "both", "hf_config": tmp_path / "hf", "verify": False}
-    with pytest.raises(MsrlError, match="both: holds a LoRA adapter beside the weights; merge it"):
+    with pytest.raises(MsrlError, match=mentions("both", "LoRA adapter")):
         run(command="mcore2hf", lora=tmp_path / "peft", save=tmp_path / "out", **arguments)
     run(command="mcore2hf", lora=tmp_path / "both", save=tmp_path / "out", **arguments)
 
@@ -259,9 +260,9 @@ def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(tmp_path: P
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
     save_ranks(tmp_path / "alone", tmp_path / "hf", Cut(), whole_adapter(), base=False, load=base and str(tmp_path / base))
-    with pytest.raises(MsrlError, match="holds a LoRA adapter alone; merge it") as caught:
+    with pytest.raises(MsrlError, match=mentions("alone", "LoRA adapter")) as caught:
         open_weights(tmp_path / "alone", tmp_path / "hf")
-    command, _, more = str(caught.value).partition(": msrl ")[2].partition(", with BASE its Hugging Face folder")
+    command, _, more = str(caught.value).partition(": msrl ")[2].partition(", ")
     assert bool(more) == ("BASE" in command) == (base in (None, "gone"))
     words = command.replace("BASE", str(tmp_path / "hf")).replace("FOLDER", str(tmp_path / "merged")).split()
     assert msrl(*words, "--no-verify") == 0
@@ -288,13 +289,13 @@ def test_the_base_that_peft_loads_is_the_one_that_was_trained_on(tmp_path: Path,
         run(command="lora2hf", load=tmp_path / load, save=tmp_path / "peft", hf_config=given and tmp_path / given)
         config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == str(tmp_path / base)
-        assert ("has no weights, so PEFT cannot load" in capsys.readouterr().out) == (base != "hf")
+        assert ("PEFT cannot load" in capsys.readouterr().out) == (base != "hf")
 
 
 def test_a_checkpoint_without_an_adapter_is_said_to_have_none(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "full")
-    with pytest.raises(MsrlError, match="full: there is no adapter in it"):
+    with pytest.raises(MsrlError, match=mentions("full", "adapter")):
         run(command="lora2hf", load=tmp_path / "full", save=tmp_path / "peft")
 
 
@@ -305,6 +306,6 @@ def test_an_adapter_that_one_rank_lacks_is_refused(tmp_path: Path, module: str) 
     path = mcore.rank_file(tmp_path / "ranks", 7, Cut(2), Coords(1))
     contents = mcore.read_rank_file(path, mmap=False)
     mcore.write_rank_file(path, {name: t for name, t in contents["model"].items() if module not in name}, contents["args"], 7)
-    with pytest.raises(MsrlError, match=rf"ranks: 1 of 2 ranks have an adapter of decoder\.layers\.0\.{module}\.weight"):
+    with pytest.raises(MsrlError, match=mentions("ranks", "1 of 2 ranks", f"decoder.layers.0.{module}.weight")):
         run(command="lora2hf", load=tmp_path / "ranks", save=tmp_path / "peft", hf_config=tmp_path / "hf")
     assert not (tmp_path / "peft").exists()

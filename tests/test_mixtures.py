@@ -28,7 +28,7 @@ from msrl.trainer.settings import Layout
 from msrl.verification.bits import compare
 from msrl.workflows.convert.run import run as convert
 from parity_ranks import Case
-from support import shared_data
+from support import assert_mentions, shared_data
 from test_families import transformers_logits
 
 LAYOUTS = {
@@ -99,7 +99,7 @@ def test_a_conversion_of_a_mixture_proves_itself(tmp_path: Path, folders: dict[s
     convert(Config.model_validate({"convert": there}))
     back = {"command": "mcore2hf", "load": str(tmp_path / "mcore"), "save": str(tmp_path / "back")}
     convert(Config.model_validate({"convert": back}))
-    assert capsys.readouterr().out.count("equal bit for bit") == 2
+    assert capsys.readouterr().out.count("round trip") == 2
     before, after = (load_file(folder / "model.safetensors") for folder in (folders["deepseek v3"], tmp_path / "back"))
     assert before.keys() == after.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
@@ -178,27 +178,27 @@ def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "fragments"),
     [
-        ("qwen3 moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: is more than the 8 experts"),
-        ("qwen3 moe", {"decoder_sparse_step": 5}, "no layer has experts"),
-        ("qwen3 moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64: is not supported"),
-        ("deepseek v3", {"n_group": 3}, "n_group=3: does not divide the 8 experts"),
-        ("deepseek v3", {"topk_group": 5}, "topk_group=5: is more than the 4 groups"),
-        ("deepseek v3", {"topk_group": 1}, "num_experts_per_tok=3: is more than 1 of 4 groups have experts"),
-        ("deepseek v3", {"scoring_func": "softmax"}, "scoring_func"),
-        ("deepseek v3", {"moe_layer_freq": 2}, "moe_layer_freq=2: is not supported"),
-        ("deepseek v3", {"num_key_value_heads": 2}, "must be num_attention_heads=4"),
-        ("deepseek v3", {"qk_rope_head_dim": 15}, "must be an even number"),
-        ("deepseek v2", {"norm_topk_prob": True}, "norm_topk_prob=true: is not supported"),
-        ("gpt-oss", {"attention_bias": False}, "attention_bias=false: is not supported"),
-        ("gpt-oss", {"swiglu_limit": 0}, "swiglu_limit=0: must be a number above 0"),
-        ("gpt-oss", {"quantization_config": {"quant_method": "fp8"}}, "supported: quant_method mxfp4, or leaving it out"),
-        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "supported: quant_method fp8 with a weight_block_size"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: is not supported"),
+        ("qwen3 moe", {"num_experts_per_tok": 9}, ("num_experts_per_tok=9", "8 experts")),
+        ("qwen3 moe", {"decoder_sparse_step": 5}, ("num_hidden_layers=4", "experts")),
+        ("qwen3 moe", {"shared_expert_intermediate_size": 64}, ("shared_expert_intermediate_size=64",)),
+        ("deepseek v3", {"n_group": 3}, ("n_group=3", "8 experts")),
+        ("deepseek v3", {"topk_group": 5}, ("topk_group=5", "4 groups")),
+        ("deepseek v3", {"topk_group": 1}, ("num_experts_per_tok=3", "4 groups")),
+        ("deepseek v3", {"scoring_func": "softmax"}, ("scoring_func",)),
+        ("deepseek v3", {"moe_layer_freq": 2}, ("moe_layer_freq=2",)),
+        ("deepseek v3", {"num_key_value_heads": 2}, ("num_key_value_heads=2", "num_attention_heads=4")),
+        ("deepseek v3", {"qk_rope_head_dim": 15}, ("qk_rope_head_dim", "even")),
+        ("deepseek v2", {"norm_topk_prob": True}, ("norm_topk_prob=true",)),
+        ("gpt-oss", {"attention_bias": False}, ("attention_bias=false",)),
+        ("gpt-oss", {"swiglu_limit": 0}, ("swiglu_limit=0", "above 0")),
+        ("gpt-oss", {"quantization_config": {"quant_method": "fp8"}}, ("quant_method", "mxfp4")),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, ("quant_method", "fp8", "weight_block_size")),
+        ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise=0.1",)),
     ],
 )  # fmt: skip
-def test_a_mixture_that_makes_no_sense_is_refused_by_key(name: str, changes: dict[str, Any], message: str) -> None:
+def test_a_mixture_that_makes_no_sense_is_refused_by_key(name: str, changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
     with pytest.raises(MsrlError) as error:
         families.shape(MIXTURES[name].config, **changes)
-    assert message in str(error.value)
+    assert_mentions(error.value, *fragments)

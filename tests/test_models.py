@@ -18,7 +18,7 @@ from msrl.models.hf_config import HfConfig
 from msrl.models.megatron import transformer_settings
 from msrl.models.rules import Qkv
 from msrl.models.shape import Llama3RopeScaling, YarnRopeScaling
-from support import shared_data
+from support import assert_mentions, mentions, shared_data
 
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -110,50 +110,56 @@ def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
         names = config.get("architectures")
         if not names or names[0] in families():
             continue
-        with pytest.raises(MsrlError, match=rf"{names[0]} is not supported; supported: .*LlamaForCausalLM.* Qwen2ForCausalLM"):
+        with pytest.raises(MsrlError, match=mentions(names[0], "LlamaForCausalLM", "Qwen2ForCausalLM")):
             load_shape(file)
         refused += 1
     assert refused > 20
 
 
 @pytest.mark.parametrize(
-    ("base", "changes", "message"),
+    ("base", "changes", "fragments"),
     [
-        (QWEN2, {"hidden_size": None}, "hidden_size=null: is missing"),
-        (QWEN2, {"num_hidden_layers": 0}, "num_hidden_layers=0: must be a positive whole number"),
-        (QWEN2, {"intermediate_size": "96"}, "intermediate_size"),
-        (QWEN2, {"vocab_size": True}, "vocab_size=true"),
-        (QWEN2, {"rms_norm_eps": -1e-6}, "rms_norm_eps"),
-        (QWEN2, {"num_key_value_heads": 3}, "does not divide num_attention_heads=4"),
-        (QWEN2, {"num_key_value_heads": None}, "num_key_value_heads"),
-        (QWEN2, {"num_attention_heads": 3, "num_key_value_heads": 1}, "does not divide by num_attention_heads=3"),
-        (QWEN3, {"head_dim": 33}, "needs an even number"),
-        (QWEN2, {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-        (QWEN2, {"hidden_act": "gelu"}, "hidden_act"),
-        (QWEN2, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0: must be a positive whole number"),
-        (QWEN2, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, "max_window_layers=-1"),
-        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "names sliding_attention, but no window is switched on"),
-        (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, "for each of the 2 layers"),
-        (QWEN2, {"layer_types": ["full_attention"]}, "for each of the 2 layers"),
-        (MISTRAL, {"sliding_window": "8"}, "sliding_window"),
-        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope' is not supported; supported: default, llama3, linear"),
-        (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: is missing"),
-        (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}}, "rope_scaling.truncate"),
-        (LLAMA, {"partial_rotary_factor": 0.5}, "this family rotates whole heads"),
-        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        (LLAMA, {"rope_scaling": {"rope_type": ["llama3"], "factor": 8.0}}, "rope type ['llama3'] is not supported"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 0.5}}, "1 or more"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale_all_dim": "x"}}, "mscale_all_dim: must be a number"),
-        (LLAMA, {"attention_bias": True}, "attention_bias=true: is not supported"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias"),
-        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        (LLAMA, {"architectures": None}, "architectures"),
+        (QWEN2, {"hidden_size": None}, ("hidden_size=null", "missing")),
+        (QWEN2, {"num_hidden_layers": 0}, ("num_hidden_layers=0", "number")),
+        (QWEN2, {"intermediate_size": "96"}, ("intermediate_size",)),
+        (QWEN2, {"vocab_size": True}, ("vocab_size=true",)),
+        (QWEN2, {"rms_norm_eps": -1e-6}, ("rms_norm_eps",)),
+        (QWEN2, {"num_key_value_heads": 3}, ("num_key_value_heads=3", "num_attention_heads=4")),
+        (QWEN2, {"num_key_value_heads": None}, ("num_key_value_heads",)),
+        (QWEN2, {"num_attention_heads": 3, "num_key_value_heads": 1}, ("hidden_size", "num_attention_heads=3")),
+        (QWEN3, {"head_dim": 33}, ("head_dim", "even")),
+        (QWEN2, {"torch_dtype": "float8_e4m3fn"}, ("float8_e4m3fn",)),
+        (QWEN2, {"hidden_act": "gelu"}, ("hidden_act",)),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 0}, ("sliding_window=0", "number")),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, ("max_window_layers=-1",)),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "sliding_attention", "window")),
+        (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types", "2 layers")),
+        (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 layers")),
+        (MISTRAL, {"sliding_window": "8"}, ("sliding_window",)),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 4.0}}, ("'longrope'", "default, llama3, linear")),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, ("rope_scaling.factor", "missing")),
+        (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}}, ("rope_scaling.truncate",)),
+        (LLAMA, {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "heads")),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
+        (LLAMA, {"rope_scaling": {"rope_type": ["llama3"], "factor": 8.0}}, ("['llama3']", "rope type")),
+        (
+            LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 0.5}},
+            ("original_max_position_embeddings", "1"),
+        ),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale_all_dim": "x"}}, ("mscale_all_dim", "number")),
+        (LLAMA, {"attention_bias": True}, ("attention_bias=true",)),
+        (LLAMA, {"mlp_bias": True}, ("mlp_bias",)),
+        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, ("quantization_config",)),
+        (LLAMA, {"architectures": None}, ("architectures",)),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_or_is_not_supported_is_refused_by_key(base: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_what_makes_no_sense_or_is_not_supported_is_refused_by_key(
+    base: dict[str, Any], changes: dict[str, Any], fragments: tuple[str, ...]
+) -> None:
     with pytest.raises(MsrlError) as error:
         shape(base, **changes)
-    assert message in str(error.value) and str(error.value).startswith("config.json: ")
+    assert str(error.value).startswith("config.json: ")
+    assert_mentions(error.value, *fragments)
 
 
 def test_a_window_that_no_layer_uses_is_no_window() -> None:
@@ -182,10 +188,10 @@ def test_what_yarn_leaves_out_is_as_in_transformers() -> None:
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MsrlError, match=r"there is no config.json"):
+    with pytest.raises(MsrlError, match=mentions("config.json")):
         load_shape(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(MsrlError, match="not valid JSON"):
+    with pytest.raises(MsrlError, match=mentions("config.json", "JSON")):
         load_shape(tmp_path)
 
 

@@ -23,7 +23,7 @@ from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 from msrl.workflows.preprocess import run
-from support import shared_data
+from support import assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer
 from training_runs import Command
 
@@ -184,7 +184,7 @@ def test_alpaca_as_prompts_keeps_the_response_as_the_answer(tmp_path):
 def test_existing_data_is_replaced_only_when_told_and_then_wholly(tmp_path):
     inputs = jsonl(tmp_path / "x.jsonl", gsm8k(3))
     preprocess(tmp_path / "x", input=inputs, handler="gsm8k")
-    with pytest.raises(MsrlError, match="already there; choose another prefix or add --overwrite"):
+    with pytest.raises(MsrlError, match=mentions(tmp_path / "x", "--overwrite")):
         preprocess(tmp_path / "x", input=inputs, handler="gsm8k", kind="sft")
     preprocess(tmp_path / "x", input=inputs, handler="gsm8k", kind="sft", overwrite=True)
     assert not (tmp_path / "x_answers.jsonl").exists() and len(SftDataset(tmp_path / "x")) == 3
@@ -194,7 +194,7 @@ def test_failure_in_the_middle_leaves_the_old_data_and_no_scraps(tmp_path):
     preprocess(tmp_path / "x", input=jsonl(tmp_path / "x.jsonl", gsm8k(3)), handler="gsm8k")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     (tmp_path / "x.jsonl").write_text((tmp_path / "x.jsonl").read_text() + '{"question": 1, "answer": "#### 1"}\n')
-    with pytest.raises(MsrlError, match=r"x\.jsonl:4: column 'question' \(for 'question'\) holds a number, not text"):
+    with pytest.raises(MsrlError, match=mentions("x.jsonl:4", "'question'", "number")):
         preprocess(tmp_path / "x", input=[str(tmp_path / "x.jsonl")], handler="gsm8k", overwrite=True)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix != ".jsonl" or "answers" in p.name} == {
         name: content for name, content in before.items() if name != "x.jsonl"
@@ -204,7 +204,7 @@ def test_failure_in_the_middle_leaves_the_old_data_and_no_scraps(tmp_path):
 def test_data_that_was_being_put_in_place_is_refused(tmp_path):
     preprocess(tmp_path / "x", input=jsonl(tmp_path / "x.jsonl", gsm8k(3)), handler="gsm8k")
     incomplete_path(str(tmp_path / "x")).touch()
-    with pytest.raises(MsrlError, match="run it again with --overwrite"):
+    with pytest.raises(MsrlError, match=mentions(tmp_path / "x", "--overwrite")):
         PromptDataset(tmp_path / "x")
 
 
@@ -217,39 +217,39 @@ def test_mistake_in_a_worker_process_names_file_and_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "fragments"),
     [
-        ({"handler": "gsm9k"}, "there is no such handler; did you mean 'gsm8k'"),
-        ({"template": "qwen_r2"}, "did you mean 'qwen_r1'"),
-        ({"template": None}, "preprocess.template: not set"),
-        ({"tokenizer": "/nowhere"}, "tokenizer=/nowhere: there is no such folder"),
-        ({"input": ["/nowhere.jsonl"]}, "preprocess.input=/nowhere.jsonl: there is no such file"),
-        ({"handler": "alpaca"}, "g.jsonl:1: no column 'instruction'"),
-        ({"pack": True, "seq_length": 64}, "preprocess.pack=True: means nothing for prompts data"),
-        ({"kind": "sft", "pack": True}, "preprocess.pack: needs the length of a row"),
-        ({"handler": "pretrain"}, "preprocess.template=qwen: means nothing for pretrain data"),
-        ({"seq_length": 2}, "nothing to write: all rows were dropped (3 too_long)"),
-        ({"enable_thinking": False}, "template qwen has no thoughts"),
+        ({"handler": "gsm9k"}, ("gsm9k", "'gsm8k'")),
+        ({"template": "qwen_r2"}, ("qwen_r2", "'qwen_r1'")),
+        ({"template": None}, ("preprocess.template", "set")),
+        ({"tokenizer": "/nowhere"}, ("tokenizer=/nowhere", "folder")),
+        ({"input": ["/nowhere.jsonl"]}, ("preprocess.input=/nowhere.jsonl", "file")),
+        ({"handler": "alpaca"}, ("g.jsonl:1", "'instruction'")),
+        ({"pack": True, "seq_length": 64}, ("preprocess.pack=True", "prompts")),
+        ({"kind": "sft", "pack": True}, ("preprocess.pack", "length")),
+        ({"handler": "pretrain"}, ("preprocess.template=qwen", "pretrain")),
+        ({"seq_length": 2}, ("3 too_long",)),
+        ({"enable_thinking": False}, ("template qwen", "thoughts")),
     ],
 )
-def test_mistake_is_one_clear_message_and_nothing_is_written(tmp_path, settings, message):
+def test_mistake_is_one_clear_message_and_nothing_is_written(tmp_path, settings, fragments):
     inputs = jsonl(tmp_path / "g.jsonl", gsm8k(3))
     with pytest.raises(MsrlError) as caught:
         preprocess(tmp_path / "out" / "g", **{"input": inputs, "handler": "gsm8k", **settings})
-    assert message in str(caught.value)
+    assert_mentions(caught.value, *fragments)
     assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
 
 
 def test_empty_dataset_is_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text("\n\n")
-    with pytest.raises(MsrlError, match="nothing to write: there are no rows"):
+    with pytest.raises(MsrlError, match=mentions("no rows")):
         preprocess(tmp_path / "x", input=[str(tmp_path / "x.jsonl")], handler="gsm8k")
 
 
 def test_tools_that_a_template_cannot_show_name_the_row(tmp_path):
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     inputs = jsonl(tmp_path / "x.jsonl", [{"conversations": turns}, {"conversations": turns, "tools": '[{"name": "f"}]'}])
-    with pytest.raises(MsrlError, match=r"x\.jsonl:2: template qwen_plain cannot show the tools"):
+    with pytest.raises(MsrlError, match=mentions("x.jsonl:2", "qwen_plain", "tools")):
         own = tmp_path / "qwen_plain.yaml"
         own.write_text('user: "{{content}}"\nassistant: "{{content}}{{eos}}"\n')
         preprocess(tmp_path / "x", input=inputs, handler="sharegpt", template=str(own))
@@ -259,7 +259,7 @@ def test_tools_that_a_template_cannot_show_name_the_row(tmp_path):
 def test_half_of_a_character_is_named_with_its_row(tmp_path, part):
     row = {"instruction": "2+2?", "output": "4", "note": "x"}
     files = jsonl(tmp_path / "in.jsonl", [row, {**row, part: "cut \ud83d"}])
-    with pytest.raises(MsrlError, match=r"in\.jsonl:2: holds \\ud83d, which is half of a character"):
+    with pytest.raises(MsrlError, match=mentions("in.jsonl:2", "\\ud83d", "character")):
         preprocess(tmp_path / "out", input=files, handler="r1", map_keys={"extra.note": "note"})
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support import assert_mentions
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "quickstart" / "make_inputs.py"
 SPEC = importlib.util.spec_from_file_location("make_inputs", SCRIPT)
 make = importlib.util.module_from_spec(SPEC)
@@ -129,7 +131,7 @@ def test_a_seed_makes_the_same_inputs_again_and_another_seed_others(inputs, tmp_
 def test_a_folder_that_exists_is_not_overwritten(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "exists already" in done.stderr
+    assert_mentions(done.stderr, tmp_path, "exists")
 
 
 @pytest.mark.parametrize("ours", [(), ("inputs/heldout.jsonl", "runs/sft/report.md", "answers_sft.jsonl"), (".inputs.partial/x",)])
@@ -150,4 +152,4 @@ def test_the_quickstart_clears_what_an_earlier_one_left_and_nobody_elses_folder(
         with pytest.raises(SystemExit) as left:
             begin_anew(folder)
         assert left.value.code == 2 and (folder / foreign).read_text() == "years of work"
-        assert "name another folder" in capsys.readouterr().err
+        assert_mentions(capsys.readouterr().err, folder, "another folder")

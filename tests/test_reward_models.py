@@ -24,6 +24,7 @@ from msrl.models.parallel_layout import Coords, Cut
 from msrl.trainer.settings import Layout
 from msrl.workflows.convert.inspection import not_weights
 from parity_ranks import Case
+from support import assert_each_mentions, mentions
 from test_convert import run
 
 TIED = {"tie_word_embeddings": True}
@@ -92,21 +93,21 @@ def test_an_output_layer_that_a_reward_model_does_not_use_is_left_out_and_said(t
     rewritten(tmp_path / "mcore", Cut(2), output_layer__weight=torch.randn(100, 64))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == hf.keys()
-    assert not_weights(tmp_path / "mcore") == ["output layer, which a reward model does not use"]
+    assert_each_mentions(not_weights(tmp_path / "mcore"), ("output layer", "reward model"))
 
 
 def test_a_bias_that_transformers_has_no_place_for_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(Cut(2)))
     rewritten(tmp_path / "mcore", Cut(2), rm_head__bias=torch.ones(1))
-    with pytest.raises(MsrlError, match=r"rm_head\.bias is not zero, and LlamaForSequenceClassification has no place for it"):
+    with pytest.raises(MsrlError, match=mentions("rm_head.bias", "zero", "LlamaForSequenceClassification")):
         open_weights(tmp_path / "mcore")
 
 
-@pytest.mark.parametrize(("labels", "message"), [({"0": "a", "1": "b", "2": "c"}, "makes 3 scores"), (None, "makes 2 scores")])
+@pytest.mark.parametrize(("labels", "message"), [({"0": "a", "1": "b", "2": "c"}, "3 scores"), (None, "2 scores")])
 def test_a_classifier_with_other_than_one_score_is_refused(tmp_path: Path, labels: Any, message: str) -> None:
     save(tmp_path / "hf", "llama", id2label=labels)
-    with pytest.raises(MsrlError, match=rf"id2label.*{message} .*num_labels must be 1"):
+    with pytest.raises(MsrlError, match=mentions("id2label", message, "num_labels")):
         open_weights(tmp_path / "hf")
 
 
@@ -115,7 +116,7 @@ def test_a_reward_model_is_not_trained_or_asked_for_text(tmp_path: Path) -> None
     from msrl.plan.derived import model_shape
 
     save(tmp_path / "hf", "llama")
-    with pytest.raises((MsrlError, ManyErrors), match="LlamaForSequenceClassification gives scores, no text"):
+    with pytest.raises((MsrlError, ManyErrors), match=mentions("LlamaForSequenceClassification", "scores")):
         model_shape(Config(model=ModelConfig(path=str(tmp_path / "hf"))))
 
 
@@ -152,4 +153,4 @@ def test_the_conversion_of_a_reward_model_is_proven_by_its_scores(
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back")
     said = capsys.readouterr().out
-    assert said.count("scores, fp32") == 2 and said.count("64 positions x 1") == 2 and "likeliest" not in said
+    assert said.count("scores, fp32") == 2 and said.count("64 positions x 1") == 2 and "distributions" not in said

@@ -7,7 +7,7 @@ import pytest
 from msrl.errors import MsrlError
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
-from support import shared_data
+from support import assert_mentions, mentions, shared_data
 from test_rewards_sources import group, totals
 
 pytestmark = pytest.mark.slow
@@ -63,15 +63,15 @@ def test_a_model_reads_questions_by_its_own_template(folder):
     text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
     assert totals(scores)[0] == pytest.approx(expected(folder, [text]), abs=1e-5)
     (found,) = mistakes([Source(model=str(folder), options={"template": "chat"})])
-    assert "needs options.prompt_column" in found[2]
+    assert_mentions(found[2], "options.prompt_column")
 
 
 def test_what_a_model_cannot_score_is_said_and_never_cut(folder):
     with Scorer([Source(model=str(folder), on_failure="undecided"), Source("step")], 1) as scorer:
         scores = scorer.score([group("x", "word " * 100)])
     assert scores.failures == {"reward_model/error": 1}
-    assert "101 tokens; the reward model takes from 1 to 64" in scores.notes[0]
-    with Scorer([Source(model=str(folder))], 1) as scorer, pytest.raises(MsrlError, match=r"reward_model failed \(error\) at prompt 0"):
+    assert_mentions(scores.notes[0], "101 tokens", "reward model", "64")
+    with Scorer([Source(model=str(folder))], 1) as scorer, pytest.raises(MsrlError, match=mentions("reward_model", "error", "prompt 0")):
         scorer.score([group("word " * 100)])
     with Scorer([Source(model=str(folder), timeout_s=1e-4, on_failure="wrong", wrong=-1.0)], 1) as scorer:
         scores = scorer.score([group("x")])
@@ -86,7 +86,7 @@ def test_a_head_that_was_never_trained_is_refused(folder, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["score.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with Scorer([Source(model=str(tmp_path))], 1) as scorer, pytest.raises(MsrlError, match=r"cannot be loaded(.|\n)*no score.weight"):
+    with Scorer([Source(model=str(tmp_path))], 1) as scorer, pytest.raises(MsrlError, match=mentions(tmp_path, "score.weight")):
         scorer.score([group("x")])
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]

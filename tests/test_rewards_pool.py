@@ -15,6 +15,7 @@ from msrl.rewards.pool import Call, Outcome, Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.worker import Function
 from msrl.types import Completion, Prompt, RolloutGroup
+from support import assert_each_mentions, assert_mentions, mentions
 
 
 def pool(*names, timeout_s=60.0, num_workers=1, options=(), **limits):
@@ -76,13 +77,13 @@ def test_a_memory_hog_meets_its_limit_and_not_the_machine():
 
 @pytest.mark.parametrize(
     ("response", "reason"),
-    [("raise", "no such thing"), ("exit", "SystemExit"), ("nan", "not a finite number"), ("text", "could not convert")],
+    [("raise", "no such thing"), ("exit", "SystemExit"), ("nan", "finite"), ("text", "could not convert")],
 )
 def test_what_a_verifier_raises_is_an_error_with_its_reason(response, reason):
     with pool("misbehave") as workers:
         outcomes = workers.map(calls("a", response, "b"))
     assert [o.failure for o in outcomes] == [None, "error", None]
-    assert reason in outcomes[1].detail
+    assert_mentions(outcomes[1].detail, reason)
 
 
 def test_options_arrive_and_prints_do_not_disturb():
@@ -196,22 +197,22 @@ def test_a_timeout_scores_as_wrong_is_counted_and_is_said():
         scores = scorer.score([group("x^{7}+\\sqrt{y}", stuck, "\\boxed{x^{7}+\\sqrt{y}}", index=5)])
     assert [r.total for r in scores.groups[0].rewards] == [-0.5, 1.0]
     assert scores.failures == {"acc/timeout": 1}
-    assert scores.notes == ("acc/timeout: 1 scored as wrong; first at prompt 5: no answer within 0.3 s",)
+    assert_each_mentions(scores.notes, ("acc/timeout: 1 ", "wrong", "prompt 5", "0.3 s"))
 
 
 @pytest.mark.parametrize(
-    ("sources", "message"),
+    ("sources", "fragments"),
     [
-        ([Source("acc"), Source("base_ac")], r"reward.sources\[1\].verifier=base_ac: .*did you mean 'base_acc'"),
-        ([Source("acc", options={"tolerence": 1})], r"reward.sources\[0\].options.tolerence: .*did you mean 'tolerance'"),
-        ([Source("acc", timeout_s=0)], r"reward.sources\[0\].timeout_s=0"),
-        ([Source("acc"), Source("acc")], "named twice"),
-        ([], "reward.sources: is missing; name at least one"),
+        ([Source("acc"), Source("base_ac")], ("reward.sources[1].verifier=base_ac", "'base_acc'")),
+        ([Source("acc", options={"tolerence": 1})], ("reward.sources[0].options.tolerence", "'tolerance'")),
+        ([Source("acc", timeout_s=0)], ("reward.sources[0].timeout_s=0",)),
+        ([Source("acc"), Source("acc")], ("reward.sources[1]", "acc", "twice")),
+        ([], ("reward.sources", "missing")),
     ],
 )
-def test_wrong_sources_are_refused_before_any_process_starts(sources, message):
+def test_wrong_sources_are_refused_before_any_process_starts(sources, fragments):
     before = children()
-    with pytest.raises(MsrlError, match=message):
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
         Scorer(sources, 1)
     assert children() == before
 
@@ -219,7 +220,7 @@ def test_wrong_sources_are_refused_before_any_process_starts(sources, message):
 def test_a_row_without_a_ground_truth_is_refused_where_one_is_compared_with():
     with Scorer([Source("format")], 1) as scorer:
         assert scorer.score([group("", "x")]).groups[0].rewards[0].total == 0.0
-    with Scorer([Source("acc")], 1) as scorer, pytest.raises(MsrlError, match="row 7 of the data has none"):
+    with Scorer([Source("acc")], 1) as scorer, pytest.raises(MsrlError, match=mentions("row 7", "acc", "ground truth")):
         scorer.score([group("4", "x"), group(" ", "x", index=7)])
 
 

@@ -21,6 +21,7 @@ from msrl.rewards import sandbox, sandbox_init
 from msrl.rewards.sandbox import Limits, run
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.verifiers import code
+from support import assert_mentions, mentions
 
 SMALL = Limits(case_s=1.0, total_s=4.0, memory_bytes=96 << 20, processes=8)
 AMPLE = replace(SMALL, case_s=20.0, total_s=60.0)  # for programs that are to end by themselves, on busy cores too
@@ -317,11 +318,11 @@ def test_hostile_completions_are_scored_in_the_pool_and_the_next_ones_too():
 
 
 def test_without_namespaces_code_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(sandbox, "refusal", lambda python: "this machine gives no namespaces for a sandbox: unshare: refused")
-    with pytest.raises(ManyErrors, match=r"reward.sources\[0\].verifier=code: this machine gives no namespaces.*set options.url"):
+    monkeypatch.setattr(sandbox, "refusal", lambda python: "no namespaces: unshare: refused")
+    with pytest.raises(ManyErrors, match=mentions("reward.sources[0].verifier=code: ", "no namespaces: unshare: refused", "options.url")):
         Scorer([Source("code")], 1)
     assert code.refusal(url="https://sandbox:8080") is None
-    assert "must begin with http" in str(code.refusal(url="sandbox"))
+    assert_mentions(code.refusal(url="sandbox"), "http")
     assert "positive" in str(code.refusal(case_s=0.0))
 
 

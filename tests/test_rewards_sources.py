@@ -10,6 +10,7 @@ from msrl.rewards.pool import Outcome
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
 from msrl.types import Completion, Prompt, RolloutGroup
+from support import assert_each_mentions, assert_mentions, mentions
 
 OWN = """
 from other_file import FACTOR
@@ -61,21 +62,21 @@ def test_a_function_of_the_user_scores_with_its_options_and_the_columns_of_the_r
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "fragments"),
     [
-        ("own.py", {}, "must be path/file.py:function"),
-        ("nowhere.py:f", {}, "there is no file"),
-        ("own.py:longr", {}, "defines no longr; did you mean 'longer'?"),
-        ("own.py:longer", {"then": 3}, "takes no option then; did you mean 'than'?"),
-        ("own.py:later", {}, "is asynchronous"),
-        ("own.py:alone", {}, r"must take \(response, answer\)"),
-        ("broken.py:f", {}, "is no Python"),
+        ("own.py", {}, ("path/file.py:function",)),
+        ("nowhere.py:f", {}, ("nowhere.py", "file")),
+        ("own.py:longr", {}, ("longr", "'longer'")),
+        ("own.py:longer", {"then": 3}, ("then", "option", "'than'")),
+        ("own.py:later", {}, ("later", "asynchronous")),
+        ("own.py:alone", {}, ("(response, answer)",)),
+        ("broken.py:f", {}, ("broken.py", "Python")),
     ],
 )
-def test_a_function_that_cannot_be_is_refused_without_running_its_file(own, monkeypatch, name, options, message):
+def test_a_function_that_cannot_be_is_refused_without_running_its_file(own, monkeypatch, name, options, fragments):
     monkeypatch.chdir(Path(own).parent)
     Path("broken.py").write_text("def f(:\n")
-    with pytest.raises(ManyErrors, match=message):
+    with pytest.raises(ManyErrors, match=mentions(*fragments)):
         Scorer([Source(function=name, options=options)], 1)
 
 
@@ -84,7 +85,7 @@ def test_a_file_that_fails_when_it_is_run_is_the_users_to_mend(tmp_path):
     file.write_text("import nowhere_at_all\ndef f(response, answer):\n    return 1.0\n")
     with (
         Scorer([Source(function=f"{file}:f")], 1) as scorer,
-        pytest.raises(MsrlError, match=r"own.py:f: cannot be loaded(.|\n)*nowhere_at_all"),
+        pytest.raises(MsrlError, match=mentions("own.py:f", "nowhere_at_all")),
     ):
         scorer.score([group("a")])
 
@@ -106,9 +107,9 @@ def test_a_row_is_scored_by_the_sources_of_its_tag():
 
 def test_a_row_that_no_source_is_for_is_refused():
     with Scorer([Source("acc", tags=("math",))], 1) as scorer:
-        with pytest.raises(MsrlError, match=r"none is for row 3 of the data, whose tag is code; they are for math.*extra.tag"):
+        with pytest.raises(MsrlError, match=mentions("row 3", "code", "math", "extra.tag")):
             scorer.score([group("a", index=3, tag="code")])
-        with pytest.raises(MsrlError, match=r"none is for row 3 of the data, whose tag is None"):
+        with pytest.raises(MsrlError, match=mentions("row 3", "None")):
             scorer.score([group("a", index=3)])
 
 
@@ -117,12 +118,12 @@ def test_rows_that_cannot_be_scored_are_found_before_any_is():
     fine = [group(tag="math").prompt, group(answer="", tag="chat", question="why?").prompt]
     with Scorer(sources, 1) as scorer:
         scorer.check(fine)
-        for bad, message in (
-            (group(tag="code", index=5), "none is for row 5"),
-            (group(answer=" ", tag="math", index=6), "acc compares with the ground truth, but row 6 of the data has none"),
-            (group(tag="chat", index=7), "prompt_column=question: a row has no such column"),
+        for bad, fragments in (
+            (group(tag="code", index=5), ("row 5", "code")),
+            (group(answer=" ", tag="math", index=6), ("acc", "row 6", "ground truth")),
+            (group(tag="chat", index=7), ("prompt_column=question", "column")),
         ):
-            with pytest.raises(MsrlError, match=message):
+            with pytest.raises(MsrlError, match=mentions(*fragments)):
                 scorer.check([*fine, bad.prompt])
 
 
@@ -136,8 +137,8 @@ def test_a_failure_is_wrong_or_undecided_or_the_end_as_configured(own):
     assert [[r.scores["stuck_at_b"] for r in g.rewards] for g in scores.groups] == [[1.0, -3.0, 3.0], [-3.0]]
     assert [[r.scores["undecided"] for r in g.rewards] for g in scores.groups] == [[1.0, 2.0, 3.0], [0.0]]
     assert scores.failures == {"stuck_at_b/timeout": 2, "undecided/timeout": 2}
-    assert scores.notes[1] == "undecided/timeout: 2 left undecided; first at prompt 0: no answer within 0.4 s"
-    with Scorer([source(on_failure="fail")], 1) as scorer, pytest.raises(MsrlError, match=r"stuck_at_b failed \(timeout\) at prompt 5"):
+    assert_mentions(scores.notes[1], "undecided/timeout: 2 ", "prompt 0", "0.4 s")
+    with Scorer([source(on_failure="fail")], 1) as scorer, pytest.raises(MsrlError, match=mentions("stuck_at_b", "timeout", "prompt 5")):
         scorer.score([group("b", index=5)])
 
 
@@ -152,11 +153,9 @@ def test_all_mistakes_of_the_sources_are_found_at_once():
         (0, "options.tolerence"), (0, "options.tolerance"), (1, "verifier"), (2, "function"), (3, "options.part"), (4, "verifier"),
     ]  # fmt: skip
     assert "valid number" in found[1][2]
-    assert found[2][2] == "exactly one of verifier, function, url, model says what scores; there are 0"
+    assert_mentions(found[2][2], "verifier, function, url, model", 0)
     assert "'response', 'last_line', 'boxed' or 'answer'" in found[4][2]
-    assert [message for *_, message in mistakes([Source("acc", weight=0.0)])] == [
-        "all weights are 0, so that every completion scores the same; set one"
-    ]
+    assert_each_mentions([message for *_, message in mistakes([Source("acc", weight=0.0)])], ("weights", 0))
 
 
 def test_what_is_undecided_among_equal_scores_has_their_score_to_the_bit():

@@ -9,7 +9,7 @@ import pytest
 from msrl import registry
 from msrl.rewards.math.equality import equal
 from msrl.rewards.math.extract import ground_truth, in_order, last_boxed
-from support import shared_data
+from support import assert_mentions, shared_data
 
 PACKAGE = "msrl.rewards.verifiers"
 GOOD = r"<think> 7+5=12 </think><answer> \boxed{132} </answer>"
@@ -221,19 +221,19 @@ def test_an_option_changes_the_score(name, options, response, answer, score):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "fragments"),
     [
-        ("regex_match", {}, "needs options.pattern"),
-        ("regex_match", {"pattern": "("}, "no regular expression"),
-        ("regex_answer", {"pattern": "a"}, "has 0 groups"),
-        ("regex_answer", {"pattern": "(a)(b)"}, "has 2 groups"),
-        ("multiple_choice", {"letters": 1}, "from 2 to 26"),
-        ("repetition", {"ngram": 0}, "1 or more"),
-        ("repetition", {"max_penalty": -1.0}, "above 0"),
+        ("regex_match", {}, ("options.pattern",)),
+        ("regex_match", {"pattern": "("}, ("regular expression",)),
+        ("regex_answer", {"pattern": "a"}, ("0 groups",)),
+        ("regex_answer", {"pattern": "(a)(b)"}, ("2 groups",)),
+        ("multiple_choice", {"letters": 1}, (2, 26)),
+        ("repetition", {"ngram": 0}, ("ngram", "1")),
+        ("repetition", {"max_penalty": -1.0}, ("max_penalty", 0)),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused(name, options, message):
-    assert message in verifier(name).refusal(**options)
+def test_an_option_that_makes_no_sense_is_refused(name, options, fragments):
+    assert_mentions(verifier(name).refusal(**options), *fragments)
 
 
 def test_the_form_of_format_is_that_of_its_regular_expression():

@@ -26,7 +26,7 @@ from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.rl import worker_groups as grpo_team
 from msrl.workflows.rl.worker_groups import shares
-from support import shared_data
+from support import mentions, shared_data
 
 
 def qwen() -> Path:
@@ -101,11 +101,11 @@ def test_without_a_seed_nothing_is_seeded():
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
-    [((), "prompt 3 is empty"), ((1, 2, 3, 4), "has 4 tokens"), ((1, 10), "token id 10"), ((-1,), "token id -1")],
+    ("ids", "fragments"),
+    [((), ("prompt 3", "empty")), ((1, 2, 3, 4), ("prompt 3", "4 tokens")), ((1, 10), ("token id 10",)), ((-1,), ("token id -1",))],
 )
-def test_a_prompt_that_cannot_be_continued_is_refused(ids, message):
-    with pytest.raises(MsrlError, match=message):
+def test_a_prompt_that_cannot_be_continued_is_refused(ids, fragments):
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
         check_prompt(prompt(3, *ids), vocab_size=10, max_model_len=4)
 
 
@@ -116,12 +116,12 @@ def test_a_prompt_that_leaves_room_for_one_token_is_accepted():
 def test_weights_that_miss_repeat_or_invent_a_name_are_refused():
     expected = frozenset({"a", "b"})
     assert [name for name, _ in checked_weights([("b", None), ("a", None)], expected)] == ["b", "a"]
-    for names, message in (
-        (["a"], "1 of 2 did not come"),
-        (["a", "a", "b"], "a came twice"),
-        (["a", "b", "c"], "c is not"),
+    for names, fragments in (
+        (["a"], ("1 of 2", "b")),
+        (["a", "a", "b"], ("a", "twice")),
+        (["a", "b", "c"], ("c is not",)),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=mentions(*fragments)):
             list(checked_weights([(name, None) for name in names], expected))
 
 
@@ -144,7 +144,7 @@ def test_the_kv_cache_holds_all_sequences_or_what_the_share_of_memory_holds():
     token = 24 * 2 * 2 * 64 * 2
     assert kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 1 << 40) == (4 * 256 + 128) * token
     assert kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 1000 * token) == 500 * token
-    with pytest.raises(MsrlError, match=r"one sequence of 200 tokens takes 4 MiB, but 2 MiB may be used \(0.5 of what is free\)"):
+    with pytest.raises(MsrlError, match=mentions("200 tokens", "4 MiB", "2 MiB", "0.5")):
         kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 400 * token)
 
 
@@ -155,16 +155,16 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "message"),
+    ("changes", "settings", "fragments"),
     [
-        ({"hidden_size": 224, "head_dim": 16}, {}, "head_dim 16 has no attention kernel in vLLM on cpu; known: 32, 64"),
-        ({"architectures": ["MambaForCausalLM"]}, {}, "MambaForCausalLM is not supported"),
-        ({}, {"max_model_len": 40000}, "made for 32768 positions"),
-        ({}, {"dtype": "int8"}, "dtype int8 cannot"),
-        ({}, {"tp": 3}, "tp=3 does not divide the 14 attention heads"),
+        ({"hidden_size": 224, "head_dim": 16}, {}, ("head_dim 16", "attention", "vLLM", "32, 64")),
+        ({"architectures": ["MambaForCausalLM"]}, {}, ("MambaForCausalLM",)),
+        ({}, {"max_model_len": 40000}, ("32768 positions",)),
+        ({}, {"dtype": "int8"}, ("dtype int8",)),
+        ({}, {"tp": 3}, ("tp=3", "14 attention heads")),
     ],
 )
-def test_a_model_that_the_engine_cannot_serve_is_refused_before_it_starts(tmp_path, changes, settings, message):
+def test_a_model_that_the_engine_cannot_serve_is_refused_before_it_starts(tmp_path, changes, settings, fragments):
     folder = write_config(tmp_path, **changes)
-    with pytest.raises(MsrlError, match=message):
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
         VllmEngine(EngineSettings(folder, **settings), get("cpu"))

@@ -20,6 +20,7 @@ from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import VllmEngine
+from support import mentions
 from test_families import transformers_logits
 
 
@@ -37,13 +38,13 @@ def _save(folder: Path, name: str) -> tuple[Path, dict]:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("baichuan 2", "has no BaichuanForCausalLM"),
-        ("internlm 2", "reads a config of model_type internlm2 without running code of the checkpoint"),
+        ("baichuan 2", "BaichuanForCausalLM"),
+        ("internlm 2", "model_type internlm2"),
     ],
 )
 def test_a_family_that_vllm_cannot_serve_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     folder, _ = _save(tmp_path, name)
-    with pytest.raises(MsrlError, match=rf"vLLM .*{reason}.*; the model can be converted and trained"):
+    with pytest.raises(MsrlError, match=mentions("vLLM", reason)):
         VllmEngine(EngineSettings(folder, dtype="float32", max_model_len=64), get("cpu"))
 
 

@@ -27,6 +27,7 @@ from msrl.types import Completion, Prompt, Reward, RolloutGroup, SamplingParams,
 from msrl.workflows.rl.rollouts import Rollouts, teaching_groups
 from msrl.workflows.rl.setup import Prompts
 from msrl.workflows.rl.step import Clock
+from support import assert_mentions, mentions
 
 ROWS = 12
 
@@ -132,12 +133,12 @@ def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(most: in
     assert len(asked.calls) == calls and sorted(itertools.chain(*asked.calls)) == list(range(4 * calls)), "no row twice in a step"
     assert indices(found.learnt) == [0, 1, 2, 3] and teaching_groups(section, found.learnt).tolist() == [False, False, True, False]
     assert found.metrics["rollout/missing"] == 3
-    assert f"1 of {4 * calls} groups teach something after {calls - 1} refills" in found.scores.notes[-1]
+    assert_mentions(found.scores.notes[-1], f"1 of {4 * calls} groups", f"{calls - 1} refills")
 
 
 def test_a_step_in_which_no_group_teaches_anything_says_so():
     found = make_rollouts(Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True)).of_step(0, Clock())
-    assert found.scores.notes[-1].endswith("0 of 12 groups teach something after 2 refills; the step learns nothing")
+    assert_mentions(found.scores.notes[-1], "0 of 12 groups", "2 refills")
 
 
 def test_a_step_that_begins_an_epoch_asks_no_prompt_twice_and_passes_over_those_that_it_had():
@@ -189,26 +190,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("sets", "message"),
+    ("sets", "fragments"),
     [
-        (["refill=true"], "rollout.filter.refill=true: has no effect without rollout.filter.kind"),
-        (["low=0.1"], "rollout.filter.low=0.1: has no effect without rollout.filter.kind"),
-        (["kind=all_equal", "high=0.9"], "rollout.filter.high=0.9: has no effect with rollout.filter.kind=all_equal"),
-        (["kind=std", "low=0.0", "high=0.9"], "rollout.filter.high=0.9: has no effect with rollout.filter.kind=std"),
-        (["kind=mean"], "rollout.filter.kind=mean: needs rollout.filter.low or rollout.filter.high"),
-        (["kind=mean", "low=0.9", "high=0.1"], "rollout.filter.low=0.9: must be below rollout.filter.high=0.1"),
-        (["kind=all_equal", "max_refills=2"], "rollout.filter.max_refills=2: has no effect without rollout.filter.refill=true"),
-        (["kind=all_equal", "source=nobody"], "rollout.filter.source=nobody: is none of reward.sources, whose names are"),
+        (["refill=true"], ("rollout.filter.refill=true", "rollout.filter.kind")),
+        (["low=0.1"], ("rollout.filter.low=0.1", "rollout.filter.kind")),
+        (["kind=all_equal", "high=0.9"], ("rollout.filter.high=0.9", "rollout.filter.kind=all_equal")),
+        (["kind=std", "low=0.0", "high=0.9"], ("rollout.filter.high=0.9", "rollout.filter.kind=std")),
+        (["kind=mean"], ("rollout.filter.kind=mean", "rollout.filter.low", "rollout.filter.high")),
+        (["kind=mean", "low=0.9", "high=0.1"], ("rollout.filter.low=0.9", "rollout.filter.high=0.1")),
+        (["kind=all_equal", "max_refills=2"], ("rollout.filter.max_refills=2", "rollout.filter.refill=true")),
+        (["kind=all_equal", "source=nobody"], ("rollout.filter.source=nobody", "reward.sources")),
     ],
 )
-def test_a_filter_that_cannot_be_is_refused(folder: Path, sets: list[str], message: str):
+def test_a_filter_that_cannot_be_is_refused(folder: Path, sets: list[str], fragments: tuple[str, ...]):
     with pytest.raises((MsrlError, ManyErrors)) as caught:
         load(["grpo.yaml"], [f"rollout.filter.{one}" for one in sets], command="train-grpo")
-    assert message in str(caught.value)
+    assert_mentions(caught.value, *fragments)
 
 
 def test_samples_of_one_cannot_be_compared(folder: Path):
-    with pytest.raises(MsrlError, match="kind=all_equal: compares the samples of a prompt"):
+    with pytest.raises(MsrlError, match=mentions("kind=all_equal", "samples")):
         sets = ["rollout.filter.kind=all_equal", "rollout.samples_per_prompt=1", "algo.advantage.estimator=reinforce"]
         load(["grpo.yaml"], sets, command="train-grpo")
 
@@ -235,21 +236,21 @@ def test_rolls_filters_of_the_run_or_of_its_domains():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "fragments"),
     [
-        ({"threshold": 1}, "filter_args.threshold: std_filter takes std_threshold"),
-        ({"std_threshold": None}, "filter_args.std_threshold must be a number"),
-        ({"std_threshold": "x"}, "filter_args.std_threshold must be a number"),
-        ([1], "filter_args must be a section of std_threshold"),
+        ({"threshold": 1}, ("filter_args.threshold", "std_threshold")),
+        ({"std_threshold": None}, ("filter_args.std_threshold", "number")),
+        ({"std_threshold": "x"}, ("filter_args.std_threshold", "number")),
+        ([1], ("filter_args", "std_threshold")),
     ],
 )
-def test_rolls_filters_that_cannot_be_are_named(arguments: Any, message: str):
+def test_rolls_filters_that_cannot_be_are_named(arguments: Any, fragments: tuple[str, ...]):
     (error,) = roll_filter(query_filter_config={"type": "std_filter", "filter_args": arguments})[1]
-    assert message in error
+    assert_mentions(error, *fragments)
 
 
 @pytest.mark.parametrize("other", [{}, {"query_filter_config": {"type": "no_filter"}}, {"query_filter_config": {"type": "std_filter"}}])
 def test_rolls_domains_with_different_filters_are_refused(other: dict[str, Any]):
     domains = {"math": {"worker_cls": "x.MathRuleRewardWorker", **FILTER}, "logic": {"worker_cls": "x.MathRuleRewardWorker", **other}}
     errors = roll_filter(rewards=domains)[1]
-    assert errors and all("is not that of all domains; rollout.filter is one for all rows" in error for error in errors)
+    assert errors and all("domains" in error and "rollout.filter" in error for error in errors)

@@ -13,6 +13,7 @@ from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
+from support import mentions
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer, save_model
 
 pytestmark = pytest.mark.slow
@@ -105,7 +106,7 @@ def test_new_weights_arrive_whole_and_the_prefix_cache_forgets(engine, model):
 
 
 def test_incomplete_weights_are_refused(engine, model):
-    with pytest.raises(ValueError, match=r"did not come, the first is model\.norm\.weight"):
+    with pytest.raises(ValueError, match=mentions("model.norm.weight")):
         engine.load_weights((name, tensor) for name, tensor in model.named_parameters() if name != "model.norm.weight")
 
 
@@ -156,7 +157,7 @@ def test_a_stop_text_that_is_a_control_token_ends_a_completion_and_one_that_only
     cut = [(0 in whole.token_ids, whole.token_ids.tolist()) for whole in free]
     assert any(met for met, _ in cut)
     assert [c.token_ids.tolist() for c in stopped] == [ids[: ids.index(0) + 1] if met else ids for met, ids in cut]
-    with pytest.raises(MsrlError, match=r"stop='<\|endoftext\|>\\n': <\|endoftext\|> is a control token"):
+    with pytest.raises(MsrlError, match=mentions("stop=", "<|endoftext|>", "control token")):
         engine.generate(prompts(12), SamplingParams(max_tokens=1, stop=("<|endoftext|>\n",)), 0)
 
 
@@ -174,7 +175,7 @@ def test_a_completion_ends_where_the_model_ends(engine):
 
 
 def test_prompts_that_do_not_fit_or_are_not_of_the_vocabulary_are_refused(engine):
-    with pytest.raises(MsrlError, match="prompt 10 has 256 tokens, but prompt and response together may have 256"):
+    with pytest.raises(MsrlError, match=mentions("prompt 10", "256")):
         engine.generate(prompts(256), SamplingParams(max_tokens=1), 0)
     with pytest.raises(MsrlError, match=f"token id {VOCAB_SIZE}"):
         engine.generate([Prompt(0, np.asarray([VOCAB_SIZE]))], SamplingParams(max_tokens=1), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 
 from msrl.cluster import launch, probe
 from msrl.trainer.checkpointing.resume import SavedTraining
+from support import assert_mentions
 from tiny_qwen2 import save_model
 from training_runs import Command, metrics, rows, succeed, write_config, write_rows
 
@@ -107,7 +109,7 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_t
     os.killpg(command.process.pid, signal.SIGTERM)
     assert command.wait() == 130, command.output()
     done = len(rows(run))
-    assert done < STEPS and f"saved step {done} in" in command.output() and "Traceback" not in command.output()
+    assert done < STEPS and re.search(rf"(?i)saved .*step {done}\b", command.output()) and "Traceback" not in command.output()
     command = start(folder, "interrupted", cluster, checkpoint={"resume": "auto"})
     assert command.wait() == 0, command.output()
     assert metrics(run) == metrics(whole) and checksums(run) == checksums(whole)
@@ -130,5 +132,5 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_gives_the_devices_back(folder
 def test_more_ranks_than_the_cluster_has_devices_are_refused_with_what_is_there(folder: Path, cluster: str):
     command = start(folder, "large", cluster, cluster={"address": cluster, "nodes": 2, "devices_per_node": 2})
     assert command.wait() == 2
-    assert "the run needs nodes with 2, 2 of msrl_device, the cluster has 127" in command.output()
+    assert_mentions(command.output(), "2, 2", "msrl_device", "127.")
     assert "Traceback" not in command.output()

@@ -13,7 +13,7 @@ from msrl.data.templates import load_template, template_names
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
-from support import shared_data
+from support import assert_mentions, mentions, shared_data
 
 SYSTEM = "You are a helpful assistant."
 PREAMBLE = (
@@ -164,13 +164,13 @@ def test_native_masks_follow_generation_blocks(tmp_path):
 
 
 def test_under_native_an_answer_that_holds_its_own_end_is_refused():
-    with pytest.raises(MsrlError, match=r"turn 2 holds <\|im_end\|>, which ends an answer; .* packaged template"):
+    with pytest.raises(MsrlError, match=mentions("turn 2", "<|im_end|>", "template")):
         renderer("native", qwen2()).examples([talk(("user", "Hi"), ("assistant", "I end with <|im_end|>, always"))])
 
 
 def test_native_needs_a_chat_template():
     gpt2 = load_tokenizer(shared_data("tokenizers", "gpt2"))
-    with pytest.raises(MsrlError, match="has no chat template of its own"):
+    with pytest.raises(MsrlError, match=mentions("chat template")):
         renderer("native", gpt2).prompt(talk(("user", "Hi")))
 
 
@@ -288,14 +288,14 @@ def test_stop_tokens_are_the_templates_and_the_tokenizers():
 
 
 def test_template_that_the_tokenizer_cannot_write_is_refused():
-    with pytest.raises(MsrlError, match=r"template qwen needs the token '<\|im_start\|>'"):
+    with pytest.raises(MsrlError, match=mentions("template qwen", "'<|im_start|>'")):
         renderer("qwen", hf_tokenizer("gpt2"))
     with pytest.raises(MsrlError, match="beginning-of-text"):
         renderer("mistral", qwen2())
 
 
 def test_unknown_template_is_refused_with_the_nearest_name():
-    with pytest.raises(MsrlError, match="did you mean 'qwen_r1'"):
+    with pytest.raises(MsrlError, match=mentions("qwen_r2", "'qwen_r1'")):
         load_template("qwen_r2")
 
 
@@ -306,23 +306,23 @@ def test_templates_of_the_first_version_are_there_and_load():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "fragments"),
     [
-        ("user: '{{content}}'\nasistant: x", "asistant: there is no such field; did you mean 'assistant'"),
-        ("user: 3", "user=3: must be a text"),
-        ("user: '{{content}}'\nassistant: 'x'", "must contain {{content}}"),
-        ("native: true\nuser: '{{content}}'", "no other field"),
-        ("user: '{{content}}'\nassistant: '{{content}}'\nreplace_eos: true", "set stop"),
-        ("- 1", "must be a mapping"),
-        ("a: [", "not a YAML file"),
+        ("user: '{{content}}'\nasistant: x", ("asistant", "'assistant'")),
+        ("user: 3", ("user=3", "text")),
+        ("user: '{{content}}'\nassistant: 'x'", ("assistant", "{{content}}")),
+        ("native: true\nuser: '{{content}}'", ("native", "field")),
+        ("user: '{{content}}'\nassistant: '{{content}}'\nreplace_eos: true", ("replace_eos", "stop")),
+        ("- 1", ("mapping",)),
+        ("a: [", ("YAML",)),
     ],
 )
-def test_users_own_template_with_a_mistake_is_refused(tmp_path, text, message):
+def test_users_own_template_with_a_mistake_is_refused(tmp_path, text, fragments):
     path = tmp_path / "own.yaml"
     path.write_text(text)
     with pytest.raises(MsrlError) as caught:
         load_template(str(path))
-    assert message in str(caught.value)
+    assert_mentions(caught.value, path, *fragments)
 
 
 def test_users_own_template_is_a_file(tmp_path):

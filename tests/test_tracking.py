@@ -26,6 +26,7 @@ from msrl.tracking.report import summarise, write_report
 from msrl.tracking.run import RunFolder, stack_versions
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
+from support import assert_mentions, mentions
 
 
 def report(step: int, **metrics: float) -> StepReport:
@@ -67,7 +68,7 @@ def test_progress_says_that_work_was_stopped() -> None:
     with pytest.raises(KeyboardInterrupt), progress("reading", total=10, stream=out) as bar:
         bar.advance(3)
         raise KeyboardInterrupt
-    assert out.getvalue().startswith("reading: stopped, 3 it in ")
+    assert_mentions(out.getvalue(), "reading: ", "stopped", "3 it")
 
 
 def test_progress_on_a_terminal_is_a_bar_on_standard_error_alone() -> None:
@@ -131,18 +132,18 @@ def test_resuming_takes_out_later_steps_and_the_line_that_a_crash_cut_off(tmp_pa
 
 def test_metrics_of_another_run_are_not_appended_to(tmp_path: Path) -> None:
     MetricsWriter(tmp_path).log(report(1))
-    with pytest.raises(MsrlError, match=r"metrics\.jsonl: an earlier run wrote its metrics here; resume it or choose another run\.name"):
+    with pytest.raises(MsrlError, match=mentions("metrics.jsonl", "run.name")):
         MetricsWriter(tmp_path)
 
 
 def test_a_broken_line_among_metrics_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(to_line(report(1)) + "[]\n" + to_line(report(2)))
-    with pytest.raises(MsrlError, match=r"metrics\.jsonl:2: not the report of a step"):
+    with pytest.raises(MsrlError, match=mentions("metrics.jsonl:2", "step")):
         read_metrics(tmp_path)
 
 
 def test_metrics_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MsrlError, match="no metrics here"):
+    with pytest.raises(MsrlError, match=mentions(tmp_path / "nothing", "metrics")):
         read_metrics(tmp_path / "nothing")
 
 
@@ -201,18 +202,18 @@ def test_wandb_keeps_every_step_of_every_attempt_offline(tmp_path: Path, monkeyp
 
 def test_wandb_without_the_package_or_a_login_is_refused_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MsrlError, match=r"log\.trackers=wandb: the package wandb is not installed; pip install 'msrl\[wandb\]'"):
+    with pytest.raises(MsrlError, match=mentions("log.trackers=wandb", "wandb", "pip install 'msrl[wandb]'")):
         open_trackers(("wandb",), tmp_path)
     nobody = types.ModuleType("wandb")
     vars(nobody)["login"] = lambda **_: False
     monkeypatch.setitem(sys.modules, "wandb", nobody)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    with pytest.raises(MsrlError, match=r"nobody is logged in; .*WANDB_MODE=offline"):
+    with pytest.raises(MsrlError, match=mentions("WANDB_MODE=offline", "logged in")):
         open_trackers(("wandb",), tmp_path)
 
 
 def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(MsrlError, match=r"log\.trackers=tensorbord: .*did you mean 'tensorboard'\?"):
+    with pytest.raises(MsrlError, match=mentions("log.trackers=tensorbord", "'tensorboard'")):
         open_trackers(("tensorbord",), tmp_path)
 
 
@@ -270,7 +271,7 @@ def test_an_existing_run_is_refused_and_the_message_says_what_to_do(file: str, t
     (tmp_path / "a" / file).write_text("1\n")
     before = sorted(tmp_path.rglob("*"))
     for open_run in (RunFolder.check, partial(RunFolder.create, config={})):
-        with pytest.raises(MsrlError, match=r"a: this run exists already; go on with it \(--resume auto\), choose another run\.name"):
+        with pytest.raises(MsrlError, match=mentions(tmp_path / "a", "--resume auto", "run.name")):
             open_run(tmp_path, "a")
     RunFolder.check(tmp_path, "a", resume=True)
     assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == [path for path in before if path.name != ".lock"]
@@ -280,7 +281,7 @@ def test_what_failed_before_its_first_step_is_taken_over_by_the_next_attempt(tmp
     with RunFolder.create(tmp_path, "a", config={"lr": 1}) as failed:
         Trackers([MetricsWriter(failed.path), *open_trackers(("tensorboard",), failed.path)]).close()
         (failed.path / "checkpoints").mkdir()
-        with pytest.raises(MsrlError, match="another process is writing this run"):
+        with pytest.raises(MsrlError, match=mentions(tmp_path / "a", "process")):
             RunFolder.check(tmp_path, "a")
     RunFolder.check(tmp_path, "a")
     with RunFolder.create(tmp_path, "a", config={"lr": 2}) as run:
@@ -301,7 +302,7 @@ def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     code = f"from msrl.tracking.run import RunFolder; RunFolder.create({str(tmp_path)!r}, 'a', config={{}}, resume=True)"
     with RunFolder.create(tmp_path, "a", config={}):
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert "another process is writing this run" in other.stderr
+        assert_mentions(other.stderr, tmp_path / "a", "process")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -313,12 +314,12 @@ def test_a_run_name_does_not_lead_out_of_its_folder(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [("a/b", "a is a file"), ("/proc/x", "No such file"), ("/sys/kernel/x", "denied|not permitted|Read-only"), ("l" * 300, "too long")],
+    [("a/b", "file"), ("/proc/x", "No such file"), ("/sys/kernel/x", "denied|not permitted|Read-only"), ("l" * 300, "too long")],
 )
 def test_a_run_folder_that_cannot_be_made_is_refused_with_the_reason(place: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     for open_run in (RunFolder.check, partial(RunFolder.create, config={})):
-        with pytest.raises(MsrlError, match=rf"run's folder cannot be made or written \(.*({reason}).*\); choose another run\.dir"):
+        with pytest.raises(MsrlError, match=rf"(?s)folder.*({reason}).*run\.dir"):
             open_run(tmp_path / place, "run")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -336,7 +337,7 @@ def test_a_plot_is_a_png_with_a_panel_per_metric_and_names_what_was_not_logged(t
 
 
 def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MsrlError, match="nothing to plot"):
+    with pytest.raises(MsrlError, match=mentions("plot", "kl")):
         plot_metrics([report(1)], ["kl"], tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
 
@@ -370,9 +371,9 @@ def test_the_report_says_how_numbers_moved_where_time_went_and_what_was_noted(tm
 def test_an_evaluation_of_what_a_run_starts_from_is_no_step(tmp_path: Path) -> None:
     summary = summarise([StepReport(0, {"eval/loss": 2.0}, {"eval": 1.0})])
     assert summary.num_steps == 0
-    assert "No step was trained." in write_report(tmp_path, summary).read_text()
+    assert "No step" in write_report(tmp_path, summary).read_text()
 
 
 def test_a_run_without_steps_has_no_report() -> None:
-    with pytest.raises(MsrlError, match="no step to report"):
+    with pytest.raises(MsrlError, match=mentions("step")):
         summarise([])

@@ -27,6 +27,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.parallel_layout import Cut
 from msrl.verification.bits import damaged_files
+from support import assert_mentions, mentions
 from tiny_qwen2 import save_model
 from training_runs import Command, children, metrics, rows, still_running, succeed, write_config, write_rows
 
@@ -160,13 +161,13 @@ def test_the_model_is_asked_as_it_was_taught_wherever_it_is_opened(whole, inputs
 
 
 def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config, inputs, tmp_path):
-    with pytest.raises(MsrlError, match=r"checkpoints of steps 20, 24 are there, and this training starts after step 0"):
+    with pytest.raises(MsrlError, match=mentions("steps 20, 24", "step 0")):
         run_in_process(config)
     shutil.copytree(whole / "checkpoints", tmp_path / "old")
     old = {"save": str(tmp_path / "old"), "resume": str(tmp_path / "old" / "iter_0000020")}
-    with pytest.raises(MsrlError, match=r"the checkpoint of step 24 is there, and this training starts after step 20"):
+    with pytest.raises(MsrlError, match=mentions("step 24", "step 20")):
         run_in_process(named(config, "again", checkpoint=old))
-    with pytest.raises(MsrlError, match=rf"train.steps={STEPS}: .* is at step {STEPS} already"):
+    with pytest.raises(MsrlError, match=mentions(f"train.steps={STEPS}", f"step {STEPS}")):
         run_in_process(named(config, "again", checkpoint={"save": str(tmp_path / "old"), "resume": "auto"}))
     assert not (inputs / "runs" / "again").exists()
 
@@ -185,7 +186,7 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_t
     assert command.wait() == 130, command.output()
     done = len(rows(run))
     assert done < STEPS
-    assert f"saved step {done} in" in command.output() and "Traceback" not in command.output()
+    assert re.search(rf"(?i)saved .*step {done}\b", command.output()) and "Traceback" not in command.output()
     assert metrics(run) == metrics(whole)[:done]
     resumed = run_in_process(named(config, name, checkpoint={"resume": "auto"}))
     assert resumed == metrics(whole)
@@ -240,7 +241,7 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_is_named_in_bf16_from_a_huggi
     killed = time.monotonic()
     assert command.wait() == 1
     assert time.monotonic() - killed < 60  # half of rpc_timeout_s
-    assert "RankError: rank 1 was ended by SIGKILL" in command.output()
+    assert re.search(r"RankError: rank 1 .*SIGKILL", command.output())
     assert not still_running(everyone)
     # The same data, order and learning rates in the warm-up: bfloat16 is near the other run.
     losses = [[found["train/loss"] for found in metrics(folder)[:3]] for folder in (run, whole)]
@@ -301,7 +302,7 @@ def test_a_step_of_which_no_token_is_learnt_changes_nothing_and_says_so(inputs, 
         config, "unlearnt", data={"train": str(inputs / "unlearnt"), "shuffle": False}, checkpoint={"every_steps": 1, "keep": None}
     )
     found = run_in_process({**settings, "train": {**TRAIN, "steps": 2}})
-    assert "no token of this step is learnt" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "no token")
     assert found[0]["train/loss_tokens"] == 0 and "train/loss" not in found[0] and found[1]["train/loss_tokens"] > 0
     source, before = open_mcore(inputs / "runs" / "unlearnt" / "checkpoints", iteration=1), weights(inputs / "mcore")
     for rule in all_rules(source.shape):
@@ -342,37 +343,35 @@ def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoi
     saves = inputs / "runs" / "early" / "checkpoints"
     assert sorted(path.name for path in saves.glob("iter_*")) == ["iter_0000002", "iter_0000006"]
     out, said = capfd.readouterr()
-    assert re.search(r"Hugging Face model: .*early/hf, of step 2, the best evaluation", out)
+    assert re.search(r"Hugging Face model: .*early/hf.*step 2.*best", out)
     report = (inputs / "runs" / "early" / "report.md").read_text()
-    assert re.search(r"- best evaluation: [\d.]+, after step 2", report) and "- end: ended early: 2 evaluations without" in report
-    assert re.search(r"data.train: \d+ rows cut to 70 tokens", said) and "ended early: 2 evaluations without a lower loss" in said
+    assert re.search(r"- best evaluation: [\d.]+, after step 2", report) and re.search(r"- end: .*early.*2 evaluations", report)
+    assert_mentions(said, "data.train: ", "70 tokens", "2 evaluations")
 
 
 def test_an_update_that_ends_the_run_lets_the_save_in_the_background_come_to_its_end(inputs, config):
     """A rate that is out of all proportion: the second update has nothing finite to go by."""
     train = {**TRAIN, "steps": 3, "max_skipped": 1, "optimizer": {"lr": 1e30, "schedule": "constant", "warmup": 0}}
     settings = named(config, "diverged", train=train, checkpoint={"every_steps": 1, "async": True})
-    with pytest.raises(
-        MsrlError, match=r"train\.max_skipped=1: the gradient of an update was not finite .* go on from the last checkpoint"
-    ):
+    with pytest.raises(MsrlError, match=mentions("train.max_skipped=1", "gradient", "finite")):
         run_in_process(settings)
     saves = inputs / "runs" / "diverged" / "checkpoints"
     assert latest_iteration(saves) == 1 and damaged_files(saves, 1) == [] and not list(saves.glob(".*partial"))
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("sections", "fragments"),
     [
-        ({"data": {"seq_length": 60}}, r"data\.seq_length=60: the longest row of .*data has \d+ tokens; raise it, preprocess"),
-        ({"train": {"max_tokens_per_micro_batch": 60}}, r"train\.max_tokens_per_micro_batch=60: the longest row of .*data has \d+ tokens"),
-        ({"data": {"eval": None, "eval_fraction": 0.99}}, r"data\.eval_fraction=0\.99: holds out all 24 rows of .*data; lower it"),
-        ({"model": {"template": "llama3"}}, r"model\.template=llama3: .*data was preprocessed with template qwen"),
-        ({"data": {"train": "nowhere"}}, r"data prefix nowhere: there is no nowhere_packed_input_ids_document.idx"),
-        ({"checkpoint": {"resume": "nowhere"}}, r"checkpoint\.resume=nowhere: no whole checkpoint of a training is there"),
+        ({"data": {"seq_length": 60}}, ("data.seq_length=60", "tokens")),
+        ({"train": {"max_tokens_per_micro_batch": 60}}, ("train.max_tokens_per_micro_batch=60", "tokens")),
+        ({"data": {"eval": None, "eval_fraction": 0.99}}, ("data.eval_fraction=0.99", "24 rows")),
+        ({"model": {"template": "llama3"}}, ("model.template=llama3", "template qwen")),
+        ({"data": {"train": "nowhere"}}, ("nowhere_packed_input_ids_document.idx", "data prefix")),
+        ({"checkpoint": {"resume": "nowhere"}}, ("checkpoint.resume=nowhere", "checkpoint")),
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_rank_starts(config, inputs, sections, message):
-    with pytest.raises(MsrlError, match=message):
+def test_what_does_not_fit_is_refused_before_any_rank_starts(config, inputs, sections, fragments):
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
         run_in_process(named(config, "refused", **sections))
     assert not (inputs / "runs" / "refused").exists()
 
@@ -384,7 +383,7 @@ def test_held_out_rows_that_no_pass_can_take_are_refused_before_any_rank_starts(
     arguments = ["preprocess", "--input", source, "--tokenizer", str(inputs / "hf"), "--handler", "alpaca", "--template", "qwen"]
     app.app([*arguments, "--output-prefix", str(inputs / "long")], standalone_mode=False)
     sections = {"data": {"eval": str(inputs / "long")}, "train": {"max_tokens_per_micro_batch": 100}}
-    with pytest.raises(MsrlError, match=r"train\.max_tokens_per_micro_batch=100: the longest row of .*long has 160 tokens; raise it"):
+    with pytest.raises(MsrlError, match=mentions("train.max_tokens_per_micro_batch=100", "160 tokens")):
         run_in_process(named(config, "refused", **sections))
     assert not (inputs / "runs" / "refused").exists()
 
@@ -396,9 +395,7 @@ def test_tokens_of_other_systems_data_that_the_model_has_not_are_refused(config,
     ids = np.memmap(tmp_path / "data_packed_input_ids_document.bin", np.int32, "r+")
     ids[100] = 288
     ids.flush()
-    with pytest.raises(
-        MsrlError, match=r"data prefix .*data: it has token 288, the model in .* only 288 tokens; preprocess with the tokenizer"
-    ):
+    with pytest.raises(MsrlError, match=mentions("token 288", "288 tokens", "tokenizer")):
         run_in_process(named(config, "refused", data={"train": str(tmp_path / "data")}))
     assert not (inputs / "runs" / "refused").exists()
 

@@ -16,6 +16,7 @@ from msrl.trainer.guard import GradientError, GradientGuard
 from msrl.trainer.schedule import Schedule
 from msrl.types import MicroBatch
 from msrl.workflows.sft.rows import split
+from support import mentions
 
 
 def rates(kind: str, **options: float) -> list[float]:
@@ -67,13 +68,13 @@ def test_gradients_that_are_not_finite_are_skipped_until_they_are_too_many_in_a_
     batch = MicroBatch(np.arange(3), np.arange(1, 4), np.ones(3, bool), np.array([0, 3], np.int32), {"advantages": np.ones(3, np.float32)})
     guard = GradientGuard(3, tmp_path / "bad", rank=1)
     assert [guard.must_skip(norm, [batch]) for norm in (math.nan, math.inf, 1.0, math.nan, math.nan)] == [True, True, False, True, True]
-    with pytest.raises(MsrlError, match=r"gradient of 3 updates in a row was not finite \(inf\).*rank_00001.npz"):
+    with pytest.raises(MsrlError, match=mentions("3 updates", "(inf)", "rank_00001.npz")):
         guard.must_skip(math.inf, [batch, batch])
     with np.load(tmp_path / "bad" / "rank_00001.npz") as kept:
         np.testing.assert_array_equal(kept["1.token_ids"], batch.token_ids)
         assert "0.advantages" in kept
     (tmp_path / "file").write_text("")
-    with pytest.raises(GradientError, match=r"train\.max_skipped=1: .* not finite \(nan\).*; its batch could not be written \(.*file"):
+    with pytest.raises(GradientError, match=mentions("train.max_skipped=1", "(nan)", "file")):
         GradientGuard(1, tmp_path / "file" / "bad", rank=0).must_skip(math.nan, [batch])
 
 
@@ -101,7 +102,7 @@ def test_parameters_are_chosen_by_either_name(shape):
 
 
 def test_a_part_of_a_fused_parameter_and_a_pattern_without_a_match_are_refused(shape):
-    with pytest.raises(MsrlError, match=r"train.freeze: .*q_proj.weight lies in one tensor with .*k_proj.weight, .*v_proj.weight; choose"):
+    with pytest.raises(MsrlError, match=mentions("train.freeze", "q_proj.weight", "k_proj.weight", "v_proj.weight")):
         chosen(shape, ["*.q_proj.weight"], key="train.freeze")
-    with pytest.raises(MsrlError, match=r"train.freeze: 'lm_heat' matches no parameter of Qwen2ForCausalLM; names are such as"):
+    with pytest.raises(MsrlError, match=mentions("train.freeze", "'lm_heat'", "Qwen2ForCausalLM")):
         chosen(shape, ["lm_heat"], key="train.freeze")

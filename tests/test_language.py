@@ -1,0 +1,155 @@
+"""Tests leave the wording of messages free: they name keys, values and single keywords, never a sentence."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "msrl"
+
+MAX_PINNED = 4  # consecutive words of prose in what a test compares with or searches for
+MAX_SHARED = 3  # consecutive words that any other text of a test has in common with a text of the package
+SEARCHES = {"startswith", "endswith", "count", "search", "match", "fullmatch", "mentions", "assert_mentions", "assert_each_mentions"}
+ALLOWED = {
+    "No space left on device": "the operating system's text",
+    "The current node timed out during startup": "Ray's text, raised by the test",
+    "END OF TERMS AND CONDITIONS": "the text of the license",
+    "and this is a rather longer one": "input of a reward model",
+}
+
+WORD = r"[A-Za-z]+(['-][A-Za-z]+)*"
+PUNCTUATION = "()\"'`,;:.?!"
+
+Text = tuple[int, str]
+
+
+def prose_runs(text: str) -> Iterator[list[str]]:
+    """Yield the runs of words that only spaces separate; punctuation, digits, names with dots and signs of code end a run."""
+    run: list[str] = []
+    for token in re.sub(r"\\[bsSdDwWAZ]", " | ", text).replace("\\", "").split():
+        word = token.strip(PUNCTUATION)
+        if not re.fullmatch(WORD, word):
+            yield run
+            run = []
+            continue
+        if not token[0].isalpha():
+            yield run
+            run = []
+        run.append(word.lower())
+        if not token[-1].isalpha():
+            yield run
+            run = []
+    yield run
+
+
+def longest_run(text: str) -> int:
+    """Return the number of words of the longest run."""
+    return max((len(run) for run in prose_runs(text)), default=0)
+
+
+def word_sequences(text: str, length: int) -> set[str]:
+    """Return all sequences of that many words within the runs of a text."""
+    return {" ".join(run[i : i + length]) for run in prose_runs(text) for i in range(len(run) - length + 1)}
+
+
+def text_of(node: ast.AST) -> str | None:
+    """Return the text of a string literal, with `|` for what an f-string fills in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else " | " for part in node.values)
+    return None
+
+
+def texts(node: ast.AST) -> Iterator[Text]:
+    """Yield the string literals below a node with their lines; docstrings and what a failed `assert` prints are left out."""
+    text = text_of(node)
+    if text is not None:
+        yield getattr(node, "lineno", 0), text
+        return
+    for child in ast.iter_child_nodes(node):
+        is_docstring = isinstance(node, ast.Expr) and isinstance(child, ast.Constant)
+        is_reason = isinstance(node, ast.Assert) and child is node.msg
+        if not is_docstring and not is_reason:
+            yield from texts(child)
+
+
+def pinned(tree: ast.AST) -> Iterator[Text]:
+    """Yield the texts that are compared, searched for or given as `match=`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "match":
+            yield from texts(node.value)
+        elif isinstance(node, ast.Compare):
+            for side in (node.left, *node.comparators):
+                yield from _literals(side)
+        elif isinstance(node, ast.Call) and _name(node.func) in SEARCHES:
+            for argument in node.args:
+                yield from _literals(argument)
+
+
+def _literals(node: ast.expr) -> Iterator[Text]:
+    """Yield the texts of a literal, of a list of them or of a sum, but not those that a call in it is given."""
+    parts: list[ast.expr] = []
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        parts = node.elts
+    elif isinstance(node, ast.BinOp):
+        parts = [node.left, node.right]
+    for part in parts:
+        yield from _literals(part)
+    text = text_of(node)
+    if text is not None:
+        yield node.lineno, text
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def is_allowed(text: str) -> bool:
+    """Return True for texts that are not messages of this package."""
+    return any(part in text for part in ALLOWED)
+
+
+def sentences(tree: ast.AST, known: set[str]) -> list[Text]:
+    """Return the texts of a test file that pin a sentence; `known` are the word sequences of the package's own texts."""
+    found = {(line, text) for line, text in pinned(tree) if longest_run(text) > MAX_PINNED}
+    found |= {(line, text) for line, text in texts(tree) if word_sequences(text, MAX_SHARED + 1) & known}
+    return sorted((line, text) for line, text in found if not is_allowed(text))
+
+
+def test_no_test_pins_a_sentence():
+    known = {
+        sequence
+        for path in SOURCE.rglob("*.py")
+        for _, text in texts(ast.parse(path.read_text(encoding="utf-8")))
+        for sequence in word_sequences(text, MAX_SHARED + 1)
+    }
+    assert len(known) > 100
+    found = [
+        f"{path.name}:{line}: {text!r}"
+        for path in sorted(TESTS.glob("*.py"))
+        if path != Path(__file__)
+        for line, text in sentences(ast.parse(path.read_text(encoding="utf-8")), known)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_search_finds_sentences_wherever_a_test_pins_them():
+    known = word_sequences("--set: {key}={value}: there is no such folder", MAX_SHARED + 1)
+    for source in (
+        'with pytest.raises(MsrlError, match=r"the tokenizer has fewer tokens than"): pass',
+        'assert f"{name}: the tokenizer has fewer tokens than" in output',
+        'assert message == ["one", "the tokenizer has fewer tokens than"]',
+        'assert text.startswith("the tokenizer has fewer tokens than")',
+        'CASES = [("model.path=gone", "model.path=gone: there is no such folder")]',
+    ):
+        assert len(sentences(ast.parse(source), known)) == 1, source
+    for source in (
+        'with pytest.raises(MsrlError, match=mentions("--set: model.path=gone", "folder")): pass',
+        'assert value == 3, "the tokenizer has fewer tokens than"',
+        'assert labels == ["a.b", "1 of 4 groups", "tp 2 pp 1"]',
+    ):
+        assert not sentences(ast.parse(source), known), source
