@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from msrl.cli.configuration import load_configuration as load
-from msrl.config.loader import load
 from support import assert_mentions
 from tiny_qwen2 import make_model, make_tokenizer
 from training_runs import rows, succeed, write_rows

@@ -33,7 +33,7 @@ def sequence_weights(
     counts = np.asarray(num_tokens, dtype=np.float64)
     num_sequences = np.count_nonzero(counts)
     if not num_sequences:
-        raise ValueError("an update needs at least one loss token")
+        raise ValueError("an update needs at least one token that is not masked")
     if mode == "token-mean":
         return np.full(len(counts), 1.0 / counts.sum())
     if mode == "seq-mean-token-mean":

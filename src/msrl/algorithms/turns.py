@@ -52,6 +52,6 @@ def require_turns(turns: Turns | None, estimator: str) -> Turns:
     """Return `turns`. Raises MsrlError if the rollouts have no turns."""
     if turns is None:
         raise MsrlError(
-            f"algo.advantage.estimator={estimator}: needs multi-turn episodes, but rollouts have one turn. Use another estimator."
+            f"algo.advantage.estimator={estimator}: needs episodes of several turns, but rollouts have one. Use another estimator."
         )
     return turns
