@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -22,11 +22,16 @@ def names(package: str) -> tuple[str, ...]:
     return tuple(sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_")))
 
 
+def no_plugin(package: str, name: str, aliases: Iterable[str] = ()) -> str:
+    """Return the message about a name that no plugin of the package has, with similar ones. A package may list `SENSES` of words."""
+    senses: Mapping[str, Sequence[str]] = getattr(importlib.import_module(package), "SENSES", {})
+    return f"there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, [*names(package), *aliases], senses)}"
+
+
 def load(package: str, name: str, *, key: str) -> ModuleType:
     """The module of plugin `name`. Raises MsrlError that names the configuration `key` when there is none."""
-    known = names(package)
-    if name not in known:
-        raise MsrlError(f"{key}={name}: there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}")
+    if name not in names(package):
+        raise MsrlError(f"{key}={name}: {no_plugin(package, name)}")
     return importlib.import_module(f"{package}.{name}")
 
 

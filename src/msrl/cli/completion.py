@@ -135,19 +135,20 @@ def complete_bash(run: Callable[[], Any]) -> None:
 def rejoined(words: list[str], current: int) -> tuple[list[str], int, str]:
     """Return the words with those that bash split at `=` or `:` joined again, the index of the current one, and its kept beginning.
 
-    >>> rejoined(["msrl", "--set", "run.name", "=", "a"], 4)
+    >>> rejoined(["msrl", "--set", "=", "run.name", "=", "a"], 5)
     (['msrl', '--set', 'run.name=a'], 2, 'run.name=')
     """
     joined: list[str] = []
-    position, kept, is_open = 0, "", False
+    position, kept, is_open = len(words), "", False
     for index, word in enumerate(words):
         is_break = bool(word) and not word.strip("=:")
-        starts_word = not (joined and (is_break or is_open))
-        before = "" if starts_word else joined.pop()
-        joined.append(before + word)
+        if is_break and joined and joined[-1].startswith("--"):  # the value of an option is a word of its own
+            joined.append("")
+            before = word = ""
+        else:
+            before = joined.pop() if joined and (is_break or is_open) else ""
+            joined.append(before + word)
         is_open = is_break
         if index == current:
             position, kept = len(joined) - 1, before + (word if is_break else "")
-    if current >= len(words):
-        position = len(joined)
-    return joined, position, kept
+    return joined, min(position, len(joined)), kept

@@ -38,7 +38,7 @@ class Command(TyperCommand):
         try:
             rest = super().parse_args(ctx, args)
         except Exception as error:
-            hints.explain_option(error, configured_command(ctx))
+            hints.explain_option(error, configured_command(ctx), [name for parameter in self.params for name in parameter.opts])
             raise
         if ctx.args and not ctx.resilient_parsing:
             ctx.fail(hints.extra_words(ctx.args, [parameter.name for parameter in self.params]))

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+_OTHER_OPTIONS = {
+    "--learning-rate": "--lr",
+    "--max-steps": "--steps",
+    "--num-steps": "--steps",
+    "--model-path": "--model",
+    "--model-name-or-path": "--model",
+    "--dataset": "--data",
+    "--train-data": "--data",
+    "--run-name": "--name",
+    "--tensor-parallel-size": "--tp",
+    "--pipeline-parallel-size": "--pp",
+}
 _OTHER_WORDS = {
     "sft": ("train-sft",),
     "finetune": ("train-sft",),
@@ -50,6 +62,9 @@ def _similar(word: str, commands: Sequence[str]) -> list[str]:
     named = [command for command, name in last_names.items() if word in (name, *name.split("-"))]
     if named:
         return named
+    begun = [command for command, name in last_names.items() if len(word) > 1 and name.startswith(word)]
+    if begun:
+        return begun
     meant = [command for command in _OTHER_WORDS.get(word, ()) if command in commands]
     if meant:
         return meant
@@ -80,27 +95,31 @@ def _is_configuration(word: str) -> bool:
     return word.endswith((".yaml", ".yml")) or word in packaged_names() or ("=" not in word and Path(word).is_file())
 
 
-def explain_option(error: Exception, command: str) -> None:
-    """Add to an error about an unknown option what else may have been meant: a script of MindSpeed, or a configuration key."""
+def explain_option(error: Exception, command: str, options: Collection[str]) -> None:
+    """Add to an error about an unknown option what may have been meant: an option, a script of MindSpeed, a configuration key."""
     flag = str(getattr(error, "option_name", ""))
     if not flag.startswith("--") or not hasattr(error, "possibilities"):
         return
-    if is_flag_of_mindspeed(flag):
-        hint = "MindSpeed-LLM's scripts are read by: msrl config import --from mindspeed-llm FILE"
-    else:
-        hint = _key_hint(flag, command)
+    hint = _option_hint(flag, command, options)
     if hint:
         error.message = f"{str(error.message).rstrip('.')}. {hint}"  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
 
 
-def _key_hint(flag: str, command: str) -> str:
-    """Return how `--set` gives a key of this name, or nothing where no key or several keys have it."""
+def _option_hint(flag: str, command: str, options: Collection[str]) -> str:
+    if _OTHER_OPTIONS.get(flag) in options:
+        return f"Did you mean {_OTHER_OPTIONS[flag]}?"
+    if is_flag_of_mindspeed(flag):
+        return "MindSpeed-LLM's scripts are read by: msrl config import --from mindspeed-llm FILE"
+    return _key_hint(flag) if command.startswith("train-") else ""
+
+
+def _key_hint(flag: str) -> str:
+    """Return how `--set` gives the keys of this name, or nothing where no key has it."""
     from msrl.config.messages import keys
 
     name = flag.lstrip("-").replace("-", "_")
-    found = [key for key in keys() if name in (key, key.rpartition(".")[2])]
-    is_training = command.startswith("train-")
-    return f"Configuration keys are set by --set {found[0]}=VALUE." if len(found) == 1 and is_training else ""
+    matches = sorted((key for key in keys() if name in (key, key.rpartition(".")[2])), key=len)[:2]
+    return f"Did you mean {' or '.join(f'--set {key}=VALUE' for key in matches)}?" if matches else ""
 
 
 def is_flag_of_mindspeed(flag: str) -> bool:

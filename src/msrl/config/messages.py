@@ -13,6 +13,7 @@ from msrl.config.not_yet import not_yet
 from msrl.config.schema import Config
 from msrl.config.show import flow
 from msrl.config.sources import Node, plain
+from msrl.errors import did_you_mean, similar
 
 Loc = tuple[int | str, ...]
 
@@ -137,8 +138,8 @@ def _choices(context: Mapping[str, Any]) -> list[str]:
 def _hint(finding: Mapping[str, Any], node: Node) -> str:
     if finding["type"] != "literal_error" or not isinstance(node.value, str):
         return ""
-    close = difflib.get_close_matches(node.value, _choices(finding.get("ctx") or {}), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = similar(node.value, _choices(finding.get("ctx") or {}))
+    return f"; {did_you_mean(close)}" if close else ""
 
 
 def model_at(loc: Iterable[int | str]) -> type[BaseModel] | None:
