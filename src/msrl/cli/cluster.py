@@ -13,7 +13,14 @@ from msrl.cli.help import Command, Group, examples
 app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Start, join, inspect and stop a cluster of machines.")
 
 
-@app.command(cls=Command, epilog=examples("msrl cluster up --host 10.0.0.1", "msrl train-grpo -c grpo.yaml --set cluster.address=10.0.0.1:6344 \\", "    --set cluster.nodes=2"))
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "msrl cluster up --host 10.0.0.1",
+        "msrl train-grpo -c grpo.yaml --set cluster.address=10.0.0.1:6344 \\",
+        "    --set cluster.nodes=2",
+    ),
+)
 def up(
     ctx: typer.Context,
     host: o.Host = "127.0.0.1",

@@ -13,7 +13,9 @@ from msrl.cli.help import Command, Group, examples
 app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Show, validate, describe and import configurations.")
 
 
-@app.command(cls=Command, epilog=examples("msrl config show -c grpo.yaml", "msrl config show -c grpo.yaml --lr 1e-6 --set algo.preset=dapo"))
+@app.command(
+    cls=Command, epilog=examples("msrl config show -c grpo.yaml", "msrl config show -c grpo.yaml --lr 1e-6 --set algo.preset=dapo")
+)
 def show(
     ctx: typer.Context,
     config: o.Files = None,

@@ -10,11 +10,20 @@ from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError
 
 app = typer.Typer(
-    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Convert checkpoints between Hugging Face and Megatron, and verify the result."
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Convert checkpoints between Hugging Face and Megatron, and verify the result.",
 )
 
 
-@app.command(cls=Command, epilog=examples("msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save mcore --tp 2 --pp 2", "msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save dist --layout dist"))
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save mcore --tp 2 --pp 2",
+        "msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save dist --layout dist",
+    ),
+)
 def hf2mcore(
     ctx: typer.Context,
     load: o.Load = None,

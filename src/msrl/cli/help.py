@@ -81,7 +81,7 @@ def _render(command: Any, ctx: Any) -> str:
         markup=False,
         emoji=False,
     )
-    console.print(ctx.command.get_usage(ctx).rstrip(), soft_wrap=True)
+    console.print(ctx.command.get_usage(ctx).rstrip())
     for paragraph in (command.help or "").split("\n\n"):
         console.print()
         console.print(" ".join(paragraph.split()))

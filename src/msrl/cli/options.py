@@ -381,9 +381,7 @@ Port = Annotated[
     int,
     _option("--port", metavar="N", min=1, max=65535, panel=NETWORK, help="Port for nodes and runs, from 1 to 65535."),
 ]
-DashboardHost = Annotated[
-    str, _option("--dashboard-host", metavar="HOST", panel=NETWORK, help="Address that the dashboard listens on.")
-]
+DashboardHost = Annotated[str, _option("--dashboard-host", metavar="HOST", panel=NETWORK, help="Address that the dashboard listens on.")]
 DashboardPort = Annotated[
     int,
     _option("--dashboard-port", metavar="N", min=1, max=65535, panel=NETWORK, help="Port of the dashboard, from 1 to 65535."),
