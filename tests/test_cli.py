@@ -369,6 +369,8 @@ def test_tp_of_generate_and_chat_is_the_engines(command: str, folder: Path, monk
         (["train-grpo", "grpo"], "-c grpo"),
         (["train-sft", "train.steps=3"], "--set train.steps=3"),
         (["train-sft", "--learning-rate", "1"], "--lr"),
+        (["convert-ckpt", "hf2mcore", "--layout", "dist"], "--format"),
+        (["convert-ckpt", "hf2mcore", "--set", "convert.layout=dist"], "convert.format"),
         (["train-sft", "--warmup", "1"], "--set train.optimizer.warmup=VALUE"),
         (["train-sft", "--platform", "gpu"], "'cuda'"),
         (["train-sft", "--set", "cluster.platform=gpu"], "'cuda'"),

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +154,15 @@ def test_every_option_of_a_command_with_a_section_is_a_key_of_the_schema():
         for parameter in command.params if names and not hasattr(command, "commands") else ():
             key = option_key(names[0] if names[0] not in ("config", "doctor") else "train-sft", parameter.name)
             assert key is None or key in keys, (names, parameter.name)
+
+
+def test_the_documentation_lists_the_other_names_of_options_and_their_keys():
+    from msrl.cli.keys import option_key
+
+    text = (Path(__file__).parents[1] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    for names in all_commands(ROOT):
+        for parameter in command_of([*names]).params:
+            missing = [name for name in parameter.opts if len(parameter.opts) > 1 and name.startswith("--") and f"`{name}`" not in text]
+            assert not missing or parameter.opts[-1] in ("-c", "-v", "-h", "-o"), missing
+    rows = re.findall(r"^\| `--(\w+)` \| `([\w.]+)` \|", text, re.M)
+    assert [(name, option_key("train-sft", name)) for name, _ in rows] == rows and len(rows) == 9

@@ -36,30 +36,16 @@ def similar(word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]]
         known: the words that exist.
         senses: words that users try, with the known ones of that meaning.
 
-    >>> similar("math", ["format", "math_verify"]), similar("gpu", ["cpu", "cuda"]), similar("qwen_r2", ["qwen_r1", "llama3"])
-    (['math_verify'], ['cuda'], ['qwen_r1'])
+    >>> similar("math", ["format", "math_verify"]), similar("em", ["exact", "code"], {"em": ["exact"]}), similar("rlo", ["rloo"])
+    (['math_verify'], ['exact'], ['rloo'])
     """
     names = sorted(known)
     plain = word.lower().replace("-", "_")
-    same_sense = [name for name in (*(senses or {}).get(plain, ()), *_SENSES.get(plain, ())) if name in names]
+    same_sense = [name for name in (senses or {}).get(plain, ()) if name in names]
     if same_sense:
         return same_sense[:3]
     same_part = [name for name in names if plain in name.replace("-", "_").split("_")]
     return same_part[:3] or difflib.get_close_matches(word, names, n=1)
-
-
-_SENSES = {
-    "gpu": ("cuda",),
-    "nvidia": ("cuda",),
-    "ascend": ("npu",),
-    "fp32": ("float32",),
-    "float": ("float32", "fp32"),
-    "float32": ("fp32",),
-    "bf16": ("bfloat16",),
-    "bfloat16": ("bf16",),
-    "half": ("fp16",),
-    "float16": ("fp16",),
-}
 
 
 def did_you_mean(words: Sequence[str]) -> str:

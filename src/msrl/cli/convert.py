@@ -21,7 +21,7 @@ app = typer.Typer(
     cls=Command,
     epilog=examples(
         "msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save mcore --tp 2 --pp 2",
-        "msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save dist --layout dist",
+        "msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save dist --format dist",
     ),
 )
 def hf2mcore(
@@ -38,7 +38,7 @@ def hf2mcore(
     moe_grouped_gemm: o.GroupedGemm = None,
     moe_tp_extend_ep: o.TpExtendEp = None,
     dtype: o.Dtype = None,
-    layout: o.Layout = None,
+    format: o.CheckpointFormat = None,
     names: o.Names = None,
     pad_vocab_to_multiple: o.PadVocab = None,
     lora: o.Lora = None,
@@ -90,7 +90,7 @@ def reshard(
     moe_tp_extend_ep: o.TpExtendEp = None,
     hf_config: o.HfConfig = None,
     dtype: o.Dtype = None,
-    layout: o.Layout = None,
+    format: o.CheckpointFormat = None,
     names: o.Names = None,
     pad_vocab_to_multiple: o.PadVocab = None,
     lora: o.Lora = None,

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+_RENAMED_OPTIONS = {"--layout": "--format"}
 _OTHER_OPTIONS = {
     "--learning-rate": "--lr",
     "--max-steps": "--steps",
@@ -106,6 +107,8 @@ def explain_option(error: Exception, command: str, options: Collection[str]) -> 
 
 
 def _option_hint(flag: str, command: str, options: Collection[str]) -> str:
+    if _RENAMED_OPTIONS.get(flag) in options:
+        return f"It is now called {_RENAMED_OPTIONS[flag]}."
     if _OTHER_OPTIONS.get(flag) in options:
         return f"Did you mean {_OTHER_OPTIONS[flag]}?"
     if is_flag_of_mindspeed(flag):

@@ -181,10 +181,10 @@ Dtype = Annotated[
         help="Data type of the written tensors.",
     ),
 ]  # fmt: skip
-Layout = Annotated[
+CheckpointFormat = Annotated[
     str | None,
     _option(
-        "--layout", metavar="NAME", panel=FORMAT, values=complete.choices("convert.layout"),
+        "--format", metavar="NAME", panel=FORMAT, values=complete.choices("convert.format"),
         help="Checkpoint format: one file per rank (mindspeed) or Megatron's distributed format (dist).",
     ),
 ]  # fmt: skip
