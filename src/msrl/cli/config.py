@@ -99,7 +99,7 @@ def schema() -> None:
     ),
 )
 def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -> None:
-    """Translate a file or command of another system to YAML of msrl, and report what became of every key."""
+    """Translate a file or command of another system to YAML of msrl, and report how each key was translated."""
     from pathlib import Path
 
     from msrl.config.imports.commands import native_yaml, report, translation_of

@@ -143,7 +143,7 @@ def _argument_text(parameter: Any) -> Text:
 
 
 def _option_label(parameter: Any) -> Text:
-    """Return the short and the first long name, the name that turns a flag off, and what the value stands for."""
+    """Return the names in the left column: short, first long, and negative name, with the placeholder of the value."""
     from rich.text import Text
 
     short = [name for name in parameter.opts if not name.startswith("--")]

@@ -83,11 +83,16 @@ def extra_words(words: Sequence[str], parameters: Sequence[str | None]) -> str:
     word = words[0]
     if "config" in parameters and _is_configuration(word):
         return f"{message} Did you mean -c {word}?"
-    if "sets" in parameters and "=" in word:
-        return f"{message} Did you mean --set {word}? Configuration keys are set by --set KEY=VALUE."
-    if "=" in word:
-        return f"{message} Configuration keys are set by --set KEY=VALUE."
-    return message
+    if "sets" not in parameters or "=" not in word:
+        return message
+    suggestion = f" Did you mean --set {word}?" if _is_section(word.partition(".")[0]) else ""
+    return f"{message}{suggestion} Configuration keys are set by --set KEY=VALUE."
+
+
+def _is_section(word: str) -> bool:
+    from msrl.config.schema import Config
+
+    return word in Config.model_fields
 
 
 def _is_configuration(word: str) -> bool:

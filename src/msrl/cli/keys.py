@@ -44,4 +44,5 @@ def configured_command(ctx: typer.Context) -> str:
     command = "".join(ctx.command_path.split()[1:2])
     if command not in _ANY_COMMAND:
         return command
-    return str(getattr(ctx.params.get("command"), "value", "train-sft"))
+    target = ctx.params.get("command") or "train-sft"
+    return str(getattr(target, "value", target))  # some versions of typer hold the enum here, others its text

@@ -1,4 +1,4 @@
-"""Options of all commands, declared once. An option sets the configuration key of the same meaning; left out, it changes nothing.
+"""Options of all commands, declared once. An option sets the configuration key of the same meaning, or nothing if not given.
 
 Defaults, ranges and choices that belong to a configuration key stand in the schema alone: the help reads them from there.
 """
