@@ -193,7 +193,7 @@ def test_the_commands_write_prove_show_and_read_a_distributed_checkpoint(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dist, ranks, hf = (str(tmp_path / name) for name in ("dist", "ranks", "hf"))
-    run(Config.model_validate({"convert": {"command": "hf2mcore", "load": str(folders["qwen3"]), "save": dist, "tp": 2, "layout": "dist"}}))
+    run(Config.model_validate({"convert": {"command": "hf2mcore", "load": str(folders["qwen3"]), "save": dist, "tp": 2, "format": "dist"}}))
     assert "logits, fp32" in capsys.readouterr().out
     run(Config.model_validate({"convert": {"command": "inspect", "load": dist}}))
     shown = capsys.readouterr().out

@@ -62,19 +62,6 @@ def reached(monkeypatch: pytest.MonkeyPatch, workflow: str, run: Callable[..., o
     return calls
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_of_every_command_says_what_it_does_and_cuts_nothing_off(
-    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert msrl(*command, "--help") == 0
-    said = capsys.readouterr().out
-    assert "Usage: msrl" in said
-    assert not re.search(r"\w(\.\.\.|…)", said.partition("\n\n")[2].replace(",...", "").replace("FILE...", "").replace("FLAGS...", ""))
-    if command[1:] == ["hf2mcore"]:
-        assert "--tp, --tensor-model-parallel-size, --target-tensor-parallel-size N" in said
-
-
 def test_a_flag_of_mindspeeds_is_answered_with_the_command_that_reads_its_scripts(capsys: pytest.CaptureFixture[str]):
     for flag, is_known in (("--use-mcore-models", True), ("--lode", False)):
         assert msrl("convert-ckpt", "hf2mcore", flag) == 2
@@ -305,3 +292,108 @@ def test_the_console_script_ends_with_the_code_and_no_traceback(folder: Path):
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert_each_mentions(done.stderr.splitlines(), ("--load: convert.load=gone", "folder"))
+
+
+TRAINING_FLAGS = {
+    "--model": ("model.path", "model"),
+    "--data": ("data.train", "data"),
+    "--name": ("run.name", "mine"),
+    "--steps": ("train.steps", 7),
+    "--lr": ("train.optimizer.lr", 3e-4),
+    "--tp": ("train.parallel.tp", 2),
+    "--pp": ("train.parallel.pp", 2),
+}
+TRAINING_ARGUMENTS = [word for flag, (_, value) in TRAINING_FLAGS.items() for word in (flag, str(value))]
+
+
+@pytest.mark.parametrize("command", ["train-sft", "train-grpo"])
+def test_flags_of_the_trainings_override_files_and_set(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = reached(monkeypatch, command.replace("-", "_"))
+    (folder / "c.yaml").write_text("train: {steps: 3, optimizer: {lr: 1e-6}}\nrun: {name: of_file}\n", encoding="utf-8")
+    base = "sft.yaml" if command == "train-sft" else "grpo.yaml"
+    files = ["-c", base, "-c", "c.yaml", "--set", "train.steps=4", "--set", "cluster.devices_per_node=4"]
+    assert msrl(command, *files, *TRAINING_ARGUMENTS) == 0
+    dumped = calls[0].model_dump()
+    for key, value in TRAINING_FLAGS.values():
+        actual: Any = dumped
+        for part in key.split("."):
+            actual = actual[part]
+        assert actual == value, key
+
+
+@pytest.mark.parametrize("command", ["train-sft", "train-grpo"])
+def test_config_show_names_the_flag_that_set_a_key(command: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    base = "sft.yaml" if command == "train-sft" else "grpo.yaml"
+    arguments = ["-c", base, "--for", command, "--set", "cluster.devices_per_node=4", *TRAINING_ARGUMENTS]
+    assert msrl("config", "show", *arguments, "--json") == 0
+    origins = json.loads(capsys.readouterr().out)["origins"]
+    assert {flag: origins[key] for flag, (key, _) in TRAINING_FLAGS.items()} == {flag: flag for flag in TRAINING_FLAGS}
+    assert msrl("config", "show", *arguments) == 0
+    assert re.search(r"^    lr: 0.0003 +# --lr$", capsys.readouterr().out, re.M)
+    assert msrl("config", "validate", *arguments) == 0
+
+
+def test_the_plan_of_a_dry_run_names_the_flag_that_set_a_key(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert msrl("train-sft", "-c", "sft.yaml", "--lr", "3e-4", "--dry-run") == 0
+    assert "  train.optimizer.lr: 0.0003  # --lr\n" in capsys.readouterr().out
+
+
+def test_config_show_takes_the_flags_of_the_command_it_is_for(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert msrl("config", "show", "--for", "chat", "--model", "model", "--tp", "2", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["config"]["chat"]["model"], shown["origins"]["chat.model"]) == ("model", "--model")
+    assert (shown["config"]["rollout"]["engine"]["tp"], shown["origins"]["rollout.engine.tp"]) == (2, "--tp")
+    assert msrl("config", "show", "--for", "chat", "--lr", "1e-5") == 2
+    assert capsys.readouterr().err.startswith("--lr: not an option of chat")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_tp_of_generate_and_chat_is_the_engines(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = reached(monkeypatch, command)
+    prompt = ["--prompt", "x"] if command == "generate" else []
+    assert msrl(command, "--model", "model", "--tp", "2", *prompt) == 0
+    assert calls[0].rollout.engine.tp == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["grpo"], "`msrl train-grpo`"),
+        (["sft"], "`msrl train-sft`"),
+        (["gen"], "`msrl generate`"),
+        (["prepocess"], "`msrl preprocess`"),
+        (["hf2mcore"], "`msrl convert-ckpt hf2mcore`"),
+        (["train"], "`msrl train-sft` or `msrl train-grpo`"),
+        (["config", "sho"], "`msrl config show`"),
+        (["nonsense"], "`msrl --help`"),
+        (["train-grpo", "base.yaml"], "-c base.yaml"),
+        (["train-grpo", "grpo"], "-c grpo"),
+        (["train-sft", "train.steps=3"], "--set train.steps=3"),
+        (["train-sft", "--learning-rate", "1"], "--lr"),
+        (["convert-ckpt", "hf2mcore", "--layout", "dist"], "--format"),
+        (["convert-ckpt", "hf2mcore", "--set", "convert.layout=dist"], "convert.format"),
+        (["train-sft", "--warmup", "1"], "--set train.optimizer.warmup=VALUE"),
+        (["train-sft", "--platform", "gpu"], "'cuda'"),
+        (["train-sft", "--set", "cluster.platform=gpu"], "'cuda'"),
+        (["train-sft", "--set", "model.dtype=bf16"], "'bfloat16'"),
+        (["doctor", "--no-imports", "--platform", "gpu"], "'cuda'"),
+        (["train-sft", "--model", "Qwen/Qwen2.5-0.5B"], "folders on disk"),
+        (["generate", "--model", "Qwen/Qwen2.5-0.5B", "--prompt", "x"], "folders on disk"),
+        (["convert-ckpt", "hf2mcore", "--load", "Qwen/Qwen2.5-0.5B", "--save", "out"], "folders on disk"),
+        (["preprocess", "--tokenizer", "Qwen/Qwen2.5-0.5B"], "folders on disk"),
+        (["train-grpo", "-c", "grpo.yaml", "--set", "reward.sources=[{model: Qwen/Qwen2.5-0.5B}]"], "folders on disk"),
+        (["train-grpo", "-c", "grpo.yaml", "--set", "reward.sources=[{verifier: math}]"], "'math_verify_reward', 'math_17k_acc' or 'acc'"),
+    ],
+)
+def test_mistakes_are_answered_with_what_was_probably_meant(
+    arguments: list[str], suggestion: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert msrl(*arguments) == 2
+    captured = capsys.readouterr()
+    assert suggestion in captured.err + captured.out
+
+
+def test_a_missing_folder_that_is_no_hub_id_is_not_taken_for_one(folder: Path, capsys: pytest.CaptureFixture[str]):
+    for path in ("gone", "./models/gone", "/models/gone", "data/gone/deep"):
+        assert msrl("train-sft", "-c", "sft.yaml", "--model", path) == 2
+        assert "folders on disk" not in capsys.readouterr().err

@@ -99,6 +99,6 @@ def test_a_dry_run_prints_the_plan_of_a_folder_that_has_a_config_alone(tmp_path:
     for rank in (0, 1):
         assert f"iter_0000001/mp_rank_0{rank}/model_optim_rng.pt  30       76,992      308.0 KB" in said
     assert not (tmp_path / "mcore").exists()
-    arguments = ("--load", load, "--save", save, "--layout", "dist", "--noop-layers", "0,5")
+    arguments = ("--load", load, "--save", save, "--format", "dist", "--noop-layers", "0,5")
     assert msrl("convert-ckpt", "hf2mcore", *arguments, "--dry-run") == 2
     assert_mentions(capsys.readouterr().err, "distributed", "layers")

@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,12 @@ def names(package: str) -> tuple[str, ...]:
     return tuple(sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_")))
 
 
+def no_plugin(package: str, name: str, aliases: Iterable[str] = ()) -> str:
+    """Return the message about a name that no plugin of the package has, with similar ones. A package may list `SENSES` of words."""
+    senses: Mapping[str, Sequence[str]] = getattr(importlib.import_module(package), "SENSES", {})
+    return f"there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, [*names(package), *aliases], senses)}"
+
+
 def load(package: str, name: str, *, key: str) -> ModuleType:
     """The module of plugin `name`. Raises MsrlError that names the configuration `key` when there is none."""
     _require(package, name, key)
@@ -33,9 +39,8 @@ def load(package: str, name: str, *, key: str) -> ModuleType:
 
 
 def _require(package: str, name: str, key: str) -> None:
-    known = names(package)
-    if name not in known:
-        raise MsrlError(f"{key}={name}: there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}")
+    if name not in names(package):
+        raise MsrlError(f"{key}={name}: {no_plugin(package, name)}")
 
 
 def declaration(package: str, name: str, *, key: str) -> Declaration:

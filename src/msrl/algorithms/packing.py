@@ -104,8 +104,8 @@ def micro_batch(
 ) -> MicroBatch:
     """Concatenate sequences into a micro-batch. Every field is 0 at masked positions.
 
-    Padding up to `pad_to_multiple` (sequence parallelism needs a multiple of TP) forms one more segment with loss_mask False. It repeats the
-    last token, because a token outside the data may have an untrained embedding.
+    Padding up to `pad_to_multiple` (sequence parallelism needs a multiple of TP) forms one more segment with loss_mask False. It repeats
+    the last token, because a token outside the data may have an untrained embedding.
 
     Raises:
         ValueError: if there are no sequences, an empty sequence, or arrays of different lengths.

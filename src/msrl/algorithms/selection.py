@@ -35,9 +35,9 @@ def trained_samples(
 def informative_groups(scores: Reals, kind: str, low: float | None = None, high: float | None = None) -> Flags:  # [P, G] -> [P]
     """Return which groups are informative.
 
-    `all_equal` drops groups of equal scores (dynamic sampling, arXiv:2503.14476, section 3.2), `mean` drops groups whose mean is not strictly
-    between `low` and `high`, `std` drops groups whose population standard deviation is not above `low`, and `none` drops nothing. None
-    disables a bound.
+    `all_equal` drops groups of equal scores (dynamic sampling, arXiv:2503.14476, section 3.2), `mean` drops groups whose mean is not
+    strictly between `low` and `high`, `std` drops groups whose population standard deviation is not above `low`, and `none` drops nothing.
+    None disables a bound.
     """
     if kind == "none":
         return np.ones(len(scores), dtype=np.bool_)
@@ -58,8 +58,8 @@ def sample_weights(
 ) -> Reals:  # [P, G]
     """Return factors of the samples' policy loss with mean 1 over the selected samples of the step.
 
-    The factor by difficulty d is 0.5 + 1.5 d. The factor by length falls from 1.5 for the shortest response to 0.5 for the longest. Both are
-    multiplied.
+    The factor by difficulty d is 0.5 + 1.5 d. The factor by length falls from 1.5 for the shortest response to 0.5 for the longest. Both
+    are multiplied.
     """
     weights = np.ones(lengths.shape)
     if difficulties is not None:

@@ -16,7 +16,10 @@ from msrl.errors import MsrlError
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Turns of a step. A turn is the policy's text up to the environment's next reply; equal `states` of one prompt are equal observations."""
+    """Turns of a step. A turn is the policy's text up to the next reply of the environment.
+
+    Equal `states` of one prompt are equal observations.
+    """
 
     counts: NDArray[np.int64]  # [P, G], turns of each episode
     lengths: NDArray[np.int64]  # [K], tokens of each turn

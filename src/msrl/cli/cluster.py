@@ -1,4 +1,4 @@
-"""msrl cluster: the machines that a training is spread over."""
+"""msrl cluster: start, extend, inspect and stop a Ray cluster for training runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import importlib
 import typer
 
 from msrl.cli import options as o
-from msrl.cli.execute import resolve, show_plan, verbosity
+from msrl.cli.execute import resolve, set_verbosity, show_plan
+from msrl.cli.help import Command, Group, examples
 
-app = typer.Typer(no_args_is_help=True, help="Start, join, look at and end a cluster of machines.")
+app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Start, join, inspect and stop a cluster of machines.")
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "msrl cluster up --host 10.0.0.1",
+        "msrl train-grpo -c grpo.yaml --set cluster.address=10.0.0.1:6344 \\",
+        "    --set cluster.nodes=2",
+    ),
+)
 def up(
     ctx: typer.Context,
     host: o.Host = "127.0.0.1",
@@ -26,11 +34,11 @@ def up(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Start a cluster here, and print how others join it."""
+    """Start a cluster on this machine and print the command that joins others to it."""
     _run(ctx, "up", host=host, port=port, dashboard_host=dashboard_host, dashboard_port=dashboard_port)
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl cluster join 10.0.0.1:6344", "msrl cluster join 10.0.0.1:6344 --devices 4"))
 def join(
     ctx: typer.Context,
     address: o.Address,
@@ -42,29 +50,28 @@ def join(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Add this machine to a cluster."""
+    """Add this machine to a running cluster."""
     _run(ctx, "join", address=address, host=host)
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl cluster status", "msrl cluster status --json"))
 def status(ctx: typer.Context, json: o.Json = False, config: o.Files = None, sets: o.Sets = None, verbose: o.Verbose = False) -> None:
-    """What the cluster has and what is in use."""
+    """Show the devices of the cluster and which are in use."""
     _run(ctx, "status", json=json)
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl cluster down"))
 def down(ctx: typer.Context, dry_run: o.DryRun = False, verbose: o.Verbose = False) -> None:
-    """End what `up` and `join` started here, nothing else."""
+    """Stop what `up` and `join` started on this machine, and nothing else."""
     _run(ctx, "down")
 
 
 def _run(ctx: typer.Context, action: str, **arguments: object) -> None:
-    """Calls `msrl.workflows.cluster.<action>`; platform and devices reach it in the configuration, the rest as arguments."""
-    verbosity(ctx.params.get("verbose", False))
-    for name in arguments:
-        ctx.params.pop(name, None)
-    resolved = resolve(ctx, "cluster", {}, "cluster")
+    """Call `msrl.workflows.cluster.<action>` with the configuration, which holds platform and devices, and the other options."""
+    set_verbosity(ctx.params.get("verbose", False))
+    resolved = resolve(ctx, command="cluster")
     if ctx.params.get("dry_run"):
-        show_plan(resolved, "cluster " + " ".join([action, *(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())]))
+        options = (f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
+        show_plan(resolved, " ".join(["cluster", action, *options]))
         return
     getattr(importlib.import_module("msrl.workflows.cluster"), action)(resolved.config, **arguments)

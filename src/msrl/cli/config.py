@@ -1,82 +1,105 @@
-"""msrl config: what is in force, whether it is right, and what there is to set."""
+"""msrl config: show, validate, describe and import configurations."""
 
 from __future__ import annotations
 
 import json as jsonlib
-from typing import TYPE_CHECKING
 
 import typer
 
 from msrl.cli import options as o
-from msrl.cli.execute import advise, resolve
+from msrl.cli.execute import resolve, warn
+from msrl.cli.help import Command, Group, examples
 
-if TYPE_CHECKING:
-    from msrl.config.loader import Resolved
-
-app = typer.Typer(no_args_is_help=True, help="Show, check and describe the configuration.")
+app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Show, validate, describe and import configurations.")
 
 
-@app.command()
+@app.command(
+    cls=Command, epilog=examples("msrl config show -c grpo.yaml", "msrl config show -c grpo.yaml --lr 1e-6 --set algo.preset=dapo")
+)
 def show(
     ctx: typer.Context,
     config: o.Files = None,
     config_name: o.ConfigName = None,
     sets: o.Sets = None,
     command: o.For = None,
+    model: o.TrainModel = None,
+    data: o.Data = None,
+    name: o.Name = None,
+    steps: o.Steps = None,
+    lr: o.LearningRate = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     platform: o.Platform = None,
     json: o.Json = False,
 ) -> None:
-    """Print every value in force and where it came from. What follows from them is added."""
+    """Print the effective configuration with the origin of every value, and the values derived from it."""
     from msrl.checks.validate import guess
     from msrl.config.show import to_yaml
     from msrl.memory.estimate import memory_rows
     from msrl.plan.derived import derived
 
-    resolved = _resolved(ctx)
-    name = command.value if command else guess(resolved) or ""
-    advise(resolved, name)
-    memory = {f"bytes of the fullest device, {part}": size for part, size in memory_rows(resolved.config, name).items()}
-    rows = {**derived(resolved.config, name), **memory}
+    resolved = resolve(ctx)
+    target = command.value if command else guess(resolved) or ""
+    warn(resolved, target)
+    memory = {f"bytes of the fullest device, {part}": size for part, size in memory_rows(resolved.config, target).items()}
+    rows = {**derived(resolved.config, target), **memory}
     if json:
         origins = {key: str(origin) for key, origin in resolved.origins.items()}
         typer.echo(jsonlib.dumps({"config": resolved.config.model_dump(mode="json"), "origins": origins, "derived": rows}, indent=2))
         return
     typer.echo(to_yaml(resolved.config, resolved.origins), nl=False)
-    for name, value in rows.items():
-        typer.echo(f"# {name}: {value}")
+    for title, value in rows.items():
+        typer.echo(f"# {title}: {value}")
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl config validate -c grpo.yaml", "msrl config validate -c run.yaml --for train-sft"))
 def validate(
     ctx: typer.Context,
     config: o.Files = None,
     config_name: o.ConfigName = None,
     sets: o.Sets = None,
     command: o.For = None,
+    model: o.TrainModel = None,
+    data: o.Data = None,
+    name: o.Name = None,
+    steps: o.Steps = None,
+    lr: o.LearningRate = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     platform: o.Platform = None,
 ) -> None:
-    """Check as a command would, and name all mistakes at once."""
+    """Check the configuration as its command would, and report all mistakes at once."""
     from msrl.checks.validate import check, guess
 
-    resolved = _resolved(ctx)
-    name = command.value if command else guess(resolved)
-    if name is not None:
-        check(resolved, name)
-        advise(resolved, name)
-    typer.echo(f"the configuration is right{f' for {name}' if name else '; no command would read it'}")
+    resolved = resolve(ctx)
+    target = command.value if command else guess(resolved)
+    if target is None:
+        typer.echo("the configuration is valid, but sets nothing that a command reads")
+        return
+    check(resolved, target)
+    warn(resolved, target)
+    typer.echo(f"the configuration is valid for {target}")
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl config schema > msrl.schema.json"))
 def schema() -> None:
-    """Print the JSON Schema of all keys, for editors."""
+    """Print the JSON Schema of all configuration keys, for editors."""
     from msrl.config.schema import Config
 
     typer.echo(jsonlib.dumps(Config.model_json_schema(), indent=2))
 
 
-@app.command("import", context_settings={"ignore_unknown_options": True})
+@app.command(
+    "import",
+    cls=Command,
+    context_settings={"ignore_unknown_options": True},
+    epilog=examples(
+        "msrl config import --from roll rlvr_config.yaml -o grpo.yaml",
+        "msrl config import --from mindspeed-llm tune_qwen2.sh -o sft.yaml",
+    ),
+)
 def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -> None:
-    """Write another system's file or command as msrl's own YAML. What became of every key is said."""
+    """Translate a file or command of another system to YAML of msrl, and report how each key was translated."""
     from pathlib import Path
 
     from msrl.files import write_text
@@ -88,9 +111,3 @@ def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -
         typer.echo(native_yaml(translation), nl=False)
     else:
         write_text(Path(output), native_yaml(translation))
-
-
-def _resolved(ctx: typer.Context) -> Resolved:
-    for name in ("command", "json"):
-        ctx.params.pop(name, None)
-    return resolve(ctx, "", {}, None)

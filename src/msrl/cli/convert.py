@@ -1,4 +1,4 @@
-"""msrl convert-ckpt: between Hugging Face folders and mcore checkpoints."""
+"""msrl convert-ckpt: conversion between Hugging Face folders and mcore checkpoints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import typer
 
 from msrl.cli import options as o
 from msrl.cli.execute import execute
+from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError
 
-app = typer.Typer(no_args_is_help=True, help="Convert between Hugging Face and Megatron, and prove it.")
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Convert checkpoints between Hugging Face and Megatron, and verify the result.",
+)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save mcore --tp 2 --pp 2",
+        "msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save dist --format dist",
+    ),
+)
 def hf2mcore(
     ctx: typer.Context,
     load: o.Load = None,
@@ -26,7 +38,7 @@ def hf2mcore(
     moe_grouped_gemm: o.GroupedGemm = None,
     moe_tp_extend_ep: o.TpExtendEp = None,
     dtype: o.Dtype = None,
-    layout: o.Layout = None,
+    format: o.CheckpointFormat = None,
     names: o.Names = None,
     pad_vocab_to_multiple: o.PadVocab = None,
     lora: o.Lora = None,
@@ -38,11 +50,11 @@ def hf2mcore(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Hugging Face folder to mcore checkpoint. Cut for tensor, pipeline (virtual, uneven, with empty layers) and expert parallelism."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2mcore"}, plan="msrl.workflows.convert.plan")
+    """Convert a Hugging Face folder to an mcore checkpoint, split for tensor, pipeline and expert parallelism."""
+    execute(ctx, "convert-ckpt", fixed={"convert.command": "hf2mcore"}, plan="msrl.workflows.convert.plan")
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl convert-ckpt mcore2hf --load runs/grpo/checkpoints --save model"))
 def mcore2hf(
     ctx: typer.Context,
     load: o.Load = None,
@@ -58,11 +70,11 @@ def mcore2hf(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """mcore checkpoint of any cut to Hugging Face folder."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "mcore2hf"})
+    """Convert an mcore checkpoint of any parallel layout to a Hugging Face folder."""
+    execute(ctx, "convert-ckpt", fixed={"convert.command": "mcore2hf"})
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl convert-ckpt reshard --load mcore --save mcore-tp4 --tp 4"))
 def reshard(
     ctx: typer.Context,
     load: o.Load = None,
@@ -78,7 +90,7 @@ def reshard(
     moe_tp_extend_ep: o.TpExtendEp = None,
     hf_config: o.HfConfig = None,
     dtype: o.Dtype = None,
-    layout: o.Layout = None,
+    format: o.CheckpointFormat = None,
     names: o.Names = None,
     pad_vocab_to_multiple: o.PadVocab = None,
     lora: o.Lora = None,
@@ -90,11 +102,11 @@ def reshard(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """mcore checkpoint to another cut of the same."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "reshard"}, plan="msrl.workflows.convert.plan")
+    """Convert an mcore checkpoint to another parallel layout."""
+    execute(ctx, "convert-ckpt", fixed={"convert.command": "reshard"}, plan="msrl.workflows.convert.plan")
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl convert-ckpt hf2hf --load Qwen2.5-7B --save merged --lora adapter"))
 def hf2hf(
     ctx: typer.Context,
     load: o.Load = None,
@@ -108,11 +120,11 @@ def hf2hf(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Rewrite a Hugging Face folder. A LoRA adapter is merged, the type changed, torch's own files become safetensors."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "hf2hf"})
+    """Rewrite a Hugging Face folder: merge a LoRA adapter, change the data type, or turn torch files into safetensors."""
+    execute(ctx, "convert-ckpt", fixed={"convert.command": "hf2hf"})
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl convert-ckpt lora2hf --load runs/sft/checkpoints --save adapter"))
 def lora2hf(
     ctx: typer.Context,
     load: o.Load = None,
@@ -123,11 +135,11 @@ def lora2hf(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """LoRA adapter of an mcore checkpoint to a PEFT adapter folder."""
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "lora2hf"})
+    """Convert the LoRA adapter of an mcore checkpoint to a PEFT adapter folder."""
+    execute(ctx, "convert-ckpt", fixed={"convert.command": "lora2hf"})
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("msrl convert-ckpt inspect runs/grpo/checkpoints"))
 def inspect(
     ctx: typer.Context,
     folder: o.InspectDir = None,
@@ -137,9 +149,8 @@ def inspect(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """What a checkpoint holds, and whether its files are whole."""
+    """Print the content of a checkpoint, and check that its files are complete."""
     if folder is not None and load is not None:
-        raise MsrlError(f"inspect {folder} --load {load}: name the checkpoint once")
-    ctx.params.pop("folder")
-    named = {"convert.load": folder} if folder is not None else {}
-    execute(ctx, "convert-ckpt", section="convert", fixed={"convert.command": "inspect", **named})
+        raise MsrlError(f"--load={load}: the checkpoint {folder} is already named. Name one of them.")
+    source = {} if folder is None else {"convert.load": folder}
+    execute(ctx, "convert-ckpt", fixed={"convert.command": "inspect", **source})

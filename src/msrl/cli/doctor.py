@@ -1,14 +1,21 @@
-"""msrl doctor: what this machine has, what does not fit together, how to mend it."""
+"""msrl doctor: check this machine and, with a configuration, whether a run would work on it."""
 
 from __future__ import annotations
 
 import json as jsonlib
+from typing import TYPE_CHECKING
 
 import typer
 
 from msrl.cli import options as o
 from msrl.cli.execute import resolve
+from msrl.cli.help import examples
 from msrl.errors import ManyErrors, MsrlError
+
+if TYPE_CHECKING:
+    from msrl.config.loader import Resolved
+
+EXAMPLES = examples("msrl doctor", "msrl doctor -c grpo.yaml --for train-grpo")
 
 
 def doctor(
@@ -21,25 +28,40 @@ def doctor(
     imports: o.Imports = True,
     json: o.Json = False,
 ) -> None:
-    """Look at the machine and, with -c, at a run on it. All findings come at once; exit code 2 if something is wrong."""
+    """Check this machine and, with -c, whether a run would work on it. Problems exit with code 2."""
     from msrl.workflows import doctor as workflow
 
-    for name in ("command", "json", "imports"):
-        ctx.params.pop(name, None)
-    mistakes: tuple[str, ...] = ()
-    resolved = None
-    try:
-        resolved = resolve(ctx, "", {}, None)
-    except ManyErrors as error:
-        mistakes = error.messages
-    except MsrlError as error:
-        mistakes = (str(error),)
-    wanted = platform.value if platform else resolved.config.cluster.platform if resolved else "auto"
-    given = resolved if config or config_name or sets else None
-    findings = workflow.run(wanted, resolved=given, mistakes=mistakes, command=command.value if command else None, imports=imports)
+    resolved, mistakes = _resolved(ctx)
+    findings = workflow.run(
+        _platform(platform, resolved),
+        resolved=resolved if config or config_name or sets else None,
+        mistakes=mistakes,
+        command=command.value if command else None,
+        imports=imports,
+    )
     if json:
-        typer.echo(jsonlib.dumps([{"level": one.level, "what": one.what, "text": one.text} for one in findings], indent=2))
+        typer.echo(jsonlib.dumps([{"level": finding.level, "what": finding.what, "text": finding.text} for finding in findings], indent=2))
     else:
         typer.echo("\n".join(map(str, findings)))
-    if any(one.level == "wrong" for one in findings):
+    if any(finding.level == "wrong" for finding in findings):
         raise typer.Exit(2)
+
+
+def _resolved(ctx: typer.Context) -> tuple[Resolved | None, tuple[str, ...]]:
+    """Return the configuration of this call, or None and the mistakes in it."""
+    try:
+        return resolve(ctx), ()
+    except ManyErrors as error:
+        return None, error.messages
+    except MsrlError as error:
+        return None, (str(error),)
+
+
+def _platform(option: str | None, resolved: Resolved | None) -> str:
+    """Return the platform to check: that of the option, else of the configuration. Mistaken ones are reported with the configuration."""
+    from msrl.config.facts import key_facts
+
+    facts = key_facts("cluster.platform")
+    if option is not None and facts is not None and option in facts.choices:
+        return option
+    return resolved.config.cluster.platform if resolved is not None else "auto"

@@ -1,4 +1,4 @@
-"""What every command does: merge files, `--set` and flags into one configuration, check it, show the plan or run the workflow."""
+"""Common steps of the commands: load the configuration, print the plan of a dry run, or import the workflow and run it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from msrl.cli.keys import configured_command, option_key
 from msrl.errors import MsrlError
 
 if TYPE_CHECKING:
@@ -25,29 +26,22 @@ WORKFLOWS = {
     "generate": "msrl.workflows.serve.generate",
     "chat": "msrl.workflows.serve.chat",
 }
-_COMMON = ("config", "config_name", "sets", "dry_run", "verbose")
-_KEYS = {
-    "platform": "cluster.platform",
-    "resume": "checkpoint.resume",
-    "devices": "cluster.devices_per_node",
-}
+_UNKNOWN_LENGTHS = "peak memory of the fullest device, without activations: set data.seq_length or train.max_tokens_per_micro_batch"
 
 
-_UNKNOWN_LENGTHS = "memory of the fullest device, without activations: set data.seq_length or train.max_tokens_per_micro_batch"
+def execute(ctx: typer.Context, command: str, *, fixed: Mapping[str, object] | None = None, plan: str | None = None) -> None:
+    """Run `msrl.workflows.<command>` on the configuration of this call, or print its plan under `--dry-run`.
 
-
-def execute(
-    ctx: typer.Context, command: str, *, section: str = "", fixed: Mapping[str, object] | None = None, plan: str | None = None
-) -> None:
-    """Runs `msrl.workflows.<command>` on the configuration of this call, or prints its plan under `--dry-run`.
-
-    A parameter of the command overlays the key of its name in `section`; `fixed` are further keys that the subcommand stands for. `plan` is
-    the module of `msrl.workflows` whose `show` prints what more is known before the work.
+    Args:
+        ctx: the call; its options override the keys that `cli/keys.py` names.
+        command: the command, whose checks the configuration must pass.
+        fixed: further keys with the values that the subcommand implies.
+        plan: module of `msrl.workflows` whose `show` prints more of the plan.
     """
-    verbosity(ctx.params.get("verbose", False))
-    resolved = resolve(ctx, section, fixed or {}, command)
+    set_verbosity(ctx.params.get("verbose", False))
+    resolved = resolve(ctx, fixed or {}, command)
     show_translations(resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose")))
-    advise(resolved, command)
+    warn(resolved, command)
     if ctx.params.get("dry_run"):
         show_plan(resolved, command)
         if plan is not None:
@@ -56,8 +50,8 @@ def execute(
     importlib.import_module(WORKFLOWS[command]).run(resolved.config)
 
 
-def resolve(ctx: typer.Context, section: str, fixed: Mapping[str, object], command: str | None) -> Resolved:
-    """The configuration of this call, checked for `command` if one is given. Raises ManyErrors with all mistakes."""
+def resolve(ctx: typer.Context, fixed: Mapping[str, object] | None = None, command: str | None = None) -> Resolved:
+    """Return the configuration of this call, checked for `command` if there is one. Raises ManyErrors with all mistakes."""
     from msrl.cli.configuration import load_configuration
     from msrl.config.loader import Flag
     from msrl.config.sources import named
@@ -65,33 +59,39 @@ def resolve(ctx: typer.Context, section: str, fixed: Mapping[str, object], comma
     files: list[str] = [*(ctx.params.get("config") or [])]
     if ctx.params.get("config_name"):
         files.insert(0, named(ctx.params["config_name"]))
-    flags = [*_flags(ctx, section), *(Flag(key, value, ctx.info_name or "") for key, value in fixed.items())]
+    flags = [*_flags(ctx), *(Flag(key, value, ctx.info_name or "") for key, value in (fixed or {}).items())]
     return load_configuration(files, ctx.params.get("sets") or [], flags, command)
 
 
-def advise(resolved: Resolved, command: str) -> None:
-    """Says on standard error what is allowed and known to go badly."""
+def warn(resolved: Resolved, command: str) -> None:
+    """Print warnings about settings that are allowed but known to work badly, on standard error."""
     from msrl.checks.algorithm import advice
 
     for line in advice(resolved, command):
         typer.echo(f"warning: {line}", err=True)
 
 
-def _flags(ctx: typer.Context, section: str) -> Iterator[Flag]:
-    """A Flag for each option that the user gave."""
+def _flags(ctx: typer.Context) -> Iterator[Flag]:
+    """Yield a Flag for each option of the call that sets a configuration key."""
+    from msrl.config.facts import key_facts
     from msrl.config.loader import Flag
 
+    command = configured_command(ctx)
     for parameter in ctx.command.params:
         name = parameter.name or ""
         value = _plain(ctx.params.get(name))
-        if value is not None and name not in _COMMON:
-            option = parameter.opts[0] if parameter.opts[0].startswith("-") else (parameter.metavar or name)
-            _refuse_bytes(option, value)
-            yield Flag(_KEYS.get(name, f"{section}.{name}"), value, option)
+        key = option_key(command, name)
+        if value is None or key is None:
+            continue
+        option = parameter.opts[0] if parameter.opts[0].startswith("-") else (parameter.metavar or name)
+        if key_facts(key) is None:
+            raise MsrlError(f"{option}: not an option of {command}. Leave it out, or choose another command with --for.")
+        _check_encoding(option, value)
+        yield Flag(key, value, option)
 
 
-def _refuse_bytes(option: str, value: object) -> None:
-    """Raises MsrlError for words of the command line that are no UTF-8: Python has their bytes as halves of surrogate pairs."""
+def _check_encoding(option: str, value: object) -> None:
+    """Raise MsrlError for arguments that are not UTF-8, which Python reads as surrogates."""
     for word in cast("list[object]", value) if isinstance(value, list) else [value]:
         try:
             str(word).encode()
@@ -100,47 +100,47 @@ def _refuse_bytes(option: str, value: object) -> None:
 
 
 def _plain(value: Any) -> object:
-    """An option's value without click's wrapping; None for one that was not given (an empty list included)."""
+    """Return an option's value without its enum, or None for an option that was not given."""
     if isinstance(value, Enum):
         return value.value
     return None if value == [] or value == () else value
 
 
-def verbosity(verbose: bool) -> None:
-    """Logs go to standard error: warnings, or everything. Worker processes see MSRL_VERBOSE."""
+def set_verbosity(verbose: bool) -> None:
+    """Log warnings, or everything, to standard error. Worker processes read MSRL_VERBOSE."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if verbose:
         os.environ["MSRL_VERBOSE"] = "1"
 
 
 def show_translations(resolved: Resolved, *, every_key: bool) -> None:
-    """Says on standard error how files of other systems were read: what became of every key, or how many keys met which fate."""
+    """Report on standard error how files of other systems were translated: key by key, or in one line per file."""
     from msrl.importers.report import full, summary
     from msrl.importers.translation import Translation
 
     for translation in cast("tuple[Translation, ...]", resolved.translations):
-        lines = full(translation) if every_key else [f"{summary(translation)}; --dry-run names each"]
+        lines = full(translation) if every_key else [f"{summary(translation)}. --dry-run lists every key."]
         typer.echo("\n".join(lines), err=True)
 
 
 def show_plan(resolved: Resolved, command: str) -> None:
-    """Prints what is set, where, and what follows from it."""
+    """Print the keys that are set with their origins, the values derived from them, and the memory they need."""
     from msrl.config.loader import DEFAULT
     from msrl.config.show import flow
     from msrl.memory.estimate import memory_rows, table
     from msrl.plan.derived import derived
 
-    typer.echo(f"{command}: the configuration is right; nothing was started")
+    typer.echo(f"{command}: the configuration is valid, nothing was started")
     for key, origin in resolved.origins.items():
         if origin != DEFAULT and not any(part.isdigit() for part in key.split(".")):
             typer.echo(f"  {key}: {flow(resolved.value(key))}  # {origin}")
     rows = derived(resolved.config, command)
     if rows:
-        typer.echo("from which follows")
+        typer.echo("derived values")
     for name, value in rows.items():
         typer.echo(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}")
     memory = memory_rows(resolved.config, command)
     if memory:
-        typer.echo("memory of the fullest device, at most" if "activations" in memory else _UNKNOWN_LENGTHS)
+        typer.echo("peak memory of the fullest device" if "activations" in memory else _UNKNOWN_LENGTHS)
     for line in table(memory):
         typer.echo(f"  {line}")

@@ -6,16 +6,28 @@ import typer
 
 from msrl.cli import options as o
 from msrl.cli.execute import execute
+from msrl.cli.help import examples
+
+GENERATE_EXAMPLES = examples(
+    'msrl generate --model model --prompt "What is 2 + 3?"',
+    "msrl generate --model model --input prompts.jsonl --output answers.jsonl \\",
+    "    --tp 2 --temperature 0.7 --num-samples 4",
+)
+CHAT_EXAMPLES = examples(
+    "msrl chat --model runs/sft/checkpoints",
+    'msrl chat --model model --template qwen --system "Answer briefly." --tp 2',
+)
 
 
 def generate(
     ctx: typer.Context,
     model: o.Model = None,
+    tp: o.EngineTp = None,
     prompt: o.PromptText = None,
     input: o.InputFile = None,
     output: o.OutputFile = None,
     engine: o.Engine = None,
-    template: o.Template = None,
+    template: o.ChatTemplate = None,
     system: o.System = None,
     raw: o.Raw = None,
     dtype: o.ComputeDtype = None,
@@ -33,14 +45,15 @@ def generate(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Answer one prompt, or every row of a file."""
-    execute(ctx, "generate", section="generate")
+    """Generate responses to one prompt or to every row of a file."""
+    execute(ctx, "generate")
 
 
 def chat(
     ctx: typer.Context,
     model: o.Model = None,
-    template: o.Template = None,
+    tp: o.EngineTp = None,
+    template: o.ChatTemplate = None,
     system: o.System = None,
     dtype: o.ComputeDtype = None,
     max_tokens: o.MaxTokens = None,
@@ -56,5 +69,5 @@ def chat(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Talk to a model in the terminal. `clear` starts anew, `quit` leaves, Ctrl-C stops an answer."""
-    execute(ctx, "chat", section="chat")
+    """Chat with a model in the terminal. `clear` starts a new conversation, `quit` exits, Ctrl-C stops a response."""
+    execute(ctx, "chat")

@@ -1,59 +1,34 @@
-"""Every option of the command line, declared once. A flag overlays the configuration key of the same meaning; unset it changes nothing."""
+"""Options of all commands, declared once. An option sets the configuration key of the same meaning, or nothing if not given.
+
+Defaults, ranges and choices that belong to a configuration key stand in the schema alone: the help reads them from there.
+"""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from msrl.cli import completion as complete
 
-class PlatformName(str, Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-    npu = "npu"
-
-
-class ConvertDtype(str, Enum):
-    keep = "keep"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
-class ModelDtype(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class WeightNames(str, Enum):
-    local = "local"
-    te = "te"
-    legacy = "legacy"
-
-
-class CheckpointLayout(str, Enum):
-    mindspeed = "mindspeed"
-    dist = "dist"
-
-
-class DataKind(str, Enum):
-    pretrain = "pretrain"
-    sft = "sft"
-    prompts = "prompts"
-
-
-class TooLong(str, Enum):
-    drop = "drop"
-    truncate = "truncate"
-
-
-class EngineName(str, Enum):
-    vllm = "vllm"
+CONFIGURATION = "Configuration"
+SETTINGS = "Common settings"
+CHECKPOINT = "Checkpoint"
+PARALLEL = "Parallel layout"
+FORMAT = "Format"
+INPUT = "Input"
+ROWS = "Rows"
+OUTPUT = "Output"
+MODEL = "Model"
+PROMPTS = "Prompts"
+SAMPLING = "Sampling"
+NETWORK = "Network"
 
 
 class SystemName(str, Enum):
+    """Systems whose files `config import` reads."""
+
     mindspeed_rl = "mindspeed-rl"
     mindspeed_llm = "mindspeed-llm"
     roll = "roll"
@@ -61,6 +36,8 @@ class SystemName(str, Enum):
 
 
 class CommandName(str, Enum):
+    """Commands that read a configuration."""
+
     sft = "train-sft"
     grpo = "train-grpo"
     convert = "convert-ckpt"
@@ -69,123 +46,366 @@ class CommandName(str, Enum):
     chat = "chat"
 
 
+def _option(*names: str, panel: str | None = None, values: Any = None, **settings: Any) -> Any:
+    """Return a typer option in a panel of the help, whose values `values` completes."""
+    return typer.Option(*names, rich_help_panel=panel, autocompletion=values, show_default=False, **settings)
+
+
 # Shared by all commands.
 Files = Annotated[
     list[str] | None,
-    typer.Option("--config", "-c", metavar="FILE", help="Configuration file; repeat it to lay others over."),
-]
+    _option(
+        "--config", "-c", metavar="FILE", panel=CONFIGURATION, values=complete.config_files,
+        help="YAML file, or the name of a packaged configuration. Repeat it to merge several: later files override earlier ones.",
+    ),
+]  # fmt: skip
 ConfigName = Annotated[
     str | None,
-    typer.Option("--config-name", metavar="NAME", help="Configuration by name: from ./configs, else packaged."),
-]
+    _option(
+        "--config-name", metavar="NAME", panel=CONFIGURATION, values=complete.config_names,
+        help="Configuration by name, from ./configs or packaged with msrl. It is merged before the files of -c.",
+    ),
+]  # fmt: skip
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One key of the configuration; repeatable."),
+    _option(
+        "--set", metavar="KEY=VALUE", panel=CONFIGURATION, values=complete.assignments,
+        help="Set one configuration key, as in train.steps=10. Repeatable. Overrides files.",
+    ),
+]  # fmt: skip
+DryRun = Annotated[bool, _option("--dry-run", help="Check the configuration and print the plan without starting anything.")]
+Platform = Annotated[
+    str | None,
+    _option("--platform", metavar="NAME", values=complete.choices("cluster.platform"), help="Kind of device to run on."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")]
-Platform = Annotated[PlatformName | None, typer.Option("--platform", help="Kind of device.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of the libraries below too.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, _option("--verbose", "-v", help="Print the logs of Megatron, vLLM and Ray too.")]
+Json = Annotated[bool, _option("--json", help="Print JSON.")]
 
-# Training.
-Resume = Annotated[str | None, typer.Option("--resume", metavar="auto|none|PATH", help="Go on from a checkpoint.")]
-
-# Conversion.
-Load = Annotated[str | None, typer.Option("--load", "--load-dir", metavar="DIR", help="Checkpoint to read.")]
-Save = Annotated[str | None, typer.Option("--save", "--save-dir", metavar="DIR", help="Folder to write; must be new or empty.")]
-InspectDir = Annotated[str | None, typer.Argument(metavar="DIR", help="Checkpoint to look at: mcore or Hugging Face.", show_default=False)]
+# Settings of the trainings, and of several commands.
+TrainModel = Annotated[
+    str | None,
+    _option("--model", metavar="DIR", panel=SETTINGS, help="Model to train: a Hugging Face folder or an mcore checkpoint."),
+]
+Data = Annotated[
+    str | None,
+    _option("--data", metavar="PREFIX", panel=SETTINGS, help="Training data: the output prefix given to `msrl preprocess`."),
+]
+Name = Annotated[
+    str | None,
+    _option("--name", metavar="NAME", panel=SETTINGS, help="Name of the run. Its files are written to runs/NAME."),
+]
+Steps = Annotated[int | None, _option("--steps", metavar="N", panel=SETTINGS, help="Number of training steps.")]
+LearningRate = Annotated[float | None, _option("--lr", metavar="X", panel=SETTINGS, help="Peak learning rate.")]
 Tp = Annotated[
     int | None,
-    typer.Option("--tp", "--tensor-model-parallel-size", "--target-tensor-parallel-size", metavar="N", help="Tensor-parallel size."),
-]
+    _option(
+        "--tp", "--tensor-model-parallel-size", "--target-tensor-parallel-size", metavar="N", panel=PARALLEL,
+        help="Tensor-parallel size, in devices.",
+    ),
+]  # fmt: skip
 Pp = Annotated[
     int | None,
-    typer.Option("--pp", "--pipeline-model-parallel-size", "--target-pipeline-parallel-size", metavar="N", help="Pipeline-parallel size."),
+    _option(
+        "--pp", "--pipeline-model-parallel-size", "--target-pipeline-parallel-size", metavar="N", panel=PARALLEL,
+        help="Pipeline-parallel size, in stages.",
+    ),
+]  # fmt: skip
+Resume = Annotated[
+    str | None,
+    _option(
+        "--resume", metavar="auto|none|PATH", values=complete.resume,
+        help="Resume from a checkpoint: auto takes the newest complete one of the run, PATH a given one.",
+    ),
+]  # fmt: skip
+
+# Conversion.
+Load = Annotated[
+    str | None,
+    _option("--load", "--load-dir", metavar="DIR", panel=CHECKPOINT, help="Checkpoint to read. Required here or in a file."),
+]
+Save = Annotated[
+    str | None,
+    _option("--save", "--save-dir", metavar="DIR", panel=CHECKPOINT, help="New or empty folder to write. Required here or in a file."),
+]
+InspectDir = Annotated[
+    str | None,
+    typer.Argument(metavar="DIR", help="Checkpoint to inspect: an mcore or Hugging Face folder.", show_default=False),
 ]
 Vpp = Annotated[
-    int | None, typer.Option("--vpp", "--num-layers-per-virtual-pipeline-stage", metavar="N", help="Layers per virtual pipeline stage.")
+    int | None,
+    _option(
+        "--vpp", "--num-layers-per-virtual-pipeline-stage", metavar="N", panel=PARALLEL,
+        help="Layers per virtual pipeline stage. Default: no virtual stages.",
+    ),
+]  # fmt: skip
+LayerList = Annotated[
+    str | None,
+    _option("--num-layer-list", metavar="N,N,...", panel=PARALLEL, help="Number of layers of each pipeline stage. Default: equal stages."),
 ]
-LayerList = Annotated[str | None, typer.Option("--num-layer-list", metavar="N,N,...", help="Layers of each pipeline stage; unset: equal.")]
-NoopLayers = Annotated[str | None, typer.Option("--noop-layers", metavar="N,N,...", help="Positions in the pipeline that hold no layer.")]
+NoopLayers = Annotated[
+    str | None,
+    _option("--noop-layers", metavar="N,N,...", panel=PARALLEL, help="Pipeline positions that hold no layer, from 0. Default: none."),
+]
 Ep = Annotated[
     int | None,
-    typer.Option("--ep", "--expert-model-parallel-size", "--target-expert-parallel-size", metavar="N", help="Expert-parallel size."),
-]
+    _option(
+        "--ep", "--expert-model-parallel-size", "--target-expert-parallel-size", metavar="N", panel=PARALLEL,
+        help="Expert-parallel size, in devices.",
+    ),
+]  # fmt: skip
 Etp = Annotated[
-    int | None, typer.Option("--etp", "--expert-tensor-parallel-size", metavar="N", help="Ranks that one expert is cut over; unset: TP.")
-]
-GroupedGemm = Annotated[bool | None, typer.Option("--moe-grouped-gemm/--no-moe-grouped-gemm", help="Write a rank's experts fused.")]
+    int | None,
+    _option(
+        "--etp", "--expert-tensor-parallel-size", metavar="N", panel=PARALLEL,
+        help="Tensor-parallel size of each expert, in devices. Default: the value of --tp.",
+    ),
+]  # fmt: skip
+GroupedGemm = Annotated[
+    bool | None,
+    _option(
+        "--moe-grouped-gemm/--no-moe-grouped-gemm", panel=FORMAT,
+        help="Write the experts of a rank as one tensor, for grouped matrix products.",
+    ),
+]  # fmt: skip
 TpExtendEp = Annotated[
     bool | None,
-    typer.Option("--moe-tp-extend-ep/--no-moe-tp-extend-ep", help="Spread whole experts over EP * TP ranks."),
-]
-Dtype = Annotated[ConvertDtype | None, typer.Option("--dtype", "--params-dtype", help="Type of the written tensors.")]
-Layout = Annotated[CheckpointLayout | None, typer.Option("--layout", help="A file per rank, or Megatron's distributed format.")]
-Names = Annotated[WeightNames | None, typer.Option("--names", help="Tensor names: local, Transformer Engine, or before megatron-core.")]
-PadVocab = Annotated[int | None, typer.Option("--pad-vocab-to-multiple", metavar="N", help="Pad the vocabulary to a multiple; unset: TP.")]
+    _option(
+        "--moe-tp-extend-ep/--no-moe-tp-extend-ep", panel=PARALLEL,
+        help="Distribute unsplit experts over EP * TP ranks, in MindSpeed's order.",
+    ),
+]  # fmt: skip
+Dtype = Annotated[
+    str | None,
+    _option(
+        "--dtype", "--params-dtype", metavar="TYPE", panel=FORMAT, values=complete.choices("convert.dtype"),
+        help="Data type of the written tensors.",
+    ),
+]  # fmt: skip
+CheckpointFormat = Annotated[
+    str | None,
+    _option(
+        "--format", metavar="NAME", panel=FORMAT, values=complete.choices("convert.format"),
+        help="Checkpoint format: one file per rank (mindspeed) or Megatron's distributed format (dist).",
+    ),
+]  # fmt: skip
+Names = Annotated[
+    str | None,
+    _option(
+        "--names", metavar="NAME", panel=FORMAT, values=complete.choices("convert.names"),
+        help="Tensor names: Megatron's local layers, Transformer Engine's, or those before megatron-core (legacy).",
+    ),
+]  # fmt: skip
+PadVocab = Annotated[
+    int | None,
+    _option(
+        "--pad-vocab-to-multiple", metavar="N", panel=FORMAT,
+        help="Pad the vocabulary to a multiple of this many tokens. Default: the value of --tp.",
+    ),
+]  # fmt: skip
 HfConfig = Annotated[
-    str | None, typer.Option("--hf-config", "--hf-cfg-dir", metavar="DIR", help="Folder with config.json and tokenizer, if not in --load.")
-]
+    str | None,
+    _option(
+        "--hf-config", "--hf-cfg-dir", metavar="DIR", panel=CHECKPOINT,
+        help="Folder with config.json and tokenizer. Default: those in the folder of --load.",
+    ),
+]  # fmt: skip
 Lora = Annotated[
     str | None,
-    typer.Option("--lora", "--lora-load", metavar="DIR", help="LoRA adapter to merge, PEFT's or mcore's; also --load itself."),
+    _option(
+        "--lora", "--lora-load", metavar="DIR", panel=CHECKPOINT,
+        help="LoRA adapter to merge, in PEFT or mcore format. It may be the folder of --load.",
+    ),
+]  # fmt: skip
+Orm = Annotated[
+    bool | None,
+    _option(
+        "--orm/--no-orm", panel=CHECKPOINT,
+        help="Accept only a reward model. Reward models are recognized without it too.",
+    ),
+]  # fmt: skip
+Verify = Annotated[
+    bool | None,
+    _option("--verify/--no-verify", panel=FORMAT, help="Verify the result: bitwise round trip, and logits in fp32."),
 ]
-Orm = Annotated[bool | None, typer.Option("--orm/--no-orm", help="Refuse anything but a reward model, which is known without it too.")]
-Verify = Annotated[bool | None, typer.Option("--verify/--no-verify", help="Prove the result bitwise and by logits. On by default.")]
 
 # Preprocessing.
-Input = Annotated[list[str] | None, typer.Option("--input", metavar="FILE...", help="JSON, JSONL or Parquet: files, folders, globs.")]
+Input = Annotated[
+    list[str] | None,
+    _option(
+        "--input", metavar="FILE...", panel=INPUT,
+        help="JSON, JSONL or Parquet files, folders or globs. Required here or in a file.",
+    ),
+]  # fmt: skip
 MoreInput = Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)]
 Tokenizer = Annotated[
-    str | None, typer.Option("--tokenizer", "--tokenizer-name-or-path", metavar="DIR", help="Folder of the Hugging Face tokenizer.")
+    str | None,
+    _option(
+        "--tokenizer", "--tokenizer-name-or-path", metavar="DIR", panel=INPUT,
+        help="Folder of the Hugging Face tokenizer. Required here or in a file.",
+    ),
+]  # fmt: skip
+Handler = Annotated[
+    str | None,
+    _option(
+        "--handler", "--handler-name", metavar="NAME", panel=INPUT, values=complete.choices("preprocess.handler"),
+        help="Dataset handler, which reads a row as a conversation. Required here or in a file.",
+    ),
+]  # fmt: skip
+Kind = Annotated[
+    str | None,
+    _option(
+        "--kind", metavar="KIND", panel=OUTPUT, values=complete.choices("preprocess.kind"),
+        help="Kind of data to write. Default: the handler's.",
+    ),
+]  # fmt: skip
+Template = Annotated[
+    str | None,
+    _option(
+        "--template", "--prompt-type", metavar="NAME", panel=ROWS, values=complete.template_names,
+        help="Prompt template, by name or by path of a YAML file.",
+    ),
+]  # fmt: skip
+OutputPrefix = Annotated[
+    str | None,
+    _option(
+        "--output-prefix", metavar="PREFIX", panel=OUTPUT,
+        help="Path that all written file names start with, as in data/sft. Required here or in a file.",
+    ),
+]  # fmt: skip
+SeqLength = Annotated[int | None, _option("--seq-length", metavar="N", panel=ROWS, help="Maximum row length in tokens. Default: no limit.")]
+Pack = Annotated[bool | None, _option("--pack/--no-pack", panel=ROWS, help="Pack several examples into rows of --seq-length tokens.")]
+MapKeys = Annotated[
+    str | None,
+    _option("--map-keys", metavar="JSON", panel=INPUT, help='Column names of the input, as in {"prompt": "question"}.'),
 ]
-Handler = Annotated[str | None, typer.Option("--handler", "--handler-name", metavar="NAME", help="How a row becomes a conversation.")]
-Kind = Annotated[DataKind | None, typer.Option("--kind", help="What to write; unset: the handler's own.")]
-Template = Annotated[str | None, typer.Option("--template", "--prompt-type", metavar="NAME", help="Prompt template, by name or path.")]
-OutputPrefix = Annotated[str | None, typer.Option("--output-prefix", metavar="P", help="Beginning of the names of all files written.")]
-SeqLength = Annotated[int | None, typer.Option("--seq-length", metavar="N", help="Longest row in tokens.")]
-Pack = Annotated[bool | None, typer.Option("--pack/--no-pack", help="Lay examples end to end into rows of --seq-length.")]
-MapKeys = Annotated[str | None, typer.Option("--map-keys", metavar="JSON", help='Column names, as in {"prompt": "question"}.')]
-TooLongRows = Annotated[TooLong | None, typer.Option("--too-long", help="What happens to rows above --seq-length.")]
+TooLongRows = Annotated[
+    str | None,
+    _option(
+        "--too-long", metavar="ACTION", panel=ROWS, values=complete.choices("preprocess.too_long"),
+        help="Action on rows longer than --seq-length.",
+    ),
+]  # fmt: skip
 Thinking = Annotated[
-    bool | None, typer.Option("--enable-thinking/--no-enable-thinking", help="For templates with thoughts; off gives an empty one.")
-]
-Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Worker processes.")]
-Overwrite = Annotated[bool | None, typer.Option("--overwrite/--no-overwrite", help="Replace data under the same prefix.")]
-AppendEod = Annotated[bool | None, typer.Option("--append-eod/--no-append-eod", help="End every pretraining document with end-of-text.")]
+    bool | None,
+    _option(
+        "--enable-thinking/--no-enable-thinking", panel=ROWS,
+        help="For templates with thinking: --no-enable-thinking gives the model an empty thought. Default: the template's.",
+    ),
+]  # fmt: skip
+Workers = Annotated[int | None, _option("--workers", metavar="N", panel=OUTPUT, help="Number of worker processes.")]
+Overwrite = Annotated[bool | None, _option("--overwrite/--no-overwrite", panel=OUTPUT, help="Replace existing data of the same prefix.")]
+AppendEod = Annotated[
+    bool | None,
+    _option(
+        "--append-eod/--no-append-eod", panel=ROWS,
+        help="End every pretraining document with the end-of-text token.",
+    ),
+]  # fmt: skip
 
 # Generation.
-Model = Annotated[str | None, typer.Option("--model", metavar="DIR", help="Hugging Face or mcore checkpoint folder.")]
-PromptText = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="One prompt.")]
-InputFile = Annotated[str | None, typer.Option("--input", metavar="FILE", help="JSONL with prompt or messages in every row.")]
-OutputFile = Annotated[str | None, typer.Option("--output", metavar="FILE", help="JSONL to write; unset: standard output.")]
-Engine = Annotated[EngineName | None, typer.Option("--engine", help="Engine that generates.")]
-System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
-Raw = Annotated[bool | None, typer.Option("--raw/--no-raw", help="Take prompts as they are, without a template.")]
-ComputeDtype = Annotated[ModelDtype | None, typer.Option("--dtype", help="Type of weights and activations.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Longest answer in tokens.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", metavar="X", help="0 is greedy.")]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="X", help="Smallest set of this probability.")]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="N", help="The k likeliest tokens; -1 is off.")]
-MinP = Annotated[float | None, typer.Option("--min-p", metavar="X", help="Fraction of the likeliest token.")]
-NumSamples = Annotated[int | None, typer.Option("--num-samples", metavar="N", help="Answers per prompt.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of sampling.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends an answer; repeatable.")]
+Model = Annotated[
+    str | None,
+    _option("--model", metavar="DIR", panel=MODEL, help="Hugging Face folder or mcore checkpoint. Required here or in a file."),
+]
+EngineTp = Annotated[
+    int | None,
+    _option("--tp", "--tensor-model-parallel-size", metavar="N", panel=MODEL, help="Tensor-parallel size of the engine, in devices."),
+]
+ChatTemplate = Annotated[
+    str | None,
+    _option(
+        "--template", "--prompt-type", metavar="NAME", panel=MODEL, values=complete.template_names,
+        help="Prompt template, by name or by path of a YAML file. Default: the tokenizer's chat template.",
+    ),
+]  # fmt: skip
+PromptText = Annotated[str | None, _option("--prompt", metavar="TEXT", panel=PROMPTS, help="A single prompt. Give it or --input.")]
+InputFile = Annotated[
+    str | None,
+    _option("--input", metavar="FILE", panel=PROMPTS, help="JSONL file with prompt or messages in every row."),
+]
+OutputFile = Annotated[
+    str | None,
+    _option("--output", metavar="FILE", panel=PROMPTS, help="JSONL file to write. Default: standard output."),
+]
+Engine = Annotated[
+    str | None,
+    _option("--engine", metavar="NAME", panel=MODEL, values=complete.choices("generate.engine"), help="Inference engine."),
+]
+System = Annotated[str | None, _option("--system", metavar="TEXT", panel=PROMPTS, help="System message. Default: the template's.")]
+Raw = Annotated[bool | None, _option("--raw/--no-raw", panel=PROMPTS, help="Use prompts as they are, without a template.")]
+ComputeDtype = Annotated[
+    str | None,
+    _option(
+        "--dtype", metavar="TYPE", panel=MODEL, values=complete.choices("generate.dtype"),
+        help="Data type of weights and activations. Default: the checkpoint's.",
+    ),
+]  # fmt: skip
+MaxTokens = Annotated[int | None, _option("--max-tokens", metavar="N", panel=SAMPLING, help="Maximum response length in tokens.")]
+Temperature = Annotated[
+    float | None,
+    _option("--temperature", metavar="X", panel=SAMPLING, help="Sampling temperature. 0 decodes greedily."),
+]
+TopP = Annotated[
+    float | None,
+    _option("--top-p", metavar="X", panel=SAMPLING, help="Sample from the smallest set of tokens with this probability. 1 disables it."),
+]
+TopK = Annotated[
+    int | None,
+    _option("--top-k", metavar="N", panel=SAMPLING, help="Sample from this many of the likeliest tokens. -1 disables it."),
+]
+MinP = Annotated[
+    float | None,
+    _option(
+        "--min-p", metavar="X", panel=SAMPLING,
+        help="Drop tokens below this fraction of the likeliest token's probability. 0 disables it.",
+    ),
+]  # fmt: skip
+NumSamples = Annotated[int | None, _option("--num-samples", metavar="N", panel=SAMPLING, help="Number of responses per prompt.")]
+Seed = Annotated[int | None, _option("--seed", metavar="N", panel=SAMPLING, help="Seed of sampling. Default: run.seed, which is 0.")]
+Stop = Annotated[
+    list[str] | None,
+    _option("--stop", metavar="TEXT", panel=SAMPLING, help="Text that ends a response. Repeatable. Default: the template's."),
+]
 
 # Cluster.
-Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="As `msrl cluster up` printed it.", show_default=False)]
-Host = Annotated[str, typer.Option("--host", metavar="H", help="Address of this machine that others reach it by.")]
-NodeHost = Annotated[str | None, typer.Option("--host", metavar="H", help="Address of this machine; unset: the one that faces HOST.")]
-Port = Annotated[int, typer.Option("--port", metavar="N", min=1, max=65535, help="Port that nodes and runs connect to.")]
-DashboardHost = Annotated[str, typer.Option("--dashboard-host", metavar="H", help="Address of the dashboard.")]
-DashboardPort = Annotated[int, typer.Option("--dashboard-port", metavar="N", min=1, max=65535, help="Port of the dashboard.")]
-Devices = Annotated[int | None, typer.Option("--devices", metavar="N", min=1, help="Devices to offer; unset: all.")]
+Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address that `msrl cluster up` printed.", show_default=False)]
+Host = Annotated[str, _option("--host", metavar="HOST", panel=NETWORK, help="Address of this machine for the other machines.")]
+NodeHost = Annotated[
+    str | None,
+    _option(
+        "--host", metavar="HOST", panel=NETWORK,
+        help="Address of this machine for the other machines. Default: the one that reaches the head node.",
+    ),
+]  # fmt: skip
+Port = Annotated[
+    int,
+    _option("--port", metavar="N", min=1, max=65535, panel=NETWORK, help="Port for nodes and runs, from 1 to 65535."),
+]
+DashboardHost = Annotated[str, _option("--dashboard-host", metavar="HOST", panel=NETWORK, help="Address that the dashboard listens on.")]
+DashboardPort = Annotated[
+    int,
+    _option("--dashboard-port", metavar="N", min=1, max=65535, panel=NETWORK, help="Port of the dashboard, from 1 to 65535."),
+]
+Devices = Annotated[int | None, _option("--devices", metavar="N", min=1, help="Number of devices to offer. Default: all.")]
 
-# Configuration.
-For = Annotated[CommandName | None, typer.Option("--for", help="Command to check for; unset: by the sections that are set.")]
-From = Annotated[SystemName, typer.Option("--from", help="The system that the file or the flags are of.")]
-Foreign = Annotated[list[str], typer.Argument(metavar="FILE|FLAGS...", help="A .yaml file, a shell script, or the words of a command.")]
-NativeFile = Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="YAML to write; unset: standard output.")]
-
-# Doctor.
-Imports = Annotated[bool, typer.Option("--imports/--no-imports", help="Import every library in a process of its own.")]
+# Configuration and doctor.
+For = Annotated[
+    CommandName | None,
+    _option(
+        "--for", metavar="COMMAND", panel=CONFIGURATION,
+        help=f"Command to check for: {', '.join(CommandName)}. Default: the one that the configured sections suggest.",
+    ),
+]  # fmt: skip
+From = Annotated[
+    SystemName,
+    _option("--from", metavar="SYSTEM", help=f"System that the file or the flags belong to: {', '.join(SystemName)}. Required."),
+]
+Foreign = Annotated[
+    list[str],
+    typer.Argument(metavar="FILE|FLAGS...", help="YAML file, shell script, or the words of a command.", show_default=False),
+]
+NativeFile = Annotated[
+    str | None,
+    _option("--output", "-o", metavar="FILE", help="YAML file to write. Default: standard output."),
+]
+Imports = Annotated[bool, _option("--imports/--no-imports", help="Import every library in a separate process. Default: --imports.")]

@@ -1,4 +1,4 @@
-"""msrl preprocess: rows of text to tokens on disk."""
+"""msrl preprocess: tokenize a dataset."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import typer
 
 from msrl.cli import options as o
 from msrl.cli.execute import execute
+from msrl.cli.help import examples
 from msrl.errors import MsrlError
+
+EXAMPLES = examples(
+    "msrl preprocess --input alpaca.json --tokenizer Qwen2.5-7B --handler alpaca \\",
+    "    --template qwen --output-prefix data/sft --workers 8",
+    "msrl preprocess -c preprocess.yaml --dry-run",
+)
 
 
 def preprocess(
@@ -35,15 +42,15 @@ def preprocess(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Turn a dataset into tokens, in Megatron's indexed files."""
+    """Tokenize a dataset and write it as Megatron's indexed files."""
     ctx.params["input"] = [*(input or []), *(ctx.params.pop("more_input") or [])]
     if map_keys is not None:
-        ctx.params["map_keys"] = _columns(map_keys)
-    execute(ctx, "preprocess", section="preprocess")
+        ctx.params["map_keys"] = _column_names(map_keys)
+    execute(ctx, "preprocess")
 
 
-def _columns(text: str) -> dict[str, Any]:
-    """The mapping of `--map-keys`. Raises MsrlError when it is not a JSON object."""
+def _column_names(text: str) -> dict[str, Any]:
+    """Return the mapping of `--map-keys`. Raises MsrlError when it is not a JSON object."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -6,6 +6,19 @@ import typer
 
 from msrl.cli import options as o
 from msrl.cli.execute import execute
+from msrl.cli.help import examples
+
+SFT_EXAMPLES = examples(
+    "msrl train-sft -c sft.yaml --dry-run",
+    "msrl train-sft -c sft.yaml --model Qwen2.5-0.5B --data data/sft --lr 1e-5",
+    "msrl train-sft -c sft.yaml --set train.lora.rank=8 --resume auto",
+)
+GRPO_EXAMPLES = examples(
+    "msrl train-grpo -c grpo.yaml --dry-run",
+    "msrl train-grpo -c grpo.yaml --model runs/sft/checkpoints --name dapo \\",
+    "    --set algo.preset=dapo",
+    "msrl train-grpo -c grpo.yaml --resume auto",
+)
 
 
 def train_sft(
@@ -13,12 +26,19 @@ def train_sft(
     config: o.Files = None,
     config_name: o.ConfigName = None,
     sets: o.Sets = None,
+    model: o.TrainModel = None,
+    data: o.Data = None,
+    name: o.Name = None,
+    steps: o.Steps = None,
+    lr: o.LearningRate = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     resume: o.Resume = None,
     platform: o.Platform = None,
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Supervised fine-tuning of a model with Megatron."""
+    """Fine-tune a model on examples or text, with Megatron."""
     execute(ctx, "train-sft")
 
 
@@ -27,10 +47,17 @@ def train_grpo(
     config: o.Files = None,
     config_name: o.ConfigName = None,
     sets: o.Sets = None,
+    model: o.TrainModel = None,
+    data: o.Data = None,
+    name: o.Name = None,
+    steps: o.Steps = None,
+    lr: o.LearningRate = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     resume: o.Resume = None,
     platform: o.Platform = None,
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Reinforcement learning with vLLM, verifiers and Megatron."""
+    """Train a model with GRPO or another RL algorithm: vLLM generates, rewards score, Megatron trains."""
     execute(ctx, "train-grpo")

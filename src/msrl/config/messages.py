@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 from msrl.config.schema import Config
 from msrl.config.show import flow
 from msrl.config.sources import Node, plain
-from msrl.config.unsupported import not_yet
+from msrl.config.unsupported import RENAMED, not_yet
+from msrl.errors import did_you_mean, similar
 
 Loc = tuple[int | str, ...]
 
@@ -80,6 +81,8 @@ def _line(loc: Loc, findings: list[Mapping[str, Any]], tree: Node) -> str:
         return f"{head}: {later}"
     if node.value is None and ":" in str(loc[-1]):
         return f"{head}: YAML reads this as one word; write a space after the colon"
+    if key in RENAMED:
+        return f"{head}: this key has been renamed. Set {RENAMED[key]} instead."
     if findings[0]["type"] == "extra_forbidden":
         return f"{head}: there is no such key; {_nearest_key(loc)}"
     allowed = " or ".join(dict.fromkeys(_allowed(finding, loc) for finding in findings))
@@ -137,8 +140,23 @@ def _choices(context: Mapping[str, Any]) -> list[str]:
 def _hint(finding: Mapping[str, Any], node: Node) -> str:
     if finding["type"] != "literal_error" or not isinstance(node.value, str):
         return ""
-    close = difflib.get_close_matches(node.value, _choices(finding.get("ctx") or {}), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = similar(node.value, _choices(finding.get("ctx") or {}), _SENSES)
+    return f"; {did_you_mean(close)}" if close else ""
+
+
+# Words that users try for a choice, with the choices of that meaning.
+_SENSES = {
+    "gpu": ("cuda",),
+    "nvidia": ("cuda",),
+    "ascend": ("npu",),
+    "fp32": ("float32",),
+    "float": ("float32", "fp32"),
+    "float32": ("fp32",),
+    "bf16": ("bfloat16",),
+    "bfloat16": ("bf16",),
+    "half": ("fp16",),
+    "float16": ("fp16",),
+}
 
 
 def model_at(loc: Iterable[int | str]) -> type[BaseModel] | None:

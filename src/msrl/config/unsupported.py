@@ -26,6 +26,8 @@ NOT_YET: dict[str, str] = {
     "env": "",
 }
 
+RENAMED = {"convert.layout": "convert.format"}  # keys of earlier versions, refused with their new names
+
 NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "rollout.engine.name": frozenset({"megatron"}),
     "train.parallel.cp_algo": frozenset({"ring", "ulysses", "hybrid", "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"}),

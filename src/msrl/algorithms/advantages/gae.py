@@ -1,7 +1,8 @@
 """Generalised advantage estimation (arXiv:1506.02438, equation 16), the advantages of PPO with a critic.
 
-A_t = sum over k >= 0 of (gamma lambda)^k d_{t+k} with d_t = r_t + gamma V_{t+1} - V_t. P prompts, G completions per prompt, N tokens; V_t is
-the critic's value of what precedes token t, and 0 behind a response's last token. lambda 0 trusts the critic alone, lambda 1 the rewards.
+A_t = sum over k >= 0 of (gamma lambda)^k d_{t+k} with d_t = r_t + gamma V_{t+1} - V_t. P prompts, G completions per prompt, N tokens; V_t
+is the critic's value of what precedes token t, and 0 behind a response's last token. lambda 0 trusts the critic alone, lambda 1 the
+rewards.
 """
 
 from __future__ import annotations

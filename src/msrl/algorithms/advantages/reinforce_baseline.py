@@ -1,7 +1,7 @@
 """REINFORCE++ with a group baseline (arXiv:2501.03262): A = R - mean of the group, then the z-score over all trained tokens.
 
-P prompts, G completions per prompt, N tokens. Unlike group_norm it divides by one standard deviation for all prompts, so that prompts with almost
-equal rewards are not amplified.
+P prompts, G completions per prompt, N tokens. Unlike group_norm it divides by one standard deviation for all prompts, so that prompts with
+almost equal rewards are not amplified.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The clipped policy loss (arXiv:1707.06347, equation 7), clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729).
 
-N tokens of a packed micro-batch. A token's loss is -min(r A, clip(r, 1 - low, 1 + high) A); with a dual clip c, the loss of
-tokens with negative advantage is at most -c A. With the ratio of sequences this is GSPO (arXiv:2507.18071), and GSPO-token (its section 4.3) where advantages
-differ by token: the sign of each token's advantage decides its clip.
+N tokens of a packed micro-batch. A token's loss is -min(r A, clip(r, 1 - low, 1 + high) A); with a dual clip c, the loss of tokens with
+negative advantage is at most -c A. With the ratio of sequences this is GSPO (arXiv:2507.18071), and GSPO-token (its section 4.3) where
+advantages differ by token: the sign of each token's advantage decides its clip.
 """
 
 from __future__ import annotations

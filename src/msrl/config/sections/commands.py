@@ -41,8 +41,8 @@ class ConvertConfig(Section):
     moe_grouped_gemm: Bool = Field(default=False, description="Write a rank's experts fused, for grouped matrix products")
     moe_tp_extend_ep: Bool = Field(default=False, description="Spread whole experts over ep * tp ranks, in MindSpeed's order")
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(default="keep", description="Type of the written tensors")
-    layout: Literal["mindspeed", "dist"] = Field(
-        default="mindspeed", description="Files of the mcore checkpoint: one per rank, or Megatron's distributed format, which has no ranks"
+    format: Literal["mindspeed", "dist"] = Field(
+        default="mindspeed", description="Checkpoint format: one file per rank (mindspeed), or Megatron's distributed format (dist)"
     )
     names: Literal["local", "te", "legacy"] = Field(
         default="local", description="Tensor names: Megatron's local or Transformer Engine layer spec, or its models before megatron-core"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, hub_hint
 from msrl.models.families import load_shape
 from msrl.models.paths import config_dir
 from msrl.models.shape import Shape
@@ -43,7 +43,8 @@ class RankModel:
         """What is wrong with the model's folder or these options."""
         folder = config_dir(path)
         if not (folder / "config.json").is_file():
-            return f"has no config.json, in itself or in {folder.name}; give an mcore checkpoint that msrl wrote, or a Hugging Face folder"
+            wanted = "give an mcore checkpoint that msrl wrote, or a Hugging Face folder"
+            return f"has no config.json, in itself or in {folder.name}; {wanted}{hub_hint(path)}"
         try:
             shape = load_shape(folder)
         except MsrlError as error:

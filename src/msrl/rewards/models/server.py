@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, hub_hint
 from msrl.rewards.models.worker import LENGTH, Settings
 from msrl.rewards.pool import Outcome
 from msrl.rewards.remote import Item
@@ -51,7 +51,8 @@ class RewardModel:
         """What is wrong with the model's folder or these options."""
         config = Path(path) / "config.json"
         if not config.is_file():
-            return "holds no config.json; give the folder of a Hugging Face model or, with engine: megatron, an mcore checkpoint"
+            wanted = "give the folder of a Hugging Face model or, with engine: megatron, an mcore checkpoint"
+            return f"holds no config.json; {wanted}{hub_hint(path)}"
         architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or ["none"]
         if not any("SequenceClassification" in name for name in architectures):
             return f"is {architectures[0]}, no model with a scalar head (...ForSequenceClassification)"

@@ -27,7 +27,7 @@ _FROM_HF = "hf2mcore"
 def target_of(convert: ConvertConfig) -> McoreTarget:
     """The mcore checkpoint that a conversion is to write."""
     naming = Naming(convert.names == "te", convert.moe_grouped_gemm, convert.names == "legacy")
-    return McoreTarget(cut_of(convert), CHOICES[convert.dtype], naming, convert.pad_vocab_to_multiple, convert.layout == "dist")
+    return McoreTarget(cut_of(convert), CHOICES[convert.dtype], naming, convert.pad_vocab_to_multiple, convert.format == "dist")
 
 
 def show(config: Config) -> None:

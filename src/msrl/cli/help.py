@@ -1,0 +1,227 @@
+"""Help of all commands: panels of options that never cut a name off, defaults and ranges from the schema, examples at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from msrl.cli import hints
+from msrl.cli.keys import configured_command, option_key
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+GENERAL = "General"
+_MAX_WIDTH = 100
+_MAX_LABEL_WIDTH = 28
+_MIN_HELP_WIDTH = 36
+_NAME, _VALUE, _DIM = "bold cyan", "yellow", "dim"
+
+
+class Command(TyperCommand):
+    """A command with panels in its help, and with hints in the messages about wrong arguments."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of this command."""
+        formatter.write(_render(self, ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. An error about one of them says what it may have been meant for."""
+        ctx.allow_extra_args = True  # so that the words that are too many can be named below
+        try:
+            rest = super().parse_args(ctx, args)
+        except Exception as error:
+            hints.explain_option(error, configured_command(ctx), [name for parameter in self.params for name in parameter.opts])
+            raise
+        if ctx.args and not ctx.resilient_parsing:
+            ctx.fail(hints.extra_words(ctx.args, [parameter.name for parameter in self.params]))
+        return rest
+
+
+class Group(TyperGroup):
+    """A group of commands with panels in its help, and with suggestions for unknown commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of this group."""
+        formatter.write(_render(self, ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first argument names, and the rest. An unknown name is answered with similar ones."""
+        is_unknown = self.get_command(ctx, args[0]) is None and not args[0].startswith("-")
+        if is_unknown and not ctx.resilient_parsing:
+            ctx.fail(hints.unknown_command(args[0], ctx.find_root().command))
+        return super().resolve_command(ctx, args)
+
+
+def examples(*commands: str) -> str:
+    """Return the example commands of a help text as its epilog, one per line."""
+    return "\n".join(commands)
+
+
+def _render(command: Any, ctx: Any) -> str:
+    """Return the help of a command as text, colored if standard output is a terminal that takes colors."""
+    from rich.console import Console
+
+    output = StringIO()
+    is_colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    console = Console(
+        file=output,
+        width=width,
+        force_terminal=is_colored,
+        color_system="standard" if is_colored else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    console.print(ctx.command.get_usage(ctx).rstrip())
+    for paragraph in (command.help or "").split("\n\n"):
+        console.print()
+        console.print(" ".join(paragraph.split()))
+    console.print()
+    for title, entries in _panels(command, ctx, console).items():
+        _print_panel(console, title, entries)
+    if command.epilog:
+        _print_examples(console, command.epilog)
+    return "".join(f"{line.rstrip()}\n" for line in output.getvalue().splitlines())
+
+
+def _panels(command: Any, ctx: Any, console: Console) -> dict[str, list[RenderableType]]:
+    """Return the lines of every panel by its title: commands first, then arguments, then options, the general ones last."""
+    panels: dict[str, list[RenderableType]] = {}
+    entries = [*_command_entries(command, ctx), *_parameter_entries(command, ctx)]
+    widths = [label.cell_len + 2 for _, label, _ in entries]
+    column = max((width for width in widths if width <= _MAX_LABEL_WIDTH), default=_MAX_LABEL_WIDTH)
+    for title, label, text in entries:
+        panels.setdefault(title, []).extend(_entry(console, label, text, column))
+    if GENERAL in panels:
+        panels[GENERAL] = panels.pop(GENERAL)
+    return panels
+
+
+def _command_entries(command: Any, ctx: Any) -> Iterator[tuple[str, Text, Text]]:
+    from rich.text import Text
+
+    if not isinstance(command, TyperGroup):
+        return
+    for name in command.list_commands(ctx):
+        subcommand = command.get_command(ctx, name)
+        summary = " ".join((getattr(subcommand, "help", None) or "").split("\n\n")[0].split())
+        yield "Commands", Text(name, _NAME), Text(summary)
+
+
+def _parameter_entries(command: Any, ctx: Any) -> Iterator[tuple[str, Text, Text]]:
+    for parameter in command.get_params(ctx):
+        if getattr(parameter, "hidden", False):
+            continue
+        if parameter.param_type_name == "argument":
+            yield "Arguments", _argument_label(parameter), _argument_text(parameter)
+        else:
+            yield getattr(parameter, "rich_help_panel", None) or GENERAL, _option_label(parameter), _option_text(parameter, ctx)
+
+
+def _argument_label(parameter: Any) -> Text:
+    from rich.text import Text
+
+    return Text(parameter.metavar or parameter.name.upper(), _NAME)
+
+
+def _argument_text(parameter: Any) -> Text:
+    from rich.text import Text
+
+    text = Text(parameter.help or "")
+    if parameter.required:
+        text.append(" [required]", _DIM)
+    return text
+
+
+def _option_label(parameter: Any) -> Text:
+    """Return the names in the left column: short, first long, and negative name, with the placeholder of the value."""
+    from rich.text import Text
+
+    short = [name for name in parameter.opts if not name.startswith("--")]
+    long = [name for name in parameter.opts if name.startswith("--")][:1]
+    text = Text(", ".join([*short, *long, *parameter.secondary_opts]), _NAME)
+    if parameter.metavar:
+        text.append(f" {parameter.metavar}", _VALUE)
+    return text
+
+
+def _option_text(parameter: Any, ctx: Any) -> Text:
+    """Return the help of an option with its choices, range, default and further names."""
+    from rich.text import Text
+
+    text = Text(parameter.help or "")
+    for fact in _facts(parameter, ctx):
+        text.append(f" [{fact}]", _DIM)
+    aliases = [name for name in parameter.opts if name.startswith("--")][1:]
+    if aliases:
+        text.append(f"\nAlso: {', '.join(aliases)}", _DIM)
+    return text
+
+
+def _facts(parameter: Any, ctx: Any) -> Iterator[str]:
+    """Yield choices, range and default of an option, from the schema where the option sets a configuration key."""
+    key = option_key(configured_command(ctx), parameter.name)
+    if key is None:
+        if parameter.default and not parameter.is_flag:
+            yield f"default: {parameter.default}"
+        return
+    from msrl.config.facts import key_facts
+
+    facts = key_facts(key)
+    if facts is None:
+        return
+    if facts.choices and not parameter.is_flag:
+        yield "|".join(facts.choices)
+    if facts.limits:
+        yield facts.limits
+    default = _default_text(facts.default)
+    if default and "Default:" not in (parameter.help or ""):
+        yield f"default: {default}"
+
+
+def _default_text(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default) if isinstance(default, (str, int, float)) else ""
+
+
+def _entry(console: Console, label: Text, text: Text, column: int) -> Iterator[Text]:
+    """Yield the lines of an entry: label and text beside each other, or below each other where the label is long."""
+    from rich.text import Text
+
+    inner = console.width - 4
+    if inner - column < _MIN_HELP_WIDTH:
+        column = 2
+    lines = list(text.wrap(console, inner - column, overflow="fold"))
+    if label.cell_len + 2 <= column:
+        first = label.copy()
+        first.pad_right(column - label.cell_len)
+        yield first + lines.pop(0) if lines else first
+    else:
+        yield from label.wrap(console, inner, overflow="fold")
+    yield from (Text(" " * column) + line for line in lines)
+
+
+def _print_panel(console: Console, title: str, lines: Iterable[RenderableType]) -> None:
+    from rich import box
+    from rich.console import Group as Lines
+    from rich.panel import Panel
+
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    style = box.ROUNDED if is_unicode else box.ASCII
+    console.print(Panel(Lines(*lines), title=title, title_align="left", box=style, border_style=_DIM))
+
+
+def _print_examples(console: Console, epilog: str) -> None:
+    console.print("\nExamples:", style="bold")
+    for line in epilog.splitlines():
+        console.print(f"  {line}", soft_wrap=True)

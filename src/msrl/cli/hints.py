@@ -1,0 +1,137 @@
+"""Hints for wrong command lines: what an unknown command, an unknown option or a word too many was probably meant to be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+_RENAMED_OPTIONS = {"--layout": "--format"}
+_OTHER_OPTIONS = {
+    "--learning-rate": "--lr",
+    "--max-steps": "--steps",
+    "--num-steps": "--steps",
+    "--model-path": "--model",
+    "--model-name-or-path": "--model",
+    "--dataset": "--data",
+    "--train-data": "--data",
+    "--run-name": "--name",
+    "--tensor-parallel-size": "--tp",
+    "--pipeline-parallel-size": "--pp",
+}
+_OTHER_WORDS = {
+    "sft": ("train-sft",),
+    "finetune": ("train-sft",),
+    "fine-tune": ("train-sft",),
+    "pretrain": ("train-sft",),
+    "rl": ("train-grpo",),
+    "ppo": ("train-grpo",),
+    "dapo": ("train-grpo",),
+    "rlhf": ("train-grpo",),
+    "convert": ("convert-ckpt",),
+    "export": ("convert-ckpt mcore2hf",),
+    "tokenize": ("preprocess",),
+    "infer": ("generate",),
+    "inference": ("generate",),
+    "sample": ("generate",),
+    "start": ("cluster up",),
+    "stop": ("cluster down",),
+    "check": ("config validate", "doctor"),
+}
+
+
+def unknown_command(word: str, root: Any) -> str:
+    """Return the message about a word that is no command, with the commands that it resembles."""
+    commands = tuple(_commands(root))
+    similar = _similar(word.lower().replace("_", "-"), commands)
+    suggestion = f" Did you mean {_alternatives(similar)}?" if similar else " `msrl --help` lists the commands."
+    return f"No such command {word!r}.{suggestion}"
+
+
+def _commands(group: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the commands below a group, as in `train-sft` and `config show`."""
+    for name, command in group.commands.items():
+        yield prefix + name
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+
+
+def _similar(word: str, commands: Sequence[str]) -> list[str]:
+    """Return the commands with this word in their name, else those of the same meaning, else those of a similar spelling."""
+    last_names = {command: command.rpartition(" ")[2] for command in commands}
+    named = [command for command, name in last_names.items() if word in (name, *name.split("-"))]
+    if named:
+        return named
+    begun = [command for command, name in last_names.items() if len(word) > 1 and name.startswith(word)]
+    if begun:
+        return begun
+    meant = [command for command in _OTHER_WORDS.get(word, ()) if command in commands]
+    if meant:
+        return meant
+    close = get_close_matches(word, last_names.values(), n=2)
+    return [command for command, name in last_names.items() if name in close]
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    return " or ".join(f"`msrl {name}`" for name in names)
+
+
+def extra_words(words: Sequence[str], parameters: Sequence[str | None]) -> str:
+    """Return the message about arguments that a command does not take, with the option that they may belong to."""
+    message = f"Unexpected extra argument{'s' if len(words) > 1 else ''}: {' '.join(words)}."
+    word = words[0]
+    if "config" in parameters and _is_configuration(word):
+        return f"{message} Did you mean -c {word}?"
+    if "sets" not in parameters or "=" not in word:
+        return message
+    suggestion = f" Did you mean --set {word}?" if _is_section(word.partition(".")[0]) else ""
+    return f"{message}{suggestion} Configuration keys are set by --set KEY=VALUE."
+
+
+def _is_section(word: str) -> bool:
+    from msrl.config.schema import Config
+
+    return word in Config.model_fields
+
+
+def _is_configuration(word: str) -> bool:
+    from msrl.config.sources import packaged_names
+
+    return word.endswith((".yaml", ".yml")) or word in packaged_names() or ("=" not in word and Path(word).is_file())
+
+
+def explain_option(error: Exception, command: str, options: Collection[str]) -> None:
+    """Add to an error about an unknown option what may have been meant: an option, a script of MindSpeed, a configuration key."""
+    flag = str(getattr(error, "option_name", ""))
+    if not flag.startswith("--") or not hasattr(error, "possibilities"):
+        return
+    hint = _option_hint(flag, command, options)
+    if hint:
+        error.message = f"{str(error.message).rstrip('.')}. {hint}"  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
+
+
+def _option_hint(flag: str, command: str, options: Collection[str]) -> str:
+    if _RENAMED_OPTIONS.get(flag) in options:
+        return f"It is now called {_RENAMED_OPTIONS[flag]}."
+    if _OTHER_OPTIONS.get(flag) in options:
+        return f"Did you mean {_OTHER_OPTIONS[flag]}?"
+    if is_flag_of_mindspeed(flag):
+        return "MindSpeed-LLM's scripts are read by: msrl config import --from mindspeed-llm FILE"
+    return _key_hint(flag) if command.startswith("train-") else ""
+
+
+def _key_hint(flag: str) -> str:
+    """Return how `--set` gives the keys of this name, or nothing where no key has it."""
+    from msrl.config.messages import keys
+
+    name = flag.lstrip("-").replace("-", "_")
+    matches = sorted((key for key in keys() if name in (key, key.rpartition(".")[2])), key=len)[:2]
+    return f"Did you mean {' or '.join(f'--set {key}=VALUE' for key in matches)}?" if matches else ""
+
+
+def is_flag_of_mindspeed(flag: str) -> bool:
+    """Return True if the programs of MindSpeed-LLM have an option of this name."""
+    from msrl.importers.table import canonical, load_table
+
+    return bool(flag) and any(key == canonical(flag) for _, key in load_table("mindspeed_llm").rows)

@@ -1,0 +1,75 @@
+"""Defaults, ranges and choices of configuration keys, read from the schema for help texts and shell completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+from msrl.config.messages import keys, model_at
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFacts:
+    """The schema's entry of one dotted key."""
+
+    description: str
+    default: object  # None where the key has no default of its own
+    choices: tuple[str, ...]
+    limits: str  # such as "at least 1"; empty where any value of the type is allowed
+
+
+def key_facts(key: str) -> KeyFacts | None:
+    """Return the facts of a dotted key, or None if the schema has no such key."""
+    path = key.split(".")
+    model = model_at(path[:-1])
+    field = model.model_fields.get(path[-1]) if model else None
+    if field is None:
+        return None
+    default = None if field.default is PydanticUndefined else field.default
+    constraints = (*field.metadata, *_constraints(field.annotation))
+    return KeyFacts(field.description or "", default, _choices(field.annotation), _limits(constraints))
+
+
+def settable_keys() -> tuple[str, ...]:
+    """Return all dotted keys that `--set` takes, with index 0 for the items of lists of sections."""
+    found: list[str] = []
+    for key in keys():
+        item = model_at(key.split("."))
+        found.append(key)
+        if item is not None:
+            found += (f"{key}.0.{name}" for name in item.model_fields)
+    return tuple(found)
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """Return the values of a Literal anywhere in an annotation, true and false for booleans."""
+    if annotation is bool:
+        return ("true", "false")
+    if get_origin(annotation) is Literal:
+        return tuple(str(value) for value in get_args(annotation))
+    inner = (_choices(argument) for argument in get_args(annotation) if argument is not Ellipsis)
+    return tuple(dict.fromkeys(choice for choices in inner for choice in choices))
+
+
+def _constraints(annotation: Any) -> Iterator[object]:
+    """Yield the bounds of the numbers in `Annotated[int, ...] | None`; of alternatives and lists those of none."""
+    arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
+    if len(arguments) != 1:
+        return
+    for constraint in getattr(arguments[0], "__metadata__", ()):
+        yield from getattr(constraint, "metadata", (constraint,))
+
+
+def _limits(constraints: tuple[object, ...]) -> str:
+    """Return the bounds of a number as text, such as `above 0, at most 1`."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = (
+        f"{word} {cast('float', getattr(constraint, name)):g}"
+        for name, word in words.items()
+        for constraint in constraints
+        if hasattr(constraint, name)
+    )
+    return ", ".join(bounds)
