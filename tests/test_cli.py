@@ -205,7 +205,7 @@ def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
     assert "  data parallel: 2\n" in out
     assert_mentions(out, "rank 3", "tp 1 dp 1 pp 0")
     # 91,009 parameters of a rank: 4 layers of (12,288 + 3 * 3,072 + 64) weights, biases of qkv 64, norms 128; the embedding; a norm.
-    assert re.search(r"^memory\b.*device", out, re.M)
+    assert re.search(r"^peak memory\b.*device", out, re.M)
     assert re.search(r"^  optimizer +[\d.]+ MB$", out, re.M) and re.search(r"^  .*training +[\d.]+ MB$", out, re.M)
     assert not calls
 
