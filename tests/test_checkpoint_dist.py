@@ -18,9 +18,10 @@ from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.dist_read import GlobalTensors, read_metadata
 from msrl.checkpoint.found import find_checkpoint, saved_cut
+from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.names import Naming
 from msrl.checkpoint.source import open_mcore, open_weights
-from msrl.checkpoint.verify import compare, damaged_files, same_bits
+from msrl.checkpoint.verify import compare, same_bits
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.cut import Cut
@@ -57,7 +58,7 @@ def test_a_distributed_checkpoint_comes_back_bit_for_bit(folders: dict[str, Path
     write_hf(open_weights(tmp_path / "again"), tmp_path / "hf", None)
     before, after = (load_file(folder / "model.safetensors") for folder in (folders[name], tmp_path / "hf"))
     assert before.keys() == after.keys() and all(same_bits(before[tensor], after[tensor]) for tensor in before)
-    assert damaged_files(tmp_path / "dist", 1) == []
+    assert damages(mcore_checks(tmp_path / "dist")) == []
 
 
 @pytest.mark.slow
@@ -131,13 +132,14 @@ def test_damage_to_a_distributed_checkpoint_is_named(written: Path, folders: dic
     file = written / "iter_0000001" / "__2_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    assert damaged_files(written, 1, thorough=False) == [f"iter_0000001/__2_0.distcp: has {len(whole) // 2} bytes, not {len(whole)}"]
+    (damage,) = damages(mcore_checks(written, depth="sizes"))
+    assert f"iter_0000001/__2_0.distcp: has {len(whole) // 2} bytes, not {len(whole)}" in damage
     with pytest.raises(MsrlError, match=r"__2_0\.distcp: cut short"):
         compare(open_weights(folders["qwen3"]), open_weights(written), None)
     altered = bytearray(whole)
     altered[len(whole) // 2] ^= 1
     file.write_bytes(altered)
-    (damage,) = damaged_files(written, 1) or []
+    (damage,) = damages(mcore_checks(written))
     assert "does not match its checksum" in damage
     file.unlink()
     with pytest.raises(MsrlError, match=r"__2_0\.distcp: cannot be read"):

@@ -25,7 +25,6 @@ from safetensors import safe_open
 import tiny_checkpoints as tiny
 from msrl.checkpoint import archive, mcore, torch_file
 from msrl.checkpoint.archive import ALIGNMENT
-from msrl.checkpoint.checksums import combined, crc32
 from msrl.checkpoint.files import refuse_unless_fits, staged_folder
 from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.hf import HfCheckpoint, copy_sidecars
@@ -34,6 +33,7 @@ from msrl.checkpoint.names import Naming, entries, local_name
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_file import Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of
 from msrl.checkpoint.torch_writer import TorchWriter
+from msrl.checksums import combined, crc32
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.tracking.run import RunFolder

@@ -13,11 +13,11 @@ import torch
 
 import tiny_checkpoints as tiny
 from msrl.checkpoint.hf_files import open_weight_files
+from msrl.checkpoint.integrity import has_manifest, mcore_checks
 from msrl.checkpoint.mcore import rank_file
 from msrl.checkpoint.peft_files import read_peft
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_file import check_records, read_torch_file
-from msrl.checkpoint.verify import damaged_files
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
 from msrl.models.hf_config import end_tokens, read_hf_config
@@ -74,10 +74,10 @@ def test_a_manifest_that_says_too_little_is_refused(tmp_path: Path, entry: Any) 
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
     (tmp_path / "mcore" / "msrl_manifest.json").write_text(json.dumps({"format": 1, "iterations": {"1": entry}}))
     if entry is None:
-        assert damaged_files(tmp_path / "mcore", 1) is None
+        assert not has_manifest(tmp_path / "mcore", is_hf=False)
         return
     with pytest.raises(MsrlError, match=r"msrl_manifest\.json: does not say which files iteration 1 has"):
-        damaged_files(tmp_path / "mcore", 1)
+        mcore_checks(tmp_path / "mcore")
 
 
 def test_json_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:

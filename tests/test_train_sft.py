@@ -20,9 +20,9 @@ import yaml
 from msrl.checkpoint import mcore
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.found import find_checkpoint, latest_iteration
+from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.lora_files import adapted_base
 from msrl.checkpoint.source import open_mcore, open_weights
-from msrl.checkpoint.verify import damaged_files
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.cut import Cut
@@ -357,7 +357,7 @@ def test_an_update_that_ends_the_run_lets_the_save_in_the_background_come_to_its
     ):
         run_in_process(settings)
     saves = inputs / "runs" / "diverged" / "checkpoints"
-    assert latest_iteration(saves) == 1 and damaged_files(saves, 1) == [] and not list(saves.glob(".*partial"))
+    assert latest_iteration(saves) == 1 and damages(mcore_checks(saves, 1)) == [] and not list(saves.glob(".*partial"))
 
 
 @pytest.mark.parametrize(

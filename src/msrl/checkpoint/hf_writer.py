@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from msrl.checkpoint.archive import write_at
-from msrl.checkpoint.checksums import combined, crc32, file_crc32
 from msrl.checkpoint.dtypes import SAFETENSORS_NAMES
 from msrl.checkpoint.hf_files import INDEX, SINGLE, some
 from msrl.checkpoint.stacks import stacked_specs
 from msrl.checkpoint.torch_file import Pieces, TensorSpec, piece_blocks, pieces_of
+from msrl.checksums import combined, crc32, file_crc32
 from msrl.models.entries import stack_of
 
 MAX_SHARD_BYTES = 5_000_000_000

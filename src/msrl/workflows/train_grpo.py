@@ -30,6 +30,7 @@ from msrl.workflows.best import outcome
 from msrl.workflows.common import (
     adapted_base,
     hf_files,
+    loaded_models,
     retention,
     tokenizer_path,
     weights_path,
@@ -44,6 +45,7 @@ from msrl.workflows.grpo_rollouts import Rollouts
 from msrl.workflows.grpo_step import Clock, report_of
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
 from msrl.workflows.grpo_update import Prepared, Updater
+from msrl.workflows.integrity import verify_models
 from msrl.workflows.interrupts import EndAtOnce, Interrupts, was_cut_short
 from msrl.workflows.memory_check import check_memory
 from msrl.workflows.mfu import mfu
@@ -67,6 +69,7 @@ def run(config: Config) -> None:
     """Train as the configuration says. Raises MsrlError for what is wrong with it before Ray is asked for."""
     job = prepare(config)
     check_memory(config, "train-grpo", job.platform)
+    verify_models(loaded_models(config, "train-grpo", job.resume))
     with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         started = time.perf_counter()
         workers = (counted(world_size(config), "training rank"), counted(config.rollout.engine.dp, "engine"))

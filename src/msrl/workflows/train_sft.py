@@ -27,6 +27,7 @@ from msrl.workflows.common import (
     adapted_base,
     check_order,
     hf_files,
+    loaded_models,
     order_state,
     resumed,
     schedule,
@@ -34,6 +35,7 @@ from msrl.workflows.common import (
     worker_variables,
 )
 from msrl.workflows.data_check import check_data
+from msrl.workflows.integrity import verify_models
 from msrl.workflows.interrupts import EndAtOnce, Interrupts, was_cut_short
 from msrl.workflows.memory_check import check_memory
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
@@ -53,6 +55,7 @@ def run(config: Config) -> None:
     job = prepare(config, platform.name)
     check_memory(config, "train-sft", platform, longest=job.longest_row)
     saved = job.resume
+    verify_models(loaded_models(config, "train-sft", saved))
     with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
         with _ranks(config, job, platform) as ranks:
