@@ -18,6 +18,7 @@ from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.dist.read import GlobalTensors, read_metadata
 from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.mcore.locate import find_checkpoint, saved_cut
 from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_mcore, open_weights
@@ -25,7 +26,7 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Cut
 from msrl.trainer.settings import Layout
-from msrl.verification.bits import compare, damaged_files
+from msrl.verification.bits import compare
 from msrl.workflows.convert.run import run
 from support import assert_each_mentions, assert_mentions, mentions, python_path
 
@@ -58,7 +59,7 @@ def test_a_distributed_checkpoint_comes_back_bit_for_bit(folders: dict[str, Path
     write_hf(open_weights(tmp_path / "again"), tmp_path / "hf", None)
     before, after = (load_file(folder / "model.safetensors") for folder in (folders[name], tmp_path / "hf"))
     assert before.keys() == after.keys() and all(same_bits(before[tensor], after[tensor]) for tensor in before)
-    assert damaged_files(tmp_path / "dist", 1) == []
+    assert damages(mcore_checks(tmp_path / "dist")) == []
 
 
 @pytest.mark.slow
@@ -133,13 +134,13 @@ def test_damage_to_a_distributed_checkpoint_is_named(written: Path, folders: dic
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     expected = ("iter_0000001/__2_0.distcp", len(whole) // 2, len(whole), "bytes")
-    assert_each_mentions(damaged_files(written, 1, thorough=False) or [], expected)
+    assert_each_mentions(damages(mcore_checks(written, depth="sizes")), expected)
     with pytest.raises(MsrlError, match=mentions("__2_0.distcp", "bytes")):
         compare(open_weights(folders["qwen3"]), open_weights(written), None)
     altered = bytearray(whole)
     altered[len(whole) // 2] ^= 1
     file.write_bytes(altered)
-    (damage,) = damaged_files(written, 1) or []
+    (damage,) = damages(mcore_checks(written))
     assert_mentions(damage, "__2_0.distcp", "checksum")
     file.unlink()
     with pytest.raises(MsrlError, match=mentions("__2_0.distcp", "read")):

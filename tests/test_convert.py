@@ -19,13 +19,14 @@ import tiny_checkpoints as tiny
 from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import ShardedSource, open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError, VerificationError
 from msrl.models.parallel_layout import Coords, Cut
-from msrl.verification.bits import compare, damaged_files
+from msrl.verification.bits import compare
 from support import assert_mentions, mentions
 
 LAYER = "model.layers.{}."
@@ -141,12 +142,12 @@ def test_comparison_is_by_bits() -> None:
 def test_the_manifest_finds_damage(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
-    assert damaged_files(tmp_path / "mcore", 1) == []
+    assert damages(mcore_checks(tmp_path / "mcore")) == []
     path = mcore.rank_file(tmp_path / "mcore", 1, Cut(2), Coords(1))
     contents = bytearray(path.read_bytes())
     contents[len(contents) // 2] ^= 1
     path.write_bytes(contents)
-    (damage,) = damaged_files(tmp_path / "mcore", 1) or [""]
+    (damage,) = damages(mcore_checks(tmp_path / "mcore"))
     assert_mentions(damage, "mp_rank_01", "checksum")
 
 

@@ -14,13 +14,13 @@ import torch
 import tiny_checkpoints as tiny
 from msrl.checkpoint.adapters.peft import read_peft
 from msrl.checkpoint.hf.weight_files import open_weight_files
+from msrl.checkpoint.integrity import has_manifest, mcore_checks
 from msrl.checkpoint.mcore.files import rank_file
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import check_records, read_torch_file
 from msrl.errors import MsrlError
 from msrl.models.hf_config import end_tokens, read_hf_config
 from msrl.models.parallel_layout import Coords, Cut
-from msrl.verification.bits import damaged_files
 from support import mentions
 from test_convert import to_mcore
 
@@ -75,10 +75,10 @@ def test_a_manifest_that_says_too_little_is_refused(tmp_path: Path, entry: Any) 
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
     (tmp_path / "mcore" / "msrl_manifest.json").write_text(json.dumps({"format": 1, "iterations": {"1": entry}}))
     if entry is None:
-        assert damaged_files(tmp_path / "mcore", 1) is None
+        assert not has_manifest(tmp_path / "mcore", is_hf=False)
         return
     with pytest.raises(MsrlError, match=mentions("msrl_manifest.json", "iteration 1", "files")):
-        damaged_files(tmp_path / "mcore", 1)
+        mcore_checks(tmp_path / "mcore")
 
 
 def test_json_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import families
 from mixture_families import DEEPSEEK_V3
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.hf.fp8 import FP8, dequantise
+from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Cut
-from msrl.verification.bits import damaged_files
 from support import assert_each_mentions, assert_mentions, mentions
 
 BLOCK = (16, 32)
@@ -85,11 +85,11 @@ def test_layers_for_multi_token_prediction_are_carried_through(tmp_path: Path) -
     extra = {f"model.layers.4.{name}": tensor for name, tensor in (("eh_proj.weight", weight), ("eh_proj.weight_scale_inv", scales))}
     source, meant = folder(tmp_path / "fp8", num_nextn_predict_layers=1, tensors={**extra, "model.layers.4.enorm.weight": plain[0].clone()})
     write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(Cut(tp=2)))
-    assert damaged_files(tmp_path / "mcore", 1) == []
+    assert damages(mcore_checks(tmp_path / "mcore")) == []
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     file = tmp_path / "mcore" / "hf" / "msrl_carried.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert_each_mentions(damaged_files(tmp_path / "mcore", 1) or [], ("hf/msrl_carried.safetensors", "altered", "manifest"))
+    assert_each_mentions(damages(mcore_checks(tmp_path / "mcore")), ("hf/msrl_carried.safetensors", "altered", "manifest"))
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == meant.keys() | {"model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"}
     assert torch.equal(back["model.layers.4.eh_proj.weight"], dequantise(weight, scales, BLOCK, torch.bfloat16))

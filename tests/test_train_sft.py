@@ -19,6 +19,7 @@ import yaml
 
 from msrl.checkpoint.adapters.megatron import adapted_base
 from msrl.checkpoint.convert import McoreTarget, write_mcore
+from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.mcore.locate import find_checkpoint, latest_iteration
 from msrl.checkpoint.source import open_mcore, open_weights
@@ -26,7 +27,6 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.parallel_layout import Cut
-from msrl.verification.bits import damaged_files
 from support import assert_mentions, mentions
 from tiny_qwen2 import save_model
 from training_runs import Command, children, metrics, rows, still_running, succeed, write_config, write_rows
@@ -356,7 +356,7 @@ def test_an_update_that_ends_the_run_lets_the_save_in_the_background_come_to_its
     with pytest.raises(MsrlError, match=mentions("train.max_skipped=1", "gradient", "finite")):
         run_in_process(settings)
     saves = inputs / "runs" / "diverged" / "checkpoints"
-    assert latest_iteration(saves) == 1 and damaged_files(saves, 1) == [] and not list(saves.glob(".*partial"))
+    assert latest_iteration(saves) == 1 and damages(mcore_checks(saves, 1)) == [] and not list(saves.glob(".*partial"))
 
 
 @pytest.mark.parametrize(

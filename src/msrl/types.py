@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,13 @@ class RenderedExample:
     loss_mask: Bools  # [T]
 
 
+class FileRecord(TypedDict):
+    """Size and CRC-32 (eight hexadecimal digits) of a whole file."""
+
+    bytes: int
+    crc32: str
+
+
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
     """What preprocessing wrote and dropped; stands beside the data as JSON."""
@@ -64,6 +71,7 @@ class DatasetManifest:
     stop_token_ids: tuple[int, ...] = ()
     truncated: int = 0
     chat_template: str = ""  # the template as Jinja; empty where it is the tokenizer's own, and for text
+    files: Mapping[str, FileRecord] = field(default_factory=dict[str, "FileRecord"])  # by what follows the prefix in their names
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What the trainers read: preprocessed data by its prefix, memory-mapped, with numpy alone. T, P: tokens of an example, of a prompt.
 
-Data that MindSpeed wrote is read too: it has no manifest (so nothing can be checked against the model), and its answers are tokens only.
+Data that MindSpeed wrote is read too: it has no manifest (so its template, tokenizer and checksums are not known), and its answers are
+tokens only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msrl.data.indexed import IndexedReader
+from msrl.data.integrity import StrayToken, stray_token
 from msrl.data.manifest import answers_path, dataset_name, manifest_path, read_manifest
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest, Ints, Prompt, RenderedExample
@@ -55,9 +57,9 @@ class SftDataset:
         """The tokens of every row, padding not counted."""
         return [int(np.count_nonzero(self._masks[number])) for number in range(len(self))]
 
-    def highest_token(self) -> int:
-        """The highest id of a token, padding not counted; reads all of the data."""
-        return max((int(self._ids[number][self._masks[number] != 0].max(initial=0)) for number in range(len(self))), default=0)
+    def stray_token(self, vocab_size: int) -> StrayToken | None:
+        """Return the first token id outside of the vocabulary, padding not counted; reads all of the data."""
+        return stray_token(self._ids, vocab_size, self._masks)
 
 
 class PromptDataset:
@@ -91,6 +93,12 @@ class PromptDataset:
     def __iter__(self) -> Iterator[Prompt]:
         return (self[number] for number in range(len(self)))
 
+    def stray_token(self, vocab_size: int) -> StrayToken | None:
+        """Return the first token id of a prompt, or of an answer in tokens, outside of the vocabulary; reads all of the data."""
+        readers = [self._ids] if self._labels is None else [self._ids, self._labels]
+        strays = (stray_token(reader, vocab_size) for reader in readers)
+        return next((stray for stray in strays if stray is not None), None)
+
     @property
     def max_tokens(self) -> int:
         """The longest prompt in tokens."""
@@ -106,9 +114,9 @@ class TextDataset:
         self._documents = _reader(prefix, dataset_name(prefix, "pretrain", "text"))
         self.lengths = self._documents.lengths  # [documents] in tokens
 
-    def highest_token(self) -> int:
-        """The highest id of a token; reads all of the data."""
-        return max((int(self._documents[number].max(initial=0)) for number in range(len(self))), default=0)
+    def stray_token(self, vocab_size: int) -> StrayToken | None:
+        """Return the first token id outside of the vocabulary; reads all of the data."""
+        return stray_token(self._documents, vocab_size)
 
     def __len__(self) -> int:
         return len(self._documents)

@@ -42,10 +42,15 @@ def all_paths(prefix: str) -> tuple[Path, ...]:
     return (*data, answers_path(prefix), manifest_path(prefix))
 
 
+def record_name(prefix: str, path: Path) -> str:
+    """The name of a file in the manifest: what follows the prefix, so that files may be moved and renamed together."""
+    return path.name.removeprefix(Path(prefix).name)
+
+
 def fingerprint(prefix: str) -> str:
     """What tells data of this prefix from other data."""
     there = [path for path in all_paths(prefix) if path.is_file() and path != manifest_path(prefix)]
-    return digest_of_ends((path.name.removeprefix(Path(prefix).name), path) for path in there)
+    return digest_of_ends((record_name(prefix, path), path) for path in there)
 
 
 def manifest_text(manifest: DatasetManifest) -> str:
@@ -64,6 +69,9 @@ def read_manifest(prefix: str) -> DatasetManifest | None:
     try:
         loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items() if key in known}
+        values["files"] = {
+            str(name): {"bytes": int(record["bytes"]), "crc32": str(record["crc32"])} for name, record in values.get("files", {}).items()
+        }
         return DatasetManifest(**values)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise MsrlError(f"{path}: not a manifest of msrl: {error}") from error

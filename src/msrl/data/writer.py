@@ -5,19 +5,30 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from msrl.checksums import file_crc32
 from msrl.data.dataset import IGNORE
 from msrl.data.indexed import IndexedWriter
-from msrl.data.manifest import KEYS, all_paths, answers_path, dataset_name, incomplete_path, manifest_path, manifest_text
+from msrl.data.manifest import (
+    KEYS,
+    all_paths,
+    answers_path,
+    dataset_name,
+    incomplete_path,
+    manifest_path,
+    manifest_text,
+    record_name,
+)  # fmt: skip
 from msrl.data.pack import WINDOW, pack_rows
 from msrl.data.tokenize import Ragged, Tokenised, Tokens
 from msrl.errors import MsrlError
-from msrl.types import DatasetManifest
+from msrl.types import DatasetManifest, FileRecord
 
 
 class DatasetWriter:
@@ -66,12 +77,9 @@ class DatasetWriter:
         else:
             self._add_examples(batch)
 
-    def commit(self, manifest: DatasetManifest) -> None:
-        """Ends the files and puts them in place."""
-        for writer in self._writers.values():
-            writer.close()
-        if self._answers is not None:
-            self._answers.close()
+    def commit(self, manifest: DatasetManifest) -> DatasetManifest:
+        """End the files and put them in place; return the manifest with the checksums of the files."""
+        manifest = replace(manifest, files=dict(self._close()))
         _beside(manifest_path(self._prefix)).write_text(manifest_text(manifest), encoding="utf-8")
         for path in self._paths:
             _flush(_beside(path))
@@ -82,6 +90,18 @@ class DatasetWriter:
         for path in self._paths:
             _beside(path).replace(path)
         marker.unlink()
+        return manifest
+
+    def _close(self) -> Iterator[tuple[str, FileRecord]]:
+        """End the files; yield the name and the record of each."""
+        for key, writer in self._writers.items():
+            name = Path(dataset_name(self._prefix, self._kind, key))
+            for suffix, record in zip(("bin", "idx"), writer.close(), strict=True):
+                yield record_name(self._prefix, _with(name, suffix)), record
+        if self._answers is not None:
+            self._answers.close()
+            path = answers_path(self._prefix)
+            yield record_name(self._prefix, path), {"bytes": _beside(path).stat().st_size, "crc32": file_crc32(_beside(path))}
 
     def finish(self) -> None:
         """Writes the rows that still wait to be packed; the counts are final then."""

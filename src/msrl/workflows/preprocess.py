@@ -50,7 +50,7 @@ def run(config: Config) -> DatasetManifest:
         writer.finish()
         manifest = make_manifest(settings, job, writer)
         _check_not_empty(manifest, files)
-        writer.commit(manifest)
+        manifest = writer.commit(manifest)
     print(summary(prefix, manifest, time.perf_counter() - start))
     return manifest
 

@@ -19,6 +19,9 @@ from torch import Tensor
 from msrl.checkpoint.dist.write import COMMON, FORMAT, METADATA
 from msrl.checkpoint.dist.sections import Range, SectionFile, check_section, digest_of_sections
 from msrl.checkpoint.torch_files.reader import UNREADABLE, Foreign, read_torch_file
+from msrl.checkpoint.dist.write import COMMON, FORMAT, METADATA
+from msrl.checkpoint.dist.sections import Range, SectionFile
+from msrl.checkpoint.torch_files.reader import UNREADABLE, Foreign, read_torch_file
 from msrl.errors import MsrlError
 
 _FOREIGN = ("torch.distributed.", "megatron.", "mindspeed", "transformer_engine.")
@@ -125,14 +128,6 @@ def _stored(key: str, facts: dict[str, Any], places: dict[tuple[str, tuple[int, 
         if any(begin < 0 or begin + size > extent for begin, size, extent in zip(offsets, sizes, shape, strict=True)):
             raise ValueError(f"a part of {key}, of {list(sizes)} at {list(offsets)}, lies outside of its {list(shape)}")
     return Stored(dtype, shape, tuple(Chunk(offsets, sizes, places[key, offsets]) for offsets, sizes in parts))
-
-
-def sections_digest(path: Path) -> str:
-    """The digest of one file of tensors, every record of it read and compared with its checksum. Raises MsrlError for a damaged one."""
-    tensors, _ = read_metadata(path.parent)
-    ranges = {part.where for stored in tensors.values() for part in stored.chunks if part.where.name == path.name}
-    with path.open("rb") as file:
-        return digest_of_sections(check_section(file, where) for where in sorted(ranges, key=lambda where: where.begin))
 
 
 class GlobalTensors:

@@ -64,9 +64,7 @@ class Window(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer)
         room = max(0, min(len(view), self._length - self.tell()))
-        data = self._file.read(room)
-        view[: len(data)] = data
-        return len(data)
+        return self._file.readinto(view[:room])  # type: ignore[attr-defined]
 
 
 def append_tensor(path: Path, begin: int, pieces: Pieces, advance: Callable[[int], None]) -> WrittenFile:
@@ -81,11 +79,11 @@ def digest_of_sections(digests: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def check_section(file: IO[bytes], where: Range) -> str:
+def check_section(file: IO[bytes], where: Range, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
     """Read a section and compare its records with their checksums; their digest. Raises MsrlError for a damaged one."""
     window: Any = Window(file, where.begin, where.length)
     try:
-        return check_archive(window)
+        return check_archive(window, advance)
     except MsrlError as error:
         raise MsrlError(f"the tensor at byte {where.begin}: {error}") from error
     except UNREADABLE as error:

@@ -19,8 +19,8 @@ from msrl.checkpoint.dtypes import SAFETENSORS_NAMES
 from msrl.checkpoint.hf.expert_stacks import stacked_specs
 from msrl.checkpoint.hf.weight_files import INDEX, SINGLE, some
 from msrl.checkpoint.torch_files.archive import write_at
-from msrl.checkpoint.torch_files.checksums import combined, crc32, file_crc32
 from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, piece_blocks, pieces_of
+from msrl.checksums import combined, crc32, file_crc32
 from msrl.models.entries import stack_of
 
 MAX_SHARD_BYTES = 5_000_000_000

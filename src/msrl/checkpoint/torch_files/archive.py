@@ -13,10 +13,13 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, cast
 
-from msrl.checkpoint.torch_files.checksums import crc32
+from msrl.checksums import crc32, read_crc32
 from msrl.errors import MsrlError
+
+if TYPE_CHECKING:
+    from msrl.checksums import Readable
 
 ALIGNMENT = 64
 ROOT = "archive"
@@ -24,7 +27,6 @@ _LOCAL, _CENTRAL = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I")
 _END, _END64, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _DATE = 1 << 5 | 1  # 1980-01-01: two archives of the same records are the same bytes
-_READ_BYTES = 1 << 20
 _UTF8 = 1 << 11  # the flag of a name in UTF-8
 
 
@@ -132,33 +134,27 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def check_archive(file: IO[bytes]) -> str:
-    """Read every record of an open archive and compare it with its checksum; the digest of the records.
+def check_archive(file: IO[bytes], advance: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """Read every record of an open archive and compare it with its CRC-32; return the digest of the records.
 
-    Raises MsrlError that names the record which is damaged, zipfile.BadZipFile or OSError for what is no archive.
+    `advance` is called with the bytes of each block that was read. Raises MsrlError that names the damaged record, zipfile.BadZipFile or
+    OSError for a file that is not an archive.
     """
     with zipfile.ZipFile(file) as archive:
-        buffer = memoryview(bytearray(_READ_BYTES))
         for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED or _crc_of(file, info, buffer) != info.CRC:
+            if info.compress_type != zipfile.ZIP_STORED or not _is_intact(file, info, advance):
                 raise MsrlError(f"record {info.filename} does not match its checksum")
         return digest_of(archive)
 
 
-def _crc_of(file: IO[bytes], info: zipfile.ZipInfo, buffer: memoryview) -> int:
-    """The CRC-32 of what a record's place holds; of less where the file ends before it. Raises MsrlError where another record lies."""
+def _is_intact(file: IO[bytes], info: zipfile.ZipInfo, advance: Callable[[int], None]) -> bool:
+    """Return True if a record has the size and the CRC-32 of the archive's directory. Raises MsrlError where another record lies."""
     file.seek(info.header_offset)
     header = _LOCAL.unpack(file.read(_LOCAL.size))
     if header[0] != b"PK\3\4" or file.read(header[-2]) != info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437"):
         raise MsrlError(f"record {info.filename} is not where the archive's directory says")
     file.seek(header[-1], os.SEEK_CUR)
-    crc, left = 0, info.file_size
-    while left:
-        count = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]
-        if not count:
-            break
-        crc, left = crc32(buffer[:count], crc), left - count
-    return crc
+    return read_crc32(cast("Readable", file), info.file_size, advance) == (info.CRC, info.file_size)
 
 
 def digest_of(archive: zipfile.ZipFile) -> str:

@@ -13,7 +13,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,15 +80,15 @@ def pieces_of(tensor: Tensor | Pieces) -> Pieces:
     return tensor if isinstance(tensor, Pieces) else Pieces(spec_of(tensor), (tensor,))
 
 
-def check_records(path: Path) -> str:
+def check_records(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
     """Read the whole file and compare every record with its own checksum; the digest of the file's records.
 
-    Raises MsrlError for a damaged file, by record.
+    `advance` is called with the bytes of each block that was read. Raises MsrlError for a damaged file, by record.
     """
     _check_archive(path)
     try:
         with path.open("rb") as file:
-            return check_archive(file)
+            return check_archive(file, advance)
     except (MsrlError, *UNREADABLE) as error:
         raise MsrlError(f"{path}: {error}") from error
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from msrl.checkpoint.torch_files.checksums import file_crc32
+from msrl.checksums import file_crc32
 from msrl.errors import MsrlError
 from msrl.files import flush_to_disk
 

@@ -11,15 +11,15 @@ import torch
 from msrl.checkpoint.dist.read import is_distributed, read_common, read_metadata
 from msrl.checkpoint.hf.folder import HfCheckpoint
 from msrl.checkpoint.hf.weight_files import open_weight_files
-from msrl.checkpoint.mcore.files import MANIFEST, TRACKER, iteration_dir, read_rank_file
+from msrl.checkpoint.integrity import has_manifest, hf_checks, mcore_checks
+from msrl.checkpoint.mcore.files import TRACKER, iteration_dir, read_rank_file
 from msrl.checkpoint.mcore.locate import find_checkpoint, latest_iteration, saved_cut
-from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import num_parameters
 from msrl.models.parallel_layout import Coords
 from msrl.models.reward_head import OUTPUT_LAYER, WEIGHT
 from msrl.models.stages import chunk_of
 from msrl.tracking.progress import amount_text
-from msrl.verification.bits import damaged_files, damaged_hf_files
+from msrl.workflows.training.integrity import verify_files
 
 _TELLING = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "padded_vocab_size",
@@ -39,7 +39,8 @@ def inspect(folder: Path, *, verify: bool) -> None:
 
     Raises MsrlError that names what is missing, cut short or altered, ManyErrors for several.
     """
-    refuse_altered(folder, thorough=verify)
+    checks = hf_checks if is_hf(folder) else mcore_checks
+    verify_files(checks(folder, depth="checksums" if verify else "sizes"))
     (_inspect_hf if is_hf(folder) else _inspect_mcore)(folder)
     print(_state(folder, verify))
 
@@ -74,31 +75,15 @@ def _inspect_mcore(save: Path) -> None:
 
 
 def _state(folder: Path, verify: bool) -> str:
-    """How much the manifest vouches for, after `refuse_altered` has let the checkpoint pass."""
-    if _damaged(folder, thorough=False) is None:
-        return "files: no manifest to compare with"
+    """Say which checksums of the files were compared, after all of them matched."""
+    if not has_manifest(folder, is_hf=is_hf(folder)):
+        return "files: no manifest to compare with" + ("; checksums within the files match, where they have any" if verify else "")
     return "files: all as the manifest says" if verify else "files: sizes are as the manifest says; checksums not compared"
-
-
-def refuse_altered(folder: Path, *, thorough: bool) -> None:
-    """Raises MsrlError for every file that is missing, cut short or (if `thorough`) otherwise altered since the manifest was written."""
-    advice = f"copy or convert it again, or remove {MANIFEST} if that was meant" if is_hf(folder) else "copy or convert it again"
-    messages = [f"{folder}: {damage}; {advice}" for damage in _damaged(folder, thorough=thorough) or []]
-    if len(messages) == 1:
-        raise MsrlError(messages[0])
-    if messages:
-        raise ManyErrors(messages)
 
 
 def is_hf(folder: Path) -> bool:
     """Whether a folder is Hugging Face's; an mcore checkpoint may have a config.json beside its tracker."""
     return (folder / "config.json").is_file() and not (folder / TRACKER).is_file()
-
-
-def _damaged(folder: Path, *, thorough: bool) -> list[str] | None:
-    if is_hf(folder):
-        return damaged_hf_files(folder, thorough=thorough)
-    return damaged_files(folder, latest_iteration(folder), thorough=thorough)
 
 
 def not_weights(save: Path) -> list[str]:

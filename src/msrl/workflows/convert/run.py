@@ -17,6 +17,7 @@ from msrl.checkpoint.convert import hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.hf.pass_through import carried_bytes, carried_tensors
 from msrl.checkpoint.hf.weight_files import has_weights
+from msrl.checkpoint.integrity import adapter_checks, hf_checks, mcore_checks
 from msrl.checkpoint.mcore.files import SIDECAR
 from msrl.checkpoint.source import HfSource, ShardedSource, WeightSource, open_mcore
 from msrl.config.schema import Config, ConvertConfig
@@ -26,8 +27,9 @@ from msrl.plan.derived import cut_of
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.verification import report as proof
 from msrl.verification.bits import refuse_unlike_copies
-from msrl.workflows.convert.inspection import inspect, print_left_out, print_table, refuse_altered
+from msrl.workflows.convert.inspection import inspect, print_left_out, print_table
 from msrl.workflows.convert.plan import target_of
+from msrl.workflows.training.integrity import verify_files
 
 FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf")
 
@@ -49,7 +51,7 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     """Convert with a progress bar, then verify."""
     torch.set_num_threads(1)  # the conversion has a thread per file
     convert = config.convert
-    refuse_altered(load, thorough=convert.verify)
+    _verify_source(convert, load)
     source = _open(convert, load)
     if convert.verify:
         proof.refuse_without_memory(source.shape)
@@ -90,6 +92,15 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
     return merged
 
 
+def _verify_source(convert: ConvertConfig, load: Path) -> None:
+    """Verify the files that are converted. `--no-verify` trusts the manifest's checksums, but never a damaged archive."""
+    depth = "checksums" if convert.verify else "archives"
+    checks = (hf_checks if convert.command in FROM_HF else mcore_checks)(load, depth=depth)
+    if convert.lora is not None and Path(convert.lora).resolve() != load.resolve():
+        checks += adapter_checks(Path(convert.lora), depth)
+    verify_files(checks)
+
+
 def _compare_copies(source: ShardedSource, load: Path) -> None:
     """Refuse what ranks hold copies of and differ in; of a mixture the copies may be most of what is there to read."""
     num_bytes = sum(copy.other.nbytes for copy in source.copies())
@@ -100,6 +111,7 @@ def _compare_copies(source: ShardedSource, load: Path) -> None:
 
 def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     """An mcore checkpoint's adapter as a PEFT folder, read back and compared bit for bit."""
+    verify_files(mcore_checks(load))
     hf_dir = hf_config or load / SIDECAR
     if not (hf_dir / "config.json").is_file():
         raise MsrlError(f"{hf_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config")

@@ -38,6 +38,7 @@ from msrl.workflows.rl.worker_groups import Engines, Trainers, engine_environmen
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.best import outcome
 from msrl.workflows.training.export import export_critic, export_hf, final
+from msrl.workflows.training.integrity import verify_models
 from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, was_cut_short
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.mfu import mfu
@@ -45,6 +46,7 @@ from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.training.settings import (
     adapted_base,
     hf_files,
+    loaded_models,
     retention,
     tokenizer_path,
     weights_path,
@@ -68,6 +70,7 @@ def run(config: Config) -> None:
     """Train as the configuration says. Raises MsrlError for what is wrong with it before Ray is asked for."""
     job = prepare(config)
     check_memory(config, "train-grpo", job.platform)
+    verify_models(loaded_models(config, "train-grpo", job.resume))
     with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         started = time.perf_counter()
         workers = (counted(world_size(config), "training rank"), counted(config.rollout.engine.dp, "engine"))

@@ -21,7 +21,7 @@ from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.training import resume_checks as going_on
-from msrl.workflows.training.data_checks import check_data
+from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.run_log import checkpoint_root
 from msrl.workflows.training.settings import check_order, hf_files, order_state, policy_schedule, resumed, tokenizer_path
 
@@ -69,12 +69,14 @@ def prepare(config: Config) -> Job:
     tokenizer = open_tokenizer(tokenizer_path(config))
     prompts = _prompts(config, config.data.train, tokenizer)
     check_data(prompts.dataset.manifest, config, hf_dir, config.data.train)
+    verify_data(prompts.dataset, hf_dir)
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
             difficulty(prompts.dataset[row])
     held_out = _prompts(config, config.data.eval, tokenizer) if config.data.eval else None
     if held_out is not None:
         check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
+        verify_data(held_out.dataset, hf_dir)
     count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
     num_steps = steps_of(config, len(prompts.rows))
     resume = resumed(config, checkpoint_root(config))

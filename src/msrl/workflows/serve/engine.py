@@ -21,6 +21,7 @@ from msrl.models.families import all_rules
 from msrl.models.hf_config import end_tokens
 from msrl.rollout.engine import Engine, EngineSettings
 from msrl.types import Ints, Message, SamplingParams
+from msrl.workflows.training.integrity import verify_models
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,7 @@ def open_model(model: str | None, key: str) -> WeightSource:
 
     if model is None:
         raise MsrlError(f"{key}: no model is given; name a Hugging Face folder or an mcore checkpoint")
+    verify_models([Path(model)])
     return open_weights(Path(model))
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, TextDataset
 from msrl.errors import MsrlError
-from msrl.models.families import load_shape
 from msrl.plan.derived import world_size
 from msrl.platforms import resolve
 from msrl.platforms.base import Platform
@@ -26,7 +25,8 @@ from msrl.workflows.sft.setup import SftJob, check_lengths, row_order, training_
 from msrl.workflows.sft.text_rows import TextRows, blend_of
 from msrl.workflows.training import resume_checks as going_on
 from msrl.workflows.training.best import outcome
-from msrl.workflows.training.data_checks import check_data
+from msrl.workflows.training.data_checks import check_data, verify_data
+from msrl.workflows.training.integrity import verify_models
 from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, was_cut_short
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
@@ -34,6 +34,7 @@ from msrl.workflows.training.settings import (
     adapted_base,
     check_order,
     hf_files,
+    loaded_models,
     order_state,
     resumed,
     schedule,
@@ -53,6 +54,7 @@ def run(config: Config) -> None:
     job = prepare(config, platform.name)
     check_memory(config, "train-sft", platform, longest=job.longest_row)
     saved = job.resume
+    verify_models(loaded_models(config, "train-sft", saved))
     with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
         with _ranks(config, job, platform) as ranks:
@@ -126,11 +128,11 @@ def prepare(config: Config, platform: str) -> SftJob:
 def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
     """The rows to train on; they and those held out fit the model and the configuration. Says how they came about. Raises MsrlError."""
     is_text = config.data.handler == "pretrain"
-    for prefix in (*blend_of(config), config.data.eval):
+    for prefix in dict.fromkeys((*blend_of(config), config.data.eval)):
         if prefix is not None:
             dataset = (TextDataset if is_text else SftDataset)(prefix)
             check_data(dataset.manifest, config, hf_dir, prefix)
-            _check_tokens(dataset, hf_dir)
+            verify_data(dataset, hf_dir)
     train, held_out = training_rows(config)
     trained_on = ", ".join(blend_of(config))
     check_lengths(config, trained_on, train)
@@ -143,19 +145,6 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
         for note in rows.notes(config.data.seq_length) if rows is not None else ():
             print(f"{name}: {note}", file=sys.stderr)
     return train
-
-
-def _check_tokens(dataset: SftDataset | TextDataset, hf_dir: Path) -> None:
-    """Data of other systems, which does not say of how many tokens it is, has none that the model has not: ranks that share the vocabulary
-    would take each for nothing, in silence. Raises MsrlError.
-    """
-    if dataset.manifest is None:
-        highest, size = dataset.highest_token(), load_shape(hf_dir).vocab_size
-        if highest >= size:
-            raise MsrlError(
-                f"data prefix {dataset.prefix}: it has token {highest}, the model in {hf_dir} only {size} tokens;"
-                " preprocess with the tokenizer of the model"
-            )
 
 
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:

@@ -6,17 +6,21 @@ from functools import cache
 from pathlib import Path
 
 from msrl.config.schema import Config
+from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
+from msrl.data.integrity import recorded_bytes, refuse_damaged
 from msrl.data.tokenizer import open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
+from msrl.tracking.progress import progress
 from msrl.types import DatasetManifest
+from msrl.workflows.training.integrity import SHOWN_BYTES
 from msrl.workflows.training.settings import tokenizer_path
 
 
 def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, prefix: str) -> None:
     """The data is of this model: its tokens are the model's, its template is the one that was asked for, its rows fit.
 
-    Raises MsrlError. Data of other systems has no manifest, so nothing can be told of it.
+    Raises MsrlError. Data of other systems has no manifest; `verify_data` checks its tokens.
     """
     if manifest is None:
         return
@@ -39,6 +43,27 @@ def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, p
         raise MsrlError(
             f"data prefix {prefix}: its longest example has {manifest.max_tokens} tokens, the model takes {shape.max_position_embeddings};"
             " preprocess with a shorter seq_length"
+        )
+
+
+def verify_data(dataset: SftDataset | TextDataset | PromptDataset, hf_dir: Path) -> None:
+    """Verify the checksums of a dataset, as far as it has some, and that its token ids are in the vocabulary of the model; reads all of it.
+
+    Ranks that share the vocabulary would train on an id outside of it as if it had no embedding. Raises MsrlError.
+    """
+    prefix, num_bytes = dataset.prefix, recorded_bytes(dataset.manifest)
+    if num_bytes < SHOWN_BYTES:
+        refuse_damaged(prefix, dataset.manifest)
+    else:
+        with progress(f"verifying checksums of {prefix}", total=num_bytes, unit="B") as bar:
+            refuse_damaged(prefix, dataset.manifest, bar.advance)
+    vocab_size = load_shape(hf_dir).vocab_size
+    stray = dataset.stray_token(vocab_size)
+    if stray is not None:
+        unit = "document" if isinstance(dataset, TextDataset) else "row"
+        raise MsrlError(
+            f"data prefix {prefix}: {stray.file}: {unit} {stray.row}: token {stray.token} at position {stray.position} is outside of the"
+            f" vocabulary of {vocab_size} tokens of the model in {hf_dir}. Preprocess with the tokenizer of the model."
         )
 
 

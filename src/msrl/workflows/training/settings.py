@@ -13,7 +13,7 @@ from msrl.config.schema import Config, OptimizerConfig
 from msrl.data.manifest import read_manifest
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
-from msrl.plan.derived import critic_optimizer, cut_of, model_shape, needs_critic, updates_per_step
+from msrl.plan.derived import critic_optimizer, cut_of, model_shape, needs_critic, needs_reference, updates_per_step
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
@@ -28,6 +28,19 @@ def weights_path(config: Config) -> Path:
     if path is None:
         raise MsrlError("model.path: not set; name a Hugging Face folder or an mcore checkpoint")
     return Path(path).absolute()
+
+
+def loaded_models(config: Config, command: str, resume: SavedTraining | None) -> list[Path]:
+    """Return the folders that a training loads weights from, without a checkpoint to resume from: that one is verified by itself."""
+    is_grpo = command == "train-grpo"
+    folders = list[Path]()
+    if resume is None or config.train.lora.rank is not None or (is_grpo and needs_reference(config)):
+        folders.append(weights_path(config))
+    if is_grpo and needs_critic(config) and resume is None:
+        folders.append(Path(config.cluster.roles.critic.load or weights_path(config)))
+    if is_grpo:
+        folders += [Path(source.model) for source in config.reward.sources if source.model is not None]
+    return folders
 
 
 def hf_files(config: Config) -> Path:

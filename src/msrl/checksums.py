@@ -6,18 +6,26 @@ written in any order. Numbers are polynomials with x^0 in the highest bit, as th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 try:
     from isal.isal_zlib import crc32
 except ImportError:  # no wheel for this machine
     from zlib import crc32
 
-__all__ = ["combined", "crc32", "file_crc32"]
+__all__ = ["combined", "crc32", "file_crc32", "read_crc32"]
 
 _POLYNOMIAL = 0xEDB88320
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 20  # stays in the cache between the copy and the checksum
+
+
+class Readable(Protocol):
+    """A binary file that reads into memory of the caller."""
+
+    def readinto(self, buffer: memoryview, /) -> int | None: ...
 
 
 def combined(first: int, second: int, second_bytes: int) -> int:
@@ -46,10 +54,21 @@ def _product(a: int, b: int) -> int:
     return result
 
 
-def file_crc32(path: Path) -> str:
-    """The CRC-32 of a whole file, in eight hexadecimal digits."""
-    found = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            found = crc32(block, found)
-    return f"{found:08x}"
+def file_crc32(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """Return the CRC-32 of a file in eight hexadecimal digits; `advance` is called with the bytes of each block that was read."""
+    with path.open("rb", buffering=0) as file:
+        crc, _ = read_crc32(file, path.stat().st_size, advance)
+    return f"{crc:08x}"
+
+
+def read_crc32(file: Readable, num_bytes: int, advance: Callable[[int], None] = lambda num_bytes: None) -> tuple[int, int]:
+    """Return the CRC-32 of the next `num_bytes` bytes of an open file and how many there were: fewer where the file ends before."""
+    buffer = memoryview(bytearray(min(_BLOCK_BYTES, num_bytes)))
+    crc, missing = 0, num_bytes
+    while missing:
+        count = file.readinto(buffer[: min(missing, len(buffer))])
+        if not count:
+            break
+        crc, missing = crc32(buffer[:count], crc), missing - count
+        advance(count)
+    return crc, num_bytes - missing

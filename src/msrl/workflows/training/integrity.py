@@ -1,0 +1,34 @@
+"""Verification of everything that a command loads, before engines and ranks are started: each file is read once, on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msrl.tracking.progress import progress
+
+if TYPE_CHECKING:
+    from msrl.checkpoint.integrity import FileCheck
+
+SHOWN_BYTES = 1 << 28  # with less to read, progress is not shown: it takes a second or two from slow disks too
+
+
+def verify_models(folders: Iterable[Path]) -> None:
+    """Verify the weight files of models, each folder once. Raises MsrlError that names the damaged file and its record."""
+    from msrl.checkpoint.integrity import weight_checks
+
+    distinct = {folder.resolve(): folder for folder in folders if folder.is_dir()}
+    verify_files([check for folder in distinct.values() for check in weight_checks(folder)])
+
+
+def verify_files(checks: list[FileCheck]) -> None:
+    """Verify files, with a progress bar where there is much to read. Raises MsrlError as `refuse_damaged` does."""
+    from msrl.checkpoint.integrity import refuse_damaged
+
+    num_bytes = sum(check.num_bytes for check in checks)
+    if num_bytes < SHOWN_BYTES:
+        refuse_damaged(checks)
+        return
+    with progress("verifying checksums", total=num_bytes, unit="B") as bar:
+        refuse_damaged(checks, bar.advance)
