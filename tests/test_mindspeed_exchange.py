@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,21 @@ def test_a_checkpoint_with_fewer_arguments_is_read(tmp_path: Path, options: str)
         for name in ("num_key_value_heads", "n_shared_experts", "moe_intermediate_size", "ckpt_format", "post_norm", "no_save_optim"):
             del args[name]
         torch.save(contents, path)
+    (tmp_path / "mg" / "msrl_manifest.json").unlink()
+    assert msrl("convert-ckpt", "mcore2hf", "--load", str(tmp_path / "mg"), "--save", str(tmp_path / "back"), "--no-verify") == 0
+    assert_same_weights(tmp_path / "back", weights)
+
+
+@pytest.mark.parametrize("options", ["--tp 2", "--pp 2 --vpp 1"])
+def test_a_model_saved_as_a_defaultdict_is_read(tmp_path: Path, options: str) -> None:
+    """The container of Hf2MgConvert.run, one per virtual stage."""
+    weights = save_source(tmp_path / "hf", "qwen3")
+    folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
+    assert msrl("convert-ckpt", "hf2mcore", *folders, *options.split(), "--no-verify") == 0
+    for path in (tmp_path / "mg").rglob("*.pt"):
+        contents = torch.load(path, weights_only=False)
+        models = {name: defaultdict(dict, value) for name, value in contents.items() if name.startswith("model")}
+        torch.save({**contents, **models}, path, pickle_protocol=4)
     (tmp_path / "mg" / "msrl_manifest.json").unlink()
     assert msrl("convert-ckpt", "mcore2hf", "--load", str(tmp_path / "mg"), "--save", str(tmp_path / "back"), "--no-verify") == 0
     assert_same_weights(tmp_path / "back", weights)
