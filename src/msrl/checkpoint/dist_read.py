@@ -103,7 +103,9 @@ def _index(index: object) -> tuple[str, tuple[int, ...] | None]:
 def _range(path: Path, info: object) -> Range:
     facts = _facts(info)
     name = facts["relative_path"]
-    if type(name) is not str or Path(name).name != name or name in ("", "..") or "\0" in name:
+    if type(name) is not str:
+        raise ValueError(f"a {type(name).__name__} stands where the name of a file belongs")
+    if Path(name).name != name or name in ("", "..") or "\0" in name:
         raise MsrlError(f"{path}: names {name!r}, which is no file of its folder")
     if facts.get("transform_descriptors"):
         raise MsrlError(f"{path}: {name} is compressed or otherwise transformed; save it without")

@@ -27,7 +27,7 @@ _STORAGES = {
     "ByteStorage": torch.uint8, "CharStorage": torch.int8, "ShortStorage": torch.int16, "IntStorage": torch.int32,
     "LongStorage": torch.int64, "BoolStorage": torch.bool, "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128,
 }  # fmt: skip
-_NUMPY_TYPE = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,6})")
+_NUMPY_TYPE = re.compile(r"(b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,6})")
 _MAX_AXES = 64
 _MAX_REPEATED = 1 << 24  # elements of a tensor that repeats those of its storage, as `expand` does
 
@@ -75,7 +75,7 @@ class NumpyType:
 
     def dtype(self) -> np.dtype[Any]:
         """Return the type itself."""
-        return np.dtype(self.text).newbyteorder("=" if self.order == "|" else self.order)  # type: ignore[call-overload]
+        return np.dtype(self.order + self.text)
 
 
 def unwanted(module: str, name: str) -> UnpicklingError:
@@ -143,7 +143,7 @@ def fill_array(array: np.ndarray[Any, Any], state: object) -> None:
     dtype, sizes = kind.dtype(), _sizes(shape)
     if len(data) != dtype.itemsize * math.prod(sizes):
         raise UnpicklingError(f"it holds an array of {len(data)} bytes, which do not make {list(sizes)}")
-    array.__setstate__((1, sizes, dtype, np.bool_(is_fortran), data))
+    array.__setstate__((1, sizes, dtype, is_fortran, data))  # pyright: ignore[reportArgumentType] - a bool, as NumPy writes it
 
 
 def set_numpy_type(kind: NumpyType, state: object) -> None:
@@ -200,14 +200,14 @@ def _collection(kind: Callable[[Iterable[Any]], Any]) -> Callable[..., Any]:
 def _encode(text: object, encoding: object) -> bytes:
     """Pickle protocol 2 writes bytes as text with their values."""
     if type(text) is not str or type(encoding) is not str or encoding != "latin1":
-        raise UnpicklingError(f"codec {encoding} is not admitted")
+        raise UnpicklingError("it encodes text by another codec than latin1")
     return text.encode("latin1")
 
 
-def _path(*parts: object) -> PurePosixPath:
+def _path(*parts: Any) -> PurePosixPath:
     if not all(type(part) is str for part in parts):
         raise UnpicklingError("it makes a path of something other than text")
-    return PurePosixPath(*parts)  # type: ignore[arg-type]
+    return PurePosixPath(*parts)
 
 
 def _numbers(kind: Callable[..., Any], *types: type) -> Callable[..., Any]:
@@ -230,7 +230,7 @@ def _size(sizes: object) -> torch.Size:
 
 def _numpy_type(text: object, *_: object) -> NumpyType:
     if type(text) is not str or _NUMPY_TYPE.fullmatch(text) is None:
-        raise UnpicklingError(f"it holds an array of {text}; only numbers and text are read")
+        raise UnpicklingError("it holds an array of Python objects or structures; only numbers and text are read")
     return NumpyType(text)
 
 
@@ -266,13 +266,13 @@ def _tensor(
     if not isinstance(storage, StorageRef) or len(sizes) != len(steps) or len(sizes) > _MAX_AXES or type(requires_grad) is not bool:
         raise UnpicklingError("it describes a tensor in an unknown way")
     if bits:
-        raise UnpicklingError(f"it holds a tensor with {bits}, which is not read")
+        raise UnpicklingError("it holds a conjugated or negated view of a tensor, which is not read")
     end = begin + (1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) if all(sizes) else 0)
     num_elements = math.prod(sizes)
     if end > storage.num_elements or num_elements > max(storage.num_elements, _MAX_REPEATED):
         message = f"{list(sizes)} with strides {list(steps)} at {begin}, beyond the {storage.num_elements} elements of its storage"
         raise UnpicklingError(f"it holds a tensor of {message}")
-    tensor = torch.empty(0, dtype=storage.dtype).set_(storage.memory, begin, sizes, steps)  # type: ignore[call-overload]
+    tensor = torch.empty(0, dtype=storage.dtype).set_(storage.memory, begin, sizes, steps)
     return tensor.requires_grad_(requires_grad)
 
 
@@ -292,11 +292,11 @@ def _items(state: object, count: int) -> tuple[Any, ...]:
     return state[:count]
 
 
-def _sizes(values: object) -> tuple[int, ...]:
+def _sizes(values: Any) -> tuple[int, ...]:
     """Return sizes, strides or offsets: whole numbers that are not negative and fit into 64 bits."""
-    if type(values) not in (tuple, list, torch.Size) or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):  # type: ignore[attr-defined]
+    if type(values) not in (tuple, list, torch.Size) or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
         raise UnpicklingError("it holds a tensor or array whose sizes are no whole numbers")
-    return tuple(values)  # type: ignore[arg-type]
+    return tuple(values)
 
 
 _KEYS = frozenset({type(None), bool, int, float, str, bytes, torch.dtype, torch.Size, PurePosixPath, Global, Foreign})
