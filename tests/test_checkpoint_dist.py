@@ -104,7 +104,7 @@ def test_nothing_in_a_distributed_checkpoint_is_run(written: Path, tmp_path: Pat
     with pytest.raises(MsrlError, match=r"\.metadata: not readable .* it names .*, which a checkpoint has no use for"):
         open_weights(written)
     (folder / ".metadata").write_bytes(metadata)
-    torch.save(Harmful(mark), folder / "harmful.pt")
+    torch.save([Harmful(mark), torch.zeros(1 << 18)], folder / "harmful.pt")  # as large as the tensors whose place it takes
     with (folder / "harmful.pt").open("rb") as file:
         size = len(file.read())
     (folder / "harmful.pt").replace(folder / "__1_0.distcp")
@@ -112,7 +112,7 @@ def test_nothing_in_a_distributed_checkpoint_is_run(written: Path, tmp_path: Pat
     for where in index.storage_data.values():
         where.offset, where.length = (0, size) if where.relative_path == "__1_0.distcp" else (where.offset, where.length)
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(MsrlError, match=r"__1_0\.distcp: not a tensor at byte 0: it names .*, which a tensor has no use for"):
+    with pytest.raises(MsrlError, match=r"__1_0\.distcp: not a tensor at byte 0: it names .*, which a checkpoint has no use for"):
         compare(open_weights(written), open_weights(written), None)
     torch.save({"args": Harmful(mark)}, folder / "common.pt")
     with pytest.raises(MsrlError, match=r"common\.pt: not a readable checkpoint file"):

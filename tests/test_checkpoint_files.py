@@ -31,8 +31,9 @@ from msrl.checkpoint.found import find_checkpoint
 from msrl.checkpoint.hf import HfCheckpoint, copy_sidecars
 from msrl.checkpoint.hf_writer import HfWriter
 from msrl.checkpoint.names import Naming, entries, local_name
+from msrl.checkpoint.pickle_names import Foreign
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_file import Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of
+from msrl.checkpoint.torch_file import Pieces, TensorSpec, check_records, read_torch_file, spec_of
 from msrl.checkpoint.torch_writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.models.cut import Coords, Cut
