@@ -106,7 +106,7 @@ def test_nothing_in_a_distributed_checkpoint_is_run(written: Path, tmp_path: Pat
     with pytest.raises(MsrlError, match=mentions(".metadata", "pathlib.Path.touch")):
         open_weights(written)
     (folder / ".metadata").write_bytes(metadata)
-    torch.save(Harmful(mark), folder / "harmful.pt")
+    torch.save([Harmful(mark), torch.zeros(1 << 18)], folder / "harmful.pt")  # as large as the tensors whose place it takes
     with (folder / "harmful.pt").open("rb") as file:
         size = len(file.read())
     (folder / "harmful.pt").replace(folder / "__1_0.distcp")

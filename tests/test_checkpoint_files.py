@@ -33,7 +33,8 @@ from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files import archive
 from msrl.checkpoint.torch_files import reader as torch_file
 from msrl.checkpoint.torch_files.archive import ALIGNMENT
-from msrl.checkpoint.torch_files.reader import Foreign, Pieces, TensorSpec, check_records, read_torch_file, spec_of
+from msrl.checkpoint.torch_files.pickle_names import Foreign
+from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, check_records, read_torch_file, spec_of
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.checksums import combined, crc32
 from msrl.errors import MsrlError

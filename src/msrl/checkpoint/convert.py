@@ -161,7 +161,9 @@ def _rank_specs(source: WeightSource, target: McoreTarget, rank: RankPlan) -> di
 
 def _arguments(source: WeightSource, target: McoreTarget, plan: Plan) -> argparse.Namespace:
     dtype = hf_name(target.dtype or source.main_dtype())
-    return namespace(source.shape, target.cut, padded_vocab=plan.padded_vocab, dtype=dtype, naming=target.naming)
+    return namespace(
+        source.shape, target.cut, padded_vocab=plan.padded_vocab, dtype=dtype, naming=target.naming, distributed=target.distributed
+    )
 
 
 def _write_distributed(source: WeightSource, target: McoreTarget, plan: Plan, folder: Path, advance: Advance) -> dict[str, WrittenFile]:

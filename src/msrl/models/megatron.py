@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msrl.models.shape import LinearRopeScaling, Llama3RopeScaling, Mla, Moe, Shape, YarnRopeScaling
+from msrl.models.shape import LinearRopeScaling, Llama3RopeScaling, Moe, Shape, YarnRopeScaling
 
 
 def transformer_settings(shape: Shape) -> dict[str, Any]:
@@ -68,9 +68,6 @@ def rope_arguments(shape: Shape) -> dict[str, Any]:
     """
     scaling = shape.rope_scaling
     arguments: dict[str, Any] = {
-        "rotary_base": shape.rope_theta,
-        "rotary_percent": shape.rotated_channels / shape.head_dim,
-        "rotary_interleaved": shape.rotary_interleaved,
         "use_rope_scaling": isinstance(scaling, Llama3RopeScaling),
         "rope_scaling_type": None,
         "rope_scaling_factor": 1.0,
@@ -102,7 +99,6 @@ def rope_arguments(shape: Shape) -> dict[str, Any]:
 def activation_arguments(shape: Shape) -> dict[str, Any]:
     """Megatron's command-line arguments of the gate and of the attention's softmax, for the record of a checkpoint."""
     return {
-        "swiglu": shape.activation != "quick_gelu",
         "quick_geglu": shape.activation == "quick_gelu",
         "glu_linear_offset": shape.gate_offset,
         "activation_func_clamp_value": shape.gate_limit,
@@ -115,30 +111,10 @@ def mixture_arguments(moe: Moe | None) -> dict[str, Any]:
     if moe is None:
         return {}
     return {
-        "moe_layer_freq": [int(is_mixture) for is_mixture in moe.layers],
-        "first_k_dense_replace": moe.layers.index(True),
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_router_topk": moe.experts_per_token,
         "moe_router_score_function": moe.score,
-        "moe_router_pre_softmax": not moe.normalise,
         "norm_topk_prob": moe.normalise,
         "moe_router_topk_scaling_factor": moe.scaling_factor,
         "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
         "moe_router_group_topk": moe.num_chosen_groups if moe.num_groups > 1 else None,
         "moe_router_enable_expert_bias": moe.expert_bias,
-    }
-
-
-def latent_attention_arguments(mla: Mla | None) -> dict[str, Any]:
-    """Megatron's and MindSpeed's command-line arguments of latent attention, for the record of a checkpoint."""
-    if mla is None:
-        return {"multi_latent_attention": False}
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.nope_head_dim,
-        "qk_pos_emb_head_dim": mla.rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
     }

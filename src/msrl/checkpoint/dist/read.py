@@ -1,14 +1,13 @@
 """Read Megatron's distributed checkpoints, in whatever cut they were saved. Files: see `dist_write.py`.
 
-`.metadata` is a pickle: of the classes that it names none is made, what it says of them is kept, and anything else is refused.
+`.metadata` is a pickle of torch's own classes. `unpickler` reads it without them and keeps their attributes.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import pickle
-from collections import OrderedDict
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,25 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from msrl.checkpoint.dist.write import COMMON, FORMAT, METADATA
-from msrl.checkpoint.dist.sections import Range, SectionFile, check_section, digest_of_sections
-from msrl.checkpoint.torch_files.reader import UNREADABLE, Foreign, read_torch_file
-from msrl.checkpoint.dist.write import COMMON, FORMAT, METADATA
 from msrl.checkpoint.dist.sections import Range, SectionFile
-from msrl.checkpoint.torch_files.reader import UNREADABLE, Foreign, read_torch_file
+from msrl.checkpoint.dist.write import COMMON, FORMAT, METADATA
+from msrl.checkpoint.torch_files import unpickler
+from msrl.checkpoint.torch_files.pickle_names import Foreign
+from msrl.checkpoint.torch_files.reader import UNREADABLE, read_torch_file
 from msrl.errors import MsrlError
-
-_FOREIGN = ("torch.distributed.", "megatron.", "mindspeed", "transformer_engine.")
-_PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): Foreign,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "slice"): slice,
-    ("pathlib", "PosixPath"): Foreign,
-    ("pathlib", "PurePosixPath"): Foreign,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +65,11 @@ def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, Range]]:
     """The tensors of a checkpoint by their global names, and its other objects. Raises MsrlError for what is missing or harmful."""
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
-            said: Any = _MetadataUnpickler(file).load()
-        places = {_index(index): _range(path, info) for index, info in said.state["storage_data"].items()}
-        described = {key: value.state for key, value in said.state["state_dict_metadata"].items() if getattr(value, "state", None)}
+        if path.stat().st_size > unpickler.MAX_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes, more than the limit of {unpickler.MAX_BYTES}")
+        metadata = _facts(unpickler.load(path.read_bytes()))
+        places = {_index(index): _range(path, info) for index, info in metadata["storage_data"].items()}
+        described = {str(key): value.state for key, value in metadata["state_dict_metadata"].items() if getattr(value, "state", None)}
         tensors = {key: _stored(key, facts, places) for key, facts in described.items()}
     except FileNotFoundError as error:
         raise MsrlError(f"{folder}: a distributed checkpoint without {METADATA}; it is incomplete, copy or save it again") from error
@@ -91,43 +78,64 @@ def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, Range]]:
     return tensors, {key: where for (key, _), where in places.items() if key not in tensors}
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Looks names up in a fixed table; nothing is imported on a file's behalf."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module.startswith(_FOREIGN):
-            return Foreign
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which a checkpoint has no use for; it may be harmful and was not run")
+def _facts(value: object) -> dict[str, Any]:
+    """Return the attributes of an object in `.metadata`. Raises ValueError where it is something else."""
+    if not isinstance(value, Foreign) or type(value.state) is not dict:
+        raise ValueError(f"a {type(value).__name__} stands where an object with attributes belongs")
+    return value.state
 
 
-def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
-    offset = index.state.get("offset")
-    return index.state["fqn"], None if offset is None else tuple(offset)
+def _numbers(values: object) -> tuple[int, ...]:
+    """Return sizes or offsets. Raises ValueError for anything but whole numbers that are not negative."""
+    if not isinstance(values, tuple | list) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError("sizes, offsets or lengths are no whole numbers")
+    return tuple(values)
 
 
-def _range(path: Path, info: Any) -> Range:
-    facts = info.state
+def _index(index: object) -> tuple[str, tuple[int, ...] | None]:
+    facts = _facts(index)
+    key, offset = facts["fqn"], facts.get("offset")
+    if type(key) is not str:
+        raise ValueError("a tensor is named by something other than text")
+    return key, None if offset is None else _numbers(offset)
+
+
+def _range(path: Path, info: object) -> Range:
+    facts = _facts(info)
     name = facts["relative_path"]
-    if Path(name).name != name:
+    if type(name) is not str:
+        raise ValueError(f"a {type(name).__name__} stands where the name of a file belongs")
+    if Path(name).name != name or name in ("", "..") or "\0" in name:
         raise MsrlError(f"{path}: names {name!r}, which is no file of its folder")
     if facts.get("transform_descriptors"):
         raise MsrlError(f"{path}: {name} is compressed or otherwise transformed; save it without")
-    return Range(name, int(facts["offset"]), int(facts["length"]))
+    offset, length = _numbers((facts["offset"], facts["length"]))
+    return Range(name, offset, length)
 
 
 def _stored(key: str, facts: dict[str, Any], places: dict[tuple[str, tuple[int, ...] | None], Range]) -> Stored:
-    properties = facts["properties"].state
-    dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-    parts = [(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])) for chunk in facts["chunks"]]
-    shape = tuple(facts["size"])
-    for offsets, sizes in parts:
-        if any(begin < 0 or begin + size > extent for begin, size, extent in zip(offsets, sizes, shape, strict=True)):
-            raise ValueError(f"a part of {key}, of {list(sizes)} at {list(offsets)}, lies outside of its {list(shape)}")
-    return Stored(dtype, shape, tuple(Chunk(offsets, sizes, places[key, offsets]) for offsets, sizes in parts))
+    dtype, shape = _dtype(facts["properties"]), _numbers(facts["size"])
+    chunks = tuple(_chunk(key, _facts(chunk), places) for chunk in facts["chunks"])
+    for chunk in chunks:
+        if any(begin + size > extent for begin, size, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+            raise ValueError(f"a part of {key}, of {list(chunk.sizes)} at {list(chunk.offsets)}, lies outside of its {list(shape)}")
+        if math.prod(chunk.sizes) * dtype.itemsize > chunk.where.length:
+            raise ValueError(f"a part of {key}, of {list(chunk.sizes)}, does not fit into {chunk.where.length} bytes of {chunk.where.name}")
+    return Stored(dtype, shape, chunks)
+
+
+def _chunk(key: str, facts: dict[str, Any], places: dict[tuple[str, tuple[int, ...] | None], Range]) -> Chunk:
+    offsets = _numbers(facts["offsets"])
+    return Chunk(offsets, _numbers(facts["sizes"]), places[key, offsets])
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    """Return the type of a tensor's elements. `TensorProperties` is saved as a tuple or, in older versions, by attribute."""
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a tensor has a {type(dtype).__name__} for its type")
+    return dtype
 
 
 class GlobalTensors:

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import io
-import mmap
 import os
-import pickle
-import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor
 
 from msrl.checkpoint.torch_files.archive import check_archive
-from msrl.checkpoint.torch_files.reader import STORAGES, UNREADABLE, Pieces, WrittenFile
+from msrl.checkpoint.torch_files.reader import UNREADABLE, Pieces, WrittenFile
+from msrl.checkpoint.torch_files.writer import TorchWriter
+from msrl.checkpoint.torch_files.archive import check_archive
+from msrl.checkpoint.torch_files.reader import UNREADABLE, Pieces, WrittenFile
+from msrl.checkpoint.torch_files.archive_reader import map_file, read_archive
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
-
-_TYPES = {name: dtype for dtype, name in STORAGES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,47 +87,6 @@ def check_section(file: IO[bytes], where: Range, advance: Callable[[int], None] 
         raise MsrlError(f"the tensor at byte {where.begin} cannot be read ({error})") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """What a pickle says of a tensor's memory: its type, and the key of its record."""
-
-    dtype: torch.dtype
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What a pickle says of a tensor."""
-
-    storage: _Storage
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _header(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: object) -> _Header:
-    return _Header(storage, offset, tuple(shape), tuple(strides))
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Admits a tensor and nothing else."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _header
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and name in _TYPES:
-            return _TYPES[name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which a tensor has no use for; it may be harmful and was not run")
-
-    def persistent_load(self, pid: Any, /) -> _Storage:
-        kind, dtype, key, *_ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or not str(key).isalnum():
-            raise pickle.UnpicklingError("its storage is described in an unknown way")
-        return _Storage(dtype, str(key))
-
-
 class SectionFile:
     """The tensors of one file as views of it."""
 
@@ -138,12 +94,14 @@ class SectionFile:
         self._path = path
         try:
             with path.open("rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that could be written
+                self._bytes = map_file(file)
         except (OSError, ValueError) as error:
             raise MsrlError(f"{path}: cannot be read ({error}); copy or convert the checkpoint again") from error
 
     def tensor(self, begin: int, length: int) -> Tensor:
         """The tensor in these bytes. Raises MsrlError where they are no tensor, or lie beyond the end of the file."""
+        if begin < 0 or length < 0:
+            raise MsrlError(f"{self._path}: no tensor can lie at byte {begin}, in {length} bytes; save the checkpoint again")
         if begin + length > len(self._bytes):
             raise MsrlError(f"{self._path}: cut short ({len(self._bytes)} bytes; a tensor ends at {begin + length}); copy it again")
         try:
@@ -154,23 +112,7 @@ class SectionFile:
     def _view(self, begin: int, length: int) -> Tensor:
         with self._path.open("rb") as file:
             window: Any = Window(file, begin, length)
-            with zipfile.ZipFile(window) as archive:
-                root = archive.namelist()[0].partition("/")[0]
-                header = _TensorUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
-                if not isinstance(header, _Header):
-                    raise ValueError("it is something else")
-                record = archive.getinfo(f"{root}/data/{header.storage.key}")
-        count = record.file_size // header.storage.dtype.itemsize
-        if not count:
-            return torch.empty(header.shape, dtype=header.storage.dtype)
-        data = self._data_offset(begin + record.header_offset)
-        if record.compress_type != zipfile.ZIP_STORED or data + record.file_size > begin + length:
-            raise ValueError("its record is compressed or cut short")
-        flat = torch.frombuffer(self._bytes, dtype=header.storage.dtype, count=count, offset=data)
-        flat = flat if data % header.storage.dtype.itemsize == 0 else flat.clone()
-        return flat.as_strided(header.shape, header.strides, header.offset)
-
-    def _data_offset(self, header: int) -> int:
-        """Where a record's data begin in the file: behind 30 bytes, its name and its extra field."""
-        name, extra = (int.from_bytes(self._bytes[header + at : header + at + 2], "little") for at in (26, 28))
-        return header + 30 + name + extra
+            tensor = read_archive(window, self._bytes[begin : begin + length])
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"it is a {type(tensor).__name__}")
+        return tensor.detach()

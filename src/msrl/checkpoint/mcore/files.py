@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from msrl.checkpoint.mcore import legacy
+from msrl.checkpoint.mcore.argument_table import ArgumentSource, read_arguments
 from msrl.checkpoint.mcore.arguments import num_local_experts
 from msrl.checkpoint.mcore.names import Naming, is_fused, local_name, unfused
 from msrl.checkpoint.rank_shapes import Plan, padded_vocab_size
@@ -30,8 +31,7 @@ from msrl.checkpoint.torch_files.reader import TensorSpec, WrittenFile, read_tor
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.files import flush_to_disk, write_text
-from msrl.models.families import num_experts
-from msrl.models.megatron import activation_arguments, latent_attention_arguments, mixture_arguments, rope_arguments
+from msrl.models.megatron import activation_arguments, mixture_arguments, rope_arguments
 from msrl.models.parallel_layout import Coords, Cut
 from msrl.models.shape import Shape
 from msrl.models.stages import chunk_of
@@ -132,56 +132,33 @@ def _ours(path: Path, tensors: Iterable[tuple[str, Tensor]], args: argparse.Name
 
 
 def namespace(
-    shape: Shape, cut: Cut, *, padded_vocab: int | None = None, dtype: str | None = None, naming: Naming | None = None
+    shape: Shape,
+    cut: Cut,
+    *,
+    padded_vocab: int | None = None,
+    dtype: str | None = None,
+    naming: Naming | None = None,
+    distributed: bool = False,
 ) -> argparse.Namespace:
-    """Megatron's arguments that describe the model, as its and MindSpeed's tools read them from a checkpoint."""
-    naming = naming or Naming()
+    """Return the arguments of a checkpoint: those that Megatron and MindSpeed read, and more that record the model."""
     dtype = dtype or shape.dtype
-    return argparse.Namespace(
-        tensor_model_parallel_size=cut.tp,
-        pipeline_model_parallel_size=cut.pp,
-        expert_model_parallel_size=cut.ep,
-        expert_tensor_parallel_size=cut.etp_size,
-        moe_tp_extend_ep=cut.moe_tp_extend_ep,
-        context_parallel_size=1,
-        num_layers_per_virtual_pipeline_stage=cut.vpp,
-        virtual_pipeline_model_parallel_size=None if cut.vpp is None else cut.num_chunks(shape.num_layers),
-        num_layer_list=cut.text("num_layer_list") if cut.num_layer_list else None,
-        noop_layers=cut.text("noop_layers") if cut.noop_layers else None,
-        num_layers=cut.num_positions(shape.num_layers),
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        group_query_attention=shape.num_query_groups != shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
-        num_experts=num_experts(shape) or None,
+    source = ArgumentSource(shape, cut, padded_vocab or padded_vocab_size(shape, cut.tp), naming or Naming(), distributed)
+    recorded = {
+        "moe_tp_extend_ep": cut.moe_tp_extend_ep,
+        "context_parallel_size": 1,
+        "noop_layers": cut.text("noop_layers") if cut.noop_layers else None,
+        "vocab_size": shape.vocab_size,
+        "norm_epsilon": shape.norm_eps,
         **mixture_arguments(shape.moe),
-        **latent_attention_arguments(shape.mla),
-        moe_grouped_gemm=naming.grouped,
-        max_position_embeddings=shape.max_position_embeddings,
-        seq_length=shape.max_position_embeddings,
-        vocab_size=shape.vocab_size,
-        padded_vocab_size=padded_vocab or padded_vocab_size(shape, cut.tp),
-        make_vocab_size_divisible_by=1,
-        untie_embeddings_and_output_weights=not shape.tie_word_embeddings,
-        normalization="RMSNorm",
-        norm_epsilon=shape.norm_eps,
         **activation_arguments(shape),
-        add_bias_linear=shape.output_bias,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        position_embedding_type="rope",
-        use_rotary_position_embeddings=True,
         **rope_arguments(shape),
-        transformer_impl="transformer_engine" if naming.te else "local",
-        use_mcore_models=not naming.legacy,
-        bf16=dtype == "bfloat16",
-        fp16=dtype == "float16",
-        iteration=1,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
-    )
+        "transformer_impl": "transformer_engine" if source.naming.te else "local",
+        "use_mcore_models": not source.naming.legacy,
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "iteration": 1,
+    }
+    return argparse.Namespace(**recorded, **read_arguments(source))
 
 
 def publish(save: Path, iteration: int | str, *, durable: bool = True) -> None:

@@ -1,14 +1,10 @@
 """Tensors as they lie in files, and files of `torch.save`, read without running anything; `torch_writer` writes them.
 
-Reading admits tensors, `argparse.Namespace` and plain values. Source: torch.serialization and PEP 307, the pickle protocol.
+`torch_reader` and `unpickler` read them. Source: torch.serialization and PEP 307, the pickle protocol.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
-import io
-import pathlib
 import pickle
 import struct
 import zipfile
@@ -20,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 
 from msrl.checkpoint.torch_files.archive import check_archive
+from msrl.checkpoint.torch_files.archive_reader import map_file, read_archive
 from msrl.errors import MsrlError
 
 BLOCK_BYTES = 512 << 10  # what is checksummed and written in one go: the checksum leaves it in the core's own cache for the write
@@ -124,22 +120,25 @@ def tensor_blocks(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[
 
 
 def read_torch_file(path: Path, *, mmap: bool = True) -> Any:
-    """What `torch.save` wrote at `path`, on the CPU; with `mmap` tensors are read when they are used.
+    """Return what `torch.save` wrote at `path`, on the CPU; with `mmap` tensors are read when they are used.
 
-    Nothing that the file names is run: only tensors, `argparse.Namespace`, numpy arrays and plain values are made, and values of
-    Megatron's and MindSpeed's own classes (enumerations among saved arguments) become `Foreign`. Raises MsrlError for a file that is
-    absent, cut short, not torch's, or that names anything else.
+    The file names classes and functions, and none of them is imported, called or changed: tensors, `argparse.Namespace`, numpy arrays and
+    plain values are made, and values of other known classes (enumerations among saved arguments) become `Foreign`.
+
+    Raises:
+        MsrlError: The file is absent, truncated, not torch's, or names something that a checkpoint does not hold.
     """
     _check_archive(path)
     try:
-        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=False, pickle_module=_RestrictedPickle)
+        with path.open("rb") as file:
+            return read_archive(file, map_file(file), copy=not mmap)
     except UNREADABLE as error:
         raise MsrlError(f"{path}: not a readable checkpoint file: {error}") from error
 
 
 def _check_archive(path: Path) -> None:
     """The file is whole, its records are as torch leaves them (a compressed one would be mapped as it is, and its bytes taken for numbers),
-    and it is not a program (a TorchScript archive, which torch.load would run)."""
+    and it is not a program (a TorchScript archive, which holds code)."""
     if not path.is_file():
         raise MsrlError(f"{path}: there is no such file")
     try:
@@ -152,65 +151,3 @@ def _check_archive(path: Path) -> None:
         raise MsrlError(f"{path}: its record {compressed} is compressed, which torch.save never does; save or download it again")
     if any(record.filename.endswith("/constants.pkl") for record in records):
         raise MsrlError(f"{path}: is a TorchScript program, not a checkpoint")
-
-
-class Foreign:
-    """A value of a class that is not loaded: what the file said of it is kept, nothing is run."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    """How pickle protocol 2 writes bytes; any other codec is refused."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"codec {encoding} is not admitted")
-    return text.encode("latin1")
-
-
-_FOREIGN = ("megatron.", "mindspeed", "transformer_engine.")
-_NUMPY = {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")}
-_NUMPY |= {("numpy", "ndarray"), ("numpy", "dtype")}
-_ADMITTED: dict[tuple[str, str], Any] = {
-    ("argparse", "Namespace"): argparse.Namespace,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
-    ("pathlib", "PurePosixPath"): pathlib.PurePosixPath,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("_codecs", "encode"): _latin1,
-    ("_io", "BytesIO"): io.BytesIO,
-    ("signal", "Signals"): Foreign,
-    ("types", "SimpleNamespace"): argparse.Namespace,
-}
-_ADMITTED |= {(module, kind.__name__): kind for module in ("builtins", "__builtin__") for kind in (set, frozenset, complex, slice, range)}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Looks names up in a fixed table; nothing is imported on a file's behalf."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) in _ADMITTED:
-            return _ADMITTED[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) in _NUMPY:
-            return super().find_class(module, name)
-        if module.startswith(_FOREIGN):
-            return Foreign
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which a checkpoint has no use for; it may be harmful and was not run")
-
-
-class _RestrictedPickle:
-    """What torch.load asks of a pickle module."""
-
-    Unpickler = _Unpickler
-
-    @staticmethod
-    def load(*_: object, **__: object) -> Any:
-        raise pickle.UnpicklingError("the old form of torch.save, before its zip archive, is not read")

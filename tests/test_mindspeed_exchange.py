@@ -1,0 +1,249 @@
+"""Checkpoints exchanged with MindSpeed-LLM: its converter's files read here, ours read by its converter, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import families
+import mindspeed_oracle as oracle
+from families import FAMILIES
+from mixture_families import MIXTURES
+from msrl.checkpoint.mcore.argument_table import READ_ARGUMENTS
+from msrl.checkpoint.mcore.files import namespace
+from msrl.models.parallel_layout import Cut
+from msrl.verification.bits import same_bits
+from test_cli import msrl
+
+MODEL_TYPES = {
+    "qwen2.5": "qwen25", "qwen3": "qwen3", "llama 2": "llama2", "llama 3.2": "llama2", "gemma 2": "gemma2", "qwen3 moe": "qwen3-moe",
+    "mixtral": "mixtral", "deepseek v2 lite": "deepseek2-lite", "deepseek v2": "deepseek2", "deepseek v3": "deepseek3",
+}  # fmt: skip
+DENSE = ("qwen2.5", "qwen3", "llama 2", "llama 3.2", "gemma 2")
+# The options of msrl; MindSpeed-LLM's names are made from them.
+LAYOUTS = {
+    "one rank": "", "tp2": "--tp 2", "pp2": "--pp 2", "tp2 pp2": "--tp 2 --pp 2", "pp2 vpp1": "--pp 2 --vpp 1",
+    "tp2 pp2 vpp1": "--tp 2 --pp 2 --vpp 1", "pp2 uneven": "--pp 2 --num-layer-list 1,3", "pp2 empty": "--pp 2 --noop-layers 0,5",
+}  # fmt: skip
+EXPERTS = {
+    "ep2": "--ep 2", "tp2 ep2": "--tp 2 --ep 2", "tp2 pp2 ep2": "--tp 2 --pp 2 --ep 2", "pp2 vpp1 ep2": "--pp 2 --vpp 1 --ep 2",
+    "tp2 grouped": "--tp 2 --moe-grouped-gemm", "ep2 grouped": "--ep 2 --moe-grouped-gemm",
+    "tp2 pp2 ep2 grouped": "--tp 2 --pp 2 --ep 2 --moe-grouped-gemm", "tp2 ep2 etp1": "--tp 2 --ep 2 --etp 1",
+    "tp2 ep2 etp1 grouped": "--tp 2 --ep 2 --etp 1 --moe-grouped-gemm",
+    "tp2 ep2 extended grouped": "--tp 2 --ep 2 --moe-tp-extend-ep --moe-grouped-gemm",
+}  # fmt: skip
+TABLE = [(name, layout) for name in MODEL_TYPES for layout in (LAYOUTS if name in DENSE else LAYOUTS | EXPERTS)]
+NORMAL = {("qwen2.5", "tp2 pp2"), ("deepseek v3", "tp2 ep2 extended grouped")}
+THEIRS = {
+    "--tp": "--target-tensor-parallel-size", "--pp": "--target-pipeline-parallel-size", "--ep": "--target-expert-parallel-size",
+    "--etp": "--expert-tensor-parallel-size", "--vpp": "--num-layers-per-virtual-pipeline-stage",
+}  # fmt: skip
+PARAMETERS = [pytest.param(*row, marks=[] if row in NORMAL else [pytest.mark.slow, pytest.mark.full], id=", ".join(row)) for row in TABLE]
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+# Arguments that the other systems read from a checkpoint: load_args_from_checkpoint and check_checkpoint_args of Megatron-LM core_v0.12.1,
+# load_args_from_checkpoint_wrapper of MindSpeed-LLM c77308a1, and Mg2HfConvert of the same.
+LOADED_BY_MEGATRON = words("""
+    num_layers hidden_size ffn_hidden_size seq_length num_attention_heads num_query_groups group_query_attention kv_channels
+    max_position_embeddings position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base rotary_percent
+    rotary_interleaved add_bias_linear add_qkv_bias squared_relu swiglu untie_embeddings_and_output_weights apply_layernorm_1p normalization
+    apply_query_key_layer_scaling attention_dropout hidden_dropout hybrid_override_pattern spec hybrid_attention_ratio hybrid_mlp_ratio
+    num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_token_dispatcher_type moe_router_pre_softmax moe_grouped_gemm
+    moe_shared_expert_intermediate_size mamba_state_dim mamba_head_dim mamba_num_groups is_hybrid_model heterogeneous_layers_config_path
+    heterogeneous_layers_config_encoded_json tokenizer_type tokenizer_model tiktoken_pattern padded_vocab_size ckpt_format
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+    expert_model_parallel_size
+""")
+CHECKED_BY_MEGATRON = words("""
+    num_layers hidden_size num_attention_heads add_position_embedding max_position_embeddings make_vocab_size_divisible_by padded_vocab_size
+    tokenizer_type data_parallel_random_init tensor_model_parallel_size pipeline_model_parallel_size no_save_optim no_save_rng
+    consumed_train_samples skipped_train_samples consumed_valid_samples
+""")
+LOADED_BY_MINDSPEED = words("""
+    num_layer_list post_norm num_experts sequence_parallel n_shared_experts qk_layernorm moe_intermediate_size first_k_dense_replace
+    moe_layer_freq multi_latent_attention qk_pos_emb_head_dim qk_head_dim q_lora_rank kv_lora_rank v_head_dim shared_expert_gate
+    expert_model_parallel_size
+""")
+READ_BY_MG2HF = words("""
+    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size first_k_dense_replace n_shared_experts
+    expert_tensor_parallel_size num_layers num_layer_list num_layers_per_virtual_pipeline_stage num_experts hidden_size
+    num_attention_heads num_key_value_heads kv_channels add_qkv_bias qk_layernorm q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    post_norm shared_expert_gate untie_embeddings_and_output_weights
+""")
+NOT_WRITTEN = {
+    # Settings of a training or a machine, which a converted model does not fix
+    "sequence_parallel", "moe_token_dispatcher_type", "tokenizer_model", "tiktoken_pattern", "spec",
+    # Architectures that msrl does not have
+    "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio", "is_hybrid_model", "mamba_state_dim", "mamba_head_dim",
+    "mamba_num_groups", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
+    "enable_dsa_indexer", "indexer_types", "index_topk_freq", "index_skip_topk_offset", "full_attention_interval",
+    "apply_layernorm_1p",  # MindSpeed-LLM's RMSNorm has --add-rmsnorm-offset in its place
+    "qkv_type", "fc_type", "router_bias",  # mg2hf has them from its own model_cfg.json, by the model type
+}  # fmt: skip
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """Return the config of a row with bf16 weights and a vocabulary that two ranks divide (MindSpeed-LLM does not pad it)."""
+    config = {**(FAMILIES | MIXTURES)[name].config, "torch_dtype": "bfloat16", "vocab_size": 200}
+    return config | ({"num_experts": config["num_local_experts"]} if name == "mixtral" else {})  # its name in MindSpeed-LLM
+
+
+def save_source(folder: Path, name: str) -> dict[str, Tensor]:
+    """Write a Hugging Face folder with bf16 weights; a router's correction bias stays float32, as published. Return the weights."""
+    families.save_model(folder, config_of(name))
+    weights = {
+        key: value if key.endswith("e_score_correction_bias") else value.to(torch.bfloat16)
+        for key, value in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+def assert_same_weights(folder: Path, expected: dict[str, Tensor]) -> None:
+    weights = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    assert weights.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(weights[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(("name", "layout"), PARAMETERS)
+def test_a_checkpoint_of_mindspeeds_converter_is_read_as_it_is(tmp_path: Path, name: str, layout: str) -> None:
+    root, words = oracle.checkout(), (LAYOUTS | EXPERTS)[layout].split()
+    weights = save_source(tmp_path / "hf", name)
+    folders = ("--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "mg"))
+    oracle.convert(root, "--model-type-hf", MODEL_TYPES[name], *folders, *(THEIRS.get(word, word) for word in words))
+    ours = ("--load", str(tmp_path / "mg"), "--hf-config", str(tmp_path / "hf"), "--save", str(tmp_path / "back"))
+    assert msrl("convert-ckpt", "mcore2hf", *ours, "--no-verify") == 0
+    assert_same_weights(tmp_path / "back", weights)
+
+
+@pytest.mark.parametrize(("name", "layout"), PARAMETERS)
+def test_mindspeeds_converter_reads_a_checkpoint_of_ours_as_it_is(tmp_path: Path, name: str, layout: str) -> None:
+    root, words = oracle.checkout(), (LAYOUTS | EXPERTS)[layout].split()
+    weights = save_source(tmp_path / "hf", name)
+    ours = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
+    assert msrl("convert-ckpt", "hf2mcore", *ours, *words, "--no-verify") == 0
+    # The layout comes from our arguments; these four are read from its command line alone.
+    repeated = [word for word in words if word.startswith(("--moe-", "--noop-"))]
+    if "--noop-layers" in words:
+        repeated.append(words[words.index("--noop-layers") + 1])
+    folders = ("--load-dir", str(tmp_path / "mg"), "--save-dir", str(tmp_path / "back"))
+    oracle.convert(root, "--load-model-type", "mg", "--save-model-type", "hf", "--model-type-hf", MODEL_TYPES[name], *folders, *repeated)
+    assert_same_weights(tmp_path / "back", weights)
+
+
+def model_shape(name: str) -> Any:
+    return families.shape(config_of(name))
+
+
+def arguments(name: str, cut: Cut | None = None, **changes: Any) -> dict[str, Any]:
+    return vars(namespace(model_shape(name), cut or Cut(), **changes))
+
+
+@pytest.mark.parametrize("readers", [LOADED_BY_MEGATRON, CHECKED_BY_MEGATRON, LOADED_BY_MINDSPEED, READ_BY_MG2HF])
+@pytest.mark.parametrize("name", ["qwen2.5", "deepseek v3"])
+def test_every_argument_that_the_others_read_is_written(readers: list[str], name: str) -> None:
+    assert set(readers) - NOT_WRITTEN - arguments(name).keys() == set()
+    assert set(readers) - NOT_WRITTEN <= READ_ARGUMENTS.keys()
+    assert READ_ARGUMENTS.keys().isdisjoint(NOT_WRITTEN)
+
+
+def test_no_row_of_the_table_is_read_by_nobody() -> None:
+    assert READ_ARGUMENTS.keys() <= {*LOADED_BY_MEGATRON, *CHECKED_BY_MEGATRON, *LOADED_BY_MINDSPEED, *READ_BY_MG2HF}
+
+
+def test_the_lists_above_are_those_of_the_sources() -> None:
+    root = oracle.checkout() / "mindspeed_llm"
+    loaded = re.findall(r"_set_arg\('(\w+)'", (root / "training" / "checkpointing.py").read_text(encoding="utf-8"))
+    assert sorted(loaded) == sorted(LOADED_BY_MINDSPEED)
+    source = (root / "tasks" / "checkpoint" / "convert_mg2hf.py").read_text(encoding="utf-8")
+    read = {*re.findall(r"self\.load_model\.(\w+)", source), *re.findall(r"attr\(self\.load_model, ['\"](\w+)['\"]", source)}
+    assert read - {"get_weight", "get_bias", "get_module"} - NOT_WRITTEN == set(READ_BY_MG2HF)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama 2", {"num_key_value_heads": 4, "num_query_groups": 4, "group_query_attention": False, "n_shared_experts": None}),
+        ("qwen2.5", {"num_key_value_heads": 2, "num_query_groups": 2, "group_query_attention": True, "add_qkv_bias": True}),
+        ("qwen3", {"num_key_value_heads": 2, "qk_layernorm": True, "kv_channels": 32, "add_position_embedding": True}),
+        ("qwen3 moe", {"num_experts": 8, "first_k_dense_replace": 0, "moe_layer_freq": 1, "moe_intermediate_size": 48}),
+        ("mixtral", {"num_experts": 4, "n_shared_experts": None, "moe_intermediate_size": 96, "shared_expert_gate": False}),
+        ("deepseek v2 lite", {"n_shared_experts": 2, "moe_shared_expert_intermediate_size": 96, "q_lora_rank": None, "kv_lora_rank": 32}),
+        ("deepseek v3", {"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": 40, "v_head_dim": 20}),
+        ("deepseek v3", {"qk_layernorm": True, "multi_latent_attention": True, "num_key_value_heads": 4, "qk_head_dim": 24}),
+    ],
+)
+def test_arguments_have_the_values_of_the_config(name: str, expected: dict[str, Any]) -> None:
+    written = arguments(name)
+    assert {key: written[key] for key in expected} == expected
+
+
+def test_norms_behind_the_parts_of_a_layer_are_told() -> None:
+    shape = families.shape(FAMILIES["gemma 2"].config)
+    assert vars(namespace(shape, Cut()))["post_norm"] is True and arguments("qwen3")["post_norm"] is False
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        (Cut(2, ep=2, moe_tp_extend_ep=True), None), (Cut(ep=2, moe_tp_extend_ep=True), None), (Cut(2, ep=2, etp=1), 1), (Cut(2, ep=2), 2),
+    ],
+)  # fmt: skip
+def test_the_size_of_an_experts_group_is_unset_beside_extended_expert_parallelism(cut: Cut, expected: int | None) -> None:
+    assert arguments("deepseek v3", cut)["expert_tensor_parallel_size"] == expected
+
+
+def test_layers_with_experts_are_a_period_for_mindspeed_and_a_list_for_megatron() -> None:
+    assert arguments("deepseek v3")["moe_layer_freq"] == 1
+    assert arguments("deepseek v3", distributed=True)["moe_layer_freq"] == [0, 1, 1, 1]
+    irregular = families.shape(MIXTURES["qwen3 moe, every second layer"].config)
+    assert vars(namespace(irregular, Cut()))["moe_layer_freq"] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("distributed", "expected"), [(False, "torch"), (True, "torch_dist")])
+def test_the_arguments_name_the_format(distributed: bool, expected: str) -> None:
+    assert arguments("qwen3", distributed=distributed)["ckpt_format"] == expected
+
+
+@pytest.mark.parametrize("options", ["--tp 2 --ep 2 --moe-tp-extend-ep --moe-grouped-gemm", "--tp 2 --ep 2 --etp 1"])
+def test_a_checkpoint_with_fewer_arguments_is_read(tmp_path: Path, options: str) -> None:
+    """Those that msrl 0.1 wrote: an expert's group of 1 beside extended expert parallelism, and none of the names added since."""
+    weights = save_source(tmp_path / "hf", "deepseek v3")
+    folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
+    assert msrl("convert-ckpt", "hf2mcore", *folders, *options.split(), "--no-verify") == 0
+    for path in (tmp_path / "mg").rglob("*.pt"):
+        contents = torch.load(path, weights_only=False)
+        args = vars(contents["args"])
+        args["expert_tensor_parallel_size"] = 1
+        for name in ("num_key_value_heads", "n_shared_experts", "moe_intermediate_size", "ckpt_format", "post_norm", "no_save_optim"):
+            del args[name]
+        torch.save(contents, path)
+    (tmp_path / "mg" / "msrl_manifest.json").unlink()
+    assert msrl("convert-ckpt", "mcore2hf", "--load", str(tmp_path / "mg"), "--save", str(tmp_path / "back"), "--no-verify") == 0
+    assert_same_weights(tmp_path / "back", weights)
+
+
+@pytest.mark.parametrize("options", ["--tp 2", "--pp 2 --vpp 1"])
+def test_a_model_saved_as_a_defaultdict_is_read(tmp_path: Path, options: str) -> None:
+    """The container of Hf2MgConvert.run, one per virtual stage."""
+    weights = save_source(tmp_path / "hf", "qwen3")
+    folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
+    assert msrl("convert-ckpt", "hf2mcore", *folders, *options.split(), "--no-verify") == 0
+    for path in (tmp_path / "mg").rglob("*.pt"):
+        contents = torch.load(path, weights_only=False)
+        models = {name: defaultdict(dict, value) for name, value in contents.items() if name.startswith("model")}
+        torch.save({**contents, **models}, path, pickle_protocol=4)
+    (tmp_path / "mg" / "msrl_manifest.json").unlink()
+    assert msrl("convert-ckpt", "mcore2hf", "--load", str(tmp_path / "mg"), "--save", str(tmp_path / "back"), "--no-verify") == 0
+    assert_same_weights(tmp_path / "back", weights)
