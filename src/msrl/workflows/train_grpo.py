@@ -44,7 +44,7 @@ from msrl.workflows.grpo_rollouts import Rollouts
 from msrl.workflows.grpo_step import Clock, report_of
 from msrl.workflows.grpo_team import Engines, Trainers, engine_environments
 from msrl.workflows.grpo_update import Prepared, Updater
-from msrl.workflows.interrupts import EndAtOnce, Interrupts, was_cut_short
+from msrl.workflows.interrupts import EndAtOnce, Interrupts, lasting_output, was_cut_short
 from msrl.workflows.memory_check import check_memory
 from msrl.workflows.mfu import mfu
 from msrl.workflows.rollout_log import RolloutLog
@@ -67,7 +67,7 @@ def run(config: Config) -> None:
     """Train as the configuration says. Raises MsrlError for what is wrong with it before Ray is asked for."""
     job = prepare(config)
     check_memory(config, "train-grpo", job.platform)
-    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
+    with lasting_output(), RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         started = time.perf_counter()
         workers = (counted(world_size(config), "training rank"), counted(config.rollout.engine.dp, "engine"))
         log.say(f"starting {' and '.join(workers)} on {job.platform.name}; the run is written to {log.path}")
@@ -164,6 +164,7 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
         for name, model in scorer.rank_models.items():
             model.connect(partial(trainers.scores, name))
         yield trainers, engines, scorer
+        engines.release()
 
 
 def _rank_environment(config: Config, platform: Platform) -> Mapping[str, str]:

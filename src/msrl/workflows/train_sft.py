@@ -34,7 +34,7 @@ from msrl.workflows.common import (
     worker_variables,
 )
 from msrl.workflows.data_check import check_data
-from msrl.workflows.interrupts import EndAtOnce, Interrupts, was_cut_short
+from msrl.workflows.interrupts import EndAtOnce, Interrupts, lasting_output, was_cut_short
 from msrl.workflows.memory_check import check_memory
 from msrl.workflows.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.sft_job import SftJob, check_lengths, row_order, training_rows
@@ -53,7 +53,7 @@ def run(config: Config) -> None:
     job = prepare(config, platform.name)
     check_memory(config, "train-sft", platform, longest=job.longest_row)
     saved = job.resume
-    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
+    with lasting_output(), RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
         with _ranks(config, job, platform) as ranks:
             messages = ranks.messages()
