@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from msrl import temporary
 from msrl.cluster import launch, probe, processes, state
 from msrl.cluster.state import NodeRecord, ProcessRecord
 from msrl.errors import MsrlError
@@ -59,7 +60,7 @@ def save(record: NodeRecord) -> None:
 
 
 def own_ticks(pid: int) -> int:
-    ticks = state.start_ticks(pid)
+    ticks = temporary.start_ticks(pid)
     assert ticks is not None
     return ticks
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +18,16 @@ from msrl.workflows.training import interrupts as module
 from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, was_cut_short
 from support import assert_mentions
 
-SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+SIGNALS = pytest.mark.parametrize("number", ALL)
+
+
+@pytest.fixture(autouse=True)
+def terminal() -> Iterator[None]:
+    """SIGHUP as a terminal has it, whatever these tests were started with."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @SIGNALS
@@ -24,7 +38,7 @@ def test_before_the_first_step_a_signal_ends_the_run(number: signal.Signals):
     assert signal.getsignal(number) == before
 
 
-@SIGNALS
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_said_and_the_second_ends_the_run(
     number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -55,6 +69,57 @@ def test_sigterm_that_comes_again_within_a_moment_is_the_same_one():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # while what was begun is taken down
+
+
+def test_a_terminal_that_is_closed_asks_for_the_end_and_never_ends_a_save():
+    for first in ALL:
+        with EndAtOnce(), Interrupts() as interrupts:
+            os.kill(os.getpid(), first)
+            assert interrupts.asked
+            os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_under_nohup_a_closed_terminal_is_not_heard():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with EndAtOnce(), Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not interrupts.asked
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+STOPPED = """
+import os, signal, sys, time
+from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output
+with lasting_output(), EndAtOnce(), Interrupts() as interrupts:
+    print("ready", flush=True)
+    deadline = time.monotonic() + 60
+    while not interrupts.asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    print("step 2", file=sys.stderr, flush=True)
+    print("saved", flush=True)
+    open(sys.argv[1], "w").write("saved")
+print("interrupted", file=sys.stderr)
+sys.exit(130 if interrupts.asked else 1)
+"""
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_output_that_nobody_reads_any_longer_does_not_end_a_run(tmp_path: Path, kind: str):
+    """Of a closed terminal, where the kernel sends SIGHUP; of a `tee` that the signal for the whole group has ended too."""
+    reader, writer = os.openpty() if kind == "terminal" else os.pipe()
+    command = [sys.executable, "-c", STOPPED, str(tmp_path / "result")]
+    process = subprocess.Popen(
+        command, stdin=writer, stdout=writer, stderr=writer, start_new_session=True,
+        preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if kind == "terminal" else None,
+    )  # fmt: skip
+    os.close(writer)
+    assert b"ready" in os.read(reader, 100)
+    os.close(reader)
+    if kind == "pipe":
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130
+    assert (tmp_path / "result").read_text() == "saved"
 
 
 def test_a_training_that_was_asked_to_end_in_its_last_step_is_done():

@@ -21,7 +21,19 @@ from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.data.dataset import PromptDataset
 from msrl.models.parallel_layout import Cut
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer
-from training_runs import Command, children, metrics, rows, still_running, succeed, write_config, write_rows
+from training_runs import (
+    Command,
+    children,
+    files_in,
+    make_tmp,
+    metrics,
+    rows,
+    shared_memory,
+    still_running,
+    succeed,
+    write_config,
+    write_rows,
+)
 
 pytestmark = pytest.mark.slow
 STEPS = 4
@@ -124,35 +136,54 @@ def several_updates(inputs: Path, name: str, resume: str = "none", **sections: A
 
 @pytest.fixture(scope="module")
 def whole(inputs) -> Path:
-    """The folder of an uninterrupted run."""
-    file = write_config(inputs / "whole.yaml", several_updates(inputs, "whole"))
-    succeed("train-grpo", "-c", str(file), log=inputs / "whole.log")
+    """The folder of an uninterrupted run; `whole.left` beside the inputs lists the temporary files that it left."""
+    file, tmp = write_config(inputs / "whole.yaml", several_updates(inputs, "whole")), make_tmp()
+    succeed("train-grpo", "-c", str(file), log=inputs / "whole.log", tmp=tmp)
+    (inputs / "whole.left").write_text("\n".join(files_in(tmp)))
     return inputs / "runs" / "whole"
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run that got SIGTERM in its third step or soon after: its folder, exit code, output, and the processes that it had started."""
+    """A run whose process group got a signal: what it had started and mapped by then, and what it left in its temporary folder."""
 
     run: Path
     code: int
     output: str
     processes: dict[int, str]
+    shared_memory: set[Path]
+    left: list[str]
+    reported: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def interrupted(inputs) -> Interrupted:
-    """A tied model on two data-parallel ranks, one update a step, evaluated greedily after every second one."""
+    """A tied model on two data-parallel ranks, an engine on two devices, one update a step, evaluated greedily after every second one."""
     changes = {"train": {"steps": 1000, "micro_batch": 4, "optimizer": {"lr": 3e-4}}, "eval": {"every_steps": 2}}
     judge = {"model": str(inputs / "judge"), "engine": "megatron", "name": "judge", "weight": 0.0}
     changes["reward"] = {"sources": [*SOURCES, judge]}
     config = settings(inputs, "interrupted", "tied", cluster={"platform": "cpu", "devices_per_node": 2}, **changes)
-    command = Command("train-grpo", "-c", str(write_config(inputs / "interrupted.yaml", config)), log=inputs / "interrupted.log")
-    run = inputs / "runs" / "interrupted"
-    command.when(lambda: (run / "rollouts" / "step_000003.jsonl").exists())
+    config["rollout"]["engine"]["tp"] = 2
+    write_config(inputs / "interrupted.yaml", config)
+    return interrupt(inputs, "interrupted", 3, signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def hung_up(inputs, interrupted) -> Interrupted:
+    """The same run, resumed and interrupted once more, as by a terminal that is closed."""
+    return interrupt(inputs, "interrupted", len(rows(interrupted.run)) + 1, signal.SIGHUP, "--resume", "auto")
+
+
+def interrupt(inputs: Path, name: str, step: int, number: signal.Signals, *arguments: str) -> Interrupted:
+    """Run a configuration, and send a signal to its process group once this step has its rollouts."""
+    tmp, run = make_tmp(), inputs / "runs" / name
+    log = inputs / f"{name}-{number.name}.log"
+    command = Command("train-grpo", "-c", str(inputs / f"{name}.yaml"), *arguments, log=log, tmp=tmp)
+    command.when(lambda: (run / "rollouts" / f"step_{step:06d}.jsonl").exists())
     started = children(command.process.pid)
-    command.process.send_signal(signal.SIGTERM)
-    return Interrupted(run, command.wait(), command.output(), started)
+    mapped = shared_memory(started)
+    command.signal_group(number)
+    return Interrupted(run, command.wait(), command.output(), started, mapped, files_in(tmp), rows(run))
 
 
 def rollouts(run: Path, step: int, folder: str = "rollouts") -> list[dict[str, Any]]:
@@ -330,7 +361,7 @@ def test_an_evaluation_says_what_the_policy_of_its_step_answers_greedily(interru
 
 
 def test_an_interrupt_saves_after_the_step_in_hand_and_nothing_outlives_the_run(interrupted):
-    done = len(rows(interrupted.run))
+    done = len(interrupted.reported)
     assert interrupted.code == 130 and "Traceback" not in interrupted.output
     assert re.search(rf"(?i)saved .*step {done}\b", interrupted.output)
     assert (interrupted.run / "checkpoints" / f"iter_{done:07d}").is_dir()
@@ -338,6 +369,23 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_nothing_outlives_the_run(
     started = {pid: found[0] for pid, line in interrupted.processes.items() if (found := re.search(ours, line))}
     assert {"ray::TrainActor", "ray::RolloutActor", "msrl.rewards.worker", "/raylet/raylet "} == set(started.values())
     assert not still_running(started)
+
+
+def test_a_closed_terminal_saves_too_and_the_resumed_run_took_up_where_the_first_one_had_saved(interrupted, hung_up):
+    first, last = len(interrupted.reported), len(hung_up.reported)
+    assert hung_up.code == 130 and "Traceback" not in hung_up.output
+    assert f"saved step {last} in" in hung_up.output and last > first
+    assert hung_up.reported[:first] == interrupted.reported
+    assert [row["step"] for row in hung_up.reported] == list(range(1, last + 1))
+    assert (hung_up.run / "checkpoints" / f"iter_{last:07d}").is_dir()
+
+
+def test_nothing_stays_in_the_temporary_folder_and_in_shared_memory(whole, interrupted, hung_up, inputs):
+    assert (inputs / "whole.left").read_text() == ""
+    for run in (interrupted, hung_up):
+        assert run.left == []
+        assert len(run.shared_memory) >= 4, "of the engine's two processes"
+        assert not [path for path in run.shared_memory if path.exists()]
 
 
 @dataclass(frozen=True)
@@ -412,7 +460,9 @@ def adapted(inputs) -> Path:
     changes = settings(inputs, "adapted", "untied", algo={"kl": {"loss": {"coef": 0.05}}}, checkpoint={"export_hf": True})
     changes["train"] = {"steps": 3, "micro_batch": 2, "optimizer": {"lr": 5e-3}, "parallel": {"tp": 2}, "lora": {"rank": 4, "alpha": 8.0}}
     changes["eval"] = {"every_steps": 3, "sampling": {"temperature": 0.9}}
-    succeed("train-grpo", "-c", str(write_config(inputs / "adapted.yaml", changes)), log=inputs / "adapted.log")
+    changes["rollout"]["engine"]["tp"], tmp = 2, make_tmp()
+    succeed("train-grpo", "-c", str(write_config(inputs / "adapted.yaml", changes)), log=inputs / "adapted.log", tmp=tmp)
+    assert files_in(tmp) == []
     return inputs / "runs" / "adapted"
 
 

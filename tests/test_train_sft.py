@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -29,7 +28,19 @@ from msrl.models.families import all_rules
 from msrl.models.parallel_layout import Cut
 from support import assert_mentions, mentions
 from tiny_qwen2 import save_model
-from training_runs import Command, children, metrics, rows, still_running, succeed, write_config, write_rows
+from training_runs import (
+    Command,
+    children,
+    files_in,
+    make_tmp,
+    metrics,
+    rows,
+    still_running,
+    succeed,
+    wait_for_end,
+    write_config,
+    write_rows,
+)
 
 pytestmark = pytest.mark.slow
 STEPS = 24
@@ -97,9 +108,10 @@ def named(config: dict[str, Any], name: str, **sections: dict[str, Any]) -> dict
 
 @pytest.fixture(scope="module")
 def whole(inputs, config) -> Path:
-    """The folder of an uninterrupted run."""
-    file = write_config(inputs / "whole.yaml", config)
-    succeed("train-sft", "-c", str(file), log=inputs / "whole.log")
+    """The folder of an uninterrupted run, which leaves nothing in its temporary folder."""
+    file, tmp = write_config(inputs / "whole.yaml", config), make_tmp()
+    succeed("train-sft", "-c", str(file), log=inputs / "whole.log", tmp=tmp)
+    (inputs / "whole.left").write_text("\n".join(files_in(tmp)))
     return inputs / "runs" / "whole"
 
 
@@ -172,9 +184,13 @@ def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config,
     assert not (inputs / "runs" / "again").exists()
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
+def test_nothing_stays_in_the_temporary_folder(whole, inputs):
+    assert (inputs / "whole.left").read_text() == ""
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit_where_the_other_did(whole, config, inputs, number):
-    """As a terminal does it, to every process; and as timeout(1) does it, to the command and then to every process."""
+    """As a terminal does it, to every process of the group; and as timeout(1) does it, to the command and then to every process."""
     name = f"interrupted by {number.name}"
     file = write_config(inputs / "interrupted.yaml", named(config, name, checkpoint={"every_steps": None}))
     run = inputs / "runs" / name
@@ -182,7 +198,7 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_t
     command.when(lambda: len(rows(run)) >= 2)
     if number == signal.SIGTERM:
         command.process.send_signal(number)
-    os.killpg(command.process.pid, number)
+    command.signal_group(number)
     assert command.wait() == 130, command.output()
     done = len(rows(run))
     assert done < STEPS
@@ -213,17 +229,21 @@ def test_a_kill_in_mid_save_leaves_the_checkpoint_before_and_the_resumed_run_goe
     def is_saving() -> bool:
         return mcore.iteration_dir(saves, 2).exists() and any(saves.glob(".iter_*.partial"))
 
-    half: list[Path] = []
+    half, tmp = list[Path](), make_tmp()
     while not half:  # a save may be done between its being seen and the kill; the next start then goes on
-        command = Command("train-sft", "-c", str(file), log=inputs / "killed.log")
+        command = Command("train-sft", "-c", str(file), log=inputs / "killed.log", tmp=tmp)
+        ranks = command.when_started(2)
         command.when(is_saving, every_s=0.0005)
         command.kill()
+        assert all("msrl.trainer.launch" in line for line in ranks.values()) and any(tmp.glob("msrl-ranks-*"))
+        wait_for_end(ranks)
         half = list(saves.glob(".iter_*.partial"))
     last = latest_iteration(saves)
     assert isinstance(last, int) and half[0].name == f".iter_{last + 1:07d}.partial"
     assert weights(saves)  # of the checkpoint before, whole
     assert metrics(run)[:last] == metrics(whole)[:last]
-    succeed("train-sft", "-c", str(file), log=inputs / "resumed.log")
+    succeed("train-sft", "-c", str(file), log=inputs / "resumed.log", tmp=tmp)
+    assert files_in(tmp) == [], "the next run removes what the killed ones left"
     assert metrics(run) == metrics(whole)
     assert_same_weights(saves, whole / "checkpoints")
     assert not list(saves.glob("**/.*partial"))

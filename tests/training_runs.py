@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,14 +23,17 @@ LIMIT_S = 600.0  # for a slow machine under load; nothing here takes a tenth of 
 class Command:
     """`msrl ARGUMENTS` in a session of its own, so that a signal can be sent to all of its processes."""
 
-    def __init__(self, *arguments: str, log: Path) -> None:
+    def __init__(self, *arguments: str, log: Path, tmp: Path | None = None) -> None:
+        """`tmp` is the folder for its temporary files."""
         self.log = log
         environment = {**os.environ, "MPLCONFIGDIR": str(log.parent)}
+        if tmp is not None:
+            environment |= {"TMPDIR": str(tmp), "RAY_TMPDIR": str(tmp)}
         self._file = log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "msrl", *arguments],
             stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as a terminal has it, whatever these tests were started with
+            preexec_fn=_as_a_terminal_has_it,
         )  # fmt: skip
 
     def wait(self) -> int:
@@ -40,8 +46,12 @@ class Command:
         finally:
             self._file.close()
 
+    def signal_group(self, number: signal.Signals) -> None:
+        """A signal to the process group of the command, as Slurm, timeout(1) and a closed terminal send it."""
+        os.killpg(self.process.pid, number)
+
     def kill(self) -> None:
-        """SIGKILL to every process of the command."""
+        """SIGKILL to the process group of the command."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -53,13 +63,42 @@ class Command:
             assert time.monotonic() < deadline, f"nothing happened within {LIMIT_S:g} s:\n{self.output()}"
             time.sleep(every_s)
 
+    def when_started(self, count: int) -> dict[int, str]:
+        """Wait until the command has this many descendants; their command lines."""
+        self.when(lambda: len(children(self.process.pid)) == count)
+        return children(self.process.pid)
+
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
 
-def succeed(*arguments: str, log: Path) -> str:
+def _as_a_terminal_has_it() -> None:
+    """Signals end a process, whatever these tests were started with."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def make_tmp() -> Path:
+    """A folder for a command's temporary files, of a path short enough for sockets."""
+    return Path(tempfile.mkdtemp(prefix="tmp-", dir="/tmp"))
+
+
+def files_in(tmp: Path) -> list[str]:
+    """All that is in such a folder, which is then removed."""
+    names = sorted(str(path.relative_to(tmp)) for path in tmp.rglob("*"))
+    shutil.rmtree(tmp)
+    return names
+
+
+def shared_memory(pids: Iterable[int]) -> set[Path]:
+    """The files in shared memory that these processes have mapped."""
+    maps = [path.read_text(errors="replace") for pid in pids if (path := Path(f"/proc/{pid}/maps")).exists()]
+    return {Path(name) for text in maps for name in re.findall(r"/dev/shm/.*", text) if not name.endswith(" (deleted)")}
+
+
+def succeed(*arguments: str, log: Path, tmp: Path | None = None) -> str:
     """Run a command to its end; its output. Fails unless it exits with 0."""
-    command = Command(*arguments, log=log)
+    command = Command(*arguments, log=log, tmp=tmp)
     code = command.wait()
     assert code == 0, command.output()
     return command.output()
@@ -98,6 +137,14 @@ def children(pid: int) -> dict[int, str]:
         except psutil.Error:
             continue
     return found
+
+
+def wait_for_end(pids: Iterable[int], limit_s: float = 20.0) -> None:
+    """Fails when one of these processes still runs after that time."""
+    deadline = time.monotonic() + limit_s
+    while left := still_running(pids):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.01)
 
 
 def still_running(pids: Iterable[int]) -> list[int]:

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from msrl import temporary
 from msrl.cluster import probe, processes, state
 from msrl.cluster.probe import Address
 from msrl.cluster.state import NodeRecord, ProcessRecord
@@ -169,7 +170,7 @@ def _start_node(start: _Start, timeout_s: float) -> NodeRecord:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(start),
+            env=_environment(start) | temporary.environment(state.workers_dir(temp_dir)),
             start_new_session=True,
         )
     _SUPERVISORS.append(supervisor)
@@ -186,7 +187,7 @@ def _start_node(start: _Start, timeout_s: float) -> NodeRecord:
 
 
 def _first_record(start: _Start, temp_dir: Path, pid: int) -> tuple[NodeRecord, Path]:
-    supervisor = ProcessRecord(pid, state.start_ticks(pid) or 0, "ray start")
+    supervisor = ProcessRecord(pid, temporary.start_ticks(pid) or 0, "ray start")
     record = NodeRecord(
         kind="head" if start.kind == "head" else "worker",
         address=str(start.address),

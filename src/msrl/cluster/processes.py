@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from msrl.cluster import state
-from msrl.cluster.state import ProcessRecord
+from msrl import temporary
 from msrl.errors import MsrlError
+from msrl.temporary import ProcessRecord
 
 
 def family(processes: Iterable[ProcessRecord]) -> tuple[ProcessRecord, ...]:
     """Those of `processes` that run, and everything that descends from them."""
-    found = {process: None for process in processes if state.is_running(process)}
+    found = {process: None for process in processes if temporary.is_running(process)}
     for process in tuple(found):
         found |= dict.fromkeys(descendants(process.pid))
     return tuple(found)
@@ -28,7 +28,7 @@ def descendants(pid: int) -> list[ProcessRecord]:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    started = ((child, state.start_ticks(child.pid)) for child in children)
+    started = ((child, temporary.start_ticks(child.pid)) for child in children)
     return [ProcessRecord(child.pid, ticks, _name(child.pid)) for child, ticks in started if ticks is not None]
 
 
@@ -41,7 +41,7 @@ def _name(pid: int) -> str:
 
 def send(processes: Iterable[ProcessRecord], number: signal.Signals) -> None:
     for process in processes:
-        if state.is_running(process):
+        if temporary.is_running(process):
             try:
                 os.kill(process.pid, number)
             except ProcessLookupError:
@@ -55,7 +55,7 @@ def wait_for_end(processes: Sequence[ProcessRecord], timeout_s: float, reap: Cal
     deadline = time.monotonic() + timeout_s
     while True:
         reap()
-        left = [process for process in processes if state.is_running(process)]
+        left = [process for process in processes if temporary.is_running(process)]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)

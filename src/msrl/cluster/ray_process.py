@@ -13,11 +13,13 @@ from typing import Any
 
 import ray
 
-from msrl.cluster import state
+from msrl.cluster import processes, state
 from msrl.errors import MsrlError
+from msrl.temporary import ProcessRecord
 
 _LOG = logging.getLogger("msrl.cluster")
 _STARTS = 3
+_DAEMONS = ("gcs_server", "raylet")
 _GIVEN_UP = "timed out during startup"  # what ray.init says when the raylet is late; how long it waits cannot be set
 
 
@@ -47,6 +49,38 @@ def own_signals() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def own_sessions() -> Iterator[None]:
+    """Start Ray's processes in sessions of their own: a signal to this process's group, and the end of its terminal, must not end them.
+
+    This process needs them to save. They still end with it: the kernel kills them when their parent has ended. Ray 2.54 to 2.60 asks for
+    that in `set_kill_on_parent_death_linux`, which `ray._private.services.start_ray_process` calls in the child before it becomes Ray's.
+    Raises RuntimeError where Ray's processes share the group of this one all the same.
+    """
+    from ray._private import utils
+
+    ends_with_parent = utils.set_kill_on_parent_death_linux
+
+    def in_own_session() -> None:
+        os.setsid()
+        ends_with_parent()
+
+    utils.set_kill_on_parent_death_linux = in_own_session
+    try:
+        yield
+    finally:
+        utils.set_kill_on_parent_death_linux = ends_with_parent
+    shared = [process.name for process in processes.descendants(os.getpid()) if _is_ray_in_own_group(process)]
+    if shared:
+        raise RuntimeError(f"Ray {ray.__version__} starts {', '.join(shared)} in the group of this process: its start has changed")
+
+
+def _is_ray_in_own_group(process: ProcessRecord) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        return process.name in _DAEMONS and os.getpgid(process.pid) == os.getpgid(0)
+    return False
 
 
 @contextlib.contextmanager

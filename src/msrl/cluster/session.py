@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from msrl.cluster import probe, state
+from msrl import temporary
+from msrl.cluster import probe, processes, state
 from msrl.cluster.placement import Assignment, NodePlan, Placement
-from msrl.cluster.ray_process import own_signals, ray_settings, start_ray
+from msrl.cluster.ray_process import own_sessions, own_signals, ray_settings, start_ray
 from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
 
@@ -196,24 +197,31 @@ def ray_session(
         "logging_level": logging.WARNING,
     }
     opened = _local(num_devices, resource_name, init) if address is None else _connected(address, init, answer_timeout_s)
-    with opened:
+    before = temporary.segments()
+    with opened as folder:
         session = Session(resource_name, local=address is None)
         try:
             yield session
         finally:
+            if folder is not None:  # an engine that is killed while it starts has not listed its shared memory itself
+                pids = [process.pid for process in processes.descendants(os.getpid())]
+                temporary.list_segments(folder, pids, before)
             session.close()
 
 
 @contextlib.contextmanager
-def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator[None]:
-    """A Ray of our own, gone at the end with its folder; the folder stays when the body fails."""
+def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator[Path]:
+    """A Ray of our own, gone at the end with its folder; the folder stays when the body fails.
+
+    Yields the folder in it for the temporary files of Ray's processes.
+    """
     temp_dir = state.own_temp_dir()
     token = temp_dir / "token"
     state.write_private(token, secrets.token_hex(32))
     devices = {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
     try:
         with ray_settings(token, loopback=True):
-            with own_signals():
+            with own_signals(), own_sessions(), temporary.redirected(state.workers_dir(temp_dir)):
                 start_ray(
                     address="local",
                     include_dashboard=False,
@@ -223,13 +231,13 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
                     **init,
                 )
             try:
-                yield
+                yield state.workers_dir(temp_dir)
             finally:
                 ray.shutdown()
     except BaseException as error:
-        _keep_logs(temp_dir) if _logs_may_help(error) else shutil.rmtree(temp_dir, ignore_errors=True)
+        _keep_logs(temp_dir) if _logs_may_help(error) else temporary.remove(temp_dir)
         raise
-    shutil.rmtree(temp_dir, ignore_errors=True)
+    temporary.remove(temp_dir)
 
 
 def _logs_may_help(error: BaseException) -> bool:
@@ -244,7 +252,7 @@ def _keep_logs(temp_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def _connected(address: str, init: Mapping[str, Any], answer_timeout_s: float) -> Iterator[None]:
+def _connected(address: str, init: Mapping[str, Any], answer_timeout_s: float) -> Iterator[Path | None]:
     """A connection to a cluster that others keep running."""
     head = probe.parse_address(address)
     token = state.find_token()
@@ -259,6 +267,6 @@ def _connected(address: str, init: Mapping[str, Any], answer_timeout_s: float) -
                 f" or make this machine one: msrl cluster join {address}"
             ) from error
         try:
-            yield
+            yield None
         finally:
             ray.shutdown()

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import socket
 import stat
 import tempfile
@@ -19,19 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from msrl import temporary
 from msrl.errors import MsrlError
 from msrl.files import take_lock
+from msrl.temporary import ProcessRecord, is_running
 
 _PRIVATE_FILE, _PRIVATE_DIR = 0o600, 0o700
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessRecord:
-    """One process: `start_ticks` is its start in clock ticks since boot."""
-
-    pid: int
-    start_ticks: int
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +55,6 @@ class NodeRecord:
 def boot_id() -> str:
     """What tells one boot of a machine from the next."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def start_ticks(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since boot; None when it does not run (a zombie does not)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def is_running(process: ProcessRecord) -> bool:
-    """Whether this very process runs, not another one under its pid."""
-    return start_ticks(process.pid) == process.start_ticks
 
 
 def state_dir() -> Path:
@@ -208,29 +186,20 @@ def own_temp_dir() -> Path:
 
     Folders of other users are left alone, and those of other machines and containers, of whose processes nothing can be said here.
     """
-    folder = make_temp_dir()
-    for owner in folder.parent.glob("msrl-*/owner.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # one that is just being removed
-            if owner.lstat().st_uid == os.geteuid() and _is_left_behind(json.loads(owner.read_text())):
-                shutil.rmtree(owner.parent)
-    process = ProcessRecord(os.getpid(), start_ticks(os.getpid()) or 0, "msrl")
-    write_private(folder / "owner.json", json.dumps({"place": _place(), **asdict(process)}))
+    return temporary.claim(make_temp_dir())
+
+
+def workers_dir(temp_dir: Path) -> Path:
+    """Return the folder for the temporary files of the node's processes, made when absent."""
+    folder = temp_dir / "tmp"
+    folder.mkdir(exist_ok=True)
     return folder
 
 
-def _is_left_behind(owner: dict[str, Any]) -> bool:
-    """Whether the process that an owner.json tells of was one of this place, and is gone."""
-    return owner["place"] == _place() and not is_running(ProcessRecord(owner["pid"], owner["start_ticks"], owner["name"]))
-
-
-def _place() -> str:
-    """Where a process number means a process: the machine and its pid namespace."""
-    return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
-
-
 def keep_temp_dir(folder: Path) -> None:
-    """Have a folder of `own_temp_dir` stay when its process has gone."""
-    (folder / "owner.json").unlink(missing_ok=True)
+    """Have a folder of `own_temp_dir` stay when its process has gone, without what its processes left in it."""
+    temporary.remove(workers_dir(folder))
+    temporary.release(folder)
 
 
 def ray_dir(temp_dir: Path) -> Path:

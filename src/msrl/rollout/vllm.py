@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from msrl import temporary
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape, num_parameters
 from msrl.models.hf_config import read_hf_config
@@ -59,7 +60,12 @@ class VllmEngine:
 
         self._set_num_threads = torch.set_num_threads
         self._torch_was_distributed = torch.distributed.is_initialized()
-        self._llm = _start(_arguments(settings, self._shape, dtype, self.max_model_len, platform), settings)
+        self._folder = temporary.claim(Path(tempfile.mkdtemp(prefix="msrl-engine-")))
+        try:
+            self._llm = _start(_arguments(settings, self._shape, dtype, self.max_model_len, platform), settings, self._folder)
+        except BaseException:
+            temporary.remove(self._folder)
+            raise
         self._tokenizer = self._llm.get_tokenizer()
         self._control = {token.content: number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         self._sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
@@ -104,9 +110,9 @@ class VllmEngine:
         if self._settings.tp == 1:
             self._llm.collective_rpc("receive_weights", args=(checked_weights(tensors, expected),))
         else:
-            with tempfile.TemporaryDirectory(prefix="msrl-weights-", dir=shared_memory(4 * num_parameters(self._shape))) as folder:
-                write_files(tensors, Path(folder))
-                self._llm.collective_rpc("receive_weight_files", args=(folder, sorted(expected)))
+            with temporary.owned_folder("msrl-weights-", shared_memory(4 * num_parameters(self._shape))) as folder:
+                write_files(tensors, folder)
+                self._llm.collective_rpc("receive_weight_files", args=(str(folder), sorted(expected)))
         self.forget_prompts()
 
     def forget_prompts(self) -> None:
@@ -131,6 +137,13 @@ class VllmEngine:
             destroy_distributed_environment()
         torch.set_num_threads = self._set_num_threads
         gc.collect()
+        temporary.remove(self._folder)
+
+    def release(self) -> None:
+        """End the engine's processes and remove its files, before this process is killed: its own memory is left as it is."""
+        if self._settings.tp > 1:
+            self._llm.llm_engine.engine_core.shutdown()
+        temporary.remove(self._folder)
 
     def _params(self, prompt: Prompt, sampling: SamplingParams, seed: int | None) -> Any:
         """vLLM's parameters of one completion. Text is made afterwards unless a stop text must be watched for."""
@@ -254,7 +267,8 @@ def _available_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _start(arguments: dict[str, Any], settings: EngineSettings) -> Any:
+def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) -> Any:
+    """Start vLLM with its temporary files in `folder`, where the shared memory that it makes is listed."""
     with warnings.catch_warnings():
         if not settings.verbose:
             warnings.simplefilter("ignore")
@@ -262,10 +276,21 @@ def _start(arguments: dict[str, Any], settings: EngineSettings) -> Any:
         import vllm
 
         _check_known(settings)
+        before = temporary.segments()
         try:
-            return vllm.LLM(**arguments)
+            with temporary.redirected(folder):
+                return vllm.LLM(**arguments)
         except ValueError as error:  # what vLLM raises for a configuration that it refuses
             raise MsrlError(f"{settings.model_dir}: vLLM does not start with these settings: {error}") from error
+        finally:
+            temporary.list_segments(folder, _own_processes(), before)
+
+
+def _own_processes() -> list[int]:
+    """Return the numbers of this process and of all that descend from it."""
+    import psutil
+
+    return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
 
 
 def _check_known(settings: EngineSettings) -> None:

@@ -7,13 +7,13 @@ stop through the same pipe. The payload travels as a pickle between processes of
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from msrl import temporary
 from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
@@ -67,26 +68,41 @@ class LocalRanks:
     def __init__(self, target: str, payload: object, *, num_ranks: int, platform: Platform, env: Mapping[str, str] | None = None) -> None:
         _check_devices(num_ranks, platform)
         self._target, self._payload, self._num_ranks, self._platform = target, payload, num_ranks, platform
-        self._env = {**os.environ, **platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
+        self._env = {**platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[connection.Connection] = []
         self.was_asked_to_stop = False
 
     def __enter__(self) -> LocalRanks:
-        self._folder = tempfile.TemporaryDirectory(prefix="msrl-ranks-")
-        job = Path(self._folder.name, "job.pickle")
+        self._stack = contextlib.ExitStack()
+        folder = self._stack.enter_context(temporary.owned_folder("msrl-ranks-"))
+        try:
+            self._start(folder)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _start(self, folder: Path) -> None:
+        """Start all ranks; their temporary files go to `folder` too."""
+        job = folder / "job.pickle"
         job.write_bytes(pickle.dumps((self._target, self._payload)))
+        env = {**os.environ, **temporary.environment(folder), **self._env}
         for rank in range(self._num_ranks):
             ours, theirs = connection.Pipe()
-            arguments = [str(rank), str(self._num_ranks), self._platform.name, str(theirs.fileno()), str(job)]
+            arguments = [str(rank), str(self._num_ranks), self._platform.name, str(theirs.fileno()), str(job), str(os.getpid())]
             command = [sys.executable, "-m", "msrl.trainer.launch", *arguments]
-            process = subprocess.Popen(command, env=self._env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )  # a signal to the group of this process reaches this process alone, which decides what it means
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -94,7 +110,7 @@ class LocalRanks:
             process.wait()
         for pipe in self._pipes:
             pipe.close()
-        self._folder.cleanup()
+        self._stack.close()
 
     def ask_to_stop(self) -> None:
         """Let rank 0 know that the run is to end after the step in hand."""
@@ -159,11 +175,20 @@ def quiet_megatron() -> None:
     warnings.filterwarnings("ignore", module=r"torch\.")
 
 
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG)."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
 def main() -> None:
     """A rank's own beginning."""
-    rank, world_size, platform, descriptor, job = sys.argv[1:]
-    # An interrupt of the terminal reaches every process of the group; the one that started us decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank, world_size, platform, descriptor, job, parent = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # service managers signal every process of a unit, whatever its session
+        signal.signal(number, signal.SIG_IGN)
+    _end_with(int(parent))
     quiet_megatron()
     with connection.Connection(int(descriptor)) as pipe:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from msrl.models.hf_config import read_hf_config
 from msrl.models.parallel_layout import WHOLE
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
+from msrl.temporary import owned_folder
 from msrl.verification import layerwise
 
 
@@ -72,11 +72,11 @@ def _with_config(checkpoint: Path, hf_dir: Path | None) -> Iterator[Path]:
     if hf_dir is None or hf_dir == checkpoint / SIDECAR:
         yield checkpoint
         return
-    with tempfile.TemporaryDirectory(prefix="msrl_") as folder:
+    with owned_folder("msrl-config-") as folder:
         linked = {entry.name: entry for entry in checkpoint.iterdir()} | {SIDECAR: hf_dir}
         for entry, target in linked.items():
-            (Path(folder) / entry).symlink_to(target.absolute())
-        yield Path(folder)
+            (folder / entry).symlink_to(target.absolute())
+        yield folder
 
 
 def _pretrained(folder: Path, tokens: list[list[int]]) -> list[Tensor]:

@@ -134,6 +134,10 @@ class RolloutActor:
 
         self._engine = VllmEngine(self._settings, get(self._platform))
 
+    def release(self) -> None:
+        """End the engine's processes and remove its files; the actor is killed next."""
+        self._engine.release()
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
         self._engine.wake()
         groups = self._engine.generate(prompts, sampling, policy_version)

@@ -39,7 +39,7 @@ from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.best import outcome
 from msrl.workflows.training.export import export_critic, export_hf, final
 from msrl.workflows.training.integrity import verify_models
-from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, was_cut_short
+from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output, was_cut_short
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
@@ -71,7 +71,7 @@ def run(config: Config) -> None:
     job = prepare(config)
     check_memory(config, "train-grpo", job.platform)
     verify_models(loaded_models(config, "train-grpo", job.resume))
-    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
+    with lasting_output(), RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         started = time.perf_counter()
         workers = (counted(world_size(config), "training rank"), counted(config.rollout.engine.dp, "engine"))
         log.say(f"starting {' and '.join(workers)} on {job.platform.name}; the run is written to {log.path}")
@@ -168,6 +168,7 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
         for name, model in scorer.rank_models.items():
             model.connect(partial(trainers.scores, name))
         yield trainers, engines, scorer
+        engines.release()
 
 
 def _rank_environment(config: Config, platform: Platform) -> Mapping[str, str]:

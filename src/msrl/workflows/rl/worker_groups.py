@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from msrl.rollout.engine import EngineSettings
     from msrl.trainer.objective.losses import Loss, ValueLoss
 
+_RELEASE_S = 30.0
 WORKERS = {"actor": "training rank", "rollout": "rollout engine"}  # roles, in words
 
 
@@ -156,6 +157,10 @@ class Engines:
     def forget_prompts(self) -> None:
         """Drop what the engines keep of the prompts that they have seen, so that it does not enter into what they say next."""
         self._wait([actor.forget_prompts.remote() for actor in self._actors])
+
+    def release(self) -> None:
+        """End what all engines have started, and remove their files and shared memory. An engine that hangs is left to the session."""
+        ray.wait([actor.release.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_RELEASE_S)
 
     def load_weights(self, weights: Sequence[Any]) -> None:
         """Hand new weights to every engine."""

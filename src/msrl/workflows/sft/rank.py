@@ -32,7 +32,8 @@ LOSS = SftLoss()
 
 def main(context: RankContext, job: SftJob) -> None:
     """The life of a rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what ends a job may send it to all processes; the one that started us asks to stop
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what ends a job may send it to all processes; the one that started us asks to stop
+        signal.signal(number, signal.SIG_IGN)
     worker = TrainWorker(job.settings, context.rank, context.world_size, context.init_method)
     extra = checkpoints.load_training_state(worker, job.resume) if job.resume is not None else {}
     saver = Saver(worker, job.checkpoint_dir, job.hf_dir, in_background=job.config.checkpoint.in_background)

@@ -27,7 +27,7 @@ from msrl.workflows.training import resume_checks as going_on
 from msrl.workflows.training.best import outcome
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.integrity import verify_models
-from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, was_cut_short
+from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output, was_cut_short
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.training.settings import (
@@ -55,7 +55,7 @@ def run(config: Config) -> None:
     check_memory(config, "train-sft", platform, longest=job.longest_row)
     saved = job.resume
     verify_models(loaded_models(config, "train-sft", saved))
-    with RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
+    with lasting_output(), RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
         with _ranks(config, job, platform) as ranks:
             messages = ranks.messages()

@@ -1,0 +1,97 @@
+"""Temporary folders and shared memory go with their owner, or with the next run where it was killed."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from msrl import temporary
+
+KILLED = """
+import mmap, os, signal, sys
+from pathlib import Path
+from msrl import temporary
+folder = temporary.claim(Path(sys.argv[1], "msrl-killed"))
+before = temporary.segments()
+file = open(sys.argv[2], "w+b")
+file.truncate(4096)
+mapped = mmap.mmap(file.fileno(), 4096)
+temporary.list_segments(folder, [os.getpid()], before)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that is the usual place for temporary files."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+@pytest.fixture
+def segment() -> Iterator[Path]:
+    """A name in shared memory that nobody uses."""
+    path = temporary.SHARED_MEMORY / f"msrl_test_{uuid4().hex}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def kill_owner(base: Path, segment: Path) -> Path:
+    folder = base / "msrl-killed"
+    folder.mkdir()
+    subprocess.run([sys.executable, "-c", KILLED, str(base), str(segment)], check=False)
+    assert segment.name in (folder / "shared_memory.json").read_text()
+    return folder
+
+
+def test_the_next_folder_removes_those_of_killed_processes_with_their_shared_memory(base: Path, segment: Path):
+    folder = kill_owner(base, segment)
+    with temporary.owned_folder("msrl-next-") as mine:
+        assert not folder.exists() and not segment.exists()
+        assert mine.parent == base
+        with temporary.owned_folder("msrl-other-"):
+            assert mine.exists()
+    assert list(base.iterdir()) == []
+
+
+def test_the_folder_of_another_machine_stays(base: Path, segment: Path):
+    folder = kill_owner(base, segment)
+    owner = json.loads((folder / "owner.json").read_text())
+    (folder / "owner.json").write_text(json.dumps({**owner, "place": "another machine"}))
+    temporary.remove_abandoned([base])
+    assert folder.exists() and segment.exists()
+
+
+def test_shared_memory_that_was_there_before_or_has_been_made_anew_stays(base: Path, segment: Path):
+    segment.write_bytes(b"1" * 4096)
+    folder = base / "msrl-mine"
+    folder.mkdir()
+    with segment.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        temporary.list_segments(folder, [os.getpid()], temporary.segments())
+        assert json.loads((folder / "shared_memory.json").read_text()) == []
+        temporary.list_segments(folder, [os.getpid()], set())
+    assert segment.name in (folder / "shared_memory.json").read_text()
+    listed = json.loads((folder / "shared_memory.json").read_text())
+    (folder / "shared_memory.json").write_text(json.dumps([[name, inode + 1] for name, inode in listed]))
+    temporary.remove(folder)
+    assert segment.exists() and not folder.exists()
+
+
+def test_a_process_that_is_redirected_keeps_what_torch_compiles(base: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before = dict(os.environ)
+    with temporary.redirected(base / "tmp"):
+        assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(base / "tmp")
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(base / "cache" / "msrl" / "torchinductor")
+    assert dict(os.environ) == before and tempfile.gettempdir() == str(base)
