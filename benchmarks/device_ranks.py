@@ -141,11 +141,11 @@ def _measure(work: Work, job: Speed, init: str) -> Measured:
         device.reset_peak_memory_stats()
     worker = _worker(work, job, init)
     batch = _sequences(job.row * job.num_rows, worker.shape.vocab_size)
-    batches, num_learnt = _batches(batch, job.rows_at_once * len(job.row)), num_loss_tokens(batch)
+    batches, num_trained = _batches(batch, job.rows_at_once * len(job.row)), num_loss_tokens(batch)
 
     def step() -> float:
         started = time.perf_counter()
-        worker.train_step(batches, SftLoss(), num_tokens=num_learnt, lr=1e-5)
+        worker.train_step(batches, SftLoss(), num_tokens=num_trained, lr=1e-5)
         worker.platform.synchronize()
         return time.perf_counter() - started
 
@@ -154,7 +154,7 @@ def _measure(work: Work, job: Speed, init: str) -> Measured:
     costs = _costs(step, worker.device.type)
     lengths = [len(ids) for ids in batch.token_ids]
     found = Measured(
-        statistics.median(seconds), sum(lengths), peak, training_flops(worker.shape, lengths, num_learnt),
+        statistics.median(seconds), sum(lengths), peak, training_flops(worker.shape, lengths, num_trained),
         worker.platform.peak_flops("bfloat16"), costs,
     )  # fmt: skip
     worker.close()

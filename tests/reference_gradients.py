@@ -17,7 +17,7 @@ from torch import Tensor
 from msrl.checkpoint.rank_shapes import rank_plan
 from msrl.checkpoint.source import ShardedSource
 from msrl.models.families import load_shape
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.serve.engine import hf_weights
 from training_ranks import sequences
@@ -29,7 +29,7 @@ _NO_GRADIENT = ".expert_bias"  # of Megatron's router, by our names
 def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
     """What the ranks of a training saved after one step."""
     saved, shape = SavedTraining(save, 1), load_shape(save / "hf")
-    cut, shards = Cut.from_json(saved.state()["cut"]), dict[Coords, dict[str, Tensor]]()
+    cut, shards = ParallelLayout.from_json(saved.state()["cut"]), dict[Coords, dict[str, Tensor]]()
     padded = shape.padded_vocab_size(cut.tp)
     for at in cut.ranks():
         file = load_file(saved.training_dir / f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors")

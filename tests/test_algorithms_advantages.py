@@ -284,7 +284,7 @@ def test_every_completion_becomes_a_sample_with_its_own_advantages():
     assert truncated_matrix(groups).tolist() == [[False, False], [True, True]]
     samples = training_samples(groups, np.arange(10.0), np.array([[True, True], [False, True]]))
     assert [s.advantages.tolist() for s in samples] == [[0, 1], [2, 3, 4], [5], [6, 7, 8, 9]]
-    assert [s.is_learnt for s in samples] == [True, True, False, True]
+    assert [s.is_trained for s in samples] == [True, True, False, True]
     assert samples[3].sampler_logprobs.tolist() == [-0.5] * 4
 
 

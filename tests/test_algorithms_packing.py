@@ -65,7 +65,7 @@ def test_sft_examples_keep_their_mask():
 
 
 def test_a_sample_that_is_masked_out_is_packed_and_teaches_nothing():
-    sample = TrainingSample(ints(1, 2), ints(3, 4), advantages=floats(7, 8), sampler_logprobs=floats(-1, -2), is_learnt=False)
+    sample = TrainingSample(ints(1, 2), ints(3, 4), advantages=floats(7, 8), sampler_logprobs=floats(-1, -2), is_trained=False)
     batch = micro_batch(*rl_sequences([sample]))
     assert batch.token_ids.tolist() == [1, 2, 3, 4] and not batch.loss_mask.any()
 

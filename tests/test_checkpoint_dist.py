@@ -19,12 +19,12 @@ from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.dist.read import GlobalTensors, read_metadata
 from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.integrity import damages, mcore_checks
-from msrl.checkpoint.mcore.locate import find_checkpoint, saved_cut
+from msrl.checkpoint.mcore.locate import find_checkpoint, saved_layout
 from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.trainer.settings import Layout
 from msrl.verification.bits import compare
 from msrl.workflows.convert.run import run
@@ -53,8 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("te", [False, True])
 def test_a_distributed_checkpoint_comes_back_bit_for_bit(folders: dict[str, Path], name: str, te: bool, tmp_path: Path) -> None:
-    write_mcore(open_weights(folders[name]), tmp_path / "dist", McoreTarget(Cut(2), naming=Naming(te=te), distributed=True))
-    write_mcore(open_weights(tmp_path / "dist"), tmp_path / "ranks", McoreTarget(Cut(2, 2)))
+    write_mcore(open_weights(folders[name]), tmp_path / "dist", McoreTarget(ParallelLayout(2), naming=Naming(te=te), distributed=True))
+    write_mcore(open_weights(tmp_path / "dist"), tmp_path / "ranks", McoreTarget(ParallelLayout(2, 2)))
     write_mcore(open_weights(tmp_path / "ranks"), tmp_path / "again", McoreTarget(distributed=True, vocab_multiple=64))
     write_hf(open_weights(tmp_path / "again"), tmp_path / "hf", None)
     before, after = (load_file(folder / "model.safetensors") for folder in (folders[name], tmp_path / "hf"))
@@ -118,7 +118,7 @@ def test_nothing_in_a_distributed_checkpoint_is_run(written: Path, tmp_path: Pat
         compare(open_weights(written), open_weights(written), None)
     torch.save({"args": Harmful(mark)}, folder / "common.pt")
     with pytest.raises(MsrlError, match=mentions("common.pt", "checkpoint")):
-        saved_cut(written)
+        saved_layout(written)
     assert not mark.exists()
 
 
@@ -179,10 +179,13 @@ def test_a_distributed_checkpoint_of_another_model_is_refused(written: Path, fol
 
 @pytest.mark.parametrize(
     ("cut", "naming", "message"),
-    [(Cut(noop_layers=(0,)), Naming(), ("distributed", "layers")), (Cut(), Naming(legacy=True), ("distributed", "legacy"))],
+    [
+        (ParallelLayout(noop_layers=(0,)), Naming(), ("distributed", "layers")),
+        (ParallelLayout(), Naming(legacy=True), ("distributed", "legacy")),
+    ],
 )
 def test_what_the_distributed_format_has_no_place_for_is_refused(
-    folders: dict[str, Path], tmp_path: Path, cut: Cut, naming: Naming, message: tuple[str, ...]
+    folders: dict[str, Path], tmp_path: Path, cut: ParallelLayout, naming: Naming, message: tuple[str, ...]
 ) -> None:
     with pytest.raises(MsrlError, match=mentions(*message)):
         write_mcore(open_weights(folders["qwen3"]), tmp_path / "dist", McoreTarget(cut, naming=naming, distributed=True))

@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 
 import tiny_checkpoints as tiny
-from msrl.checkpoint.atomic_folder import refuse_unless_fits, staged_folder
+from msrl.checkpoint.atomic_folder import require_space, staged_folder
 from msrl.checkpoint.hf.folder import HfCheckpoint, copy_sidecars
 from msrl.checkpoint.hf.writer import HfWriter
 from msrl.checkpoint.mcore import files as mcore
@@ -38,7 +38,7 @@ from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, check_records
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.checksums import combined, crc32
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.tracking.run import RunFolder
 from support import assert_mentions, mentions
 from test_models import LLAMA, QWEN2, shape
@@ -206,18 +206,18 @@ def test_what_megatron_itself_saves_is_read(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_ranks_have_the_places_that_mindspeed_gives_them(tmp_path: Path) -> None:
-    def place(cut: Cut, at: Coords) -> str:
+    def place(cut: ParallelLayout, at: Coords) -> str:
         return str(mcore.rank_file(tmp_path, 1, cut, at).relative_to(tmp_path))
 
-    assert place(Cut(4), Coords(3)) == "iter_0000001/mp_rank_03/model_optim_rng.pt"
-    assert place(Cut(4, 2), Coords(3, 1)) == "iter_0000001/mp_rank_03_001/model_optim_rng.pt"
-    assert place(Cut(2, 2, ep=4), Coords(1, 1, 3)) == "iter_0000001/mp_rank_01_001_003/model_optim_rng.pt"
-    assert place(Cut(2, 1, ep=4), Coords(1, 0, 3)) == "iter_0000001/mp_rank_01_003/model_optim_rng.pt"
+    assert place(ParallelLayout(4), Coords(3)) == "iter_0000001/mp_rank_03/model_optim_rng.pt"
+    assert place(ParallelLayout(4, 2), Coords(3, 1)) == "iter_0000001/mp_rank_03_001/model_optim_rng.pt"
+    assert place(ParallelLayout(2, 2, ep=4), Coords(1, 1, 3)) == "iter_0000001/mp_rank_01_001_003/model_optim_rng.pt"
+    assert place(ParallelLayout(2, 1, ep=4), Coords(1, 0, 3)) == "iter_0000001/mp_rank_01_003/model_optim_rng.pt"
 
 
 def test_a_rank_file_holds_what_megatron_expects(tmp_path: Path) -> None:
     found = shape(QWEN2)
-    mcore.write_rank_file(tmp_path / "m" / "f.pt", {"a": torch.ones(2)}, mcore.namespace(found, Cut(2)), 7)
+    mcore.write_rank_file(tmp_path / "m" / "f.pt", {"a": torch.ones(2)}, mcore.namespace(found, ParallelLayout(2)), 7)
     contents = torch.load(tmp_path / "m" / "f.pt", weights_only=False)
     assert sorted(contents) == ["args", "checkpoint_version", "iteration", "model"]
     assert (contents["checkpoint_version"], contents["iteration"]) == (3.0, 7)
@@ -231,8 +231,8 @@ def test_a_rank_file_holds_what_megatron_expects(tmp_path: Path) -> None:
 
 
 def test_an_iteration_is_visible_only_when_published(tmp_path: Path) -> None:
-    path = mcore.rank_file(tmp_path, 3, Cut(), Coords(), staged=True)
-    mcore.write_rank_file(path, {}, mcore.namespace(shape(QWEN2), Cut()), 3)
+    path = mcore.rank_file(tmp_path, 3, ParallelLayout(), Coords(), staged=True)
+    mcore.write_rank_file(path, {}, mcore.namespace(shape(QWEN2), ParallelLayout()), 3)
     with pytest.raises(MsrlError, match=mentions("mcore", "checkpoint")):
         find_checkpoint(tmp_path)
     mcore.publish(tmp_path, 3)
@@ -241,7 +241,9 @@ def test_an_iteration_is_visible_only_when_published(tmp_path: Path) -> None:
 
 
 def test_the_word_release_is_an_iteration(tmp_path: Path) -> None:
-    mcore.write_rank_file(mcore.rank_file(tmp_path, "release", Cut(), Coords()), {}, mcore.namespace(shape(QWEN2), Cut()), "release")
+    mcore.write_rank_file(
+        mcore.rank_file(tmp_path, "release", ParallelLayout(), Coords()), {}, mcore.namespace(shape(QWEN2), ParallelLayout()), "release"
+    )
     (tmp_path / mcore.TRACKER).write_text("release\n")
     assert find_checkpoint(tmp_path).iteration == "release"
 
@@ -254,13 +256,13 @@ def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path, text: str, mess
 
 
 def test_missing_and_strange_ranks_are_named(tmp_path: Path) -> None:
-    args = mcore.namespace(shape(QWEN2), Cut(2, 2))
+    args = mcore.namespace(shape(QWEN2), ParallelLayout(2, 2))
     for tp_rank, pp_rank in ((0, 0), (1, 0), (1, 1)):
-        mcore.write_rank_file(mcore.rank_file(tmp_path, 1, Cut(2, 2), Coords(tp_rank, pp_rank)), {}, args, 1)
+        mcore.write_rank_file(mcore.rank_file(tmp_path, 1, ParallelLayout(2, 2), Coords(tp_rank, pp_rank)), {}, args, 1)
     mcore.publish(tmp_path, 1)
     with pytest.raises(MsrlError, match=mentions("mp_rank_00_001/model_optim_rng.pt", "missing")):
         find_checkpoint(tmp_path)
-    mcore.write_rank_file(mcore.rank_file(tmp_path, 1, Cut(2, 2), Coords(0, 1)), {}, args, 1)
+    mcore.write_rank_file(mcore.rank_file(tmp_path, 1, ParallelLayout(2, 2), Coords(0, 1)), {}, args, 1)
     (tmp_path / "iter_0000001" / "mp_rank_00_000_001").mkdir()
     with pytest.raises(MsrlError, match=mentions("mp_rank_00_000_001", "rank")):
         find_checkpoint(tmp_path)
@@ -447,11 +449,11 @@ def test_what_a_killed_run_left_behind_counts_as_free(tmp_path: Path, monkeypatc
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1_000_000))
     (tmp_path / ".out.partial" / "iter_0000001").mkdir(parents=True)
     (tmp_path / ".out.partial" / "iter_0000001" / "file").write_bytes(bytes(3_000_000))
-    refuse_unless_fits(tmp_path / "out", 3_900_000)
+    require_space(tmp_path / "out", 3_900_000)
     with pytest.raises(MsrlError, match=mentions("5,000,000 bytes", "disk")):
-        refuse_unless_fits(tmp_path / "out", 5_000_000)
+        require_space(tmp_path / "out", 5_000_000)
     with pytest.raises(MsrlError, match=mentions("other", "3,900,000 bytes", "1,000,000 bytes", "disk")):
-        refuse_unless_fits(tmp_path / "other", 3_900_000)
+        require_space(tmp_path / "other", 3_900_000)
 
 
 def test_a_link_in_the_place_of_an_unfinished_folder_is_not_cleared(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from msrl.checkpoint.hf.folder import HfCheckpoint
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import spec_of
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from support import assert_mentions, mentions
 from test_cli import msrl
 from test_convert import to_mcore
@@ -45,7 +45,10 @@ def test_torchs_own_files_are_read_like_safetensors(tmp_path: Path, shards: int)
     assert checkpoint.specs == {name: spec_of(tensor) for name, tensor in weights.items()}
     assert all(same_bits(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
     tiny.save(tmp_path / "safe")
-    from_torch, from_safe = to_mcore(tmp_path / "hf", tmp_path / "a", Cut(2)), to_mcore(tmp_path / "safe", tmp_path / "b", Cut(2))
+    from_torch, from_safe = (
+        to_mcore(tmp_path / "hf", tmp_path / "a", ParallelLayout(2)),
+        to_mcore(tmp_path / "safe", tmp_path / "b", ParallelLayout(2)),
+    )
     assert all(same_bits(from_torch[rank][name], tensor) for rank, model in from_safe.items() for name, tensor in model.items())
 
 

@@ -9,7 +9,7 @@ from msrl.checkpoint.rank_shapes import make_plan
 from msrl.checkpoint.tensor_layouts import fuse, hf_parts, join, pieces, recut, shard, shard_shape, split, unfuse
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, num_parameters
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.rules import GateUp, Joined, Layout, Packed, Qkv, Replicated, Sharded, Vocab
 from msrl.models.stages import stage_tensors
 from support import assert_mentions
@@ -138,20 +138,25 @@ def test_a_shard_is_made_of_views_of_its_sources_and_of_padding() -> None:
 
 
 def test_stages_are_equal_blocks_that_count_their_own_layers() -> None:
-    stages = [[placed.name for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), Cut(pp=2), Coords(pp=rank))] for rank in (0, 1)]
+    stages = [
+        [placed.name for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), ParallelLayout(pp=2), Coords(pp=rank))]
+        for rank in (0, 1)
+    ]
     layers = [f"decoder.layers.{layer}" for layer in (0, 1)]
     assert stages[0][0] == "embedding.word_embeddings.weight" and stages[1][-2:] == [
         "decoder.final_layernorm.weight",
         "output_layer.weight",
     ]
     assert [sorted({name[:16] for name in stage if "layers." in name}) for stage in stages] == [layers, layers]
-    second = {placed.name: placed.rule.hf[0] for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), Cut(pp=2), Coords(pp=1))}
+    second = {
+        placed.name: placed.rule.hf[0] for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), ParallelLayout(pp=2), Coords(pp=1))
+    }
     assert second["decoder.layers.0.input_layernorm.weight"] == "model.layers.2.input_layernorm.weight"
 
 
 def test_a_tied_output_layer_is_stored_only_with_several_stages() -> None:
     tied = shape(QWEN2, tie_word_embeddings=True)
-    one, two = stage_tensors(tied, Cut(), Coords()), stage_tensors(tied, Cut(pp=2), Coords(pp=1))
+    one, two = stage_tensors(tied, ParallelLayout(), Coords()), stage_tensors(tied, ParallelLayout(pp=2), Coords(pp=1))
     assert "output_layer.weight" not in [placed.name for placed in one]
     assert two[-1].name == "output_layer.weight" and two[-1].rule.hf == ("model.embed_tokens.weight",)
 
@@ -159,7 +164,7 @@ def test_a_tied_output_layer_is_stored_only_with_several_stages() -> None:
 def test_a_plan_counts_what_all_ranks_hold() -> None:
     found = shape(QWEN3)
     replicated = sum(size[0] for rule in all_rules(found) if rule.layout == Replicated() for size in rule.shapes)
-    plan = make_plan(found, Cut(2, 2), vocab_multiple=64)
+    plan = make_plan(found, ParallelLayout(2, 2), vocab_multiple=64)
     padding = 2 * (128 - 100) * 64  # embedding and output layer, rows added, hidden size
     assert plan.padded_vocab == 128
     assert plan.num_elements == num_parameters(found) + replicated + padding
@@ -171,10 +176,10 @@ def test_a_plan_counts_what_all_ranks_hold() -> None:
 )
 def test_a_layout_that_does_not_divide_is_refused(tp: int, pp: int, message: tuple[str, ...]) -> None:
     with pytest.raises(MsrlError) as error:
-        make_plan(shape(QWEN2), Cut(tp, pp))
+        make_plan(shape(QWEN2), ParallelLayout(tp, pp))
     assert_mentions(error.value, *message)
 
 
 def test_the_vocabulary_is_padded_to_something_that_the_ranks_divide() -> None:
-    assert make_plan(shape(QWEN2), Cut(2), vocab_multiple=None).padded_vocab == 100
-    assert make_plan(shape(QWEN2), Cut(2), vocab_multiple=51).padded_vocab == 102
+    assert make_plan(shape(QWEN2), ParallelLayout(2), vocab_multiple=None).padded_vocab == 100
+    assert make_plan(shape(QWEN2), ParallelLayout(2), vocab_multiple=51).padded_vocab == 102

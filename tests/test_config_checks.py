@@ -18,7 +18,7 @@ from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
 from msrl.memory.states import bytes_per_device, parameters_per_rank
 from msrl.models.families import load_shape, num_parameters
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.plan.derived import derived, model_shape, ranks
 from support import assert_each_mentions, assert_mentions, labelled
 
@@ -322,11 +322,11 @@ def test_parameters_of_a_rank_agree_with_a_count_by_hand(folder: Path):
     qkv_rows = (heads + 2 * groups) * head_dim
     matrices = qkv_rows * hidden + qkv_rows + heads * head_dim * hidden + 3 * ffn * hidden
     norms = 2 * hidden
-    assert parameters_per_rank(shape, Cut()) == num_parameters(shape) == layers * (matrices + norms) + vocab * hidden + hidden
-    assert parameters_per_rank(shape, Cut(tp=2)) == layers * (matrices // 2 + norms) + 501 * hidden + hidden, (
+    assert parameters_per_rank(shape, ParallelLayout()) == num_parameters(shape) == layers * (matrices + norms) + vocab * hidden + hidden
+    assert parameters_per_rank(shape, ParallelLayout(tp=2)) == layers * (matrices // 2 + norms) + 501 * hidden + hidden, (
         "the vocabulary is padded to 1002"
     )
-    assert parameters_per_rank(shape, Cut(pp=2)) == 2 * (matrices + norms) + vocab * hidden + hidden, (
+    assert parameters_per_rank(shape, ParallelLayout(pp=2)) == 2 * (matrices + norms) + vocab * hidden + hidden, (
         "the last stage has a copy of the tied embedding"
     )
 
@@ -335,7 +335,7 @@ def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
     config = load(["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2"]).config
     shape = model_shape(config)
     assert shape is not None
-    count = parameters_per_rank(shape, Cut(tp=2))
+    count = parameters_per_rank(shape, ParallelLayout(tp=2))
     assert bytes_per_device(config, shape) == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
     half = load(["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2", "model.dtype=bfloat16"]).config
     assert bytes_per_device(half, shape) == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count // 2}
@@ -344,7 +344,7 @@ def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
 def test_only_what_is_trained_has_gradients_and_a_place_in_the_optimizer(folder: Path):
     shape = model_shape(load(["sft.yaml"]).config)
     assert shape is not None
-    hidden, ffn, layers, count = 64, 96, 4, parameters_per_rank(shape, Cut(tp=2))
+    hidden, ffn, layers, count = 64, 96, 4, parameters_per_rank(shape, ParallelLayout(tp=2))
     # Of each matrix at TP 2: rank x (what is cut, halved, and what is not).
     adapters = layers * 3 * ((hidden // 2 + hidden) + (hidden + ffn // 2))
     lora = ["train.lora.rank=3", "train.lora.targets=[o_proj, linear_fc2]"]
@@ -363,7 +363,7 @@ def test_a_critic_takes_what_a_policy_without_an_output_layer_takes_and_is_train
     rows = memory_rows(load(["grpo.yaml"], [*cut, "algo.preset=ppo"]).config, "train-grpo")
     shape = model_shape(load(["grpo.yaml"]).config)
     assert shape is not None and shape.tie_word_embeddings
-    count = parameters_per_rank(shape, Cut(tp=2)) + shape.hidden_size // 2
+    count = parameters_per_rank(shape, ParallelLayout(tp=2)) + shape.hidden_size // 2
     found = {name: rows[f"critic's {name}"] for name in ("weights", "gradients", "optimizer")}
     assert found == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
     assert not [name for name in memory_rows(load(["grpo.yaml"], cut).config, "train-grpo") if "critic" in name]

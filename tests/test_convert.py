@@ -25,16 +25,16 @@ from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import ShardedSource, open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError, VerificationError
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.verification.bits import compare
 from support import assert_mentions, mentions
 
 LAYER = "model.layers.{}."
 
 
-def to_mcore(folder: Path, save: Path, cut: Cut | None = None, **target: Any) -> dict[Coords, dict[str, Tensor]]:
+def to_mcore(folder: Path, save: Path, cut: ParallelLayout | None = None, **target: Any) -> dict[Coords, dict[str, Tensor]]:
     """Convert and read the files back with plain torch: tensors by rank."""
-    cut = cut or Cut()
+    cut = cut or ParallelLayout()
     write_mcore(open_weights(folder), save, McoreTarget(cut, **target))
     return {at: torch.load(mcore.rank_file(save, 1, cut, at), weights_only=False)["model"] for at in cut.ranks()}
 
@@ -42,7 +42,7 @@ def to_mcore(folder: Path, save: Path, cut: Cut | None = None, **target: Any) ->
 def test_every_number_goes_to_its_place(tmp_path: Path) -> None:
     """The sizes: hidden 64, 4 heads of 16 in 2 groups, feed-forward 96, vocabulary 100, 2 layers; cut by tp 2 and pp 2."""
     hf = tiny.save(tmp_path / "hf", "qwen2")
-    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2, 2))
+    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2, 2))
     q, k, v = (hf[LAYER.format(1) + f"self_attn.{kind}_proj.weight"] for kind in "qkv")
     gate, up, down = (hf[LAYER.format(1) + f"mlp.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
     second = ranks[Coords(1, 1)]  # the second half of everything in the second layer
@@ -65,7 +65,7 @@ def test_every_number_goes_to_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_a_model_comes_back_from_every_layout(tmp_path: Path, family: str, tied: bool, tp: int, pp: int) -> None:
     hf = tiny.save(tmp_path / "hf", family, tie_word_embeddings=tied, vocab_size=99)
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(tp, pp), vocab_multiple=8)
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(tp, pp), vocab_multiple=8)
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert set(back) == set(hf) and all(same_bits(back[name], hf[name]) for name in hf)
@@ -76,15 +76,15 @@ def test_a_model_comes_back_from_every_layout(tmp_path: Path, family: str, tied:
 def test_a_tied_embedding_is_copied_to_the_last_of_several_stages(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", tie_word_embeddings=True)
     one = to_mcore(tmp_path / "hf", tmp_path / "one")
-    two = to_mcore(tmp_path / "hf", tmp_path / "two", Cut(pp=2))
+    two = to_mcore(tmp_path / "hf", tmp_path / "two", ParallelLayout(pp=2))
     assert "output_layer.weight" not in one[Coords()] and "output_layer.weight" not in two[Coords()]
     assert torch.equal(two[Coords(pp=1)]["output_layer.weight"], two[Coords()]["embedding.word_embeddings.weight"])
 
 
 def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", tie_word_embeddings=True)
-    last = to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(pp=2))[Coords(pp=1)]
-    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(pp=2), Coords(pp=1))
+    last = to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(pp=2))[Coords(pp=1)]
+    path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(pp=2), Coords(pp=1))
     args = mcore.read_rank_file(path)["args"]
     mcore.write_rank_file(path.with_suffix(".new"), {**last, "output_layer.weight": last["output_layer.weight"] * 2}, args, 1)
     path.with_suffix(".new").replace(path)
@@ -94,7 +94,7 @@ def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
 
 def test_vocabulary_is_padded_and_names_are_chosen(tmp_path: Path) -> None:
     hf = tiny.save(tmp_path / "hf", vocab_size=99)
-    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2), vocab_multiple=64, naming=Naming(te=True))
+    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2), vocab_multiple=64, naming=Naming(te=True))
     table = torch.cat([ranks[Coords(rank)]["embedding.word_embeddings.weight"] for rank in (0, 1)])
     assert table.shape == (128, 64) and torch.equal(table[:99], hf["model.embed_tokens.weight"]) and not table[99:].any()
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in ranks[Coords(0, 0)]
@@ -104,9 +104,9 @@ def test_vocabulary_is_padded_and_names_are_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("source", "target"), [((2, 1), (1, 2)), ((1, 2), (2, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 1))])
 def test_one_layout_becomes_another_as_if_converted_directly(tmp_path: Path, source: tuple[int, int], target: tuple[int, int]) -> None:
     tiny.save(tmp_path / "hf", "qwen3", tie_word_embeddings=True, vocab_size=99)
-    to_mcore(tmp_path / "hf", tmp_path / "first", Cut(*source))
-    resharded = to_mcore(tmp_path / "first", tmp_path / "second", Cut(*target))
-    direct = to_mcore(tmp_path / "hf", tmp_path / "direct", Cut(*target))
+    to_mcore(tmp_path / "hf", tmp_path / "first", ParallelLayout(*source))
+    resharded = to_mcore(tmp_path / "first", tmp_path / "second", ParallelLayout(*target))
+    direct = to_mcore(tmp_path / "hf", tmp_path / "direct", ParallelLayout(*target))
     assert resharded.keys() == direct.keys()
     for rank, expected in direct.items():
         assert list(resharded[rank]) == list(expected)
@@ -117,10 +117,12 @@ def test_other_tensors_of_the_same_names_are_cut_the_same_way(tmp_path: Path) ->
     """An optimizer's moments, say: float32, another scale, the names of the weights."""
     tiny.save(tmp_path / "hf")
     source = open_weights(tmp_path / "hf")
-    moments = {at: {name: tensor.float() ** 2 for name, tensor in source.local_tensors(Cut(2), at)} for at in Cut(2).ranks()}
-    found = ShardedSource(source.shape, Cut(2), moments, tmp_path, "moments")
-    expected = dict(source.local_tensors(Cut(pp=2), Coords(pp=1)))
-    assert all(torch.equal(tensor, expected[name].float() ** 2) for name, tensor in found.local_tensors(Cut(pp=2), Coords(pp=1)))
+    moments = {
+        at: {name: tensor.float() ** 2 for name, tensor in source.local_tensors(ParallelLayout(2), at)} for at in ParallelLayout(2).ranks()
+    }
+    found = ShardedSource(source.shape, ParallelLayout(2), moments, tmp_path, "moments")
+    expected = dict(source.local_tensors(ParallelLayout(pp=2), Coords(pp=1)))
+    assert all(torch.equal(tensor, expected[name].float() ** 2) for name, tensor in found.local_tensors(ParallelLayout(pp=2), Coords(pp=1)))
 
 
 def test_a_chosen_type_is_cast_and_written_into_the_config(tmp_path: Path) -> None:
@@ -141,9 +143,9 @@ def test_comparison_is_by_bits() -> None:
 
 def test_the_manifest_finds_damage(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2))
     assert damages(mcore_checks(tmp_path / "mcore")) == []
-    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(2), Coords(1))
+    path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(2), Coords(1))
     contents = bytearray(path.read_bytes())
     contents[len(contents) // 2] ^= 1
     path.write_bytes(contents)
@@ -164,7 +166,7 @@ def test_a_taken_folder_and_a_full_disk_are_refused_before_the_first_byte(tmp_pa
 
 def test_files_of_another_model_or_layout_are_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2))
     tiny.save(tmp_path / "mcore" / "hf", num_hidden_layers=4)
     with pytest.raises(MsrlError, match=mentions("num_layers=2", "4")):
         open_weights(tmp_path / "mcore")
@@ -176,7 +178,7 @@ def test_files_of_another_model_or_layout_are_refused(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(), Coords())
+    path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(), Coords())
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(MsrlError, match=mentions("model_optim_rng.pt", "torch.save")):
         open_weights(tmp_path / "mcore")
@@ -205,7 +207,7 @@ def test_a_kill_in_mid_write_leaves_nothing_visible_and_nothing_in_the_way(tmp_p
     assert done.returncode == -9
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.partial", "hf"]
     source = open_weights(tmp_path / "hf")
-    write_mcore(source, tmp_path / "out", McoreTarget(Cut(2))) if kind == "mcore" else write_hf(source, tmp_path / "out", None)
+    write_mcore(source, tmp_path / "out", McoreTarget(ParallelLayout(2))) if kind == "mcore" else write_hf(source, tmp_path / "out", None)
     assert compare(source, open_weights(tmp_path / "out"), None).num_tensors == len(hf)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 

@@ -22,20 +22,20 @@ from msrl.checkpoint.mcore.arguments import cut_of_args
 from msrl.checkpoint.mcore.names import Naming, entries
 from msrl.checkpoint.source import WeightSource, open_mcore, open_weights
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.verification.bits import compare
 from support import mentions
 
 LAYERS = 4
 CUTS = {
-    "tp2": Cut(2), "pp2": Cut(pp=2), "tp2 pp4": Cut(2, 4), "vpp": Cut(pp=2, vpp=1), "tp2 vpp": Cut(2, 2, vpp=1),
-    "uneven": Cut(2, 2, num_layer_list=(3, 1)), "empty": Cut(2, 3, noop_layers=(0, 5)), 
-    "vpp with empty": Cut(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
+    "tp2": ParallelLayout(2), "pp2": ParallelLayout(pp=2), "tp2 pp4": ParallelLayout(2, 4), "vpp": ParallelLayout(pp=2, vpp=1), "tp2 vpp": ParallelLayout(2, 2, vpp=1),
+    "uneven": ParallelLayout(2, 2, num_layer_list=(3, 1)), "empty": ParallelLayout(2, 3, noop_layers=(0, 5)), 
+    "vpp with empty": ParallelLayout(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
 }  # fmt: skip
 FAMILIES = tuple(tiny.FAMILIES)
 
 
-def write(source: WeightSource, save: Path, cut: Cut, naming: Naming | None = None) -> dict[Coords, dict[str, Any]]:
+def write(source: WeightSource, save: Path, cut: ParallelLayout, naming: Naming | None = None) -> dict[Coords, dict[str, Any]]:
     """Convert, and the files as plain torch reads them."""
     write_mcore(source, save, McoreTarget(cut, naming=naming or Naming()))
     return {at: torch.load(mcore.rank_file(save, 1, cut, at), weights_only=False) for at in cut.ranks()}
@@ -55,7 +55,7 @@ def norms(chunk: Mapping[str, Tensor]) -> list[int]:
 
 
 def test_virtual_stages_are_models_of_one_file(tmp_path: Path, folder: Path) -> None:
-    files = write(open_weights(folder), tmp_path / "mcore", Cut(pp=2, vpp=1))
+    files = write(open_weights(folder), tmp_path / "mcore", ParallelLayout(pp=2, vpp=1))
     hf = open_weights(folder)
     assert all("model" not in file and sorted(k for k in file if k.startswith("model")) == ["model0", "model1"] for file in files.values())
     second = files[Coords(pp=1)]
@@ -68,16 +68,16 @@ def test_virtual_stages_are_models_of_one_file(tmp_path: Path, folder: Path) -> 
 
 
 def test_uneven_stages_and_empty_layers_are_told_by_the_arguments(tmp_path: Path, folder: Path) -> None:
-    uneven = write(open_weights(folder), tmp_path / "uneven", Cut(pp=2, num_layer_list=(3, 1)))
+    uneven = write(open_weights(folder), tmp_path / "uneven", ParallelLayout(pp=2, num_layer_list=(3, 1)))
     assert [norms(file["model"]) for file in uneven.values()] == [[0, 1, 2], [0]]
     assert uneven[Coords()]["args"].num_layer_list == "3,1"
-    empty = write(open_weights(folder), tmp_path / "empty", Cut(pp=3, noop_layers=(0, 5)))
+    empty = write(open_weights(folder), tmp_path / "empty", ParallelLayout(pp=3, noop_layers=(0, 5)))
     assert [norms(file["model"]) for file in empty.values()] == [[1], [0, 1], [0]]
     assert (empty[Coords()]["args"].num_layers, empty[Coords()]["args"].noop_layers) == (6, "0,5")
 
 
-@pytest.mark.parametrize("cut", [Cut(pp=3, noop_layers=(0, 5)), Cut(1, 2, vpp=2, noop_layers=(2, 3, 6, 7))], ids=str)
-def test_empty_layers_that_the_arguments_only_count_are_found_by_the_names(tmp_path: Path, folder: Path, cut: Cut) -> None:
+@pytest.mark.parametrize("cut", [ParallelLayout(pp=3, noop_layers=(0, 5)), ParallelLayout(1, 2, vpp=2, noop_layers=(2, 3, 6, 7))], ids=str)
+def test_empty_layers_that_the_arguments_only_count_are_found_by_the_names(tmp_path: Path, folder: Path, cut: ParallelLayout) -> None:
     """MindSpeed's converter asks for them again on the way back; we need not."""
     write(open_weights(folder), tmp_path / "mcore", cut)
     for at in cut.ranks():
@@ -91,12 +91,12 @@ def test_empty_layers_that_the_arguments_only_count_are_found_by_the_names(tmp_p
 
 def test_arguments_are_read_as_megatron_keeps_them_after_parsing() -> None:
     args = argparse.Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, noop_layers={47, 0}, num_layer_list=None)
-    assert cut_of_args(args) == Cut(2, 4, noop_layers=(0, 47))
+    assert cut_of_args(args) == ParallelLayout(2, 4, noop_layers=(0, 47))
     args = argparse.Namespace(tensor_model_parallel_size=4, expert_tensor_parallel_size=4, num_layer_list=[3, 5])
-    assert cut_of_args(args) == Cut(4, num_layer_list=(3, 5))
+    assert cut_of_args(args) == ParallelLayout(4, num_layer_list=(3, 5))
 
 
-def round_trip(tmp_path: Path, family: str, cut: Cut, naming: Naming) -> None:
+def round_trip(tmp_path: Path, family: str, cut: ParallelLayout, naming: Naming) -> None:
     tiny.save(tmp_path / "hf", family, num_hidden_layers=LAYERS, vocab_size=99)
     source = open_weights(tmp_path / "hf")
     cut.check(source.shape)
@@ -115,7 +115,7 @@ def test_a_family_comes_back_from_virtual_stages(tmp_path: Path, family: str) ->
 
 @pytest.mark.parametrize("chain", [("tp2 pp2", "tp1 pp4", "tp4 pp1"), ("vpp", "uneven", "empty")])
 def test_a_chain_of_cuts_ends_as_if_converted_directly(tmp_path: Path, chain: tuple[str, ...]) -> None:
-    cuts = {**CUTS, "tp2 pp2": Cut(2, 2), "tp1 pp4": Cut(1, 4), "tp4 pp1": Cut(4)}
+    cuts = {**CUTS, "tp2 pp2": ParallelLayout(2, 2), "tp1 pp4": ParallelLayout(1, 4), "tp4 pp1": ParallelLayout(4)}
     tiny.save(tmp_path / "hf", "qwen3", num_hidden_layers=LAYERS, num_key_value_heads=4, tie_word_embeddings=True, vocab_size=99)
     source = open_weights(tmp_path / "hf")
     for number, name in enumerate(chain):
@@ -133,9 +133,9 @@ def test_a_chain_of_cuts_ends_as_if_converted_directly(tmp_path: Path, chain: tu
 # --- experts ----------------------------------------------------------------------------------------------------------------------------
 
 MIXTURE_CUTS = {
-    "whole": Cut(), "ep4": Cut(ep=4), "tp2 ep2": Cut(2, ep=2), "tp2 ep2 etp1": Cut(2, ep=2, etp=1), "tp2 ep4 etp1": Cut(2, ep=4, etp=1),
-    "tp4 ep2 etp1": Cut(4, ep=2, etp=1), "extended": Cut(2, ep=2, moe_tp_extend_ep=True), "pp2 vpp ep2": Cut(1, 2, vpp=1, ep=2),
-    "tp2 pp2 ep2 etp1": Cut(2, 2, ep=2, etp=1), "tp4 etp2 ep2": Cut(4, ep=2, etp=2),
+    "whole": ParallelLayout(), "ep4": ParallelLayout(ep=4), "tp2 ep2": ParallelLayout(2, ep=2), "tp2 ep2 etp1": ParallelLayout(2, ep=2, etp=1), "tp2 ep4 etp1": ParallelLayout(2, ep=4, etp=1),
+    "tp4 ep2 etp1": ParallelLayout(4, ep=2, etp=1), "extended": ParallelLayout(2, ep=2, moe_tp_extend_ep=True), "pp2 vpp ep2": ParallelLayout(1, 2, vpp=1, ep=2),
+    "tp2 pp2 ep2 etp1": ParallelLayout(2, 2, ep=2, etp=1), "tp4 etp2 ep2": ParallelLayout(4, ep=2, etp=2),
 }  # fmt: skip
 NAMINGS = {"local": Naming(), "grouped": Naming(grouped=True), "te": Naming(te=True), "te grouped": Naming(te=True, grouped=True)}
 
@@ -145,7 +145,7 @@ def mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> mixtures.Weights
     """Weights of the mixture; `open_mcore` takes any checkpoint for one of it."""
     found = mixtures.install(monkeypatch)
     monkeypatch.setattr(source_module, "load_shape", lambda folder: found)
-    monkeypatch.setattr(Cut, "_tensor_problems", lambda self, shape: iter(()))
+    monkeypatch.setattr(ParallelLayout, "_tensor_problems", lambda self, shape: iter(()))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({}))
     return mixtures.Weights(found, tmp_path / "hf")
@@ -173,7 +173,7 @@ def test_a_mixture_comes_back_from_every_cut_by_way_of_another(
 
 def test_experts_of_a_rank_are_fused_for_grouped_products(tmp_path: Path, mixture: mixtures.Weights) -> None:
     """Four experts of two columns each on a rank: weight1 is [hidden, 4 * 2 * 2] over memory [4, hidden, 4], weight2 [4 * 2, hidden]."""
-    files = write(mixture, tmp_path / "mcore", Cut(2, ep=2), Naming(grouped=True))
+    files = write(mixture, tmp_path / "mcore", ParallelLayout(2, ep=2), Naming(grouped=True))
     model = files[Coords(1, 0, 1)]["model"]
     experts = "decoder.layers.2.mlp.experts."
     assert model[experts + "weight1"].shape == (6, 16) and model[experts + "weight2"].shape == (8, 6)
@@ -198,21 +198,21 @@ def test_names_of_transformer_engine_keep_the_norm_before_a_router() -> None:
 
 
 def test_files_of_ranks_that_hold_copies_are_not_written(tmp_path: Path, mixture: mixtures.Weights) -> None:
-    write(mixture, tmp_path / "mcore", Cut(2, ep=4, etp=1))
+    write(mixture, tmp_path / "mcore", ParallelLayout(2, ep=4, etp=1))
     assert sorted(path.name for path in (tmp_path / "mcore" / "iter_0000001").iterdir()) == [
         "mp_rank_00_000", "mp_rank_00_002", "mp_rank_01_001", "mp_rank_01_003",
     ]  # fmt: skip
 
 
 def test_a_single_number_beside_tp_is_a_stage_or_an_expert_group_as_the_arguments_say(tmp_path: Path, mixture: mixtures.Weights) -> None:
-    write(mixture, tmp_path / "experts", Cut(ep=2))
-    write(mixture, tmp_path / "stages", Cut(pp=2))
-    assert open_mcore(tmp_path / "experts").cut == Cut(ep=2) and open_mcore(tmp_path / "stages").cut == Cut(pp=2)
+    write(mixture, tmp_path / "experts", ParallelLayout(ep=2))
+    write(mixture, tmp_path / "stages", ParallelLayout(pp=2))
+    assert open_mcore(tmp_path / "experts").cut == ParallelLayout(ep=2) and open_mcore(tmp_path / "stages").cut == ParallelLayout(pp=2)
 
 
 def test_grouped_experts_whose_number_is_unknown_are_refused(tmp_path: Path, mixture: mixtures.Weights) -> None:
-    write(mixture, tmp_path / "mcore", Cut(), Naming(grouped=True))
-    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(), Coords())
+    write(mixture, tmp_path / "mcore", ParallelLayout(), Naming(grouped=True))
+    path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(), Coords())
     contents = torch.load(path, weights_only=False)
     contents["args"].num_experts = None
     torch.save(contents, path)
@@ -221,8 +221,8 @@ def test_grouped_experts_whose_number_is_unknown_are_refused(tmp_path: Path, mix
 
 
 def test_a_checkpoint_of_a_v_shaped_schedule_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
-    write(open_weights(folder), tmp_path / "mcore", Cut(pp=2))
-    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(pp=2), Coords())
+    write(open_weights(folder), tmp_path / "mcore", ParallelLayout(pp=2))
+    path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(pp=2), Coords())
     contents = mcore.read_rank_file(path, mmap=False)
     contents["args"].schedules_method = "dualpipev"
     mcore.write_rank_file(path, contents["model"], contents["args"], 1)

@@ -19,18 +19,18 @@ from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
 from msrl.models.families import families as registered
 from msrl.models.families import load_shape, num_experts, num_parameters
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.shape import Shape
 from msrl.workflows.convert.plan import file_rows
 from support import assert_mentions, shared_data
 from test_cli import msrl
 
 
-def _usual_cut(shape: Shape) -> Cut:
+def _usual_cut(shape: Shape) -> ParallelLayout:
     """As large as the sizes allow, up to 8 of each."""
     experts = num_experts(shape)
     tp, pp = math.gcd(8, shape.num_query_groups), math.gcd(8, shape.num_layers)
-    return Cut(tp, pp, ep=math.gcd(8, experts), etp=1) if experts else Cut(tp, pp)
+    return ParallelLayout(tp, pp, ep=math.gcd(8, experts), etp=1) if experts else ParallelLayout(tp, pp)
 
 
 def _seconds(shape: Shape, target: McoreTarget) -> float:
@@ -65,8 +65,11 @@ def test_files_bytes_and_padding_of_every_real_config_are_planned_in_under_a_sec
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-@pytest.mark.parametrize(("name", "cut"), [("qwen1.5", Cut(2, 2)), ("deepseek v3", Cut(2, ep=2, etp=1)), ("gpt-oss", Cut(pp=2, ep=4))])
-def test_the_plan_is_what_is_written(tmp_path: Path, name: str, cut: Cut, distributed: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("qwen1.5", ParallelLayout(2, 2)), ("deepseek v3", ParallelLayout(2, ep=2, etp=1)), ("gpt-oss", ParallelLayout(pp=2, ep=4))],
+)
+def test_the_plan_is_what_is_written(tmp_path: Path, name: str, cut: ParallelLayout, distributed: bool) -> None:
     family = (FAMILIES | MIXTURES)[name]
     folder = families.save_models(tmp_path, {name: family})[name]
     target = McoreTarget(cut, torch.bfloat16, distributed=distributed)

@@ -17,13 +17,13 @@ from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.source import ShardedSource, open_weights
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import num_parameters
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.shape import Shape
 from msrl.verification import layerwise as convert_layerwise
 from msrl.verification import logits as convert_logits
 from msrl.verification import report as convert_proof
 from msrl.verification.agreement import compare_logits
-from msrl.verification.bits import refuse_unlike_copies
+from msrl.verification.bits import require_equal_copies
 from msrl.verification.tolerance import tolerance_of
 from support import assert_mentions, mentions
 from test_cli import msrl
@@ -187,12 +187,12 @@ def test_a_model_larger_than_memory_is_proven_layer_by_layer(
 
 
 def _rank(folder: Path, tp_rank: int) -> Path:
-    return mcore.rank_file(folder, 1, Cut(2), Coords(tp_rank))
+    return mcore.rank_file(folder, 1, ParallelLayout(2), Coords(tp_rank))
 
 
 def test_inspect_names_every_file_that_is_missing_cut_short_or_altered(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2))
     contents = bytearray(_rank(tmp_path / "mcore", 0).read_bytes())
     _rank(tmp_path / "mcore", 0).write_bytes(contents[:-100])
     _rank(tmp_path / "mcore", 1).unlink()
@@ -230,7 +230,7 @@ def test_a_hugging_face_folder_of_ours_vouches_for_its_files(tmp_path: Path, cap
 
 def test_a_checkpoint_written_again_by_other_means_is_told_from_the_one_of_the_manifest(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2))
     path = _rank(tmp_path / "mcore", 1)
     contents = mcore.read_rank_file(path, mmap=False)
     contents["model"]["decoder.final_layernorm.weight"][0] += 1
@@ -245,7 +245,7 @@ def test_an_altered_checkpoint_is_not_converted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.save(tmp_path / "hf")
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", Cut(2))
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2))
     contents = bytearray(_rank(tmp_path / "mcore", 1).read_bytes())
     contents[len(contents) // 2] ^= 1
     _rank(tmp_path / "mcore", 1).write_bytes(contents)
@@ -259,9 +259,9 @@ def test_an_altered_checkpoint_is_not_converted(
 @pytest.mark.parametrize(
     ("config", "cut", "rank", "name"),
     [
-        ({}, Cut(2), Coords(1), "decoder.layers.1.input_layernorm.weight"),
-        (QWEN3_MOE, Cut(ep=2), Coords(ep=1), "decoder.layers.0.self_attention.linear_qkv.weight"),
-        (QWEN3_MOE, Cut(2, ep=2, etp=1), Coords(1, ep=1), "decoder.layers.0.mlp.router.weight"),
+        ({}, ParallelLayout(2), Coords(1), "decoder.layers.1.input_layernorm.weight"),
+        (QWEN3_MOE, ParallelLayout(ep=2), Coords(ep=1), "decoder.layers.0.self_attention.linear_qkv.weight"),
+        (QWEN3_MOE, ParallelLayout(2, ep=2, etp=1), Coords(1, ep=1), "decoder.layers.0.mlp.router.weight"),
     ],
 )
 def test_ranks_that_hold_a_tensor_differently_are_not_converted_as_if_they_agreed(
@@ -269,7 +269,7 @@ def test_ranks_that_hold_a_tensor_differently_are_not_converted_as_if_they_agree
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     config: dict[str, Any],
-    cut: Cut,
+    cut: ParallelLayout,
     rank: Coords,
     name: str,
 ) -> None:
@@ -279,7 +279,7 @@ def test_ranks_that_hold_a_tensor_differently_are_not_converted_as_if_they_agree
     (tmp_path / "mcore" / mcore.MANIFEST).unlink()  # as other systems' checkpoints are
     source = open_weights(tmp_path / "mcore")
     assert isinstance(source, ShardedSource) and len(list(source.copies())) > 2
-    refuse_unlike_copies(source, tmp_path)
+    require_equal_copies(source, tmp_path)
     path = mcore.rank_file(tmp_path / "mcore", 1, cut, rank)
     contents = mcore.read_rank_file(path, mmap=False)
     contents["model"][name].view(-1)[0] += 0.5
@@ -295,7 +295,7 @@ def test_ranks_that_hold_a_tensor_differently_are_not_converted_as_if_they_agree
 def test_what_is_not_converted_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    path = mcore.rank_file(tmp_path / "mcore", 1, Cut(), Coords())
+    path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(), Coords())
     contents = torch.load(path, weights_only=False)
     torch.save({**contents, "optimizer": {"step": 3}, "rng_state": [1]}, path)
     (tmp_path / "mcore" / "msrl_manifest.json").unlink()

@@ -20,7 +20,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import check_records, read_torch_file
 from msrl.errors import MsrlError
 from msrl.models.hf_config import end_tokens, read_hf_config
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from support import mentions
 from test_convert import to_mcore
 
@@ -109,7 +109,7 @@ def test_a_rank_file_whose_contents_make_no_sense_is_refused(
 ) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    path = rank_file(tmp_path / "mcore", 1, Cut(), Coords())
+    path = rank_file(tmp_path / "mcore", 1, ParallelLayout(), Coords())
     contents = torch.load(path, weights_only=False)
     vars(contents["args"]).update(arguments)
     torch.save({**contents, "model": model or contents["model"]}, path)

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import save_file
 
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.platforms.cuda import CudaPlatform
@@ -67,12 +67,12 @@ def test_the_devices_own_random_numbers_are_saved_and_gone_on_with(monkeypatch: 
     drawn = torch.rand(3)
     saved.training_dir.mkdir(parents=True)
     save_file(states, saved.training_dir / random_file(0))
-    checkpoints._restore_random(rank_on(device), saved, Cut())
+    checkpoints._restore_random(rank_on(device), saved, ParallelLayout())
     assert device.state.tolist() == [7] * 16 and tracker.states_["model-parallel-rng"].tolist() == [3] * 16
     assert torch.equal(torch.rand(3), drawn)
     # Another kind of device, whose states have another size, begins with its seed.
     monkeypatch.setattr(tracker, "states_", {"model-parallel-rng": torch.zeros(5056, dtype=torch.uint8)})
-    checkpoints._restore_random(rank_on(get("cpu")), saved, Cut())
+    checkpoints._restore_random(rank_on(get("cpu")), saved, ParallelLayout())
     assert not tracker.states_["model-parallel-rng"].any()
 
 

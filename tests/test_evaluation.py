@@ -16,7 +16,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.errors import ManyErrors
 from msrl.rewards.sources import Source
 from msrl.rewards.verdicts import Judge
-from msrl.tracking.report import summarise
+from msrl.tracking.report import summarize
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, StepReport
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.training.best import Best
@@ -75,7 +75,7 @@ def test_the_best_evaluation_is_the_lowest_loss_or_the_highest_of_anything_else_
 
 def test_a_report_counts_steps_and_not_the_evaluation_before_them():
     reports = [StepReport(0, {"eval/pass@1": 0.1}), StepReport(1, {"train/loss": 2.0}), StepReport(2, {"eval/pass@1": 0.3})]
-    found = summarise(reports)
+    found = summarize(reports)
     assert (found.first_step, found.last_step, found.num_steps) == (1, 2, 2)
     assert (found.movements["eval/pass@1"].first, found.movements["eval/pass@1"].last) == (0.1, 0.3)
 

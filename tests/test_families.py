@@ -21,7 +21,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.families import families as registered
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.trainer.settings import Layout
 from parity_ranks import Case
 from support import assert_mentions, mentions
@@ -105,7 +105,7 @@ def test_logits_are_those_of_the_reference_at_every_layout(folders: dict[str, Pa
 def test_packed_tensors_are_cut_by_head_and_by_half(tmp_path: Path, folders: dict[str, Path]) -> None:
     """Rank 1 of 2 of ChatGLM's 4 heads of 16 in 2 groups: its heads are rows 32 to 63, its key 80 to 95, its value 112 to 127."""
     hf = load_file(folders["chatglm 2"] / "model.safetensors")
-    rank = dict(open_weights(folders["chatglm 2"]).local_tensors(Cut(2), Coords(1)))
+    rank = dict(open_weights(folders["chatglm 2"]).local_tensors(ParallelLayout(2), Coords(1)))
     packed, halves = (hf[f"transformer.encoder.layers.0.{name}.weight"] for name in ("self_attention.query_key_value", "mlp.dense_h_to_4h"))
     expected = torch.cat([packed[32:64], packed[80:96], packed[112:128]])
     assert torch.equal(rank["decoder.layers.0.self_attention.linear_qkv.weight"], expected)
@@ -115,7 +115,7 @@ def test_packed_tensors_are_cut_by_head_and_by_half(tmp_path: Path, folders: dic
 @pytest.mark.parametrize("name", ["internlm 2", "chatglm 2", "baichuan 2", "glm 4"])
 def test_packed_groups_and_halves_are_not_cut_through(name: str) -> None:
     with pytest.raises(MsrlError, match=mentions("tp=8", "query groups")):
-        Cut(8).check(families.shape(FAMILIES[name].config))
+        ParallelLayout(8).check(families.shape(FAMILIES[name].config))
 
 
 BAD = [

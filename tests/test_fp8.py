@@ -18,7 +18,7 @@ from msrl.checkpoint.hf.fp8 import FP8, dequantise
 from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from support import assert_each_mentions, assert_mentions, mentions
 
 BLOCK = (16, 32)
@@ -69,7 +69,7 @@ def test_blocks_are_multiplied_by_their_scales() -> None:
 
 def test_a_packed_model_is_converted_as_what_it_stands_for(tmp_path: Path) -> None:
     source, meant = folder(tmp_path / "fp8")
-    write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(Cut(tp=2)))
+    write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2)))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == meant.keys()
@@ -84,7 +84,7 @@ def test_layers_for_multi_token_prediction_are_carried_through(tmp_path: Path) -
     weight, scales = packed(plain.float())
     extra = {f"model.layers.4.{name}": tensor for name, tensor in (("eh_proj.weight", weight), ("eh_proj.weight_scale_inv", scales))}
     source, meant = folder(tmp_path / "fp8", num_nextn_predict_layers=1, tensors={**extra, "model.layers.4.enorm.weight": plain[0].clone()})
-    write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(Cut(tp=2)))
+    write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2)))
     assert damages(mcore_checks(tmp_path / "mcore")) == []
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     file = tmp_path / "mcore" / "hf" / "msrl_carried.safetensors"
@@ -98,7 +98,7 @@ def test_layers_for_multi_token_prediction_are_carried_through(tmp_path: Path) -
 
 def test_a_model_may_come_without_its_layers_for_multi_token_prediction(tmp_path: Path) -> None:
     source, _ = folder(tmp_path / "fp8", num_nextn_predict_layers=1)
-    write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(Cut(ep=2)))
+    write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(ParallelLayout(ep=2)))
     assert open_weights(tmp_path / "mcore").shape.carried == ("model.layers.4.",)
 
 

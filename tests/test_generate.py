@@ -13,7 +13,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config, GenerateConfig
 from msrl.data.tokenizer import load_tokenizer
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.workflows.serve import engine as serving
 from msrl.workflows.serve import generate
 from support import assert_each_mentions, assert_mentions, mentions, shared_data
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def mcore(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("mcore") / "tp2"
-    write_mcore(open_weights(folder), path, McoreTarget(Cut(2, 2), vocab_multiple=64))
+    write_mcore(open_weights(folder), path, McoreTarget(ParallelLayout(2, 2), vocab_multiple=64))
     return path
 
 

@@ -17,7 +17,7 @@ from msrl.files import write_text
 from msrl.trainer.checkpointing.integrity import sealed_json
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, check_room, training_dir
 from msrl.trainer.schedule import Schedule
-from msrl.workflows.training import resume_checks as going_on
+from msrl.workflows.training import resume_checks as resume_checks
 from support import assert_mentions, mentions
 
 RATES = Schedule("cosine", 1e-3, 0.0, 2, 10)
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def remembered(*sets: str, command: str = "train-sft") -> dict[str, Any]:
-    return going_on.remembered(load(["sft.yaml"], sets).config, RATES, command=command)
+    return resume_checks.remembered(load(["sft.yaml"], sets).config, RATES, command=command)
 
 
 def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> SavedTraining:
@@ -46,12 +46,12 @@ def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> Save
 
 def test_the_same_training_goes_on(folder: Path):
     saved = saved_with(folder, remembered(*LORA))
-    going_on.check(saved, remembered(*LORA[:1], "train.lora.targets=[v_proj,q_proj]"))
-    going_on.check(saved, remembered(*LORA, "train.optimizer.lr=1.0", "train.parallel.tp=2", "cluster.devices_per_node=2"))
+    resume_checks.check(saved, remembered(*LORA[:1], "train.lora.targets=[v_proj,q_proj]"))
+    resume_checks.check(saved, remembered(*LORA, "train.optimizer.lr=1.0", "train.parallel.tp=2", "cluster.devices_per_node=2"))
 
 
 def test_one_that_an_earlier_version_saved_goes_on(folder: Path):
-    going_on.check(saved_with(folder, {}), remembered())
+    resume_checks.check(saved_with(folder, {}), remembered())
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_one_that_an_earlier_version_saved_goes_on(folder: Path):
 def test_another_training_is_refused_key_by_key(folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]):
     saved = saved_with(folder, remembered("model.dtype=float32"))
     with pytest.raises(MsrlError, match=mentions("step 5", "saves", *fragments)):
-        going_on.check(saved, remembered("model.dtype=float32", *sets))
+        resume_checks.check(saved, remembered("model.dtype=float32", *sets))
 
 
 def test_another_model_and_other_data_of_as_many_rows_are_refused(folder: Path):
@@ -77,14 +77,14 @@ def test_another_model_and_other_data_of_as_many_rows_are_refused(folder: Path):
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(MsrlError, match=mentions("model.path", "4 layers", "2 layers")):
-        going_on.check(saved, remembered())
+        resume_checks.check(saved, remembered())
     (folder / "model" / "config.json").write_text(json.dumps(config))
     ids = next((folder / "data").parent.glob("data*input_ids_document.bin"))
     before = fingerprint("data")
     ids.write_bytes(ids.read_bytes() + b"more")
     assert fingerprint("data") != before
     with pytest.raises(MsrlError, match=mentions("data.train", "contents")):
-        going_on.check(saved, remembered())
+        resume_checks.check(saved, remembered())
 
 
 @pytest.mark.parametrize(
@@ -106,25 +106,25 @@ def test_other_weights_are_refused_where_checkpoints_do_not_hold_them(folder: Pa
     kinds = {"model": folder / "model" / "model.safetensors", "mcore": folder / "mcore" / "latest_checkpointed_iteration.txt"}
     for name, changed in kinds.items():
         saved = saved_with(folder, remembered(*sets, f"model.path={name}", command=command), f"saves of {name}")
-        going_on.check(saved, remembered(*sets, f"model.path={name}", command=command))
+        resume_checks.check(saved, remembered(*sets, f"model.path={name}", command=command))
         changed.write_text("2")
         now = remembered(*sets, f"model.path={name}", command=command)
         if counts:
             with pytest.raises(MsrlError, match=mentions("model.path", "contents")):
-                going_on.check(saved, now)
+                resume_checks.check(saved, now)
         else:
-            going_on.check(saved, now)
+            resume_checks.check(saved, now)
 
 
 def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up(folder: Path, capsys: pytest.CaptureFixture[str]):
     saved = saved_with(folder, remembered())
-    going_on.say_schedule(saved, RATES, 5)
+    resume_checks.say_schedule(saved, RATES, 5)
     assert not capsys.readouterr().err
-    going_on.say_schedule(saved, dataclasses.replace(RATES, num_updates=20), 5)
+    resume_checks.say_schedule(saved, dataclasses.replace(RATES, num_updates=20), 5)
     assert_mentions(capsys.readouterr().err, "9.33e-04", "6.91e-04")
-    going_on.say_schedule(None, dataclasses.replace(RATES, num_updates=1), 0)
+    resume_checks.say_schedule(None, dataclasses.replace(RATES, num_updates=1), 0)
     assert_mentions(capsys.readouterr().err, "warm-up", "1 updates", "learning rate", "5.0e-04")
-    going_on.say_schedule(None, Schedule("wsd", 1e-3, 0.0, 3, 5, 4), 0)
+    resume_checks.say_schedule(None, Schedule("wsd", 1e-3, 0.0, 3, 5, 4), 0)
     assert_mentions(capsys.readouterr().err, "warm-up", "decay", "5 updates")
 
 

@@ -21,7 +21,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.hf_config import HfConfig
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.workflows.convert.run import run
 from support import mentions
 
@@ -67,7 +67,7 @@ def test_four_bits_are_read_low_half_first_times_a_power_of_two() -> None:
 
 def test_weights_in_mxfp4_come_out_as_the_numbers_that_transformers_reads(tmp_path: Path) -> None:
     folder, meant = _folder(tmp_path / "packed")
-    write_mcore(open_weights(folder), tmp_path / "mcore", McoreTarget(Cut(tp=2, ep=2, pp=2)))
+    write_mcore(open_weights(folder), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2, ep=2, pp=2)))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "plain", None)
     found = load_file(tmp_path / "plain" / "model.safetensors")
     assert found.keys() == meant.keys()
@@ -91,7 +91,7 @@ def test_an_expert_is_untwisted_turned_and_cut(tmp_path: Path) -> None:
     hf = families.weights(GPT_OSS)
     save_file(hf, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
-    mine = dict(open_weights(tmp_path).local_tensors(Cut(tp=2, ep=2), Coords(tp=1, ep=1)))
+    mine = dict(open_weights(tmp_path).local_tensors(ParallelLayout(tp=2, ep=2), Coords(tp=1, ep=1)))
     expert, theirs = "decoder.layers.2.mlp.experts.local_experts.1.", "model.layers.2.mlp.experts."
     half = slice(FFN, 2 * FFN)
     gate_up, bias = hf[theirs + "gate_up_proj"][5][:, half], hf[theirs + "gate_up_proj_bias"][5][half]
@@ -125,7 +125,7 @@ def test_fused_experts_have_no_biases_but_transformer_engines_have(tmp_path: Pat
     with pytest.raises(MsrlError, match=mentions("--moe-grouped-gemm", "biases")):
         write_mcore(open_weights(folder), tmp_path / "fused", McoreTarget(naming=Naming(grouped=True)))
     assert not (tmp_path / "fused").exists()
-    write_mcore(open_weights(folder), tmp_path / "te", McoreTarget(Cut(ep=2), naming=Naming(te=True, grouped=True)))
+    write_mcore(open_weights(folder), tmp_path / "te", McoreTarget(ParallelLayout(ep=2), naming=Naming(te=True, grouped=True)))
     bias = f"{DOWN}_bias"
     write_hf(open_weights(tmp_path / "te"), tmp_path / "plain", None)
     assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")[bias], meant[bias])

@@ -69,7 +69,7 @@ def test_z_scores_over_the_step_leave_out_what_the_filter_left_out(folder: Path)
     prepared = make_updater(Ranks(), *sets).prepare([group(0, 9.0, 9.0), group(1, 1.0, 0.0)], Clock())
     # One token of 1 and two of 0: mean 1/3, deviation sqrt(1/3).
     np.testing.assert_allclose(advantages(prepared), [0.0, 0.0, 2 / 3 * 3**0.5, -1 / 3 * 3**0.5], atol=1e-5)
-    assert [sample.is_learnt for sample in prepared.samples] == [False, False, True, True]
+    assert [sample.is_trained for sample in prepared.samples] == [False, False, True, True]
 
 
 def test_groups_in_whose_place_others_were_asked_count_in_the_statistics_of_rewards_and_nowhere_else(folder: Path):

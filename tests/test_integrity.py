@@ -20,7 +20,7 @@ from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.indexed import IndexedWriter
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows import preprocess
 from msrl.workflows.convert import run as convert_ckpt
@@ -41,7 +41,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "hf", tied=False, positions=256)
     source = open_weights(folder / "hf")
     write_hf(source, folder / "export", None)
-    write_mcore(source, folder / "mcore", McoreTarget(Cut(2)))
+    write_mcore(source, folder / "mcore", McoreTarget(ParallelLayout(2)))
     write_mcore(source, folder / "dist", McoreTarget(distributed=True))
     for name in ("mcore", "dist"):
         shutil.copytree(folder / name, folder / f"{name}-foreign")

@@ -16,7 +16,7 @@ from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from support import assert_mentions, mentions
 from test_convert import run, save_real, to_mcore
 
@@ -57,7 +57,7 @@ def leaves(tree: object, prefix: str = "") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_files_are_the_tree_of_modules_that_the_old_models_save_and_read(tmp_path: Path, tied: bool) -> None:
-    hf, cut = tiny.save(tmp_path / "hf", tie_word_embeddings=tied), Cut(2, 2)
+    hf, cut = tiny.save(tmp_path / "hf", tie_word_embeddings=tied), ParallelLayout(2, 2)
     found = to_mcore(tmp_path / "hf", tmp_path / "legacy", cut, naming=LEGACY)
     theirs = tmp_path / "theirs"  # the same by hand, as torch writes it, with what such files hold besides
     for at in cut.ranks():
@@ -84,14 +84,19 @@ def test_files_are_the_tree_of_modules_that_the_old_models_save_and_read(tmp_pat
 def test_every_direction_of_the_guides_table_ends_as_if_converted_directly(tmp_path: Path, family: str, tied: bool) -> None:
     """HF -> legacy -> mcore -> legacy -> legacy -> HF, each at another cut."""
     hf = tiny.save(tmp_path / "0", family, tie_word_embeddings=tied, num_hidden_layers=4, vocab_size=99)
-    steps = [(Cut(2, 2), LEGACY), (Cut(1, 4), Naming()), (Cut(1, 2, vpp=1), LEGACY), (Cut(2, 2, num_layer_list=(1, 3)), LEGACY)]
+    steps = [
+        (ParallelLayout(2, 2), LEGACY),
+        (ParallelLayout(1, 4), Naming()),
+        (ParallelLayout(1, 2, vpp=1), LEGACY),
+        (ParallelLayout(2, 2, num_layer_list=(1, 3)), LEGACY),
+    ]
     for number, (cut, naming) in enumerate(steps):
         write_mcore(open_weights(tmp_path / str(number)), tmp_path / str(number + 1), McoreTarget(cut, naming=naming))
     write_hf(open_weights(tmp_path / "4"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == hf.keys() and all(same_bits(back[name], hf[name]) for name in hf)
-    direct = to_mcore(tmp_path / "0", tmp_path / "direct", Cut(1, 4))
-    by_way = {at: torch.load(mcore.rank_file(tmp_path / "2", 1, Cut(1, 4), at), weights_only=False)["model"] for at in direct}
+    direct = to_mcore(tmp_path / "0", tmp_path / "direct", ParallelLayout(1, 4))
+    by_way = {at: torch.load(mcore.rank_file(tmp_path / "2", 1, ParallelLayout(1, 4), at), weights_only=False)["model"] for at in direct}
     assert all(same_bits(by_way[at][name], tensor) for at in direct for name, tensor in direct[at].items())
 
 
@@ -105,7 +110,7 @@ def test_a_model_that_the_old_ones_cannot_name_is_refused_before_anything_is_wri
 def test_a_tensor_of_an_old_model_that_is_not_known_is_named(tmp_path: Path) -> None:
     hf = tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "legacy", naming=LEGACY)
-    path = mcore.rank_file(tmp_path / "legacy", 1, Cut(), Coords())
+    path = mcore.rank_file(tmp_path / "legacy", 1, ParallelLayout(), Coords())
     contents = torch.load(path, weights_only=False)
     contents["model"]["language_model"]["pooler"] = {"dense.weight": hf["model.norm.weight"]}
     torch.save(contents, path)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from msrl.trainer.objective.chunked import chunked_logprobs
-from msrl.trainer.objective.logprobs import Columns, Distribution, columns_of, vocab_parallel_logprobs
+from msrl.trainer.objective.logprobs import Distribution, VocabColumns, columns_of, vocab_parallel_logprobs
 
 ROWS, HIDDEN, VOCAB, PADDED, TEMPERATURE = 7, 5, 11, 16, 0.7
 
@@ -22,14 +22,14 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def columns(group: dist.ProcessGroup, elements_at_once: int, *, with_entropy: bool = True) -> Columns:
+def columns(group: dist.ProcessGroup, elements_at_once: int, *, with_entropy: bool = True) -> VocabColumns:
     return columns_of(
         PADDED, vocab_size=VOCAB, tp_rank=0, temperature=TEMPERATURE, with_entropy=with_entropy, elements_at_once=elements_at_once,
         group=group,
     )  # fmt: skip
 
 
-def other_model(cut: Columns, rows: int = ROWS) -> tuple[Distribution, torch.Tensor]:
+def other_model(cut: VocabColumns, rows: int = ROWS) -> tuple[Distribution, torch.Tensor]:
     """A distribution, and its logits."""
     hidden, weight = torch.randn(rows, HIDDEN), torch.randn(PADDED, HIDDEN)
     logits = hidden @ weight.t()

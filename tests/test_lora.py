@@ -21,7 +21,7 @@ from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, load_shape
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from support import mentions
 from test_cli import msrl
 from test_convert import run, save_real, to_mcore
@@ -59,7 +59,7 @@ def save_peft(folder: Path, adapter: dict[str, tuple[Tensor, Tensor]], **config:
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, **config}))
 
 
-def rank_adapter(adapter: dict[str, tuple[Tensor, Tensor]], cut: Cut, at: Coords) -> dict[str, Tensor]:
+def rank_adapter(adapter: dict[str, tuple[Tensor, Tensor]], cut: ParallelLayout, at: Coords) -> dict[str, Tensor]:
     """What one rank of tp 1 or 2 and pp 1 or 2 saves, cut here by hand from the tiny model's sizes (2 groups of 2 heads of 16)."""
     layers = [at.pp] if cut.pp == 2 else [0, 1]
     found = {}
@@ -82,7 +82,9 @@ def rank_adapter(adapter: dict[str, tuple[Tensor, Tensor]], cut: Cut, at: Coords
     return found
 
 
-def save_ranks(folder: Path, hf: Path, cut: Cut, adapter: dict[str, tuple[Tensor, Tensor]], *, base: bool, load: str | None = None) -> None:
+def save_ranks(
+    folder: Path, hf: Path, cut: ParallelLayout, adapter: dict[str, tuple[Tensor, Tensor]], *, base: bool, load: str | None = None
+) -> None:
     """An mcore checkpoint as a trainer leaves it: the adapter alone, or beside the base weights under their `base_layer` names."""
     source = open_weights(hf)
     for at in cut.ranks():
@@ -116,7 +118,7 @@ def test_a_peft_adapter_is_added_to_its_weights(tmp_path: Path, dtype: torch.dty
 def test_an_adapter_of_ranks_is_the_same_adapter(tmp_path: Path, tp: int, pp: int, base: bool) -> None:
     tiny.save(tmp_path / "hf")
     adapter, shape = whole_adapter(), load_shape(tmp_path / "hf")
-    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(tp, pp), adapter, base=base)
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(tp, pp), adapter, base=base)
     found = read_adapter(tmp_path / "ranks", shape)
     assert found.deltas.keys() == {f"{module}.weight" for module in adapter}
     for module, (a, b) in adapter.items():
@@ -127,12 +129,12 @@ def test_an_adapter_of_ranks_is_the_same_adapter(tmp_path: Path, tp: int, pp: in
 
 def test_merged_into_any_layout_it_is_what_merging_first_and_converting_gives(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", vocab_size=99)
-    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2, 2), whole_adapter(), base=True)
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(2, 2), whole_adapter(), base=True)
     base = open_mcore(tmp_path / "ranks", tmp_path / "hf", beside_adapter=True)
     merged = MergedSource(base, read_adapter(tmp_path / "ranks", base.shape))
     write_hf(merged, tmp_path / "merged", None)
     later = open_weights(tmp_path / "merged")
-    for cut in (Cut(), Cut(2), Cut(1, 2), Cut(2, 2)):
+    for cut in (ParallelLayout(), ParallelLayout(2), ParallelLayout(1, 2), ParallelLayout(2, 2)):
         for at in cut.ranks():
             expected = dict(later.local_tensors(cut, at))
             assert all(torch.equal(tensor, expected.pop(name)) for name, tensor in merged.local_tensors(cut, at)) and not expected
@@ -145,7 +147,7 @@ def test_peft_merges_to_the_same_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     tiny.save(tmp_path / "hf", dtype=torch.float32, model_type="qwen2")
     base = open_weights(tmp_path / "hf")
-    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2), whole_adapter(), base=False, load=str(tmp_path / "hf"))
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(2), whole_adapter(), base=False, load=str(tmp_path / "hf"))
     (tmp_path / "ranks" / "hf").mkdir()
     shutil.copyfile(tmp_path / "hf" / "config.json", tmp_path / "ranks" / "hf" / "config.json")
     run(command="lora2hf", load=tmp_path / "ranks", save=tmp_path / "peft")
@@ -159,7 +161,7 @@ def test_peft_merges_to_the_same_model(tmp_path: Path) -> None:
 def test_what_we_write_for_peft_reads_back_as_the_same_adapter(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     shape, adapter = load_shape(tmp_path / "hf"), whole_adapter()
-    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2, 2), adapter, base=False)
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(2, 2), adapter, base=False)
     write_peft(read_adapter(tmp_path / "ranks", shape), tmp_path / "peft", "Qwen/tiny")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, "Qwen/tiny")
@@ -186,7 +188,7 @@ def test_the_commands_merge_and_prove_it(tmp_path: Path, capsys: pytest.CaptureF
     save_real(tmp_path / "hf", "qwen2", tied=False)
     small = {name: (a * 0.1, b * 0.1) for name, (a, b) in whole_adapter().items()}
     save_peft(tmp_path / "peft", small)
-    save_ranks(tmp_path / "both", tmp_path / "hf", Cut(2), small, base=True)
+    save_ranks(tmp_path / "both", tmp_path / "hf", ParallelLayout(2), small, base=True)
     both = {"load": tmp_path / "both", "lora": tmp_path / "both", "hf_config": tmp_path / "hf"}
     run(command="hf2hf", load=tmp_path / "hf", lora=tmp_path / "peft", save=tmp_path / "a")
     run(command="mcore2hf", save=tmp_path / "b", **both)
@@ -238,7 +240,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_with_an_adapter_is_not_taken_for_its_base(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    save_ranks(tmp_path / "both", tmp_path / "hf", Cut(), whole_adapter(), base=True)
+    save_ranks(tmp_path / "both", tmp_path / "hf", ParallelLayout(), whole_adapter(), base=True)
     with pytest.raises(MsrlError, match=mentions("both", "adapter")):
         open_weights(tmp_path / "both", tmp_path / "hf")
     with pytest.raises(MsrlError, match=mentions("hf", "adapter")):
@@ -247,7 +249,7 @@ def test_a_checkpoint_with_an_adapter_is_not_taken_for_its_base(tmp_path: Path) 
 
 def test_the_adapter_beside_the_weights_is_not_left_out_for_another(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    save_ranks(tmp_path / "both", tmp_path / "hf", Cut(), whole_adapter(), base=True)
+    save_ranks(tmp_path / "both", tmp_path / "hf", ParallelLayout(), whole_adapter(), base=True)
     save_peft(tmp_path / "peft", whole_adapter(seed=2))
     arguments = {"load": tmp_path / "both", "hf_config": tmp_path / "hf", "verify": False}
     with pytest.raises(MsrlError, match=mentions("both", "LoRA adapter")):
@@ -259,7 +261,7 @@ def test_the_adapter_beside_the_weights_is_not_left_out_for_another(tmp_path: Pa
 def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(tmp_path: Path, base: str | None) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    save_ranks(tmp_path / "alone", tmp_path / "hf", Cut(), whole_adapter(), base=False, load=base and str(tmp_path / base))
+    save_ranks(tmp_path / "alone", tmp_path / "hf", ParallelLayout(), whole_adapter(), base=False, load=base and str(tmp_path / base))
     with pytest.raises(MsrlError, match=mentions("alone", "LoRA adapter")) as caught:
         open_weights(tmp_path / "alone", tmp_path / "hf")
     command, _, more = str(caught.value).partition(": msrl ")[2].partition(", ")
@@ -274,8 +276,8 @@ def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(tmp_path: P
 
 def test_the_base_that_peft_loads_is_the_one_that_was_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.save(tmp_path / "hf")
-    save_ranks(tmp_path / "of_hf", tmp_path / "hf", Cut(), whole_adapter(), base=False, load=str(tmp_path / "hf"))
-    save_ranks(tmp_path / "of_other", tmp_path / "hf", Cut(), whole_adapter(), base=False, load=str(tmp_path / "gone"))
+    save_ranks(tmp_path / "of_hf", tmp_path / "hf", ParallelLayout(), whole_adapter(), base=False, load=str(tmp_path / "hf"))
+    save_ranks(tmp_path / "of_other", tmp_path / "hf", ParallelLayout(), whole_adapter(), base=False, load=str(tmp_path / "gone"))
     for folder in ("of_hf/hf", "of_other/hf", "mine"):
         (tmp_path / folder).mkdir()
         shutil.copyfile(tmp_path / "hf" / "config.json", tmp_path / folder / "config.json")
@@ -302,8 +304,8 @@ def test_a_checkpoint_without_an_adapter_is_said_to_have_none(tmp_path: Path) ->
 @pytest.mark.parametrize("module", [QKV, PROJ, FC1, FC2])
 def test_an_adapter_that_one_rank_lacks_is_refused(tmp_path: Path, module: str) -> None:
     tiny.save(tmp_path / "hf")
-    save_ranks(tmp_path / "ranks", tmp_path / "hf", Cut(2), whole_adapter(), base=False)
-    path = mcore.rank_file(tmp_path / "ranks", 7, Cut(2), Coords(1))
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(2), whole_adapter(), base=False)
+    path = mcore.rank_file(tmp_path / "ranks", 7, ParallelLayout(2), Coords(1))
     contents = mcore.read_rank_file(path, mmap=False)
     mcore.write_rank_file(path, {name: t for name, t in contents["model"].items() if module not in name}, contents["args"], 7)
     with pytest.raises(MsrlError, match=mentions("ranks", "1 of 2 ranks", f"decoder.layers.0.{module}.weight")):

@@ -18,7 +18,7 @@ from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.checkpoint.mcore.argument_table import READ_ARGUMENTS
 from msrl.checkpoint.mcore.files import namespace
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.verification.bits import same_bits
 from test_cli import msrl
 
@@ -146,8 +146,8 @@ def model_shape(name: str) -> Any:
     return families.shape(config_of(name))
 
 
-def arguments(name: str, cut: Cut | None = None, **changes: Any) -> dict[str, Any]:
-    return vars(namespace(model_shape(name), cut or Cut(), **changes))
+def arguments(name: str, cut: ParallelLayout | None = None, **changes: Any) -> dict[str, Any]:
+    return vars(namespace(model_shape(name), cut or ParallelLayout(), **changes))
 
 
 @pytest.mark.parametrize("readers", [LOADED_BY_MEGATRON, CHECKED_BY_MEGATRON, LOADED_BY_MINDSPEED, READ_BY_MG2HF])
@@ -191,16 +191,16 @@ def test_arguments_have_the_values_of_the_config(name: str, expected: dict[str, 
 
 def test_norms_behind_the_parts_of_a_layer_are_told() -> None:
     shape = families.shape(FAMILIES["gemma 2"].config)
-    assert vars(namespace(shape, Cut()))["post_norm"] is True and arguments("qwen3")["post_norm"] is False
+    assert vars(namespace(shape, ParallelLayout()))["post_norm"] is True and arguments("qwen3")["post_norm"] is False
 
 
 @pytest.mark.parametrize(
     ("cut", "expected"),
     [
-        (Cut(2, ep=2, moe_tp_extend_ep=True), None), (Cut(ep=2, moe_tp_extend_ep=True), None), (Cut(2, ep=2, etp=1), 1), (Cut(2, ep=2), 2),
+        (ParallelLayout(2, ep=2, moe_tp_extend_ep=True), None), (ParallelLayout(ep=2, moe_tp_extend_ep=True), None), (ParallelLayout(2, ep=2, etp=1), 1), (ParallelLayout(2, ep=2), 2),
     ],
 )  # fmt: skip
-def test_the_size_of_an_experts_group_is_unset_beside_extended_expert_parallelism(cut: Cut, expected: int | None) -> None:
+def test_the_size_of_an_experts_group_is_unset_beside_extended_expert_parallelism(cut: ParallelLayout, expected: int | None) -> None:
     assert arguments("deepseek v3", cut)["expert_tensor_parallel_size"] == expected
 
 
@@ -208,7 +208,7 @@ def test_layers_with_experts_are_a_period_for_mindspeed_and_a_list_for_megatron(
     assert arguments("deepseek v3")["moe_layer_freq"] == 1
     assert arguments("deepseek v3", distributed=True)["moe_layer_freq"] == [0, 1, 1, 1]
     irregular = families.shape(MIXTURES["qwen3 moe, every second layer"].config)
-    assert vars(namespace(irregular, Cut()))["moe_layer_freq"] == [0, 1, 0, 0]
+    assert vars(namespace(irregular, ParallelLayout()))["moe_layer_freq"] == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize(("distributed", "expected"), [(False, "torch"), (True, "torch_dist")])

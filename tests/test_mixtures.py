@@ -23,7 +23,7 @@ from msrl.checkpoint.source import ShardedSource, open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, load_shape, num_parameters
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.trainer.settings import Layout
 from msrl.verification.bits import compare
 from msrl.workflows.convert.run import run as convert
@@ -115,9 +115,16 @@ def test_logits_are_those_of_transformers_at_all_layouts(
 
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize(
-    "cut", [Cut(ep=4), Cut(tp=2, ep=2, etp=1), Cut(tp=2, ep=4, etp=2, pp=2), Cut(tp=2, ep=2, moe_tp_extend_ep=True)], ids=str
+    "cut",
+    [
+        ParallelLayout(ep=4),
+        ParallelLayout(tp=2, ep=2, etp=1),
+        ParallelLayout(tp=2, ep=4, etp=2, pp=2),
+        ParallelLayout(tp=2, ep=2, moe_tp_extend_ep=True),
+    ],
+    ids=str,
 )
-def test_a_mixture_comes_back_from_every_cut(folders: dict[str, Path], name: str, cut: Cut) -> None:
+def test_a_mixture_comes_back_from_every_cut(folders: dict[str, Path], name: str, cut: ParallelLayout) -> None:
     source = open_weights(folders[name])
     shards = {at: dict(source.local_tensors(cut, at)) for at in cut.ranks()}
     found = compare(source, ShardedSource(source.shape, cut, shards, folders[name], "shards"), None)
@@ -127,7 +134,7 @@ def test_a_mixture_comes_back_from_every_cut(folders: dict[str, Path], name: str
 def test_an_expert_goes_to_its_rank_and_is_cut_there(folders: dict[str, Path]) -> None:
     """8 experts of 48 over 2 ranks, each cut in 2: expert 5 is number 1 of the second rank."""
     hf, source = load_file(folders["deepseek v3"] / "model.safetensors"), open_weights(folders["deepseek v3"])
-    mine = dict(source.local_tensors(Cut(tp=2, ep=2), Coords(tp=1, ep=1)))
+    mine = dict(source.local_tensors(ParallelLayout(tp=2, ep=2), Coords(tp=1, ep=1)))
     gate, up, down = (hf[f"model.layers.2.mlp.experts.5.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
     expert = "decoder.layers.2.mlp.experts.local_experts.1."
     assert torch.equal(mine[expert + "linear_fc1.weight"], torch.cat([gate[24:], up[24:]]))
@@ -142,7 +149,7 @@ def test_an_expert_goes_to_its_rank_and_is_cut_there(folders: dict[str, Path]) -
 
 def test_the_bias_of_experts_stays_in_float32(folders: dict[str, Path]) -> None:
     source = open_weights(folders["deepseek v3"])
-    types = {name: tensor.dtype for name, tensor in source.local_tensors(Cut(), Coords(), torch.bfloat16)}
+    types = {name: tensor.dtype for name, tensor in source.local_tensors(ParallelLayout(), Coords(), torch.bfloat16)}
     wide = {name for name, dtype in types.items() if dtype == torch.float32}
     assert wide == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2, 3)}
 
@@ -151,16 +158,16 @@ def test_the_bias_of_experts_stays_in_float32(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("file", "parameters", "cut"),
     [
-        ("aic/Qwen--Qwen3-30B-A3B_config.json", 30_532_122_624, Cut(tp=4, ep=8, etp=1)),
-        ("aic/Qwen--Qwen3-235B-A22B_config.json", 235_093_634_560, Cut(tp=4, pp=2, ep=32, etp=1)),
-        ("aic/mistralai--Mixtral-8x22B-v0.1_config.json", 140_620_634_112, Cut(tp=8, pp=4, ep=8, etp=1)),
-        ("DeepSeek-V2-Lite.config.json", 15_706_484_224, Cut(ep=8)),
-        ("aic/openai--gpt-oss-20b_config.json", 20_914_757_184, Cut(tp=4, ep=8, etp=1)),
-        ("aic/openai--gpt-oss-120b_config.json", 116_829_156_672, Cut(tp=4, pp=4, ep=16, etp=1)),
-        ("aic/deepseek-ai--DeepSeek-V3_config.json", 671_026_419_200, Cut(tp=4, pp=8, num_layer_list=(7, *[8] * 6, 6), ep=32, etp=1)),
+        ("aic/Qwen--Qwen3-30B-A3B_config.json", 30_532_122_624, ParallelLayout(tp=4, ep=8, etp=1)),
+        ("aic/Qwen--Qwen3-235B-A22B_config.json", 235_093_634_560, ParallelLayout(tp=4, pp=2, ep=32, etp=1)),
+        ("aic/mistralai--Mixtral-8x22B-v0.1_config.json", 140_620_634_112, ParallelLayout(tp=8, pp=4, ep=8, etp=1)),
+        ("DeepSeek-V2-Lite.config.json", 15_706_484_224, ParallelLayout(ep=8)),
+        ("aic/openai--gpt-oss-20b_config.json", 20_914_757_184, ParallelLayout(tp=4, ep=8, etp=1)),
+        ("aic/openai--gpt-oss-120b_config.json", 116_829_156_672, ParallelLayout(tp=4, pp=4, ep=16, etp=1)),
+        ("aic/deepseek-ai--DeepSeek-V3_config.json", 671_026_419_200, ParallelLayout(tp=4, pp=8, num_layer_list=(7, *[8] * 6, 6), ep=32, etp=1)),
     ],
 )  # fmt: skip
-def test_the_plan_of_a_whole_model_is_made_in_seconds(file: str, parameters: int, cut: Cut) -> None:
+def test_the_plan_of_a_whole_model_is_made_in_seconds(file: str, parameters: int, cut: ParallelLayout) -> None:
     shape = load_shape(shared_data("configs", file))
     assert num_parameters(shape) == parameters
     begun = time.process_time()

@@ -14,7 +14,7 @@ import tiny_checkpoints as tiny
 from mixture_families import MIXTURES
 from msrl.checkpoint.adapters.megatron import read_adapter
 from msrl.checkpoint.adapters.merge import Adapter, Delta, MergedSource
-from msrl.checkpoint.adapters.peft import left_out_by_peft, write_peft
+from msrl.checkpoint.adapters.peft import dropped_by_peft, write_peft
 from msrl.checkpoint.convert import write_hf
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
@@ -79,7 +79,7 @@ def test_the_adapters_that_peft_leaves_out_are_named(tmp_path: Path, name: str) 
     read = {part for part, _ in peft.PeftModel.from_pretrained(model, str(tmp_path / "peft")).named_parameters() if ".lora_B." in part}
     alone = {n.removesuffix(".weight") for n in deltas if ".experts." not in n}
     lost = {n for n in alone if not any(f"{n}.lora_B." in part for part in read)}
-    assert left_out_by_peft(adapter, shape) == sorted({n.rsplit(".", 1)[-1] for n in lost})
+    assert dropped_by_peft(adapter, shape) == sorted({n.rsplit(".", 1)[-1] for n in lost})
     assert bool(lost) == (name == "deepseek v3") and any(".experts." in part for part in read)
 
 

@@ -16,7 +16,7 @@ from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import ManyErrors
 from msrl.memory.states import reward_model_bytes
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.models.server import RewardModel
 from msrl.rewards.remote import Item
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(folder / "bare", "qwen2")
     save(folder / "hf", "qwen2", max_position_embeddings=24)
     make_tokenizer().save_pretrained(folder / "hf")
-    write_mcore(open_weights(folder / "hf"), folder / "mcore", McoreTarget(Cut(2)))
+    write_mcore(open_weights(folder / "hf"), folder / "mcore", McoreTarget(ParallelLayout(2)))
     make_model(folder / "policy")
     return folder
 
@@ -98,7 +98,7 @@ def test_a_model_that_cannot_be_cut_as_the_policy_is_refused_and_its_weights_are
         check(load(["grpo.yaml"], ["train.parallel.tp=8"]), "train-grpo")
     told = [line for line in caught.value.messages if "reward.sources.0.model=" in line]
     assert told and all("train.parallel.tp" in line for line in told)
-    held = dict(open_weights(folder / "hf").local_tensors(Cut(), Coords()))
+    held = dict(open_weights(folder / "hf").local_tensors(ParallelLayout(), Coords()))
     whole = sum(tensor.numel() for name, tensor in held.items() if not name.endswith("rm_head.bias"))  # one number, which is no weight
     assert reward_model_bytes(load(["grpo.yaml"], ["model.dtype=float32"]).config, 0) == 4 * whole
     assert reward_model_bytes(load(["grpo.yaml"], ["model.dtype=bfloat16"]).config, 0) == 2 * whole

@@ -20,7 +20,7 @@ from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.source import open_weights
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.trainer.settings import Layout
 from msrl.workflows.convert.inspection import not_weights
 from parity_ranks import Case
@@ -51,14 +51,14 @@ def save(folder: Path, row: str, **changes: Any) -> dict[str, Tensor]:
     return weights
 
 
-def ranks(folder: Path, cut: Cut) -> dict[Coords, dict[str, Tensor]]:
+def ranks(folder: Path, cut: ParallelLayout) -> dict[Coords, dict[str, Tensor]]:
     return {at: torch.load(mcore.rank_file(folder, 1, cut, at), weights_only=False)["model"] for at in cut.ranks()}
 
 
 def test_a_score_head_is_cut_along_hidden_and_its_bias_is_zero_on_every_rank(tmp_path: Path) -> None:
     hf = save(tmp_path / "hf", "qwen2")
-    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(Cut(2, 2)))
-    found = ranks(tmp_path / "mcore", Cut(2, 2))
+    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2, 2)))
+    found = ranks(tmp_path / "mcore", ParallelLayout(2, 2))
     for tp_rank in (0, 1):
         last = found[Coords(tp_rank, 1)]
         assert torch.equal(last["rm_head.weight"], hf["score.weight"][:, 32 * tp_rank : 32 * tp_rank + 32])
@@ -69,15 +69,15 @@ def test_a_score_head_is_cut_along_hidden_and_its_bias_is_zero_on_every_rank(tmp
 @pytest.mark.parametrize("row", ROWS)
 def test_a_reward_model_comes_back_bit_for_bit_from_another_cut(tmp_path: Path, row: str) -> None:
     hf = save(tmp_path / "hf", row)
-    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "first", McoreTarget(Cut(2, 2), vocab_multiple=8))
-    write_mcore(open_weights(tmp_path / "first"), tmp_path / "second", McoreTarget(Cut(1, 4)))
+    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "first", McoreTarget(ParallelLayout(2, 2), vocab_multiple=8))
+    write_mcore(open_weights(tmp_path / "first"), tmp_path / "second", McoreTarget(ParallelLayout(1, 4)))
     write_hf(open_weights(tmp_path / "second"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == hf.keys() and all(same_bits(back[name], hf[name]) for name in hf)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((tmp_path / "hf" / "config.json").read_text())
 
 
-def rewritten(folder: Path, cut: Cut, **added: Tensor) -> None:
+def rewritten(folder: Path, cut: ParallelLayout, **added: Tensor) -> None:
     """Put tensors into the last stage's files, as another system would have written them."""
     for at in cut.ranks():
         if at.pp == cut.pp - 1:
@@ -89,8 +89,8 @@ def rewritten(folder: Path, cut: Cut, **added: Tensor) -> None:
 
 def test_an_output_layer_that_a_reward_model_does_not_use_is_left_out_and_said(tmp_path: Path) -> None:
     hf = save(tmp_path / "hf", "llama")
-    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(Cut(2)))
-    rewritten(tmp_path / "mcore", Cut(2), output_layer__weight=torch.randn(100, 64))
+    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2)))
+    rewritten(tmp_path / "mcore", ParallelLayout(2), output_layer__weight=torch.randn(100, 64))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == hf.keys()
     assert_each_mentions(not_weights(tmp_path / "mcore"), ("output layer", "reward model"))
@@ -98,8 +98,8 @@ def test_an_output_layer_that_a_reward_model_does_not_use_is_left_out_and_said(t
 
 def test_a_bias_that_transformers_has_no_place_for_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
-    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(Cut(2)))
-    rewritten(tmp_path / "mcore", Cut(2), rm_head__bias=torch.ones(1))
+    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2)))
+    rewritten(tmp_path / "mcore", ParallelLayout(2), rm_head__bias=torch.ones(1))
     with pytest.raises(MsrlError, match=mentions("rm_head.bias", "zero", "LlamaForSequenceClassification")):
         open_weights(tmp_path / "mcore")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from msrl.errors import MsrlError
-from msrl.rewards.pool import Call, Outcome, Pool
+from msrl.rewards.pool import Call, CallResult, Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.worker import Function
 from msrl.types import Completion, Prompt, RolloutGroup
@@ -37,14 +37,14 @@ def test_results_come_in_the_order_of_the_calls():
     with pool("length", num_workers=2) as workers:
         assert [o.score for o in workers.map(calls(*("x" * n for n in range(500))))] == [float(n) for n in range(500)]
         assert workers.map([]) == ()
-        assert workers.map(calls("again")) == (Outcome(5.0),)
+        assert workers.map(calls("again")) == (CallResult(5.0),)
 
 
 @pytest.mark.parametrize("name", ["sleep_forever", "spin_in_c"])
 def test_a_stuck_verifier_is_killed_alone_and_the_next_call_works(name):
     others = children()
     with pool(name, timeout_s=0.7) as workers:
-        assert workers.map(calls("fine")) == (Outcome(1.0),)
+        assert workers.map(calls("fine")) == (CallResult(1.0),)
         before = children() - others
         start = time.monotonic()
         outcomes = workers.map(calls("a", "b", "stuck", "c", "d"))
@@ -52,7 +52,7 @@ def test_a_stuck_verifier_is_killed_alone_and_the_next_call_works(name):
         assert [o.score for o in outcomes] == [1.0, 1.0, None, 1.0, 1.0]
         assert time.monotonic() - start < 20
         assert not before & children()
-        assert workers.map(calls("fine")) == (Outcome(1.0),)
+        assert workers.map(calls("fine")) == (CallResult(1.0),)
 
 
 def test_a_stuck_worker_is_killed_although_another_one_is_always_busy():
@@ -60,7 +60,7 @@ def test_a_stuck_worker_is_killed_although_another_one_is_always_busy():
         workers.map(calls("warm"))
         outcomes = workers.map(calls("stuck", *["x"] * 3000))
     assert outcomes[0].failure == "timeout"
-    assert all(o == Outcome(1.0) for o in outcomes[1:])
+    assert all(o == CallResult(1.0) for o in outcomes[1:])
 
 
 def test_a_crash_fails_its_own_call_only():
@@ -88,7 +88,7 @@ def test_what_a_verifier_raises_is_an_error_with_its_reason(response, reason):
 
 def test_options_arrive_and_prints_do_not_disturb():
     with pool("misbehave", options=[("value", 0.25)]) as workers:
-        assert workers.map(calls("a", "b")) == (Outcome(0.25), Outcome(0.25))
+        assert workers.map(calls("a", "b")) == (CallResult(0.25), CallResult(0.25))
 
 
 def test_a_worker_that_died_between_two_rounds_costs_no_score():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl.errors import ManyErrors, MsrlError
-from msrl.rewards.pool import Outcome
+from msrl.rewards.pool import CallResult
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
 from msrl.types import Completion, Prompt, RolloutGroup
@@ -160,5 +160,5 @@ def test_all_mistakes_of_the_sources_are_found_at_once():
 
 def test_what_is_undecided_among_equal_scores_has_their_score_to_the_bit():
     """0.1 + 0.1 + 0.1 is not 0.3, and a group that differs in the last bit would teach something."""
-    outcomes = [Outcome(score) for score in (0.1, 0.1, None, 0.1)]
+    outcomes = [CallResult(score) for score in (0.1, 0.1, None, 0.1)]
     assert Scorer._column(Source("acc", on_failure="undecided"), outcomes) == [0.1] * 4

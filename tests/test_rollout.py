@@ -89,7 +89,7 @@ def test_engines_answer_in_the_order_of_the_prompts_and_are_waited_for_by_their_
         return refs
 
     monkeypatch.setattr(grpo_team, "wait_all", wait_all)
-    team: Any = grpo_team.Engines.__new__(grpo_team.Engines)
+    team: Any = grpo_team.EngineGroup.__new__(grpo_team.EngineGroup)
     team._actors, team._timeout_s, team._watch = [Answering(0), Answering(1)], 1.0, None
     found = team.generate([prompt(index, 1) for index in asked], SamplingParams(max_tokens=1), 0)
     assert found == tuple(zip(engines, asked, strict=True))

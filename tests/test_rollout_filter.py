@@ -24,7 +24,7 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.importers.roll import files as roll
 from msrl.rewards.score import Scores
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
-from msrl.workflows.rl.rollouts import Rollouts, teaching_groups
+from msrl.workflows.rl.rollouts import Rollouts, select_informative
 from msrl.workflows.rl.setup import Prompts
 from msrl.workflows.rl.step import Clock
 from support import assert_mentions, mentions
@@ -131,7 +131,7 @@ def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(most: in
     section = FilterConfig(kind="all_equal", refill=True, max_refills=most)
     found = make_rollouts(asked, section).of_step(0, Clock())
     assert len(asked.calls) == calls and sorted(itertools.chain(*asked.calls)) == list(range(4 * calls)), "no row twice in a step"
-    assert indices(found.learnt) == [0, 1, 2, 3] and teaching_groups(section, found.learnt).tolist() == [False, False, True, False]
+    assert indices(found.learnt) == [0, 1, 2, 3] and select_informative(section, found.learnt).tolist() == [False, False, True, False]
     assert found.metrics["rollout/missing"] == 3
     assert_mentions(found.scores.notes[-1], f"1 of {4 * calls} groups", f"{calls - 1} refills")
 
@@ -174,9 +174,9 @@ def test_without_refill_the_step_keeps_its_groups_and_says_nothing_but_its_numbe
 def test_groups_are_compared_by_a_source_where_one_is_named():
     group = RolloutGroup(Prompt(0, np.array([1])), ())
     scored = ScoredGroup(group, (Reward(1.5, {"right": 1.0}), Reward(1.0, {"right": 1.0})))
-    assert teaching_groups(FilterConfig(kind="all_equal"), [scored]).tolist() == [True]
-    assert teaching_groups(FilterConfig(kind="all_equal", source="right"), [scored]).tolist() == [False]
-    assert teaching_groups(FilterConfig(kind="all_equal", source="elsewhere"), [scored]).tolist() == [True], "the row has other sources"
+    assert select_informative(FilterConfig(kind="all_equal"), [scored]).tolist() == [True]
+    assert select_informative(FilterConfig(kind="all_equal", source="right"), [scored]).tolist() == [False]
+    assert select_informative(FilterConfig(kind="all_equal", source="elsewhere"), [scored]).tolist() == [True], "the row has other sources"
 
 
 # --- configuration --------------------------------------------------------------------------------------------------------------------

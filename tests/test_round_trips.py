@@ -16,18 +16,18 @@ from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.verification.bits import compare
 
 ROWS = FAMILIES | MIXTURES
 CUTS = {
-    "tp2": Cut(2), "pp2": Cut(pp=2), "tp2 pp4": Cut(2, 4), "vpp": Cut(pp=2, vpp=1), "tp2 vpp": Cut(2, 2, vpp=1),
-    "uneven": Cut(2, 2, num_layer_list=(3, 1)), "empty": Cut(2, 3, noop_layers=(0, 5)),
-    "vpp with empty": Cut(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
+    "tp2": ParallelLayout(2), "pp2": ParallelLayout(pp=2), "tp2 pp4": ParallelLayout(2, 4), "vpp": ParallelLayout(pp=2, vpp=1), "tp2 vpp": ParallelLayout(2, 2, vpp=1),
+    "uneven": ParallelLayout(2, 2, num_layer_list=(3, 1)), "empty": ParallelLayout(2, 3, noop_layers=(0, 5)),
+    "vpp with empty": ParallelLayout(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
 }  # fmt: skip
 SPREAD = {
-    "ep4": Cut(ep=4), "tp2 ep2 etp1": Cut(2, ep=2, etp=1), "tp2 pp2 ep2": Cut(2, 2, ep=2), "tp2 ep4 etp1": Cut(2, ep=4, etp=1),
-    "pp2 vpp ep2": Cut(pp=2, vpp=1, ep=2), "extended": Cut(2, ep=2, moe_tp_extend_ep=True),
+    "ep4": ParallelLayout(ep=4), "tp2 ep2 etp1": ParallelLayout(2, ep=2, etp=1), "tp2 pp2 ep2": ParallelLayout(2, 2, ep=2), "tp2 ep4 etp1": ParallelLayout(2, ep=4, etp=1),
+    "pp2 vpp ep2": ParallelLayout(pp=2, vpp=1, ep=2), "extended": ParallelLayout(2, ep=2, moe_tp_extend_ep=True),
 }  # fmt: skip
 TABLE = [(name, cut) for name in ROWS for cut in (CUTS | SPREAD if name in MIXTURES else CUTS)]
 
@@ -41,9 +41,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _chain(name: str) -> tuple[McoreTarget, ...]:
     """Two ranks by two stages, four stages, four ranks (or as many as there are groups of queries); the third one in Megatron's format."""
     tp = min(4, families.shape(ROWS[name].config).num_query_groups)
-    cuts = (Cut(2, 2), Cut(1, 4), Cut(tp))
+    cuts = (ParallelLayout(2, 2), ParallelLayout(1, 4), ParallelLayout(tp))
     if name in MIXTURES:
-        cuts = (Cut(2, 2, ep=2, etp=1), Cut(1, 4, ep=4), Cut(tp, ep=2))
+        cuts = (ParallelLayout(2, 2, ep=2, etp=1), ParallelLayout(1, 4, ep=4), ParallelLayout(tp, ep=2))
     first, second, third = (McoreTarget(cut, naming=Naming(te=number == 1)) for number, cut in enumerate(cuts))
     return first, second, McoreTarget(cuts[0], distributed=True, vocab_multiple=64), third
 

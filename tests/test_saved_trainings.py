@@ -13,7 +13,7 @@ from msrl.checkpoint.mcore.files import iteration_dir, namespace, rank_folder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.models.shape import Shape
-from msrl.trainer.checkpointing.publish import Part, Publication, SavedModel, Weights, optimizer_file, prepare_folders, random_file
+from msrl.trainer.checkpointing.publish import Publication, RankFiles, SavedModel, Weights, optimizer_file, prepare_folders, random_file
 from msrl.trainer.checkpointing.resume import KEEP_ALL, STATE, Retention, SavedTraining, check_room, resume_from, saved_steps, training_dir
 from msrl.trainer.settings import Layout
 from support import assert_mentions, mentions
@@ -32,7 +32,7 @@ def write(root: Path, step: int, hf_dir: Path, shape: Shape, retention: Retentio
     for rank, at in enumerate(LAYOUT.ranks()):
         tensors = {"exp_avg.w": torch.full((50,), float(step + rank))}
         weights = Weights(rank_folder(LAYOUT, at), {"w": torch.ones(20) * step}, namespace(shape, LAYOUT), {optimizer_file(at): tensors})
-        Part(root, step, rank, {"rng": torch.arange(9)}, weights).write()
+        RankFiles(root, step, rank, {"rng": torch.arange(9)}, weights).write()
     model = SavedModel(shape, LAYOUT, "float32", is_adapters=False)
     Publication(root, step, 2, {"step": step, "extra": {"best": float("nan")}}, model, hf_dir, retention).publish()
 
@@ -188,7 +188,7 @@ def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_
     from msrl.trainer.checkpointing import state as checkpoints
     from msrl.trainer.checkpointing.saver import Saver
 
-    part = Part(tmp_path / "gone", 3, 0, {"rng": torch.arange(9)})
+    part = RankFiles(tmp_path / "gone", 3, 0, {"rng": torch.arange(9)})
     monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (part, None))
     saver = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
     assert saver.finished() == []

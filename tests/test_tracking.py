@@ -22,7 +22,7 @@ from msrl.tracking.console import StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
 from msrl.tracking.plots import plot_metrics, running_mean
 from msrl.tracking.progress import amount_text, duration_text, progress
-from msrl.tracking.report import summarise, write_report
+from msrl.tracking.report import summarize, write_report
 from msrl.tracking.run import RunFolder, stack_versions
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
@@ -359,7 +359,7 @@ def test_plots_need_no_display_and_leave_pyplot_alone() -> None:
 
 def test_the_report_says_how_numbers_moved_where_time_went_and_what_was_noted(tmp_path: Path) -> None:
     reports = [StepReport(s, {"loss": v}, {"step": 2.0, "rollout": 1.5}, ("retry",)) for s, v in [(3, 2.0), (4, math.nan), (5, 1.0)]]
-    path = write_report(tmp_path, summarise(reports), results={"exported": "hf"})
+    path = write_report(tmp_path, summarize(reports), results={"exported": "hf"})
     text = path.read_text()
     assert "3 steps (3 to 5)." in text
     assert "- exported: hf" in text
@@ -369,11 +369,11 @@ def test_the_report_says_how_numbers_moved_where_time_went_and_what_was_noted(tm
 
 
 def test_an_evaluation_of_what_a_run_starts_from_is_no_step(tmp_path: Path) -> None:
-    summary = summarise([StepReport(0, {"eval/loss": 2.0}, {"eval": 1.0})])
+    summary = summarize([StepReport(0, {"eval/loss": 2.0}, {"eval": 1.0})])
     assert summary.num_steps == 0
     assert "No step" in write_report(tmp_path, summary).read_text()
 
 
 def test_a_run_without_steps_has_no_report() -> None:
     with pytest.raises(MsrlError, match=mentions("step")):
-        summarise([])
+        summarize([])

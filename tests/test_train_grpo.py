@@ -19,7 +19,7 @@ import torch
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.data.dataset import PromptDataset
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer
 from training_runs import (
     Command,
@@ -60,7 +60,7 @@ def make_inputs(folder: Path) -> Path:
         learn_to_answer(model, PromptDataset(folder / "data"))
         model.save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
-    write_mcore(open_weights(save_reward_model(folder / "judge")), folder / "judge-mcore", McoreTarget(Cut(1, 2)))
+    write_mcore(open_weights(save_reward_model(folder / "judge")), folder / "judge-mcore", McoreTarget(ParallelLayout(1, 2)))
     return folder
 
 
@@ -530,9 +530,9 @@ def test_presets_run_and_their_first_step_is_the_one_of_their_formula(preset_run
         assert found[0]["train/policy_loss"] == pytest.approx(-(advantages * lengths).sum() / (16 * 16), abs=1e-6)
         assert abs(found[0]["train/kl"]) < 1e-6 < found[2]["train/kl"]
     if name == "reinforce_pp":
-        is_learnt = [row["is_learnt"] for row in samples]
-        assert is_learnt == [row["finish_reason"] == "stop" for row in samples]
-        assert found[0].get("train/masked", 0.0) == pytest.approx(1 - np.mean(is_learnt))
+        is_trained = [row["is_learnt"] for row in samples]
+        assert is_trained == [row["finish_reason"] == "stop" for row in samples]
+        assert found[0].get("train/masked", 0.0) == pytest.approx(1 - np.mean(is_trained))
         assert (advantages * lengths).sum() == pytest.approx(0, abs=1e-4), "z-scores over tokens"
         assert abs(found[0]["train/reward_kl"]) < 1e-6 < found[2]["train/reward_kl"]
         assert [step["train/kl_factor"] for step in found] == pytest.approx([1.0, 0.9, 0.99]), "no divergence yet, then some"

@@ -25,7 +25,7 @@ from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from support import assert_mentions, mentions
 from tiny_qwen2 import save_model
 from training_runs import (
@@ -77,7 +77,7 @@ def inputs(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("sft")
     save_model(folder / "hf", tied=False, positions=256)
-    write_mcore(open_weights(folder / "hf"), folder / "mcore", McoreTarget(Cut(2)))
+    write_mcore(open_weights(folder / "hf"), folder / "mcore", McoreTarget(ParallelLayout(2)))
     examples = [{"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)} for i in range(31)]
     for name, part, flags in (("data", examples[:24], ()), ("packed", examples[:24], ("--pack", "--seq-length", "200")),
                               ("eval", examples[24:], ())):  # fmt: skip
@@ -153,7 +153,7 @@ def test_the_checkpoint_converts_to_what_was_exported_and_transformers_computes_
     assert_same_weights(target, whole / "hf")
     model = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(whole / "hf")("<|im_start|>user\n3+3=<|im_end|>")["input_ids"]
-    (found,) = megatron_logits(whole / "checkpoints", [ids], Cut(2))
+    (found,) = megatron_logits(whole / "checkpoints", [ids], ParallelLayout(2))
     torch.testing.assert_close(found, model(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
 
 

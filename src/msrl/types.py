@@ -149,7 +149,7 @@ class TrainingSample:
     response_ids: Ints  # [R]
     advantages: Floats  # [R]
     sampler_logprobs: Floats  # [R]
-    is_learnt: bool = True
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)

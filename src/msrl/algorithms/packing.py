@@ -87,7 +87,7 @@ def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
     """
     return Sequences(
         tuple(np.concatenate((s.prompt_ids, s.response_ids)) for s in samples),
-        tuple((np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids)) & s.is_learnt for s in samples),
+        tuple((np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids)) & s.is_trained for s in samples),
         {
             "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
             "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),

@@ -48,6 +48,6 @@ def training_samples(
     pieces = np.split(advantages.astype(np.float32), lengths.ravel().cumsum()[:-1])
     completions = [(group.rollout.prompt, completion) for group in groups for completion in group.rollout.completions]
     return tuple(
-        TrainingSample(prompt.token_ids, completion.token_ids, piece, completion.logprobs, is_learnt=bool(flag))
+        TrainingSample(prompt.token_ids, completion.token_ids, piece, completion.logprobs, is_trained=bool(flag))
         for (prompt, completion), piece, flag in zip(completions, pieces, keep.ravel(), strict=True)
     )

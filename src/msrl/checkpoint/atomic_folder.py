@@ -16,7 +16,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 
 
-def refuse_unless_free(target: Path) -> None:
+def require_free_path(target: Path) -> None:
     """Raises MsrlError when `target` is anything but an empty folder that can be replaced, or where no folder can be made."""
     if target.is_dir() and not any(target.iterdir()):
         _refuse_unless_replaceable(target)
@@ -39,7 +39,7 @@ def _refuse_unless_replaceable(target: Path) -> None:
         raise MsrlError(f"{target}: is the folder that this runs in, whose place the finished one would take; name a folder in it")
 
 
-def refuse_unless_fits(target: Path, needed_bytes: int) -> None:
+def require_space(target: Path, needed_bytes: int) -> None:
     """Raises MsrlError when the file system that `target` will be on has less than `needed_bytes` left.
 
     What a killed run left behind counts as free: it is cleared before anything is written.
@@ -77,7 +77,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     What a killed run left behind is cleared by the next one; a lock keeps two runs apart. Where `target` is a link to an empty folder,
     that one is filled. Raises MsrlError when `target` is taken or cannot be made, and when the disk becomes full on the way.
     """
-    refuse_unless_free(target)
+    require_free_path(target)
     target = target.resolve()
     made = [folder for folder in target.parents if not folder.exists()]
     partial = _partial(target)

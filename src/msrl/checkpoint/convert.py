@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from msrl.checkpoint.atomic_folder import refuse_unless_fits, refuse_unless_free, staged_folder
+from msrl.checkpoint.atomic_folder import require_free_path, require_space, staged_folder
 from msrl.checkpoint.dist.write import by_file, write_file, write_rest
 from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.hf.folder import copy_sidecars
 from msrl.checkpoint.hf.manifest import write_hf_manifest
 from msrl.checkpoint.hf.pass_through import FILE as CARRIED
-from msrl.checkpoint.hf.pass_through import carried_bytes, carried_tensors, carry
+from msrl.checkpoint.hf.pass_through import carry, pass_through_bytes, pass_through_tensors
 from msrl.checkpoint.hf.weight_files import StoredTensor
 from msrl.checkpoint.hf.writer import HfWriter
 from msrl.checkpoint.mcore.files import (
@@ -44,7 +44,7 @@ from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, WrittenFile
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
-from msrl.models.parallel_layout import WHOLE, Coords, Cut
+from msrl.models.parallel_layout import WHOLE, Coords, ParallelLayout
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.models.stages import chunk_of
@@ -60,14 +60,14 @@ class McoreTarget:
     `distributed`: in Megatron's distributed format, whose files hold the whole model; the cut pads the vocabulary and is noted.
     """
 
-    cut: Cut = WHOLE
+    cut: ParallelLayout = WHOLE
     dtype: torch.dtype | None = None
     naming: Naming = LOCAL
     vocab_multiple: int | None = None
     distributed: bool = False
 
     @property
-    def file_cut(self) -> Cut:
+    def file_cut(self) -> ParallelLayout:
         """By what the files are cut."""
         return WHOLE if self.distributed else self.cut
 
@@ -80,7 +80,7 @@ class McoreTarget:
 def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
     """What would be written and its bytes. Raises as `ruled_plan` does."""
     plan = ruled_plan(source.shape, target)
-    carried = carried_bytes(carried_tensors(source.hf_dir, source.shape))
+    carried = pass_through_bytes(pass_through_tensors(source.hf_dir, source.shape))
     return plan, carried + sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
 
 
@@ -114,7 +114,7 @@ def hf_specs(source: WeightSource, dtype: torch.dtype | None) -> dict[str, Tenso
         for rule in all_rules(source.shape)
         for name, shape in zip(rule.hf, rule.shapes, strict=True)
     }
-    return ruled | {name: tensor.spec for name, tensor in carried_tensors(source.hf_dir, source.shape).items()}
+    return ruled | {name: tensor.spec for name, tensor in pass_through_tensors(source.hf_dir, source.shape).items()}
 
 
 def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: Advance = lambda num_bytes: None) -> Plan:
@@ -122,9 +122,9 @@ def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: 
 
     Raises MsrlError when `save` is taken, the disk has no room, or the layout does not divide the model.
     """
-    refuse_unless_free(save)
+    require_free_path(save)
     plan, num_bytes = mcore_plan(source, target)
-    refuse_unless_fits(save, num_bytes)
+    require_space(save, num_bytes)
     with staged_folder(save) as folder:
         write = _write_distributed if target.distributed else _write_ranks
         files = write(source, target, plan, folder, advance)
@@ -142,12 +142,12 @@ def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: 
 
 def write_hf(source: WeightSource, save: Path, dtype: torch.dtype | None, advance: Advance = lambda num_bytes: None) -> None:
     """Write a Hugging Face folder: safetensors, index, config, tokenizer. Raises MsrlError as `write_mcore` does."""
-    refuse_unless_free(save)
+    require_free_path(save)
     specs = hf_specs(source, dtype)
-    refuse_unless_fits(save, sum(spec.num_bytes for spec in specs.values()))
+    require_space(save, sum(spec.num_bytes for spec in specs.values()))
     with staged_folder(save) as folder:
         writer = HfWriter(folder, specs)
-        carried = carried_tensors(source.hf_dir, source.shape).items()
+        carried = pass_through_tensors(source.hf_dir, source.shape).items()
         jobs = [partial(_write_rule, source, rule, specs, writer, advance) for rule in all_rules(source.shape)]
         in_parallel([*jobs, *(partial(_write_carried, name, tensor, writer, advance) for name, tensor in carried)])
         written = dtype or source.main_dtype()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from msrl.checkpoint.tensor_layouts import shard_shape
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
 
@@ -28,7 +28,7 @@ class RankPlan:
 class Plan:
     """A whole checkpoint; `padded_vocab` rows in embedding and output layer together over the ranks."""
 
-    cut: Cut
+    cut: ParallelLayout
     padded_vocab: int
     ranks: tuple[RankPlan, ...]
 
@@ -42,14 +42,14 @@ def padded_vocab_size(shape: Shape, tp: int, multiple: int | None = None) -> int
     return shape.padded_vocab_size(math.lcm(tp, multiple or tp))
 
 
-def rank_plan(shape: Shape, cut: Cut, at: Coords, padded_vocab: int) -> RankPlan:
+def rank_plan(shape: Shape, cut: ParallelLayout, at: Coords, padded_vocab: int) -> RankPlan:
     """The shapes that one rank holds."""
     placed = stage_tensors(shape, cut, at)
     shapes = {p.name: shard_shape(p.layout, p.rule.shapes, p.num_shards, padded_vocab) for p in placed}
     return RankPlan(at, shapes, {p.name: p.rule.dtype for p in placed if p.rule.dtype is not None})
 
 
-def make_plan(shape: Shape, cut: Cut, vocab_multiple: int | None = None) -> Plan:
+def make_plan(shape: Shape, cut: ParallelLayout, vocab_multiple: int | None = None) -> Plan:
     """The plan of a whole checkpoint. Raises ManyErrors that names every size which the cut does not divide."""
     cut.check(shape)
     padded = padded_vocab_size(shape, cut.tp, vocab_multiple)

@@ -27,7 +27,7 @@ from msrl.checkpoint.torch_files.reader import spec_of
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.reward_head import OUTPUT_LAYER
 from msrl.models.rules import Replicated, Rule, Zeros
 from msrl.models.shape import Shape
@@ -77,7 +77,7 @@ class Copy:
 class ShardedSource(WeightSource):
     """Any tensors that are named and cut like a model's weights (the weights, or an optimizer's moments), by rank."""
 
-    def __init__(self, shape: Shape, cut: Cut, shards: Shards, hf_dir: Path, where: str) -> None:
+    def __init__(self, shape: Shape, cut: ParallelLayout, shards: Shards, hf_dir: Path, where: str) -> None:
         """`shards` has the local names of every rank. Raises MsrlError when one is missing, misshapen or left over; `where` is for it."""
         cut.check(shape)
         self.shape, self.hf_dir, self.cut = shape, hf_dir, cut
@@ -204,7 +204,7 @@ def open_sharded(save: Path, config_dir: Path, iteration: int | str, *, beside_a
     return source
 
 
-def with_empty_layers(cut: Cut, args: argparse.Namespace, shape: Shape, models: Shards) -> Cut:
+def with_empty_layers(cut: ParallelLayout, args: argparse.Namespace, shape: Shape, models: Shards) -> ParallelLayout:
     """The cut with its empty layers; where the arguments only count them (as MindSpeed's converter does), the tensors' names tell."""
     num_positions = getattr(args, "num_layers", None)
     if cut.noop_layers or not isinstance(num_positions, int) or num_positions <= shape.num_layers:

@@ -14,7 +14,7 @@ from msrl.checkpoint.rank_shapes import padded_vocab_size
 from msrl.checkpoint.tensor_layouts import shard_shape
 from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec
 from msrl.models.families import all_rules
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
@@ -51,7 +51,7 @@ class WeightSource(ABC):
         yield self.shard(rule, rank, size, padded_vocab)
 
     def local_tensors(
-        self, cut: Cut, at: Coords, dtype: torch.dtype | None = None, vocab_multiple: int | None = None
+        self, cut: ParallelLayout, at: Coords, dtype: torch.dtype | None = None, vocab_multiple: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """What one rank of a cut holds, under Megatron's local names, in the order of the network.
 
@@ -64,14 +64,16 @@ class WeightSource(ABC):
             kind = cast_to(placed.rule, dtype)
             yield placed.name, tensor if kind is None else tensor.to(kind)
 
-    def local_pieces(self, cut: Cut, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> Iterator[tuple[str, Pieces]]:
+    def local_pieces(
+        self, cut: ParallelLayout, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None
+    ) -> Iterator[tuple[str, Pieces]]:
         """`local_tensors` to be written: no piece is read or made before the writer asks for it."""
         padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
         specs = self.local_specs(cut, at, dtype, vocab_multiple)
         for placed in stage_tensors(self.shape, cut, at):
             yield placed.name, Pieces(specs[placed.name], self.pieces(placed.rule, placed.shard, placed.num_shards, padded))
 
-    def local_specs(self, cut: Cut, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> dict[str, TensorSpec]:
+    def local_specs(self, cut: ParallelLayout, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> dict[str, TensorSpec]:
         """Types and shapes of what `local_tensors` gives, without reading it."""
         padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
         return {

@@ -65,7 +65,7 @@ def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:
         yield str(error)
         return
     if convert.command in ("hf2mcore", "reshard"):
-        yield from cut_problems(resolved, shape, "convert", derived.cut_of(convert))
+        yield from cut_problems(resolved, shape, "convert", derived.layout_from(convert))
     if convert.orm and not shape.reward_head:
         said = f"{shape.architecture} has no score head, as a reward model (...ForSequenceClassification) has; leave it out"
         yield resolved.mistake("convert.orm", said)

@@ -57,5 +57,5 @@ def _fits(resolved: Resolved) -> Iterator[str]:
     if longest > shape.max_position_embeddings:
         message = f"takes at most {shape.max_position_embeddings} tokens, and prompt plus response have up to {longest}"
         yield resolved.mistake("cluster.roles.critic.load", message)
-    for line in cut_problems(resolved, shape, "train.parallel", derived.cut_of(config.train.parallel)):
+    for line in cut_problems(resolved, shape, "train.parallel", derived.layout_from(config.train.parallel)):
         yield f"{line} (the critic in {load}, which is cut as the policy is)"

@@ -8,7 +8,7 @@ from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.models.paths import config_dir, runs_on_ranks
-from msrl.plan.derived import cut_of
+from msrl.plan.derived import layout_from
 from msrl.rewards import sources
 
 
@@ -25,7 +25,7 @@ def rewards(resolved: Resolved) -> Iterator[str]:
 
 def _rank_models(resolved: Resolved) -> Iterator[str]:
     """Models on the training ranks are cut as the policy is."""
-    cut = cut_of(resolved.config.train.parallel)
+    cut = layout_from(resolved.config.train.parallel)
     for number, section in enumerate(resolved.config.reward.sources):
         if section.model is None or not runs_on_ranks(section.model, section.engine):
             continue

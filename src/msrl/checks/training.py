@@ -9,7 +9,7 @@ from msrl.checks.inputs import existing_data, existing_folder, existing_model, k
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.paths import is_hf, is_mcore
 from msrl.models.select import check_layers, chosen
 from msrl.models.shape import Shape
@@ -119,7 +119,7 @@ def enough_devices(resolved: Resolved) -> Iterator[str]:
     config, parallel = resolved.config, resolved.config.train.parallel
     world, needed = derived.world_size(config), derived.replica_size(config)
     if world % needed:
-        cut = f"{derived.cut_of(parallel)}" + (f", cp {parallel.cp}" if parallel.cp > 1 else "")
+        cut = f"{derived.layout_from(parallel)}" + (f", cp {parallel.cp}" if parallel.cp > 1 else "")
         needs = f"must be a multiple of the {needed} ranks that train.parallel ({cut}) makes of one model"
         yield resolved.mistake("cluster.devices_per_node", needs)
     if config.cluster.nodes > 1 and config.cluster.address is None:
@@ -140,13 +140,13 @@ def model_fits(resolved: Resolved) -> Iterator[str]:
         return
     if shape is None:
         return
-    yield from cut_problems(resolved, shape, "train.parallel", derived.cut_of(resolved.config.train.parallel))
+    yield from cut_problems(resolved, shape, "train.parallel", derived.layout_from(resolved.config.train.parallel))
     seq_length = resolved.config.data.seq_length
     if seq_length is not None and seq_length > shape.max_position_embeddings:
         yield resolved.mistake("data.seq_length", f"the model takes at most {shape.max_position_embeddings} tokens")
 
 
-def cut_problems(resolved: Resolved, shape: Shape, section: str, cut: Cut) -> Iterator[str]:
+def cut_problems(resolved: Resolved, shape: Shape, section: str, cut: ParallelLayout) -> Iterator[str]:
     """Lines for what does not fit the model in a section that asks for `cut`."""
     for field, message in cut.problems(shape):
         yield resolved.mistake(f"{section}.{field}", message)

@@ -15,7 +15,7 @@ def held_port(host: str) -> socket.socket:
     return held
 
 
-class MeetingPlace:
+class Rendezvous:
     """Made by rank 0, which closes it when the ranks have met."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedWorkers:
     """A placement that Ray has reserved: one placement group per node of the plan."""
 
     placement: Placement
@@ -80,7 +80,7 @@ class Session:
     _workers: dict[tuple[str, int], Any] = field(default_factory=dict[tuple[str, int], Any])
     _groups: list[PlacementGroup] = field(default_factory=list[PlacementGroup])
 
-    def create_placement(self, placement: Placement, *, timeout_s: float = 60.0) -> Placed:
+    def create_placement(self, placement: Placement, *, timeout_s: float = 60.0) -> PlacedWorkers:
         """Reserve the devices of a plan. Raises MsrlError when the cluster lacks them or they stay taken for `timeout_s` seconds."""
         self._check_capacity(placement)
         groups = tuple(
@@ -93,9 +93,9 @@ class Session:
                 raise MsrlError(
                     f"cluster: {self._lacks(placement)}, after {timeout_s:g} s; end the run that holds the devices, or wait for it"
                 )
-        return Placed(placement, groups)
+        return PlacedWorkers(placement, groups)
 
-    def start(self, actor_class: Any, placed: Placed, role: str, worker: int, *args: Any, **kwargs: Any) -> Any:
+    def start(self, actor_class: Any, placed: PlacedWorkers, role: str, worker: int, *args: Any, **kwargs: Any) -> Any:
         """Start worker `worker` of `role` as an actor (`ray.remote(...)` class) at its place; the session ends it.
 
         What an actor may refuse belongs into a method and not into `__init__`, of whose failure Ray passes on the text alone.

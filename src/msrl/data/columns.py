@@ -25,7 +25,7 @@ class DroppedRow(Exception):  # noqa: N818 - not an error: the row is counted un
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnMapping:
     """The path of every part, and the parts whose column must be there."""
 
     paths: Mapping[str, str]
@@ -56,7 +56,7 @@ class Columns:
         return {part.removeprefix(EXTRA): self.text(row, part) for part in self.paths if part.startswith(EXTRA)}
 
 
-def make_columns(defaults: Mapping[str, str], required: frozenset[str], map_keys: Mapping[str, str]) -> Columns:
+def make_columns(defaults: Mapping[str, str], required: frozenset[str], map_keys: Mapping[str, str]) -> ColumnMapping:
     """A handler's columns with the user's names. A column that the user names must be there. Raises MsrlError for an unknown part."""
     for part, path in map_keys.items():
         if part not in defaults and not part.startswith(EXTRA):
@@ -65,7 +65,7 @@ def make_columns(defaults: Mapping[str, str], required: frozenset[str], map_keys
         if part in required and not path:
             raise MsrlError(f"map_keys.{part}: this handler cannot do without it; name the column")
     named = frozenset(part for part, path in map_keys.items() if path)
-    return Columns({**defaults, **map_keys}, required | named)
+    return ColumnMapping({**defaults, **map_keys}, required | named)
 
 
 def pick(row: Any, path: str) -> Any:

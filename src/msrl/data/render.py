@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msrl.data.native import native_examples, native_prompts
-from msrl.data.spans import Part, encode
+from msrl.data.spans import Span, encode
 from msrl.data.templates import Template
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
@@ -45,10 +45,10 @@ class Renderer:
         """One prompt's token ids [P]."""
         return self.prompts([conversation])[0]
 
-    def parts(self, conversation: Conversation) -> list[Part]:
+    def parts(self, conversation: Conversation) -> list[Span]:
         """The text of a conversation in pieces, generation prompt not included."""
         system, turns = _split_system(self.template, conversation)
-        parts = [Part(self.template.prefix), *([] if self.template.system_in_user else system)]
+        parts = [Span(self.template.prefix), *([] if self.template.system_in_user else system)]
         question = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=-1)
         first_user = next((i for i, turn in enumerate(turns) if turn.role == "user"), -1)
         for number, turn in enumerate(turns):
@@ -60,26 +60,26 @@ class Renderer:
             else:
                 before = system if self.template.system_in_user and number == first_user else []
                 parts += _fill(self.template.user, turn.content, before)
-        return [Part(self.named(part.text), part.learn) if not part.quoted else part for part in parts if part.text]
+        return [Span(self.named(part.text), part.learn) if not part.quoted else part for part in parts if part.text]
 
-    def _answer(self, content: str, thought: bool | None) -> list[Part]:
+    def _answer(self, content: str, thought: bool | None) -> list[Span]:
         """An answer's pieces. thought: None drops it (answers to earlier questions), True has one even if empty, False only a real one."""
-        opening = Part(self.template.assistant_start)
-        given: list[Part] = []
+        opening = Span(self.template.assistant_start)
+        given: list[Span] = []
         if self.template.thought_start:
             start, end = self.template.thought_start, self.template.thought_end
             reasoning, content = _split_thought(content, start.strip(), end.strip())
             if self.enable_thinking is False:
-                given, reasoning, thought = ([Part(start + end)] if thought else []), "", None
+                given, reasoning, thought = ([Span(start + end)] if thought else []), "", None
             if thought or (thought is False and reasoning):
                 content = start + reasoning.strip("\n") + end + content.lstrip("\n")
         learnt = [part._replace(learn=True) for part in _fill(self.template.assistant, content)]
-        return [opening, *given, *learnt, Part(self.template.after_assistant)]
+        return [opening, *given, *learnt, Span(self.template.after_assistant)]
 
-    def _opening(self) -> list[Part]:
+    def _opening(self) -> list[Span]:
         """What a prompt ends with."""
         empty = self.template.thought_start + self.template.thought_end if self.enable_thinking is False else ""
-        return [Part(self.named(self.template.assistant_start + empty))]
+        return [Span(self.named(self.template.assistant_start + empty))]
 
     @property
     def controls(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def _eos(template: Template, tokenizer: TextTokenizer) -> str | None:
     return template.stop[0] if template.replace_eos else tokenizer.eos_token
 
 
-def _split_system(template: Template, conversation: Conversation) -> tuple[list[Part], tuple[Message, ...]]:
+def _split_system(template: Template, conversation: Conversation) -> tuple[list[Span], tuple[Message, ...]]:
     """The formatted system text, with tools if there are any, and the other turns."""
     turns = conversation.messages
     text = template.default_system
@@ -162,20 +162,20 @@ def _with_tools(template: Template, system: str, tools: str) -> str:
     return system + shown if system else shown.lstrip("\n")
 
 
-def _tool(template: Template, turns: Sequence[Message], number: int) -> list[Part]:
+def _tool(template: Template, turns: Sequence[Message], number: int) -> list[Span]:
     """A tool's answer; a run of them shares one start and one end."""
     if not template.tool:
         raise MsrlError(f"template {template.name} has no form for tool answers; use qwen, qwen3, llama3 or native")
     first = number == 0 or turns[number - 1].role != "tool"
     last = number == len(turns) - 1 or turns[number + 1].role != "tool"
     body = _fill(template.tool, turns[number].content)
-    return [*([Part(template.tool_start)] if first else []), *body, *([Part(template.tool_end)] if last else [])]
+    return [*([Span(template.tool_start)] if first else []), *body, *([Span(template.tool_end)] if last else [])]
 
 
-def _fill(form: str, content: str, before: Sequence[Part] = ()) -> list[Part]:
+def _fill(form: str, content: str, before: Sequence[Span] = ()) -> list[Span]:
     """A form with its content, which `before` precedes, in pieces."""
     head, _, tail = form.partition("{{content}}")
-    return [Part(head), *before, Part(content, quoted=True), Part(tail)]
+    return [Span(head), *before, Span(content, quoted=True), Span(tail)]
 
 
 def _split_thought(content: str, start: str, end: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from msrl.data.tokenizer import TextTokenizer
 from msrl.types import Bools, Ints, RenderedExample
 
 
-class Part(NamedTuple):
+class Span(NamedTuple):
     """A piece of text. `learn`: it is learnt. `quoted`: it comes from the row, so that control tokens in it are text."""
 
     text: str
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     quoted: bool = False
 
 
-def encode(tokenizer: TextTokenizer, controls: Sequence[str], rows: Sequence[Sequence[Part]]) -> list[RenderedExample]:
+def encode(tokenizer: TextTokenizer, controls: Sequence[str], rows: Sequence[Sequence[Span]]) -> list[RenderedExample]:
     """All rows in one call of the tokenizer: stretches of equal `learn`, then put together again. `controls`: what quoted text never is."""
     owners: list[tuple[int, bool]] = []
     plain: list[str] = []
@@ -49,7 +49,7 @@ def _holds(text: str, tokens: Iterable[str]) -> bool:
     return any(token in text for token in tokens)
 
 
-def _encode_quoted(tokenizer: TextTokenizer, controls: Sequence[str], parts: Sequence[Part]) -> list[int]:
+def _encode_quoted(tokenizer: TextTokenizer, controls: Sequence[str], parts: Sequence[Span]) -> list[int]:
     """A stretch with control tokens inside quoted pieces, which are taken as text: all between two real ones is encoded at once."""
     backend: Any = tokenizer.backend
     added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
@@ -65,7 +65,7 @@ def _encode_quoted(tokenizer: TextTokenizer, controls: Sequence[str], parts: Seq
     return ids
 
 
-def _at_controls(parts: Sequence[Part], controls: Iterable[str]) -> list[str]:
+def _at_controls(parts: Sequence[Span], controls: Iterable[str]) -> list[str]:
     """Text, a control token of a piece that is not quoted, text, and so on."""
     splitter = re.compile(f"({'|'.join(map(re.escape, sorted(controls, key=len, reverse=True)))})")
     found = [""]

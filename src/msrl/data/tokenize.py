@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeSettings:
     """What is to be done with every row. `seq_length` None: rows of any length. `renderer` None: text for pretraining."""
 
     handler: Handler
@@ -45,7 +45,7 @@ class Ragged:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenised:
+class TokenizedRows:
     """A batch's result. `learn` marks the tokens that are learnt (sft); `answers` are lines of the answers file and
     `answer_ids` their tokens."""
 
@@ -58,7 +58,7 @@ class Tokenised:
     truncated: int
 
 
-def tokenise(job: Job, batch: RowBatch) -> Tokenised:
+def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
     """All rows of a batch. Raises MsrlError that names file and row for one that cannot be read."""
     dropped: Counter[str] = Counter()
     offsets, made = _rows(job, batch, dropped)
@@ -72,7 +72,7 @@ def tokenise(job: Job, batch: RowBatch) -> Tokenised:
     return _examples(job, _render(job.renderer.examples, made, batch, offsets), dropped, num_read)
 
 
-def _rows(job: Job, batch: RowBatch, dropped: Counter[str]) -> tuple[list[int], list[Any]]:
+def _rows(job: TokenizeSettings, batch: RowBatch, dropped: Counter[str]) -> tuple[list[int], list[Any]]:
     """The offsets of the rows that serve and what the handler makes of them; the others are counted."""
     module, kind = job.handler.module, job.handler.kind
     make = module.text if kind == "pretrain" else module.conversation
@@ -133,16 +133,16 @@ def _shape(conversation: Conversation, kind: str) -> Conversation:
     return Conversation(messages, answer, conversation.extra)
 
 
-def _texts(job: Job, texts: Sequence[str], dropped: Counter[str], num_read: int) -> Tokenised:
+def _texts(job: TokenizeSettings, texts: Sequence[str], dropped: Counter[str], num_read: int) -> TokenizedRows:
     """Documents, with the tokens that the tokenizer itself puts around a text, and the end of document if asked."""
     kept = [text for text in texts if text.strip()]
     _count(dropped, "empty_text", len(texts) - len(kept))
     end = [] if job.eod_token_id is None else [job.eod_token_id]
     sequences = _ragged([encoding.ids + end for encoding in job.tokenizer.backend.encode_batch_fast(kept)])
-    return Tokenised(num_read, sequences, np.zeros(0, np.bool_), (), _ragged([]), dropped, 0)
+    return TokenizedRows(num_read, sequences, np.zeros(0, np.bool_), (), _ragged([]), dropped, 0)
 
 
-def _examples(job: Job, rendered: Sequence[RenderedExample], dropped: Counter[str], num_read: int) -> Tokenised:
+def _examples(job: TokenizeSettings, rendered: Sequence[RenderedExample], dropped: Counter[str], num_read: int) -> TokenizedRows:
     """Examples with their loss masks, none longer than seq_length and each with something to learn."""
     long = [job.seq_length is not None and len(e.token_ids) > job.seq_length for e in rendered]
     if job.truncate:
@@ -156,17 +156,19 @@ def _examples(job: Job, rendered: Sequence[RenderedExample], dropped: Counter[st
     truncated = sum(long) if job.truncate else 0
     sequences = _ragged([e.token_ids for e in learnable])
     learn = np.concatenate([np.zeros(0, np.bool_), *(e.loss_mask for e in learnable)])
-    return Tokenised(num_read, sequences, learn, (), _ragged([]), dropped, truncated)
+    return TokenizedRows(num_read, sequences, learn, (), _ragged([]), dropped, truncated)
 
 
-def _prompts(job: Job, conversations: Sequence[Conversation], prompts: Sequence[Ints], dropped: Counter[str], num_read: int) -> Tokenised:
+def _prompts(
+    job: TokenizeSettings, conversations: Sequence[Conversation], prompts: Sequence[Ints], dropped: Counter[str], num_read: int
+) -> TokenizedRows:
     """Prompts with their answers."""
     kept = [(c, ids) for c, ids in zip(conversations, prompts, strict=True) if job.seq_length is None or len(ids) <= job.seq_length]
     _count(dropped, "too_long", len(prompts) - len(kept))
     lines = tuple(json.dumps({"answer": c.answer or "", "extra": dict(c.extra)}, ensure_ascii=False) for c, _ in kept)
     answers = job.tokenizer.backend.encode_batch_fast([c.answer or "" for c, _ in kept], add_special_tokens=False)
     answer_ids = _ragged([encoding.ids for encoding in answers])
-    return Tokenised(num_read, _ragged([ids for _, ids in kept]), np.zeros(0, np.bool_), lines, answer_ids, dropped, 0)
+    return TokenizedRows(num_read, _ragged([ids for _, ids in kept]), np.zeros(0, np.bool_), lines, answer_ids, dropped, 0)
 
 
 def _ragged(sequences: Sequence[Sequence[int] | NDArray[Any]]) -> Ragged:

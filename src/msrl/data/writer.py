@@ -26,7 +26,7 @@ from msrl.data.manifest import (
     record_name,
 )  # fmt: skip
 from msrl.data.pack import WINDOW, pack_rows
-from msrl.data.tokenize import Ragged, Tokenised, Tokens
+from msrl.data.tokenize import Ragged, TokenizedRows, Tokens
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest, FileRecord
 
@@ -62,7 +62,7 @@ class DatasetWriter:
         for path in self._paths:
             _beside(path).unlink(missing_ok=True)
 
-    def add(self, batch: Tokenised) -> None:
+    def add(self, batch: TokenizedRows) -> None:
         """The next batch."""
         self.dropped.update(batch.dropped)
         lengths = batch.sequences.lengths
@@ -107,7 +107,7 @@ class DatasetWriter:
         """Writes the rows that still wait to be packed; the counts are final then."""
         self._write_window()
 
-    def _add_examples(self, batch: Tokenised) -> None:
+    def _add_examples(self, batch: TokenizedRows) -> None:
         """Examples as rows of their own, or into the window that is packed."""
         ids = batch.sequences
         labels = np.where(batch.learn, ids.values, np.int32(IGNORE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msrl.config.messages import written
-from msrl.importers.translation import Fate, Outcome, Translation
+from msrl.importers.translation import Fate, KeyOutcome, Translation
 
 
 def full(translation: Translation) -> list[str]:
@@ -39,7 +39,7 @@ _SHORT = {
 }
 
 
-def _place(outcome: Outcome) -> tuple[str, int]:
+def _place(outcome: KeyOutcome) -> tuple[str, int]:
     origin = outcome.given.origin
     return origin.name, origin.line or 0
 

@@ -49,7 +49,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class KeyOutcome:
     """A key and its fate; `text` names the native key or says why there is none."""
 
     given: Given
@@ -71,7 +71,7 @@ class Translation:
     mode: str = ""
     tree: Node = field(init=False)
     later: Node = field(init=False)
-    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    outcomes: list[KeyOutcome] = field(default_factory=list[KeyOutcome])
     errors: list[str] = field(default_factory=list[str])
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
@@ -125,7 +125,7 @@ class Translation:
         """Notes the fate of a key, once."""
         if id(given) not in self._said:
             self._said[id(given)] = given
-            self.outcomes.append(Outcome(given, fate, text))
+            self.outcomes.append(KeyOutcome(given, fate, text))
 
     def is_said(self, given: Given) -> bool:
         return id(given) in self._said

@@ -23,7 +23,7 @@ class Pass:
     """One micro-batch: its tokens, those that are learnt, its longest sequence, whether sequences of several lengths are packed into it."""
 
     num_tokens: int
-    num_learnt: int
+    num_trained: int
     longest: int
     is_packed: bool
     element_bytes: int  # of weights and activations
@@ -197,7 +197,7 @@ def head_bytes(
 
     `chunk`: positions whose logits exist at once. `temporary_elements`: of the rows that are worked on at once.
     """
-    element, learnt = batch.element_bytes, batch.num_learnt // spread.cp
+    element, learnt = batch.element_bytes, batch.num_trained // spread.cp
     columns = -(-shape.vocab_size // spread.tp)
     rows = learnt if chunk is None else min(chunk, learnt)
     logits = rows * columns * element

@@ -24,11 +24,11 @@ from msrl.memory.states import (
 )
 from msrl.models.families import rules_for
 from msrl.models.kv_cache import kv_bytes_per_token
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.rules import Vocab
 from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
-from msrl.plan.derived import accumulation, cut_of, dp_size, max_model_len, model_shape, replica_size, world_size
+from msrl.plan.derived import accumulation, dp_size, layout_from, max_model_len, model_shape, replica_size, world_size
 
 GB = 10**9
 
@@ -127,9 +127,9 @@ def _forward_bytes(config: Config, shape: Shape, batch: Pass, spread: Spread) ->
     if train.max_tokens_per_micro_batch is not None or (train.forward_micro_batch or 0) <= train.micro_batch:
         return 0
     factor = (train.forward_micro_batch or 1) / train.micro_batch
-    larger = replace(batch, num_tokens=int(batch.num_tokens * factor), num_learnt=int(batch.num_learnt * factor))
+    larger = replace(batch, num_tokens=int(batch.num_tokens * factor), num_trained=int(batch.num_trained * factor))
     layer = max(layer_bytes(shape, number, larger, spread).whole for number in {0, shape.num_layers - 1})
-    rows = larger.num_learnt // spread.cp if train.chunk is None else min(train.chunk, larger.num_learnt // spread.cp)
+    rows = larger.num_trained // spread.cp if train.chunk is None else min(train.chunk, larger.num_trained // spread.cp)
     return layer + rows * -(-shape.vocab_size // spread.tp) * batch.element_bytes
 
 
@@ -138,7 +138,7 @@ def passes_in_flight(config: Config, shape: Shape, command: str, stage: int) -> 
 
     One forward, one backward in turn (arXiv:2104.04473, section 2.2), which is Megatron's schedule.
     """
-    pp, chunks = config.train.parallel.pp, cut_of(config.train.parallel).num_chunks(shape.num_layers)
+    pp, chunks = config.train.parallel.pp, layout_from(config.train.parallel).num_chunks(shape.num_layers)
     batches = accumulation(config, command) or pp * 2
     if chunks == 1:
         return min(pp - stage, batches), 1
@@ -147,7 +147,7 @@ def passes_in_flight(config: Config, shape: Shape, command: str, stage: int) -> 
 
 def spread_of(config: Config, shape: Shape) -> Spread:
     """Mixtures train under sequence parallelism wherever there is tensor parallelism."""
-    parallel, cut = config.train.parallel, cut_of(config.train.parallel)
+    parallel, cut = config.train.parallel, layout_from(config.train.parallel)
     return Spread(parallel.tp, cut.etp_size, parallel.cp, parallel.sp or shape.moe is not None)
 
 
@@ -199,7 +199,7 @@ def _stage_memory(config: Config, shape: Shape, command: str, stage: int, batch:
 def _activations(config: Config, shape: Shape, command: str, stage: int, batch: Pass) -> tuple[int, int]:
     """(bytes that a stage keeps of the passes in flight, bytes that its backward pass makes besides)."""
     spread, with_inputs, kept, working = spread_of(config, shape), _kept_inputs(config, shape), 0, 0
-    for chunk in cut_of(config.train.parallel).chunks(shape.num_layers, stage):
+    for chunk in layout_from(config.train.parallel).chunks(shape.num_layers, stage):
         numbers = [layer for layer in chunk if layer is not None]
         layers = [layer_bytes(shape, layer, batch, spread, with_inputs) for layer in numbers]
         mixtures = tuple(shape.moe is not None and shape.moe.layers[layer] for layer in numbers)
@@ -240,7 +240,7 @@ def with_engine(
     main memory (`is_shared`) or on an unknown device at most as much as all sequences take that may run at the same time.
     """
     engine, element = config.rollout.engine, element_bytes(config)
-    weights = parameters_per_rank(shape, Cut(tp=engine.tp)) * element
+    weights = parameters_per_rank(shape, ParallelLayout(tp=engine.tp)) * element
     all_at_once = kv_bytes_per_token(shape, element, engine.tp) * engine.max_num_seqs * max_model_len(config)
     cache = engine.kv_cache_bytes
     if cache is None:

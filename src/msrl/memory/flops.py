@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from msrl.models.shape import Mla, Shape
 
 
-def training_flops(shape: Shape, lengths: Sequence[int], num_learnt: int, *, weight_gradients: bool = True) -> int:
+def training_flops(shape: Shape, lengths: Sequence[int], num_trained: int, *, weight_gradients: bool = True) -> int:
     """Operations of a forward and a backward pass over sequences of these lengths.
 
     The backward pass takes each product twice: for its inputs' gradient and for its weights'; `weight_gradients` False leaves the latter
     out, as where only adapters are trained (theirs are left out too). Attention, which has no weights, takes it twice in any case.
     """
-    products = sum(lengths) * sum(_layer_weights(shape, layer) for layer in range(shape.num_layers)) + num_learnt * _head_weights(shape)
+    products = sum(lengths) * sum(_layer_weights(shape, layer) for layer in range(shape.num_layers)) + num_trained * _head_weights(shape)
     return 2 * products * (3 if weight_gradients else 2) + 3 * sum(_attention(shape, layer, lengths) for layer in range(shape.num_layers))
 
 

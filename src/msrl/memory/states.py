@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 
 from msrl.config.schema import Config, LoraConfig
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.reward_head import BIAS
 from msrl.models.rules import Replicated, Sharded, Vocab
 from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
-from msrl.models.stages import Placed, stage_tensors
-from msrl.plan.derived import critic_shape, cut_of, needs_critic, needs_reference, rank_model_shapes, world_size
+from msrl.models.stages import StageTensor, stage_tensors
+from msrl.plan.derived import critic_shape, layout_from, needs_critic, needs_reference, rank_model_shapes, world_size
 
 
-def _elements(placed: Placed) -> int:
+def _elements(placed: StageTensor) -> int:
     """Elements of a rank's tensor."""
     rule, size = placed.rule, placed.num_shards
     if isinstance(rule.layout, Replicated):
@@ -26,7 +26,7 @@ def _elements(placed: Placed) -> int:
     return sum(math.prod(shape) for shape in rule.shapes) // size
 
 
-def parameters_per_rank(shape: Shape, cut: Cut) -> int:
+def parameters_per_rank(shape: Shape, cut: ParallelLayout) -> int:
     """Parameters on the fullest rank. A tied embedding stands on the first and on the last stage."""
     return max(sum(_elements(placed) for placed in stage_tensors(shape, cut, Coords(pp=stage))) for stage in range(cut.pp))
 
@@ -46,7 +46,7 @@ class _Held:
 
 
 def _held(config: Config, shape: Shape, stage: int) -> _Held:
-    placed, lora = stage_tensors(shape, cut_of(config.train.parallel), Coords(pp=stage)), config.train.lora
+    placed, lora = stage_tensors(shape, layout_from(config.train.parallel), Coords(pp=stage)), config.train.lora
     held = sum(_elements(one) for one in placed)
     if lora.rank is not None:
         adapted = [one for one in placed if is_layer(one.rule.mcore, one.rule.hf, lora.targets)]
@@ -59,7 +59,7 @@ def _held(config: Config, shape: Shape, stage: int) -> _Held:
     return _Held(held, sum(map(_elements, trained)) - experts, experts)
 
 
-def _adapter_elements(placed: Placed, rank: int) -> int:
+def _adapter_elements(placed: StageTensor, rank: int) -> int:
     """Elements of a layer's two factors on a rank: one of them is cut as the layer is, the other whole."""
     rows, columns, layout = sum(size[0] for size in placed.rule.shapes), placed.rule.shapes[0][1], placed.rule.layout
     if isinstance(layout, Replicated):
@@ -71,7 +71,7 @@ def _adapter_elements(placed: Placed, rank: int) -> int:
 def state_bytes(config: Config, shape: Shape, stage: int) -> dict[str, int]:
     """Weights; gradients (fp32); optimizer (fp32 moments, and masters for bfloat16; spread over the ranks that hold the same)."""
     parallel, held, element = config.train.parallel, _held(config, shape, stage), element_bytes(config)
-    cut, per_stage = cut_of(parallel), world_size(config) // parallel.pp
+    cut, per_stage = layout_from(parallel), world_size(config) // parallel.pp
     moments = 12 if element == 2 else 8
     spread = held.trained * moments // (per_stage // parallel.tp)
     spread += held.trained_experts * moments // max(per_stage // (cut.etp_size * cut.num_expert_groups), 1)
@@ -101,7 +101,7 @@ def critic_state(config: Config, stage: int) -> State:
 
 def reward_model_bytes(config: Config, stage: int) -> int:
     """The weights of the reward models that stand on a rank of a pipeline stage."""
-    cut, shapes = cut_of(config.train.parallel), rank_model_shapes(config)
+    cut, shapes = layout_from(config.train.parallel), rank_model_shapes(config)
     return element_bytes(config) * sum(_elements(one) for shape in shapes for one in stage_tensors(shape, cut, Coords(pp=stage)))
 
 

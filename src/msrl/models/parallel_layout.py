@@ -28,7 +28,7 @@ class Coords(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParallelLayout:
     """The sizes of a cut.
 
     `vpp`: layers per virtual stage, as `num_layers_per_virtual_pipeline_stage`; None: a stage is one block.
@@ -46,7 +46,7 @@ class Cut:
     etp: int | None = None
     moe_tp_extend_ep: bool = False
 
-    def trained(self) -> Cut:
+    def trained(self) -> ParallelLayout:
         """The cut by which Megatron's own ranks hold the same parts: it knows no `moe_tp_extend_ep`, only whole experts over more ranks."""
         if not self.moe_tp_extend_ep:
             return self
@@ -209,25 +209,25 @@ class Cut:
 
     def __str__(self) -> str:
         """`tp 2, pp 2`, and whatever else is not at its default."""
-        others = [f for f in dataclasses.fields(Cut) if f.name not in ("tp", "pp") and getattr(self, f.name) != f.default]
+        others = [f for f in dataclasses.fields(ParallelLayout) if f.name not in ("tp", "pp") and getattr(self, f.name) != f.default]
         return ", ".join([f"tp {self.tp}", f"pp {self.pp}", *(f"{f.name} {self.text(f.name)}" for f in others)])
 
     def as_json(self) -> dict[str, Any]:
         """The fields of a Cut, for a manifest; `Cut.from_json` reads them."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Cut)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(ParallelLayout)}
 
     @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Cut:
+    def from_json(values: Mapping[str, Any]) -> ParallelLayout:
         """The cut that `as_json` wrote; fields that are absent have their defaults, others are left alone."""
-        known = {field.name for field in dataclasses.fields(Cut)}
+        known = {field.name for field in dataclasses.fields(ParallelLayout)}
         kept: dict[str, Any] = {}
         for name, value in values.items():
             if name in known:
                 kept[name] = tuple(cast("list[int]", value)) if isinstance(value, list) else value
-        return Cut(**kept)
+        return ParallelLayout(**kept)
 
 
-WHOLE = Cut()
+WHOLE = ParallelLayout()
 """One rank holds everything."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from msrl.models.families import num_experts, rules_for
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.rules import Layout, Rule, Vocab
 from msrl.models.shape import Shape
 
@@ -21,7 +21,7 @@ _CHUNK = re.compile(r"model(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class StageTensor:
     """A tensor of a rank: its rule (with global layer and expert numbers), the shard of it, and the name that the rank gives it.
 
     `name` counts layers from the chunk's own first and experts from the rank's own first. Where a rank has virtual stages it begins with
@@ -54,22 +54,22 @@ def chunk_of(name: str) -> tuple[int | None, str]:
     return (int(match[1]), name[match.end() :]) if match else (None, name)
 
 
-def stage_tensors(shape: Shape, cut: Cut, at: Coords) -> tuple[Placed, ...]:
+def stage_tensors(shape: Shape, cut: ParallelLayout, at: Coords) -> tuple[StageTensor, ...]:
     """The tensors of one rank, in the order of the network; the cut has been checked against the shape."""
     chunks = cut.chunks(shape.num_layers, at.pp)
     return tuple(
-        Placed(rule, chunk_name(name, number, len(chunks)), *_shard(rule, cut, at))
+        StageTensor(rule, chunk_name(name, number, len(chunks)), *_shard(rule, cut, at))
         for number in range(len(chunks))
         for rule, name in _chunk_tensors(shape, cut, at, number, chunks[number], len(chunks))
     )
 
 
-def _shard(rule: Rule, cut: Cut, at: Coords) -> tuple[int, int]:
+def _shard(rule: Rule, cut: ParallelLayout, at: Coords) -> tuple[int, int]:
     return (at.tp, cut.tp) if rule.expert is None else (cut.expert_tp_rank(at), cut.etp_size)
 
 
 def _chunk_tensors(
-    shape: Shape, cut: Cut, at: Coords, chunk: int, layers: tuple[int | None, ...], num_chunks: int
+    shape: Shape, cut: ParallelLayout, at: Coords, chunk: int, layers: tuple[int | None, ...], num_chunks: int
 ) -> Iterator[tuple[Rule, str]]:
     """Rules and names of one virtual stage."""
     rules = rules_for(shape)
@@ -84,7 +84,7 @@ def _chunk_tensors(
             yield from ((rule, TIED_OUTPUT) for rule in rules.first if isinstance(rule.layout, Vocab))
 
 
-def _layer_tensors(shape: Shape, cut: Cut, at: Coords, layer: int, local: int) -> Iterator[tuple[Rule, str]]:
+def _layer_tensors(shape: Shape, cut: ParallelLayout, at: Coords, layer: int, local: int) -> Iterator[tuple[Rule, str]]:
     """Rules and names of a layer on one rank: what all ranks have, then the rank's own experts."""
     dense, experts = _by_expert(shape, layer)
     yield from ((rule.at(layer), rule.mcore_at(local)) for rule in dense)

@@ -8,7 +8,7 @@ from msrl import registry
 from msrl.config.schema import Config, ConvertConfig, OptimizerConfig, ParallelConfig
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.paths import config_dir, runs_on_ranks
 from msrl.models.reward_head import with_score
 from msrl.models.shape import Shape
@@ -16,14 +16,16 @@ from msrl.models.shape import Shape
 _TRAINING = ("train-sft", "train-grpo")
 
 
-def cut_of(section: ParallelConfig | ConvertConfig) -> Cut:
+def layout_from(section: ParallelConfig | ConvertConfig) -> ParallelLayout:
     """The cut that a section of the configuration asks for."""
-    return Cut(**{field.name: getattr(section, field.name) for field in fields(Cut) if field.name in type(section).model_fields})
+    return ParallelLayout(
+        **{field.name: getattr(section, field.name) for field in fields(ParallelLayout) if field.name in type(section).model_fields}
+    )
 
 
 def replica_size(config: Config) -> int:
     """Ranks that train one copy of the model."""
-    return cut_of(config.train.parallel).ranks_per_replica(config.train.parallel.cp)
+    return layout_from(config.train.parallel).ranks_per_replica(config.train.parallel.cp)
 
 
 def world_size(config: Config) -> int:

@@ -36,8 +36,8 @@ class Platform(ABC):
     visible_devices_variable: str  # the environment variable that hides devices from a process; "" where there is none
     overlap_communication: bool  # whether overlapping gradient reduction with the backward pass gains anything
     elements_at_once: int = 1 << 26  # of a temporary tensor that is made piece by piece: small enough to be nothing beside the logits
-    wide_attention: bool = False  # whether torch's own attention computes halves faster as float32
-    sums_in: str = "float64"  # the widest type that the back end sums over ranks
+    upcast_attention: bool = False  # whether torch's own attention computes halves faster as float32
+    reduction_dtype: str = "float64"  # the widest type that the back end sums over ranks
     shares_main_memory: bool = False  # whether the device's memory is the machine's own
     stack: ClassVar[Mapping[str, str]] = (
         COMMON_STACK  # packages and the versions that are known to fit together, as the README's table has them

@@ -44,7 +44,7 @@ class CpuPlatform(Platform):
     overlap_communication = False
     shares_main_memory = True
     elements_at_once = 1 << 18  # so that it stays in the cores' second-level caches
-    wide_attention = True  # its backward pass in bfloat16 is many products too small for oneDNN, and takes ten times as long
+    upcast_attention = True  # its backward pass in bfloat16 is many products too small for oneDNN, and takes ten times as long
     engine_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
     def missing(self) -> str | None:

@@ -77,7 +77,7 @@ class NpuPlatform(Platform):
     ray_resource = "NPU"
     visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
     overlap_communication = True
-    sums_in = "float32"  # HCCL refuses float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce)
+    reduction_dtype = "float32"  # HCCL refuses float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce)
 
     def missing(self) -> str | None:
         absent = [wanted for module, wanted in _NEEDS.items() if importlib.util.find_spec(module) is None]

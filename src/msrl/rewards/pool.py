@@ -41,7 +41,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallResult:
     """What became of a call: a score, or why there is none, with the end of the traceback in `detail`."""
 
     score: float | None
@@ -72,7 +72,7 @@ class Pool:
         """Kill and reap all workers. May be called again."""
         self._finalizer()
 
-    def map(self, calls: Iterable[Call]) -> tuple[Outcome, ...]:
+    def map(self, calls: Iterable[Call]) -> tuple[CallResult, ...]:
         """The outcomes in the order of the calls. An interruption closes the pool, as does a worker that cannot start
         (RuntimeError; MsrlError where a user's file is to blame)."""
         with self._lock:
@@ -159,11 +159,11 @@ class _Run:
         self.workers = workers
         self.setup = setup
         self.waiting = deque(range(len(calls)))
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, CallResult] = {}
         self.batch = max(1, min(MAX_BATCH, -(-len(calls) // (4 * len(workers)))))
         self.selector = selectors.DefaultSelector()
 
-    def result(self) -> tuple[Outcome, ...]:
+    def result(self) -> tuple[CallResult, ...]:
         with self.selector:
             for number, worker in enumerate(self.workers):
                 self.selector.register(worker, selectors.EVENT_READ, number)
@@ -208,7 +208,7 @@ class _Run:
             elif not worker.ready:
                 raise MsrlError(detail)
             else:
-                outcome = Outcome(score) if kind == SCORED else Outcome(None, "error", detail)
+                outcome = CallResult(score) if kind == SCORED else CallResult(None, "error", detail)
                 self.outcomes[worker.pending.popleft()] = outcome
 
     def _late(self, number: int) -> None:
@@ -216,15 +216,15 @@ class _Run:
         if not worker.ready:
             raise RuntimeError(f"a process for verifiers did not start within {START_LIMIT_S:g} s")
         function = self.setup.functions[self.calls[worker.pending[0]].function]
-        self._replace(number, Outcome(None, "timeout", f"no answer within {function.timeout_s:g} s"))
+        self._replace(number, CallResult(None, "timeout", f"no answer within {function.timeout_s:g} s"))
 
     def _died(self, number: int) -> None:
         worker = self.workers[number]
         if not worker.ready:
             raise RuntimeError(f"a process for verifiers ended at its start with exit code {worker.exit_code()}; see its traceback above")
-        self._replace(number, Outcome(None, "crash", "the process of the verifier died"))
+        self._replace(number, CallResult(None, "crash", "the process of the verifier died"))
 
-    def _replace(self, number: int, outcome: Outcome) -> None:
+    def _replace(self, number: int, outcome: CallResult) -> None:
         """A new worker; the call that the old one was at fails, the rest of its batch goes to the front of the queue."""
         worker = self.workers[number]
         self.selector.unregister(worker)

@@ -16,7 +16,7 @@ from typing import Any
 from msrl.config.interpolate import with_environment
 from msrl.errors import MsrlError
 from msrl.rewards.http import RemoteError, Server, post_json
-from msrl.rewards.pool import Outcome
+from msrl.rewards.pool import CallResult
 
 _HEADER = re.compile(r"[\t -~\xa0-\xff]*")
 
@@ -79,7 +79,7 @@ class Remote:
         wrong = min(batch, concurrency) < 1 or retries < 0 or backoff_s < 0
         return "options.batch and concurrency have to be 1 or more, retries and backoff_s 0 or more" if wrong else None
 
-    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
+    def outcomes(self, items: Sequence[Item]) -> list[CallResult]:
         """A score for every item, or why there is none."""
         items = [item.with_prompt_of(self._prompt_column) for item in items]
         parts = [items[start : start + self._batch] for start in range(0, len(items), self._batch)]
@@ -96,7 +96,7 @@ class Remote:
     def close(self) -> None:
         """Nothing stays open between two requests."""
 
-    def _part(self, items: Sequence[Item]) -> tuple[list[Outcome], int]:
+    def _part(self, items: Sequence[Item]) -> tuple[list[CallResult], int]:
         request = {
             "queries": [item.prompt + item.response for item in items],
             "prompts": [item.prompt for item in items],
@@ -108,15 +108,15 @@ class Remote:
             answer, retried = post_json(self._server, request)
             return self._read(answer, len(items)), retried
         except RemoteError as error:
-            return [Outcome(None, error.kind, str(error))] * len(items), 0
+            return [CallResult(None, error.kind, str(error))] * len(items), 0
 
-    def _read(self, answer: Any, count: int) -> list[Outcome]:
+    def _read(self, answer: Any, count: int) -> list[CallResult]:
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != count:
             raise RemoteError(f'{self._server.url}: wanted {{"rewards": [{count} numbers]}}, got {str(answer)[:200]}', "error")
         return [self._outcome(reward) for reward in rewards]
 
-    def _outcome(self, reward: object) -> Outcome:
+    def _outcome(self, reward: object) -> CallResult:
         if isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= sys.float_info.max:
-            return Outcome(float(reward))
-        return Outcome(None, "error", f"{self._server.url}: gave {str(reward)[:200]} as a reward, no finite number")
+            return CallResult(float(reward))
+        return CallResult(None, "error", f"{self._server.url}: gave {str(reward)[:200]} as a reward, no finite number")

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from msrl.errors import MsrlError
 from msrl.rewards.models.on_ranks import RankModel
-from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, Outcome, Pool
+from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, CallResult, Pool
 from msrl.rewards.remote import Item
 from msrl.rewards.sources import TAG, Source, checked
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
 __all__ = ["Scorer", "Scores", "Source"]
 _Place = tuple[int, int, int]  # group, completion, source
-_Outcomes = Mapping[_Place, Outcome]
+_Outcomes = Mapping[_Place, CallResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Scorer:
 
     def _outcomes(self, groups: Sequence[RolloutGroup], places: Sequence[_Place]) -> _Outcomes:
         """What became of every call: servers and models work beside the pool."""
-        outcomes: dict[_Place, Outcome] = {}
+        outcomes: dict[_Place, CallResult] = {}
         with ThreadPoolExecutor(max(1, len(self._clients))) as threads:
             of_client = {s: [place for place in places if place[2] == s] for s in self._clients}
             running = {s: threads.submit(self._clients[s].outcomes, self._items(groups, mine)) for s, mine in of_client.items() if mine}
@@ -152,7 +152,7 @@ class Scorer:
         return ScoredGroup(group, tuple(self._reward({s: column[c] for s, column in columns.items()}) for c in range(count)))
 
     @staticmethod
-    def _column(source: Source, outcomes: Sequence[Outcome]) -> list[float]:
+    def _column(source: Source, outcomes: Sequence[CallResult]) -> list[float]:
         """One source's scores of a group, those that it could not decide filled in."""
         decided = [outcome.score for outcome in outcomes if outcome.score is not None]
         # The mean of equal numbers is not always that number in floating point, and would teach something.

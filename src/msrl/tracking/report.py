@@ -40,7 +40,7 @@ class RunSummary:
     notes: Mapping[str, int]
 
 
-def summarise(reports: Sequence[StepReport]) -> RunSummary:
+def summarize(reports: Sequence[StepReport]) -> RunSummary:
     """The summary of a run's reports. Raises MsrlError when there are none."""
     if not reports:
         raise MsrlError("the run has no step to report: train.steps may have been reached before it was resumed")

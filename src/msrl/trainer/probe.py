@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl.algorithms.packing import micro_batch
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.platforms import resolve
 from msrl.trainer.launch import RankContext, run_ranks
 
@@ -26,12 +26,12 @@ class _Job:
     checkpoint: Path
     token_ids: tuple[tuple[int, ...], ...]
     platform: str
-    cut: Cut
+    cut: ParallelLayout
     layerwise: bool
 
 
 def megatron_logits(
-    checkpoint_dir: Path, token_ids: Sequence[Sequence[int]], cut: Cut, *, platform: str = "cpu", layerwise: bool = False
+    checkpoint_dir: Path, token_ids: Sequence[Sequence[int]], cut: ParallelLayout, *, platform: str = "cpu", layerwise: bool = False
 ) -> list[torch.Tensor]:
     """Logits of each sequence, [T, vocabulary] float32, as the ranks of a cut compute them from the checkpoint.
 

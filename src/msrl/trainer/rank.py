@@ -23,7 +23,7 @@ from msrl.trainer.model import pipeline
 from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.device_batch import DeviceBatch, spread
 from msrl.trainer.objective.divergence import KeepDistribution
-from msrl.trainer.objective.logprobs import Columns, Distribution, columns_of, vocab_parallel_logprobs
+from msrl.trainer.objective.logprobs import Distribution, VocabColumns, columns_of, vocab_parallel_logprobs
 from msrl.trainer.objective.losses import Loss, Outputs
 from msrl.trainer.replica import Learner, last_chunk
 from msrl.trainer.settings import WorkerSettings
@@ -135,7 +135,7 @@ class TrainWorker(Learner):
         entropy, divergence = (None if values is None else batch.whole(values[:count]) for values in found[1:])
         return batch.whole(found[0][:count]), entropy, divergence
 
-    def columns(self, width: int, temperature: float, *, with_entropy: bool = False) -> Columns:
+    def columns(self, width: int, temperature: float, *, with_entropy: bool = False) -> VocabColumns:
         """This rank's columns of the vocabulary, `width` of them with padding."""
         return columns_of(
             width, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,

@@ -220,7 +220,7 @@ class Learner:
         means: list[dict[str, float]] = [{}]
         if self.is_last_stage:
             names = sorted(rows[0])
-            wide = getattr(torch, self.platform.sums_in)
+            wide = getattr(torch, self.platform.reduction_dtype)
             totals = torch.stack([torch.stack([row[name].float() for row in rows]).to(wide).sum() for name in names])
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
             means = [dict(zip(names, (totals / num_tokens).tolist(), strict=True))]

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.reward_head import BIAS
 from msrl.models.shape import Shape
 from msrl.types import ChatFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Layout(Cut):
+class Layout(ParallelLayout):
     """How a model and its sequences are cut while it trains: a cut; whether norms are cut along the sequence (`sp`); `cp` ranks share the
     tokens of every sequence.
     """

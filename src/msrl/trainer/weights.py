@@ -13,7 +13,7 @@ from msrl.checkpoint.hf.expert_stacks import put_together
 from msrl.checkpoint.tensor_layouts import join, unfuse
 from msrl.models.entries import stack_sizes
 from msrl.models.rules import Replicated, Rule
-from msrl.models.stages import Placed, stage_tensors
+from msrl.models.stages import StageTensor, stage_tensors
 from msrl.trainer import groups
 from msrl.trainer.model import build as megatron
 
@@ -43,7 +43,7 @@ def _exported(worker: Learner) -> Iterator[tuple[str, Tensor]]:
         yield from _experts(worker, weights, [each for each in placed if each.rule.expert is not None])
 
 
-def _effective(worker: Learner, weights: Mapping[str, Tensor], placed: Placed) -> Tensor:
+def _effective(worker: Learner, weights: Mapping[str, Tensor], placed: StageTensor) -> Tensor:
     """A weight as the model uses it: with its adapter, if it has one."""
     merged = worker.adapters.merged(placed.name) if worker.adapters is not None else None
     return weights[placed.name] if merged is None else merged
@@ -54,7 +54,7 @@ def _joined(rule: Rule, shards: Sequence[Tensor], worker: Learner) -> Iterator[t
         yield from zip(rule.hf, unfuse(rule.layout, join(rule.layout, shards)), strict=True)
 
 
-def _gather(weight: Tensor, placed: Placed, worker: Learner) -> list[Tensor]:
+def _gather(weight: Tensor, placed: StageTensor, worker: Learner) -> list[Tensor]:
     """The shards of all tensor-parallel ranks, on tp_rank 0."""
     if worker.layout.tp == 1 or isinstance(placed.layout, Replicated):
         return [weight.detach()]
@@ -69,7 +69,7 @@ def _gathered(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards or []
 
 
-def _experts(worker: Learner, weights: Mapping[str, Tensor], placed: Sequence[Placed]) -> Iterator[tuple[str, Tensor]]:
+def _experts(worker: Learner, weights: Mapping[str, Tensor], placed: Sequence[StageTensor]) -> Iterator[tuple[str, Tensor]]:
     """The experts of a stage. A rank's first expert comes with the first one of every other rank, and so on."""
     group, size = groups.expert_group(), worker.layout.etp_size
     elsewhere = _experts_by_name(worker)

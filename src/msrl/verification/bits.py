@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from msrl.checkpoint.dtypes import cast_to, same_bits
-from msrl.checkpoint.hf.pass_through import carried_tensors
+from msrl.checkpoint.hf.pass_through import pass_through_tensors
 from msrl.checkpoint.source import Copy, ShardedSource, WeightSource
 from msrl.checkpoint.threads import in_parallel
 from msrl.errors import MsrlError
@@ -43,7 +43,7 @@ def compare(
                 different.append(name)
             num_tensors, num_bytes = num_tensors + 1, num_bytes + after.nbytes
             advance(after.nbytes)
-    carried, arrived = (carried_tensors(side.hf_dir, source.shape) for side in (source, result))
+    carried, arrived = (pass_through_tensors(side.hf_dir, source.shape) for side in (source, result))
     different += sorted(carried.keys() ^ arrived.keys())
     for name in carried.keys() & arrived.keys():
         if not same_bits(carried[name].read(), arrived[name].read()):
@@ -53,7 +53,7 @@ def compare(
     return Comparison(num_tensors, num_bytes, tuple(different))
 
 
-def refuse_unlike_copies(source: ShardedSource, where: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+def require_equal_copies(source: ShardedSource, where: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
     """Raises MsrlError when ranks that should hold a tensor alike do not: each of them computed with its own, and one would be taken.
 
     `advance` is told of the bytes of each copy.

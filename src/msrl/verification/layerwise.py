@@ -82,7 +82,7 @@ def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerTensor:
     """What a parameter of transformers' model is made of: for each of its `entries` along the first axis a rule and which of its tensors,
     one above the other. A parameter that is no stack has one entry, which it is itself.
     """
@@ -92,9 +92,9 @@ class Place:
 
 
 @functools.lru_cache(maxsize=2)
-def places(shape: Shape) -> dict[str, Place]:
+def places(shape: Shape) -> dict[str, LayerTensor]:
     """Where the parameters of transformers' model are, by its names: those of the files but for stacked experts and some prefixes."""
-    found: dict[str, Place] = {}
+    found: dict[str, LayerTensor] = {}
     stacks: dict[str, list[tuple[Rule, tuple[int, ...]]]] = {}
     for layer, rule in ((layer, rule) for layer, rules in enumerate(rules_for(shape).layers) for rule in rules):
         if rule.expert is not None:
@@ -102,8 +102,8 @@ def places(shape: Shape) -> dict[str, Place]:
             stacks.setdefault(_stack_name(numbered, layer), []).append((numbered, tuple(range(len(rule.hf)))))
     for rule in all_rules(shape):
         if rule.expert is None:
-            found |= {_model_name(name, shape): Place(((rule, (index,)),)) for index, name in enumerate(rule.hf)}
-    found |= {name: Place(tuple(sorted(entries, key=_expert_of)), is_stack=True) for name, entries in stacks.items()}
+            found |= {_model_name(name, shape): LayerTensor(((rule, (index,)),)) for index, name in enumerate(rule.hf)}
+    found |= {name: LayerTensor(tuple(sorted(entries, key=_expert_of)), is_stack=True) for name, entries in stacks.items()}
     if shape.tie_word_embeddings:
         found.setdefault("lm_head.weight", found[_model_name("model.embed_tokens.weight", shape)])
     return found

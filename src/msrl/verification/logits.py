@@ -15,9 +15,9 @@ from torch import Tensor
 from msrl import platforms
 from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.hf.expert_stacks import put_together
-from msrl.checkpoint.hf.pass_through import carried_tensors
+from msrl.checkpoint.hf.pass_through import pass_through_tensors
 from msrl.checkpoint.mcore.files import SIDECAR
-from msrl.checkpoint.mcore.locate import saved_cut
+from msrl.checkpoint.mcore.locate import saved_layout
 from msrl.checkpoint.source import WeightSource
 from msrl.config.schema import Config
 from msrl.models.entries import stack_sizes
@@ -58,7 +58,7 @@ class Sides:
         """
         from msrl.trainer.probe import megatron_logits
 
-        cut = saved_cut(checkpoint) if self.whole else WHOLE
+        cut = saved_layout(checkpoint) if self.whole else WHOLE
         platform = platforms.resolve(self.config.cluster.platform)
         enough = self.whole and (platform.name == "cpu" or platform.device_count() >= cut.ranks_per_model)
         with _with_config(checkpoint, hf_dir) as folder:
@@ -96,7 +96,7 @@ def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | 
     config = layerwise.config_of(source.shape, source.hf_dir)
     tensors = (each for rule in all_rules(source.shape) for each in _cast(source, rule, dtype))
     weights = dict(put_together(tensors, stack_sizes(source.shape)))
-    weights |= {name: tensor.read() for name, tensor in carried_tensors(source.hf_dir, source.shape).items()}
+    weights |= {name: tensor.read() for name, tensor in pass_through_tensors(source.hf_dir, source.shape).items()}
     model_class = layerwise.class_of(source.shape)
     model, found = model_class.from_pretrained(
         None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation=layerwise.ATTENTION, output_loading_info=True

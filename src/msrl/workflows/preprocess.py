@@ -22,7 +22,7 @@ from msrl.data.manifest import KEYS
 from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates import Template, load_template, template_names
-from msrl.data.tokenize import Job, Tokenised, tokenise
+from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, tokenizer_hash
 from msrl.data.writer import DatasetWriter
 from msrl.errors import MsrlError
@@ -43,7 +43,7 @@ def run(config: Config) -> DatasetManifest:
     pad = job.tokenizer.pad_token_id
     writing = DatasetWriter(prefix, job.handler.kind, capacity=capacity, pad_token_id=pad, overwrite=settings.overwrite)
     with _exit_when_terminated(), writing as writer:
-        progress = Progress(start)
+        progress = PreprocessProgress(start)
         for result in tokenise_all(job, read_batches(files), settings.workers):
             writer.add(result)
             progress.report(writer)
@@ -55,7 +55,7 @@ def run(config: Config) -> DatasetManifest:
     return manifest
 
 
-def make_job(settings: PreprocessConfig) -> Job:
+def make_job(settings: PreprocessConfig) -> TokenizeSettings:
     """What is done with every row, checked before any row is read. Raises MsrlError."""
     name = _needed("handler", settings.handler)
     handler = make_handler(name, kind=settings.kind, map_keys=settings.map_keys, options=settings.options)
@@ -64,13 +64,13 @@ def make_job(settings: PreprocessConfig) -> Job:
     tokenizer = open_tokenizer(_needed("tokenizer", settings.tokenizer))
     renderer = None if template is None else make_renderer(template, tokenizer, enable_thinking=settings.enable_thinking)
     end = _end_of_document(tokenizer) if settings.append_eod else None
-    return Job(handler, tokenizer, renderer, settings.seq_length, settings.too_long == "truncate", end)
+    return TokenizeSettings(handler, tokenizer, renderer, settings.seq_length, settings.too_long == "truncate", end)
 
 
-def tokenise_all(job: Job, batches: Iterable[RowBatch], workers: int) -> Iterator[Tokenised]:
+def tokenise_all(job: TokenizeSettings, batches: Iterable[RowBatch], workers: int) -> Iterator[TokenizedRows]:
     """The result of every batch, in order: in this process (on all cores of the tokenizer's own threads), or in `workers` others."""
     if workers == 1:
-        yield from (tokenise(job, batch) for batch in batches)
+        yield from (tokenize_rows(job, batch) for batch in batches)
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job,))
     try:
@@ -81,7 +81,7 @@ def tokenise_all(job: Job, batches: Iterable[RowBatch], workers: int) -> Iterato
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def make_manifest(settings: PreprocessConfig, job: Job, writer: DatasetWriter) -> DatasetManifest:
+def make_manifest(settings: PreprocessConfig, job: TokenizeSettings, writer: DatasetWriter) -> DatasetManifest:
     """What was written and dropped."""
     counts, kind, renderer = writer.counts, job.handler.kind, job.renderer
     loss_tokens = {"sft": counts["loss_tokens"], "pretrain": counts["tokens"], "prompts": 0}
@@ -121,7 +121,7 @@ def summary(prefix: str, manifest: DatasetManifest, wall_s: float) -> str:
 _NOUNS = {"pretrain": "documents", "sft": "examples", "prompts": "prompts"}
 
 
-class Progress:
+class PreprocessProgress:
     """A line on standard error every few seconds."""
 
     def __init__(self, start: float) -> None:
@@ -136,9 +136,9 @@ class Progress:
             print(f"preprocess: {rows:,} rows, {tokens:,} tokens, {rows / (now - self._start):,.0f} rows/s", file=sys.stderr, flush=True)
 
 
-def _in_order(pool: ProcessPoolExecutor, batches: Iterable[RowBatch], ahead: int) -> Iterator[Tokenised]:
+def _in_order(pool: ProcessPoolExecutor, batches: Iterable[RowBatch], ahead: int) -> Iterator[TokenizedRows]:
     """Results in the order of the batches, with at most `ahead` batches on their way."""
-    waiting: deque[Future[Tokenised]] = deque()
+    waiting: deque[Future[TokenizedRows]] = deque()
     for batch in batches:
         with children_deaf_to_interrupts():  # the pool starts a worker for a batch while it has fewer than it may
             waiting.append(pool.submit(_work, batch))
@@ -161,10 +161,10 @@ def _exit_when_terminated() -> Generator[None, None, None]:
         signal.signal(signal.SIGTERM, before)
 
 
-_JOB: list[Job] = []
+_JOB: list[TokenizeSettings] = []
 
 
-def _start_worker(job: Job) -> None:
+def _start_worker(job: TokenizeSettings) -> None:
     """A worker's first act: one thread each, the job kept. Ctrl-C is the main process's to handle, whose end is a worker's too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -180,8 +180,8 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(batch: RowBatch) -> Tokenised:
-    return tokenise(_JOB[0], batch)
+def _work(batch: RowBatch) -> TokenizedRows:
+    return tokenize_rows(_JOB[0], batch)
 
 
 def _template(name: str | None) -> Template:

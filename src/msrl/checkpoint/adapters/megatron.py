@@ -33,7 +33,7 @@ from msrl.checkpoint.source import with_empty_layers
 from msrl.checkpoint.torch_files.reader import spec_of
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.rules import Rule, Sharded
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
@@ -86,7 +86,9 @@ def adapted_base(save: Path) -> Path | None:
     return loaded_from(save, read_rank_file(find_checkpoint(save).files[Coords()])["args"])
 
 
-def _adapted(shape: Shape, cut: Cut, models: Mapping[Coords, Mapping[str, Tensor]], where: str) -> list[tuple[Rule, list[_Part]]]:
+def _adapted(
+    shape: Shape, cut: ParallelLayout, models: Mapping[Coords, Mapping[str, Tensor]], where: str
+) -> list[tuple[Rule, list[_Part]]]:
     """The adapted rules, each with the parts of its shards.
 
     Raises MsrlError for adapter tensors that belong to no linear layer, and for a layer that some ranks have an adapter of and others lack.

@@ -141,7 +141,7 @@ def _written_config(adapter: Adapter, rank: int, scale: float, base_model: str) 
     }
 
 
-def left_out_by_peft(adapter: Adapter, shape: Shape) -> list[str]:
+def dropped_by_peft(adapter: Adapter, shape: Shape) -> list[str]:
     """Names of layers whose adapters PEFT 0.21 passes over where it reads the folder: those of no expert that are named as experts are.
 
     It takes the names for those of stacked experts, and looks for no layer of these names besides.

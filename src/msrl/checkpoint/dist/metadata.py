@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from msrl.checkpoint.dist.names import Place, extra_states, place_of, stored_spec
+from msrl.checkpoint.dist.names import GlobalPosition, extra_states, place_of, stored_spec
 from msrl.checkpoint.dist.sections import Range
 from msrl.checkpoint.torch_files.reader import TensorSpec
 from msrl.models.shape import Shape
@@ -41,5 +41,5 @@ def metadata_of(
     return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
 
 
-def _described(place: Place, spec: TensorSpec) -> TensorStorageMetadata:
+def _described(place: GlobalPosition, spec: TensorSpec) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(spec.dtype), torch.Size([*place.extents, *spec.shape]), [])

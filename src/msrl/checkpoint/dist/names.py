@@ -31,7 +31,7 @@ _JOINED = "self_attention.linear_qkv.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GlobalPosition:
     """Where a tensor lies in a global one: at `index` of the leading axes, whose sizes are `extents`."""
 
     key: str
@@ -83,20 +83,20 @@ def is_stacked(shape: Shape) -> bool:
     return shape.moe is None or all(shape.moe.layers)
 
 
-def place_of(name: str, shape: Shape, *, te: bool) -> Place:
+def place_of(name: str, shape: Shape, *, te: bool) -> GlobalPosition:
     """Where a tensor with one of our names (global layer and expert numbers) is written; `te`: for Transformer Engine's layers."""
     match = _LAYER.fullmatch(name)
     if match is None:
-        return Place(name)
+        return GlobalPosition(name)
     layer, rest = int(match[1]), match[2]
     return _place(layer, _spelled(layer, rest, shape, te), shape, stacked=is_stacked(shape))
 
 
-def places_of(name: str, shape: Shape) -> Iterator[Place]:
+def places_of(name: str, shape: Shape) -> Iterator[GlobalPosition]:
     """Everywhere that a tensor may lie in a checkpoint, the likeliest first: layers stacked or not, norms fused or not."""
     match = _LAYER.fullmatch(name)
     if match is None:
-        yield Place(name)
+        yield GlobalPosition(name)
         return
     layer, rest = int(match[1]), match[2]
     fused = _FUSED if shape.mla is None else _LATENT_FUSED
@@ -105,7 +105,7 @@ def places_of(name: str, shape: Shape) -> Iterator[Place]:
         yield from (_place(layer, spelling, shape, stacked=stacked) for spelling in spellings)
 
 
-def extra_states(name: str, place: Place, *, te: bool) -> Iterator[str]:
+def extra_states(name: str, place: GlobalPosition, *, te: bool) -> Iterator[str]:
     """Keys of the extra state (of fp8 recipes; nothing without one) that a module's reader asks for beside the weight at `place`."""
     module, _, leaf = place.key.rpartition(".")
     is_norm = module.endswith("layernorm") or leaf == "layer_norm_weight"
@@ -115,19 +115,19 @@ def extra_states(name: str, place: Place, *, te: bool) -> Iterator[str]:
         yield f"{module.removesuffix('linear_proj')}core_attention._extra_state/{_fragment(place)}"
 
 
-def _fragment(place: Place) -> str:
+def _fragment(place: GlobalPosition) -> str:
     """Which of how many parts an object is, as Megatron writes it: `shard_0.1_4.8`."""
     index, extents = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.extents or (1,)))
     return f"shard_{index}_{extents}"
 
 
-def _place(layer: int, rest: str, shape: Shape, *, stacked: bool) -> Place:
+def _place(layer: int, rest: str, shape: Shape, *, stacked: bool) -> GlobalPosition:
     prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
     index, extents = ((layer,), (shape.num_layers,)) if stacked else ((), ())
     expert = _EXPERT.fullmatch(rest)
     if expert is None:
-        return Place(prefix + rest, index, extents)
-    return Place(f"{prefix}mlp.experts.experts.{expert[2]}", (*index, int(expert[1])), (*extents, num_experts(shape)))
+        return GlobalPosition(prefix + rest, index, extents)
+    return GlobalPosition(f"{prefix}mlp.experts.experts.{expert[2]}", (*index, int(expert[1])), (*extents, num_experts(shape)))
 
 
 def _spelled(layer: int, rest: str, shape: Shape, te: bool) -> str:
@@ -139,6 +139,6 @@ def _spelled(layer: int, rest: str, shape: Shape, te: bool) -> str:
     return _FUSED.get(rest, rest)
 
 
-def stored_spec(place: Place, spec: TensorSpec) -> TensorSpec:
+def stored_spec(place: GlobalPosition, spec: TensorSpec) -> TensorSpec:
     """Type and shape of a part as it is stored: with an axis of one for each that it is stacked along."""
     return TensorSpec(spec.dtype, (*(1 for _ in place.index), *spec.shape))

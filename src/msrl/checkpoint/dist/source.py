@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import tensor_layouts as layouts
-from msrl.checkpoint.dist.names import Place, parts_of, places_of
+from msrl.checkpoint.dist.names import GlobalPosition, parts_of, places_of
 from msrl.checkpoint.dist.read import GlobalTensors
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
@@ -32,7 +32,7 @@ class DistSource(WeightSource):
             if isinstance(rule.layout, Zeros) and self._whole(rule).any():
                 raise MsrlError(f"{folder}: {rule.mcore} is not zero, and {shape.architecture} has no place for it")
 
-    def _found(self, rule: Rule) -> tuple[Place, ...]:
+    def _found(self, rule: Rule) -> tuple[GlobalPosition, ...]:
         """Where a tensor lies, in parts where Megatron-core keeps them apart; sizes compared, but a vocabulary may be padded to any."""
         parts = parts_of(rule.mcore, self.shape)
         if parts:
@@ -47,7 +47,7 @@ class DistSource(WeightSource):
             raise MsrlError(f"{self._folder}: {rule.mcore} {rows}")
         return found.shape[0] if found is not None else None
 
-    def _place(self, name: str, size: tuple[int, ...]) -> Place:
+    def _place(self, name: str, size: tuple[int, ...]) -> GlobalPosition:
         """Where the tensor `name` of this size lies."""
         stored = self._tensors.stored
         place = next((place for place in places_of(name, self.shape) if place.key in stored), None)

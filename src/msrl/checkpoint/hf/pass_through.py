@@ -19,7 +19,7 @@ from msrl.models.shape import Shape
 FILE = "msrl_carried.safetensors"
 
 
-def carried_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
+def pass_through_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
     """The carried tensors of a model whose folder (or the folder that a conversion made for its config) is `hf_dir`; often none.
 
     Raises MsrlError where the model has some and the folder does not.
@@ -48,7 +48,7 @@ def _missing(shape: Shape) -> str:
     return f"{shape.architecture} consists of weights {names} too; name the folder of the model that has them with --hf-config"
 
 
-def carried_bytes(tensors: Mapping[str, StoredTensor]) -> int:
+def pass_through_bytes(tensors: Mapping[str, StoredTensor]) -> int:
     return sum(tensor.spec.num_bytes for tensor in tensors.values())
 
 
@@ -57,7 +57,7 @@ def carry(hf_dir: Path, target: Path, shape: Shape, advance: Callable[[int], Non
 
     Size and checksum of the file that was written, if one was.
     """
-    tensors = {} if (target / FILE).is_file() else carried_tensors(hf_dir, shape)
+    tensors = {} if (target / FILE).is_file() else pass_through_tensors(hf_dir, shape)
     if not tensors:
         return None
     staged = target / f".{FILE}.partial"

@@ -11,7 +11,7 @@ from typing import Any
 
 from msrl.checkpoint.mcore.names import Naming
 from msrl.models.families import num_experts
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.shape import Mla, Moe, Shape
 
 
@@ -23,7 +23,7 @@ class ArgumentSource:
     """
 
     shape: Shape
-    cut: Cut
+    cut: ParallelLayout
     padded_vocab: int
     naming: Naming
     distributed: bool = False

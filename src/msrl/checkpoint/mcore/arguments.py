@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 
 
 def num_local_experts(path: Path, args: argparse.Namespace) -> int:
@@ -17,7 +17,7 @@ def num_local_experts(path: Path, args: argparse.Namespace) -> int:
     return count // cut_of_args(args).num_expert_groups
 
 
-def cut_of_args(args: argparse.Namespace) -> Cut:
+def cut_of_args(args: argparse.Namespace) -> ParallelLayout:
     """The cut that a file's arguments tell; Megatron's and MindSpeed's defaults stand in for what they do not.
 
     Raises MsrlError for an argument that is no number where one belongs.
@@ -25,7 +25,7 @@ def cut_of_args(args: argparse.Namespace) -> Cut:
     said = vars(args)
     tp = _count(said, "tensor_model_parallel_size") or 1
     etp, extended = _count(said, "expert_tensor_parallel_size"), bool(said.get("moe_tp_extend_ep"))
-    return Cut(
+    return ParallelLayout(
         tp=tp,
         pp=_count(said, "pipeline_model_parallel_size") or 1,
         vpp=_count(said, "num_layers_per_virtual_pipeline_stage"),

@@ -32,7 +32,7 @@ from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.files import flush_to_disk, write_text
 from msrl.models.megatron import activation_arguments, mixture_arguments, rope_arguments
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.shape import Shape
 from msrl.models.stages import chunk_of
 
@@ -51,7 +51,7 @@ def staging_dir(save: Path, iteration: int | str) -> Path:
     return save / f".{iteration_dir(save, iteration).name}.partial"
 
 
-def rank_file(save: Path, iteration: int | str, cut: Cut, at: Coords, *, staged: bool = False) -> Path:
+def rank_file(save: Path, iteration: int | str, cut: ParallelLayout, at: Coords, *, staged: bool = False) -> Path:
     """The file of one rank; with `staged`, the place where it is written before it is published."""
     if at not in cut.ranks():
         raise ValueError(f"{at} is no rank of {cut}")
@@ -59,7 +59,7 @@ def rank_file(save: Path, iteration: int | str, cut: Cut, at: Coords, *, staged:
     return folder / rank_folder(cut, at) / FILE
 
 
-def rank_folder(cut: Cut, at: Coords) -> str:
+def rank_folder(cut: ParallelLayout, at: Coords) -> str:
     """`mp_rank_TT`, with `_PPP` where there are several stages and `_EEE` where experts are spread."""
     return f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if cut.pp > 1 else "") + (f"_{at.ep:03d}" if cut.ep > 1 else "")
 
@@ -133,7 +133,7 @@ def _ours(path: Path, tensors: Iterable[tuple[str, Tensor]], args: argparse.Name
 
 def namespace(
     shape: Shape,
-    cut: Cut,
+    cut: ParallelLayout,
     *,
     padded_vocab: int | None = None,
     dtype: str | None = None,

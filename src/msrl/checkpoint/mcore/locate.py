@@ -13,7 +13,7 @@ from msrl.checkpoint.dist.read import is_distributed, read_common
 from msrl.checkpoint.mcore.arguments import cut_of_args, refuse_schedule
 from msrl.checkpoint.mcore.files import FILE, TRACKER, iteration_dir, rank_folder, read_rank_file
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.stages import chunk_name
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -24,7 +24,7 @@ class Found:
     """A checkpoint on disk: its iteration (a number, or the word `release`), its cut and the file of every rank."""
 
     iteration: int | str
-    cut: Cut
+    cut: ParallelLayout
     files: Mapping[Coords, Path]
 
 
@@ -67,7 +67,7 @@ def find_checkpoint(save: Path, iteration: int | str | None = None) -> Found:
     return Found(iteration, cut, files)
 
 
-def saved_cut(save: Path) -> Cut:
+def saved_layout(save: Path) -> ParallelLayout:
     """The cut of the latest iteration, of either layout: a distributed checkpoint tells by which it was saved."""
     folder = iteration_dir(save, latest_iteration(save))
     return cut_of_args(read_common(folder)["args"]) if is_distributed(folder) else find_checkpoint(save).cut
@@ -81,7 +81,7 @@ def _numbers_of(folder: Path) -> tuple[int, ...]:
     return tuple(int(number) for number in match.groups() if number is not None)
 
 
-def _cut_of_folders(numbers: list[tuple[int, ...]], args: argparse.Namespace) -> Cut:
+def _cut_of_folders(numbers: list[tuple[int, ...]], args: argparse.Namespace) -> ParallelLayout:
     """The cut of a checkpoint: sizes from the names of its folders, what these do not tell from the arguments in its files."""
     said = cut_of_args(args)
     sizes = [1 + max(number) for number in zip(*numbers, strict=False)] + [1, 1]
@@ -90,7 +90,7 @@ def _cut_of_folders(numbers: list[tuple[int, ...]], args: argparse.Namespace) ->
     return dataclasses.replace(said, tp=sizes[0], pp=sizes[1], ep=sizes[2])
 
 
-def empty_positions(cut: Cut, num_positions: int, models: Mapping[Coords, Mapping[str, object]]) -> tuple[int, ...]:
+def empty_positions(cut: ParallelLayout, num_positions: int, models: Mapping[Coords, Mapping[str, object]]) -> tuple[int, ...]:
     """The positions without a layer, from the names of a checkpoint's tensors: they leave holes in the local layer numbers."""
     if num_positions % (cut.pp * (cut.vpp or 1)):
         return ()

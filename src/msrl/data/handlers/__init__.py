@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from msrl import registry
-from msrl.data.columns import Columns, make_columns
+from msrl.data.columns import ColumnMapping, make_columns
 from msrl.errors import MsrlError, nearest
 
 Kind = Literal["pretrain", "sft", "prompts"]
@@ -42,7 +42,7 @@ class Handler:
 
     name: str
     kind: Kind
-    columns: Columns
+    columns: ColumnMapping
     options: Mapping[str, Any]
 
     @property

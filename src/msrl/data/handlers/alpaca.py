@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msrl.data.columns import Columns
+from msrl.data.columns import ColumnMapping
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 
@@ -17,7 +17,7 @@ COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "sys
 REQUIRED = frozenset({"prompt", "response"})
 
 
-def conversation(row: Any, columns: Columns) -> Conversation:
+def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     """The turns of a row. Raises MsrlError when a column is missing or holds something else than text."""
     messages: list[Message] = []
     if system := columns.text(row, "system"):
@@ -29,7 +29,7 @@ def conversation(row: Any, columns: Columns) -> Conversation:
     return Conversation(tuple(messages), extra=columns.extra(row))
 
 
-def question_of(row: Any, columns: Columns) -> str:
+def question_of(row: Any, columns: ColumnMapping) -> str:
     """Instruction and input, those that are not empty, one after the other."""
     return "\n".join(part for part in (columns.text(row, "prompt"), columns.text(row, "query")) if part)
 

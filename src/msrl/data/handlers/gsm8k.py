@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from msrl.data.columns import Columns
+from msrl.data.columns import ColumnMapping
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 
@@ -18,7 +18,7 @@ REQUIRED = frozenset({"question", "answer"})
 _CALCULATOR = re.compile(r"<<.*?>>")
 
 
-def conversation(row: Any, columns: Columns, *, style: Literal["worked", "r1"] = "worked", calculator: bool = True) -> Conversation:
+def conversation(row: Any, columns: ColumnMapping, *, style: Literal["worked", "r1"] = "worked", calculator: bool = True) -> Conversation:
     """The question and the worked answer.
 
     style: `worked` keeps the answer as published; `r1` is `<think>steps</think><answer>\\boxed{number}</answer>`.

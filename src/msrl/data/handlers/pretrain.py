@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from msrl.data.columns import Columns
+from msrl.data.columns import ColumnMapping
 
 KINDS = ("pretrain",)
 COLUMNS = {"text": "text"}
 REQUIRED = frozenset({"text"})
 
 
-def text(row: Any, columns: Columns) -> str:
+def text(row: Any, columns: ColumnMapping) -> str:
     """The document of a row."""
     return columns.text(row, "text")

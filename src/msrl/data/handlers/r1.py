@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msrl.data.columns import Columns
+from msrl.data.columns import ColumnMapping
 from msrl.data.handlers.alpaca import question_of
 from msrl.data.handlers.sharegpt import check_order, read_messages, without_thought
 from msrl.errors import MsrlError
@@ -18,7 +18,7 @@ COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "sys
 REQUIRED = frozenset({"prompt", "response"})
 
 
-def conversation(row: Any, columns: Columns) -> Conversation:
+def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     """The prompt's turns and the answer. Raises MsrlError when a column is missing or of another form."""
     prompt = columns.value(row, "prompt")
     messages = list(read_messages(prompt)) if isinstance(prompt, list) else [Message("user", question_of(row, columns))]
@@ -28,7 +28,7 @@ def conversation(row: Any, columns: Columns) -> Conversation:
     return Conversation(tuple(messages), answer=_answer(row, columns), extra=columns.extra(row))
 
 
-def _answer(row: Any, columns: Columns) -> str:
+def _answer(row: Any, columns: ColumnMapping) -> str:
     """The ground truth as text; whole numbers are written out."""
     value = columns.value(row, "response")
     if isinstance(value, int) and not isinstance(value, bool):

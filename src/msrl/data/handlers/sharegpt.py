@@ -10,7 +10,7 @@ import json
 from itertools import pairwise
 from typing import Any, cast
 
-from msrl.data.columns import Columns, DroppedRow
+from msrl.data.columns import ColumnMapping, DroppedRow
 from msrl.errors import MsrlError, nearest
 from msrl.types import Conversation, Message, Role
 
@@ -39,7 +39,7 @@ _FOLLOWS: dict[Role, tuple[Role, ...]] = {
 }
 
 
-def conversation(row: Any, columns: Columns) -> Conversation:
+def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     """The turns of a row. Raises MsrlError for a form that is not known, DroppedRow for turns in an impossible order."""
     messages = list(read_messages(columns.value(row, "messages")))
     if system := columns.text(row, "system"):

@@ -17,7 +17,7 @@ from msrl.models.families import load_shape
 from msrl.models.paths import config_dir
 from msrl.models.shape import Shape
 from msrl.rewards.models.worker import text_ids
-from msrl.rewards.pool import Outcome
+from msrl.rewards.pool import CallResult
 from msrl.rewards.remote import Item
 from msrl.types import Ints
 
@@ -70,18 +70,18 @@ class RankModel:
         self._tokenizer = AutoTokenizer.from_pretrained(config_dir(self.path), local_files_only=True, trust_remote_code=False)
         self._score = score
 
-    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
+    def outcomes(self, items: Sequence[Item]) -> list[CallResult]:
         """A score for every item, or why there is none."""
         assert self._score is not None, "the ranks have not been started"
         limit = self._max_tokens or self.shape.max_position_embeddings
         texts = [item.with_prompt_of(self._prompt_column) for item in items]
         ids = [np.asarray(text_ids(self._tokenizer, self._template, item.prompt, item.response), np.int64) for item in texts]
         fitting = [number for number, one in enumerate(ids) if 0 < len(one) <= limit]
-        told = [Outcome(None, "error", f"{len(one)} tokens; the reward model takes from 1 to {limit}") for one in ids]
+        told = [CallResult(None, "error", f"{len(one)} tokens; the reward model takes from 1 to {limit}") for one in ids]
         scores = self._score([ids[number] for number in fitting], self._batch) if fitting else []
         for number, score in zip(fitting, scores, strict=True):
             is_number = math.isfinite(score)
-            told[number] = Outcome(float(score)) if is_number else Outcome(None, "error", f"the reward model gave {score}")
+            told[number] = CallResult(float(score)) if is_number else CallResult(None, "error", f"the reward model gave {score}")
         return told
 
     def take_retried(self) -> int:

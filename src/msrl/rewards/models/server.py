@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from msrl.errors import MsrlError, hub_hint
 from msrl.rewards.models.worker import LENGTH, Settings
-from msrl.rewards.pool import Outcome
+from msrl.rewards.pool import CallResult
 from msrl.rewards.remote import Item
 from msrl.rewards.worker import send
 
@@ -60,11 +60,11 @@ class RewardModel:
             return "options.template=chat needs options.prompt_column, the column with the bare question"
         return "options.batch has to be 1 or more, max_tokens 0 or more" if batch < 1 or max_tokens < 0 else None
 
-    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
+    def outcomes(self, items: Sequence[Item]) -> list[CallResult]:
         """A score for every item, or why there is none. Raises MsrlError when the model cannot be loaded."""
         items = [item.with_prompt_of(self._prompt_column) for item in items]
         order = sorted(range(len(items)), key=lambda n: len(items[n].prompt) + len(items[n].response))  # less padding
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, CallResult] = {}
         for start in range(0, len(order), self._batch):
             part = order[start : start + self._batch]
             outcomes.update(zip(part, self._part([(items[n].prompt, items[n].response) for n in part]), strict=True))
@@ -80,7 +80,7 @@ class RewardModel:
             self._process.close()
             self._process = None
 
-    def _part(self, texts: Sequence[tuple[str, str]]) -> list[Outcome]:
+    def _part(self, texts: Sequence[tuple[str, str]]) -> list[CallResult]:
         if self._process is None:
             self._process = _Process(self._settings)
             started = self._process.receive(START_LIMIT_S)
@@ -91,12 +91,12 @@ class RewardModel:
         start = time.monotonic()
         answer = self._process.receive(self._timeout_s)
         if isinstance(answer, list):
-            return [Outcome(score) if error is None else Outcome(None, "error", error) for score, error in answer]
+            return [CallResult(score) if error is None else CallResult(None, "error", error) for score, error in answer]
         late = time.monotonic() - start >= self._timeout_s
         self.close()
         if late:
-            return [Outcome(None, "timeout", f"no answer within {self._timeout_s:g} s")] * len(texts)
-        return [Outcome(None, "crash", "the process of the reward model died")] * len(texts)
+            return [CallResult(None, "timeout", f"no answer within {self._timeout_s:g} s")] * len(texts)
+        return [CallResult(None, "crash", "the process of the reward model died")] * len(texts)
 
 
 class _Process:

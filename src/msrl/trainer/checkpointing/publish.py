@@ -89,7 +89,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankFiles:
     """What one rank writes of a checkpoint: its random-number states, and weights and optimizer states if it is the one to write them."""
 
     root: Path

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from msrl.errors import MsrlError
 from msrl.trainer.checkpointing import state as checkpoints
-from msrl.trainer.checkpointing.publish import Part, Publication
+from msrl.trainer.checkpointing.publish import Publication, RankFiles
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Saver:
         self._join()
         self._worker.any_rank(False)
 
-    def _write(self, part: Part, publication: Publication | None) -> None:
+    def _write(self, part: RankFiles, publication: Publication | None) -> None:
         try:
             part.write()
             if publication is not None:

@@ -19,13 +19,13 @@ from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.rank_shapes import rank_plan
 from msrl.checkpoint.source import ShardedSource
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.platforms.base import Platform
 from msrl.trainer import optimizer_state
 from msrl.trainer.checkpointing.publish import (
     WEIGHT,
-    Part,
     Publication,
+    RankFiles,
     SavedModel,
     Weights,
     beginning,
@@ -59,7 +59,7 @@ def save(
 
 def begin(
     worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, retention: Retention, keeps_copy: bool = False
-) -> tuple[Part, Publication | None]:
+) -> tuple[RankFiles, Publication | None]:
     """What is left to do for a checkpoint once all ranks have met: this rank's part and, on the first rank, making the whole visible.
 
     With `keeps_copy` neither refers to anything that training changes.
@@ -82,14 +82,14 @@ def begin(
     return part, Publication(root, step, dist.get_world_size(), state, model, hf_dir, retention, worker.settings.chat)
 
 
-def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> Part:
+def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> RankFiles:
     """What this rank writes; the first of the ranks that hold the same writes for all."""
     states = {optimizer_file(worker.coords): _states(worker)}
     if worker.critic is not None:
         states[critic_file(worker.coords)] = _states(worker.critic) | _weight_states(worker.critic)
     number = dist.get_rank()
     if not worker.is_writer:
-        return Part(root, step, number, _random_states(worker.platform))
+        return RankFiles(root, step, number, _random_states(worker.platform))
     args = mcore.namespace(worker.shape, worker.layout, dtype=worker.settings.dtype)
     if worker.settings.lora:
         lora = worker.settings.lora
@@ -100,7 +100,7 @@ def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> Pa
     if keeps_copy:
         weights = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
     folder = mcore.rank_folder(worker.layout, worker.coords)
-    return Part(root, step, number, _random_states(worker.platform), Weights(folder, weights, args, states))
+    return RankFiles(root, step, number, _random_states(worker.platform), Weights(folder, weights, args, states))
 
 
 def _learners(worker: TrainWorker) -> list[Learner]:
@@ -132,7 +132,7 @@ def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, 
     optimizer_state.restore(worker, _states_of(worker, saved, optimizer_file, optimizer_state.kinds(worker.dtype)), state["updates"])
     if worker.critic is not None:
         _restore_critic(worker.critic, saved, state["critic"]["updates"])
-    _restore_random(worker, saved, Cut.from_json(state["cut"]))
+    _restore_random(worker, saved, ParallelLayout.from_json(state["cut"]))
     return state["extra"]
 
 
@@ -149,7 +149,7 @@ def _states_of(
     learner: Learner, saved: SavedTraining, file_of: Callable[[Coords], str], kinds: Sequence[str]
 ) -> dict[str, dict[str, Tensor]]:  # fmt: skip
     """This rank's tensors by kind and name, from the files of all ranks of the saved layout."""
-    cut = Cut.from_json(saved.state()["cut"])
+    cut = ParallelLayout.from_json(saved.state()["cut"])
     files = {at: safe_open(saved.training_dir / file_of(at), "pt") for at in cut.ranks()}
     mine: dict[str, dict[str, Tensor]] = {}
     for kind in kinds:
@@ -162,7 +162,7 @@ def _states_of(
     return mine
 
 
-def _restore_random(worker: TrainWorker, saved: SavedTraining, cut: Cut) -> None:
+def _restore_random(worker: TrainWorker, saved: SavedTraining, cut: ParallelLayout) -> None:
     """Random numbers go on where this rank left off; a rank that the saved layout did not have, and a device of another kind than the saved
     one, keep those of their seed.
 
@@ -195,7 +195,7 @@ def _random_states(platform: Platform) -> dict[str, Tensor]:
     return {"rng": torch.get_rng_state(), **of_device, **{_TRACKED + name: state.cpu().clone() for name, state in tracked.items()}}
 
 
-def _of_kind(learner: Learner, cut: Cut, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
+def _of_kind(learner: Learner, cut: ParallelLayout, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
     """What one rank's file has of a kind; what has no state (frozen parameters, biases of experts) as zeros that take no memory."""
     found = beginning(file, f"{kind}.")
     is_all_trained = not learner.settings.freeze and not (learner.shape.moe and learner.shape.moe.expert_bias)

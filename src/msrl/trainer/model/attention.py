@@ -50,7 +50,7 @@ def _attend(
 
 def _as_computed(x: Tensor) -> Tensor:
     """Heads in the type that they are computed in on the platform that has the name of its devices' type."""
-    is_wider = platforms.get(x.device.type).wide_attention and x.dtype.itemsize < torch.float32.itemsize
+    is_wider = platforms.get(x.device.type).upcast_attention and x.dtype.itemsize < torch.float32.itemsize
     return x.float() if is_wider else x
 
 

@@ -33,11 +33,11 @@ from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.mcore.files import read_rank_file
 from msrl.checkpoint.mcore.locate import find_checkpoint
 from msrl.errors import MsrlError
-from msrl.models.parallel_layout import Coords, Cut
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.rules import Layout, Replicated, Sharded
 from msrl.models.select import adapter_problem, is_layer
 from msrl.models.shape import Shape
-from msrl.models.stages import Placed, stage_tensors
+from msrl.models.stages import StageTensor, stage_tensors
 from msrl.trainer.model.build import mark_expert_copy, mark_shard
 from msrl.trainer.settings import Lora
 
@@ -57,7 +57,7 @@ class Adapted:
     """An adapted layer of this rank."""
 
     linear: torch.nn.Module
-    placed: Placed
+    placed: StageTensor
 
     def parameter(self, part: str) -> torch.nn.Parameter:
         return getattr(self.linear, f"lora_{part}")["default"].weight
@@ -67,7 +67,7 @@ class Adapted:
         return factor_name(self.placed, part)
 
 
-def factor_name(placed: Placed, part: str) -> str:
+def factor_name(placed: StageTensor, part: str) -> str:
     return f"{placed.name.removesuffix('.weight')}.lora_{part}.default.weight"
 
 
@@ -86,7 +86,7 @@ def _is_row(layout: Layout) -> bool:
 class Adapters:
     """All adapters of a model on this rank."""
 
-    def __init__(self, model: torch.nn.Module, shape: Shape, cut: Cut, at: Coords, settings: Lora, seed: int) -> None:
+    def __init__(self, model: torch.nn.Module, shape: Shape, cut: ParallelLayout, at: Coords, settings: Lora, seed: int) -> None:
         """Freeze the model and put adapters beside the chosen layers. Raises MsrlError when a target chooses nothing."""
         self.settings, self._shape = settings, shape
         self._is_on = True
@@ -117,7 +117,7 @@ class Adapters:
         self._mask(adapted)
         linear.register_forward_hook(self._hook_of(placed))
 
-    def _hook_of(self, placed: Placed) -> Callable[[Any, tuple[Tensor, ...], Any], Any]:
+    def _hook_of(self, placed: StageTensor) -> Callable[[Any, tuple[Tensor, ...], Any], Any]:
         if placed.rule.expert is not None:
             return functools.partial(self._expert_hook, is_row=_is_row(placed.layout))
         if isinstance(placed.layout, Replicated):
@@ -212,7 +212,7 @@ class Adapters:
             for name, value in self.recut(found.cut, files, str(root)).items():
                 self.named()[name].copy_(value)
 
-    def recut(self, cut: Cut, files: Mapping[Coords, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
+    def recut(self, cut: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
         """This rank's part of tensors that are named and cut like adapters, from the files of all ranks of a cut.
 
         Raises MsrlError when one is missing or has another shape.
@@ -247,7 +247,7 @@ def _mark(adapted: Adapted, part: str) -> None:
         vars(parameter).update(sequence_parallel=linear.config.sequence_parallel)
 
 
-def _own(placed: Placed, part: str, shards: Mapping[Key, Sequence[Tensor]], where: str) -> Tensor:
+def _own(placed: StageTensor, part: str, shards: Mapping[Key, Sequence[Tensor]], where: str) -> Tensor:
     """A rank's part of a factor, from all of its shards in another cut."""
     found = shards.get((placed.rule.mcore, part))
     if found is None:

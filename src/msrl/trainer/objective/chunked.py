@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msrl.trainer.objective.logprobs import Columns, Distribution, gradient_in_place, measure
+from msrl.trainer.objective.logprobs import Distribution, VocabColumns, gradient_in_place, measure
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, columns: Columns, num_rows: int, softcap: float | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, columns: VocabColumns, num_rows: int, softcap: float | None,
         other: Distribution | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         parts: list[tuple[Tensor | None, ...]] = []
@@ -87,7 +87,7 @@ def chunked_logprobs(
     hidden: Tensor,  # [M, c]
     weight: Tensor,  # [V, c] of the output layer
     labels: Tensor,  # [M]
-    columns: Columns,
+    columns: VocabColumns,
     *,
     num_rows: int,
     softcap: float | None = None,

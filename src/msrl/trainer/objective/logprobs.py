@@ -28,7 +28,7 @@ class Distribution:
     project: Callable[[Tensor], Tensor]  # [R, c] -> [R, V]: logits of this rank's part of the vocabulary
     normaliser: Tensor  # [M], log of the sum over the whole vocabulary of exp(logits / temperature)
 
-    def logprobs(self, rows: slice, columns: Columns) -> Tensor:  # [R, V], float32
+    def logprobs(self, rows: slice, columns: VocabColumns) -> Tensor:  # [R, V], float32
         """Log-probabilities of this rank's part of the vocabulary."""
         return columns.shifted(self.project(self.hidden[rows].to(self.normaliser.device)), self.normaliser[rows])
 
@@ -38,7 +38,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class VocabColumns:
     """What this rank holds of softmax(logits / temperature): token ids from `first` on, of which `num_valid` are no padding."""
 
     first: int
@@ -97,7 +97,7 @@ class Columns:
         return x
 
 
-def measure(logits: Tensor, labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor | None, Tensor]:
+def measure(logits: Tensor, labels: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor | None, Tensor]:
     """Log-probability of each label, entropy if `columns` asks for it, and log of the normaliser: [M] each, the same on every rank."""
     top, total, weighted = columns.sums(logits)
     highest = columns.all_reduce(top.clone(), dist.ReduceOp.MAX)
@@ -119,7 +119,7 @@ def gradient_in_place(
     labels: Tensor,  # [M]
     normaliser: Tensor,  # [M], as `measure` gave it
     entropy: Tensor | None,  # [M], as `measure` gave it
-    columns: Columns,
+    columns: VocabColumns,
     for_logprobs: Tensor | None,  # [M]
     for_entropy: Tensor | None,  # [M]
     for_divergence: Tensor | None = None,  # [M]
@@ -150,7 +150,7 @@ def gradient_in_place(
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, columns: Columns, other: Distribution | None
+        ctx: Any, logits: Tensor, labels: Tensor, columns: VocabColumns, other: Distribution | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logprobs, entropy, normaliser = measure(logits, labels, columns)
         divergence = columns.divergence(logits, normaliser, other) if other else None
@@ -171,9 +171,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 def columns_of(
     width: int, *, vocab_size: int, tp_rank: int, temperature: float, with_entropy: bool, elements_at_once: int, group: dist.ProcessGroup
-) -> Columns:
+) -> VocabColumns:
     """The columns of a rank that has `width` of them, padding included. Temporary tensors have about `elements_at_once` elements."""
-    return Columns(
+    return VocabColumns(
         first=tp_rank * width,
         num_valid=min(max(vocab_size - tp_rank * width, 0), width),
         temperature=temperature,
@@ -186,7 +186,7 @@ def columns_of(
 def vocab_parallel_logprobs(
     logits: Tensor,  # [M, V]; the backward pass writes its gradient over it
     labels: Tensor,  # [M], token ids of the whole vocabulary
-    columns: Columns,
+    columns: VocabColumns,
     other: Distribution | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
     """Of p = softmax(logits / temperature) over the true vocabulary: log-probability of each label and, if asked for, entropy of each row,

@@ -13,7 +13,7 @@ from msrl.checkpoint.hf.folder import HfCheckpoint
 from msrl.checkpoint.hf.weight_files import open_weight_files
 from msrl.checkpoint.integrity import has_manifest, hf_checks, mcore_checks
 from msrl.checkpoint.mcore.files import TRACKER, iteration_dir, read_rank_file
-from msrl.checkpoint.mcore.locate import find_checkpoint, latest_iteration, saved_cut
+from msrl.checkpoint.mcore.locate import find_checkpoint, latest_iteration, saved_layout
 from msrl.models.families import num_parameters
 from msrl.models.parallel_layout import Coords
 from msrl.models.reward_head import OUTPUT_LAYER, WEIGHT
@@ -60,7 +60,7 @@ def _inspect_mcore(save: Path) -> None:
     iteration = latest_iteration(save)
     folder = iteration_dir(save, iteration)
     if is_distributed(folder):
-        print(f"{save}: iteration {iteration}, distributed; saved by {saved_cut(save)}")
+        print(f"{save}: iteration {iteration}, distributed; saved by {saved_layout(save)}")
         rows, args = _distributed_rows(folder), read_common(folder)["args"]
     else:
         found = find_checkpoint(save)

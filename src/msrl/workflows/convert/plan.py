@@ -17,7 +17,7 @@ from msrl.config.schema import Config, ConvertConfig
 from msrl.models.families import load_shape, num_parameters
 from msrl.models.paths import config_dir
 from msrl.models.shape import Shape
-from msrl.plan.derived import cut_of
+from msrl.plan.derived import layout_from
 from msrl.tracking.progress import amount_text
 from msrl.workflows.convert.inspection import print_table
 
@@ -27,7 +27,7 @@ _FROM_HF = "hf2mcore"
 def target_of(convert: ConvertConfig) -> McoreTarget:
     """The mcore checkpoint that a conversion is to write."""
     naming = Naming(convert.names == "te", convert.moe_grouped_gemm, convert.names == "legacy")
-    return McoreTarget(cut_of(convert), CHOICES[convert.dtype], naming, convert.pad_vocab_to_multiple, convert.format == "dist")
+    return McoreTarget(layout_from(convert), CHOICES[convert.dtype], naming, convert.pad_vocab_to_multiple, convert.format == "dist")
 
 
 def show(config: Config) -> None:

@@ -11,11 +11,11 @@ import torch
 
 from msrl.checkpoint.adapters.megatron import adapted_base, read_adapter, read_mcore_lora
 from msrl.checkpoint.adapters.merge import MergedSource
-from msrl.checkpoint.adapters.peft import left_out_by_peft, read_peft, write_peft
-from msrl.checkpoint.atomic_folder import refuse_unless_fits, refuse_unless_free
+from msrl.checkpoint.adapters.peft import dropped_by_peft, read_peft, write_peft
+from msrl.checkpoint.atomic_folder import require_free_path, require_space
 from msrl.checkpoint.convert import hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES
-from msrl.checkpoint.hf.pass_through import carried_bytes, carried_tensors
+from msrl.checkpoint.hf.pass_through import pass_through_bytes, pass_through_tensors
 from msrl.checkpoint.hf.weight_files import has_weights
 from msrl.checkpoint.integrity import adapter_checks, hf_checks, mcore_checks
 from msrl.checkpoint.mcore.files import SIDECAR
@@ -23,10 +23,10 @@ from msrl.checkpoint.source import HfSource, ShardedSource, WeightSource, open_m
 from msrl.config.schema import Config, ConvertConfig
 from msrl.errors import MsrlError, VerificationError
 from msrl.models.families import load_shape, num_parameters
-from msrl.plan.derived import cut_of
+from msrl.plan.derived import layout_from
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.verification import report as proof
-from msrl.verification.bits import refuse_unlike_copies
+from msrl.verification.bits import require_equal_copies
 from msrl.workflows.convert.inspection import inspect, print_left_out, print_table
 from msrl.workflows.convert.plan import target_of
 from msrl.workflows.training.integrity import verify_files
@@ -57,12 +57,12 @@ def _convert(config: Config, load: Path, save: Path) -> None:
         proof.refuse_without_memory(source.shape)
     start = time.perf_counter()
     num_bytes, work = _work(convert, source, save)
-    refuse_unless_free(save)
-    refuse_unless_fits(save, num_bytes)
+    require_free_path(save)
+    require_space(save, num_bytes)
     with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
         work(bar.advance)
     elapsed = time.perf_counter() - start
-    layout = "" if convert.command in TO_HF else f"{cut_of(convert)}, "
+    layout = "" if convert.command in TO_HF else f"{layout_from(convert)}, "
     print(f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}")
     _print_carried(source)
     if source.shape.reward_head:
@@ -106,7 +106,7 @@ def _compare_copies(source: ShardedSource, load: Path) -> None:
     num_bytes = sum(copy.other.nbytes for copy in source.copies())
     if num_bytes:
         with progress(f"comparing what several ranks of {load} hold", total=num_bytes, unit="B") as bar:
-            refuse_unlike_copies(source, load, bar.advance)
+            require_equal_copies(source, load, bar.advance)
 
 
 def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
@@ -125,7 +125,7 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     if wrong:
         raise VerificationError(f"{save}: {len(wrong)} adapters are not what {load} holds, {wrong[0]} first")
     print(f"wrote {save}: {adapter.summary()}, for the base model {base}; read back equal bit for bit")
-    left_out = left_out_by_peft(adapter, shape)
+    left_out = dropped_by_peft(adapter, shape)
     if left_out:
         print(f"PEFT 0.21 leaves out adapters of {', '.join(left_out)} outside of experts, without a word: merge this adapter with --lora")
     if not has_weights(base):
@@ -144,10 +144,12 @@ def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int
 
 def _print_carried(source: WeightSource) -> None:
     """What went through beside the language model, if anything."""
-    tensors = carried_tensors(source.hf_dir, source.shape)
+    tensors = pass_through_tensors(source.hf_dir, source.shape)
     if tensors:
         names = ", ".join(f"{prefix}*" for prefix in source.shape.carried)
-        print(f"carried as they came, neither cut nor trained: {len(tensors)} tensors {names}, {amount_text(carried_bytes(tensors), 'B')}")
+        print(
+            f"carried as they came, neither cut nor trained: {len(tensors)} tensors {names}, {amount_text(pass_through_bytes(tensors), 'B')}"
+        )
 
 
 def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> None:

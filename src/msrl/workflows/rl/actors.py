@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msrl.cluster.rendezvous import MeetingPlace
+from msrl.cluster.rendezvous import Rendezvous
 from msrl.platforms import get
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron
 from msrl.trainer.settings import WorkerSettings
 from msrl.types import Floats, MicroBatch, Prompt, RolloutGroup, SamplingParams
-from msrl.workflows.rl.weight_transfer import Parcel, pack, unpack
+from msrl.workflows.rl.weight_transfer import Bucket, pack, unpack
 
 if TYPE_CHECKING:
     from msrl.rollout.engine import EngineSettings
@@ -51,8 +51,8 @@ class TrainActor:
 
     def rendezvous(self) -> str:
         """Where the ranks meet; asked of rank 0, which holds the place until they have met."""
-        self._meeting_place = MeetingPlace()
-        return self._meeting_place.init_method
+        self._rendezvous = Rendezvous()
+        return self._rendezvous.init_method
 
     def start(self, init_method: str, resume: SavedTraining | None, saves: SavePlan) -> tuple[RankPlace, dict[str, Any]]:
         """Join the other ranks and load. Returns the rank's place, and the workflow's own state of the checkpoint."""
@@ -64,7 +64,7 @@ class TrainActor:
 
         self._worker = TrainWorker(self._settings, self._rank, self._world_size, init_method)
         if self._rank == 0:
-            self._meeting_place.close()
+            self._rendezvous.close()
         extra = checkpoints.load_training_state(self._worker, resume) if resume else {}
         self._saver = Saver(self._worker, saves.root, saves.hf_dir, in_background=saves.in_background)
         is_reporter = self._worker.is_last_stage and self._worker.tp_rank == 0
@@ -104,7 +104,7 @@ class TrainActor:
         assert self._worker.critic is not None, "made without a critic"
         return self._worker.critic
 
-    def weights(self) -> tuple[Parcel, ...]:
+    def weights(self) -> tuple[Bucket, ...]:
         """This stage's weights under their Hugging Face names on its first rank; nothing on the others, which take part."""
         from msrl.trainer.weights import export
 
@@ -147,6 +147,6 @@ class RolloutActor:
     def forget_prompts(self) -> None:
         self._engine.forget_prompts()
 
-    def load_weights(self, *stages: tuple[Parcel, ...]) -> None:
+    def load_weights(self, *stages: tuple[Bucket, ...]) -> None:
         self._engine.wake()
         self._engine.load_weights(unpack(parcel for stage in stages for parcel in stage))

@@ -19,13 +19,13 @@ from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, select
 from msrl.trainer.objective.losses import ValueLoss
 from msrl.trainer.schedule import Schedule
 from msrl.types import Floats
-from msrl.workflows.rl.worker_groups import Trainers
+from msrl.workflows.rl.worker_groups import TrainerGroup
 
 
 class CriticUpdater:
     """Asks the ranks' critics for values and trains them. All that it needs to go on is in the ranks' checkpoints."""
 
-    def __init__(self, config: Config, trainers: Trainers, num_steps: int) -> None:
+    def __init__(self, config: Config, trainers: TrainerGroup, num_steps: int) -> None:
         optimizer = critic_optimizer(config)
         self._trainers, self._loss = trainers, ValueLoss(config.algo.value.clip)
         self._schedule = Schedule(

@@ -24,8 +24,8 @@ from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.types import SamplingParams, ScoredGroup, StepReport
 from msrl.workflows.rl.rollout_log import RolloutLog
-from msrl.workflows.rl.setup import Job
-from msrl.workflows.rl.worker_groups import Engines
+from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rl.worker_groups import EngineGroup
 from msrl.workflows.training.best import Best, best_state
 
 _SEED = 0x6576616C  # added to run.seed: another stream than the rollouts'
@@ -34,7 +34,7 @@ _SEED = 0x6576616C  # added to run.seed: another stream than the rollouts'
 class Evaluator:
     """Evaluates as the `eval` section says. Its state is the best evaluation so far."""
 
-    def __init__(self, job: Job, engines: Engines, scorer: Scorer, log: RolloutLog, state: Mapping[str, Any]) -> None:
+    def __init__(self, job: RLSetup, engines: EngineGroup, scorer: Scorer, log: RolloutLog, state: Mapping[str, Any]) -> None:
         """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
         self._job, self._engines, self._scorer, self._log = job, engines, scorer, log
         self._section = job.config.eval

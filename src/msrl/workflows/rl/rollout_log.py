@@ -29,7 +29,7 @@ class RolloutLog:
             {
                 **row,
                 "advantage": float(sample.advantages.mean(dtype=np.float64)) if len(sample.advantages) else 0.0,
-                "is_learnt": sample.is_learnt,
+                "is_learnt": sample.is_trained,
             }
             for row, sample in zip(self._rows(groups), samples, strict=True)
         ]

@@ -14,9 +14,9 @@ from msrl.algorithms.selection import Flags, informative_groups
 from msrl.config.schema import FilterConfig
 from msrl.rewards.score import Scorer, Scores
 from msrl.types import Prompt, ScoredGroup
-from msrl.workflows.rl.setup import Job
+from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.worker_groups import Engines
+from msrl.workflows.rl.worker_groups import EngineGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StepRollouts:
 class Rollouts:
     """Generates and scores the groups of one step after the other. Its state is how many prompts were taken so far."""
 
-    def __init__(self, job: Job, engines: Engines, scorer: Scorer, state: Mapping[str, Any]) -> None:
+    def __init__(self, job: RLSetup, engines: EngineGroup, scorer: Scorer, state: Mapping[str, Any]) -> None:
         """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
         self._job, self._engines, self._scorer = job, engines, scorer
         self._wanted, self._filter = job.config.rollout.prompts_per_step, job.config.rollout.filter
@@ -58,7 +58,7 @@ class Rollouts:
 
         A prompt that was asked twice would be answered alike: its answers are drawn from the run's seed and the step.
         """
-        kept = int(teaching_groups(self._filter, groups).sum())
+        kept = int(select_informative(self._filter, groups).sum())
         if not self._filter.refill or kept >= self._wanted:
             return []
         likely = -(-(self._wanted - kept) * len(groups) // max(kept, 1))
@@ -81,7 +81,7 @@ class Rollouts:
 
     def _chosen(self, scores: Scores, num_refills: int) -> StepRollouts:
         """The first groups that teach something, then the first of the others, in the order of their prompts."""
-        teaches = teaching_groups(self._filter, scores.groups)
+        teaches = select_informative(self._filter, scores.groups)
         order = np.concatenate([np.flatnonzero(teaches), np.flatnonzero(~teaches)])
         mine = frozenset(order[: self._wanted].tolist())
         groups = [[group for number, group in enumerate(scores.groups) if (number in mine) is wanted] for wanted in (True, False)]
@@ -96,7 +96,7 @@ class Rollouts:
         return StepRollouts(scores, tuple(groups[0]), tuple(groups[1]), {f"rollout/{name}": float(v) for name, v in metrics.items()})
 
 
-def teaching_groups(section: FilterConfig, groups: Sequence[ScoredGroup]) -> Flags:  # [P]
+def select_informative(section: FilterConfig, groups: Sequence[ScoredGroup]) -> Flags:  # [P]
     """Which groups `rollout.filter` leaves in."""
     return informative_groups(score_matrix(groups, section.source), section.kind, section.low, section.high)
 

@@ -31,10 +31,10 @@ from msrl.workflows.rl.actors import SavePlan
 from msrl.workflows.rl.evaluation import Evaluator
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts
-from msrl.workflows.rl.setup import Job, prepare
+from msrl.workflows.rl.setup import RLSetup, prepare
 from msrl.workflows.rl.step import Clock, report_of
 from msrl.workflows.rl.update import Prepared, Updater
-from msrl.workflows.rl.worker_groups import Engines, Trainers, engine_environments
+from msrl.workflows.rl.worker_groups import EngineGroup, TrainerGroup, engine_environments
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.best import outcome
 from msrl.workflows.training.export import export_critic, export_hf, final
@@ -86,7 +86,7 @@ def run(config: Config) -> None:
 
 
 def _loop(
-    job: Job, trainers: Trainers, engines: Engines, scorer: Scorer, log: RunLog, interrupts: Interrupts
+    job: RLSetup, trainers: TrainerGroup, engines: EngineGroup, scorer: Scorer, log: RunLog, interrupts: Interrupts
 ) -> SavedTraining | None:  # fmt: skip
     config, saved = job.config, job.resume
     state = saved.state()["extra"] if saved else {}
@@ -116,7 +116,7 @@ def _loop(
     return _said(trainers.finish_saves()) or saved
 
 
-def _mfu(job: Job, prepared: Prepared, clock: Clock) -> dict[str, float]:
+def _mfu(job: RLSetup, prepared: Prepared, clock: Clock) -> dict[str, float]:
     """Of the policy's updates alone: generation is bound by memory, not by arithmetic. Nothing of a step without one."""
     shape, seconds = model_shape(job.config), clock.seconds.get("update", 0.0)
     assert shape is not None, "the ranks have loaded it"
@@ -138,7 +138,7 @@ def _is_due(every: int | None, step: int) -> bool:
 
 
 @contextmanager
-def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
+def _team(job: RLSetup) -> Iterator[tuple[TrainerGroup, EngineGroup, Scorer]]:
     """Start Ray (or use the given cluster), the ranks, the engines and the verifiers; end them all."""
     config, platform = job.config, job.platform
     timeout_s, num_ranks = config.cluster.rpc_timeout_s, world_size(config)
@@ -155,7 +155,7 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
         )
         placed = session.create_placement(job.placement)
         engine_env = engine_environments(placed, platform, config.rollout.engine, config.cluster.env)
-        trainers = Trainers(
+        trainers = TrainerGroup(
             session,
             placed,
             settings,
@@ -163,7 +163,7 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
             {**_rank_environment(config, platform), **worker_variables(config, platform)},
             timeout_s,
         )
-        engines = Engines(session, placed, _engine_settings(config, job.hf_dir), platform, engine_env, timeout_s)
+        engines = EngineGroup(session, placed, _engine_settings(config, job.hf_dir), platform, engine_env, timeout_s)
         _start(trainers, engines, job)
         for name, model in scorer.rank_models.items():
             model.connect(partial(trainers.scores, name))
@@ -176,7 +176,7 @@ def _rank_environment(config: Config, platform: Platform) -> Mapping[str, str]:
     return platform.worker_environment(world_size(config) // nodes, spans_machines=nodes > 1)
 
 
-def _start(trainers: Trainers, engines: Engines, job: Job) -> None:
+def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
     """Load ranks and engines, at the same time where neither measures how much of a device's memory the other has left."""
     begun = engines.begin_start() if job.platform.shares_main_memory else None
     config = job.config
@@ -185,7 +185,7 @@ def _start(trainers: Trainers, engines: Engines, job: Job) -> None:
     engines.load_weights(trainers.weights())
 
 
-def _scorer(job: Job) -> Scorer:
+def _scorer(job: RLSetup) -> Scorer:
     """The sources of the configuration; servers and models get prompts as the policy sees them, special tokens included."""
 
     def prompt_text(token_ids: Ints) -> str:

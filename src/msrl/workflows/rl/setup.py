@@ -20,14 +20,14 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.training import resume_checks as going_on
+from msrl.workflows.training import resume_checks as resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.run_log import checkpoint_root
 from msrl.workflows.training.settings import check_order, hf_files, order_state, policy_schedule, resumed, tokenizer_path
 
 
 @dataclass(frozen=True)
-class Job:
+class RLSetup:
     """Everything that is known before the cluster is asked for."""
 
     config: Config
@@ -60,7 +60,7 @@ class Prompts:
         return [self.dataset[self.rows[row]] for row in self.order.after(position, count)]
 
 
-def prepare(config: Config) -> Job:
+def prepare(config: Config) -> RLSetup:
     """Everything that can be known, and be wrong, before Ray is asked for. Raises MsrlError."""
     if config.data.train is None:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
@@ -85,13 +85,13 @@ def prepare(config: Config) -> Job:
     if resume:
         check_order(resume, prompts.order, rows_per_step="rollout.prompts_per_step")
     rates = policy_schedule(config, num_steps)
-    state = {**order_state(prompts.order), **going_on.remembered(config, rates, command="train-grpo")}
+    state = {**order_state(prompts.order), **resume_checks.remembered(config, rates, command="train-grpo")}
     if resume:
-        going_on.check(resume, state)
+        resume_checks.check(resume, state)
     check_room(checkpoint_root(config), resume)
     done = (resume.step if resume else 0) - config.algo.value.warmup_steps
-    going_on.say_schedule(resume, rates, max(done, 0) * updates_per_step(config))
-    return Job(
+    resume_checks.say_schedule(resume, rates, max(done, 0) * updates_per_step(config))
+    return RLSetup(
         config=config,
         platform=platform,
         placement=_placement(config, platform),

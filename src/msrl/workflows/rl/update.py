@@ -26,10 +26,10 @@ from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, select,
 from msrl.trainer.objective.losses import PolicyLoss, taken
 from msrl.types import Floats, ScoredGroup, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, value_metrics, with_targets
-from msrl.workflows.rl.rollouts import teaching_groups
+from msrl.workflows.rl.rollouts import select_informative
 from msrl.workflows.rl.setup import difficulty
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.worker_groups import Trainers
+from msrl.workflows.rl.worker_groups import TrainerGroup
 from msrl.workflows.training.settings import policy_schedule
 
 
@@ -46,7 +46,7 @@ class Prepared:
 class Updater:
     """Turns scored groups into optimizer updates. Its state is the factor of the KL coefficients and the moments of the rewards."""
 
-    def __init__(self, config: Config, trainers: Trainers, num_steps: int, state: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config, trainers: TrainerGroup, num_steps: int, state: Mapping[str, Any]) -> None:
         """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
         self._config, self._trainers = config, trainers
         self._schedule = policy_schedule(config, num_steps)
@@ -65,7 +65,7 @@ class Updater:
         Groups that were `left_out` of the step count in the statistics of its rewards, and in nothing else.
         """
         algo = self._config.algo
-        keep = kept_samples(self._config, groups)
+        keep = selected_samples(self._config, groups)
         plain = rl_sequences(training_samples(groups, np.zeros(int(length_matrix(groups).sum())), np.ones_like(keep)))
         with clock("logprobs"):
             found = self._logprobs(plain)
@@ -177,14 +177,14 @@ def policy_loss(config: Config) -> PolicyLoss:
     )
 
 
-def kept_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
+def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
     """Which samples have a part in the updates."""
     mask = config.algo.mask
     found = trained_samples(
         reward_matrix(groups), truncated_matrix(groups),
         drop_truncated=mask.truncated, drop_equal_groups=mask.equal_groups, difficulty=mask.difficulty,
     )  # fmt: skip
-    return found & teaching_groups(config.rollout.filter, groups)[:, None]
+    return found & select_informative(config.rollout.filter, groups)[:, None]
 
 
 def estimates(algo: AlgoConfig, rewards: TokenRewards, values: Reals | None = None) -> Reals:  # [N]

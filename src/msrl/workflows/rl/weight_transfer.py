@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Bucket:
     """A tensor as its bytes; NumPy does not know all of torch's types."""
 
     name: str
@@ -28,18 +28,18 @@ class Parcel:
     content: NDArray[np.uint8]
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Parcel, ...]:
+def pack(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Bucket, ...]:
     """Tensors of any device, by name."""
     import torch
 
-    parcels: list[Parcel] = []
+    parcels: list[Bucket] = []
     for name, tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        parcels.append(Parcel(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy()))
+        parcels.append(Bucket(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy()))
     return tuple(parcels)
 
 
-def unpack(parcels: Iterable[Parcel]) -> Iterator[tuple[str, Tensor]]:
+def unpack(parcels: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
     """The tensors again, in main memory that may be shared: they are to be read only."""
     import torch
 

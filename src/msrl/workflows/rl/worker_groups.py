@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from msrl.algorithms.packing import Sequences, balanced, per_token
-from msrl.cluster.session import Placed, Session
+from msrl.cluster.session import PlacedWorkers, Session
 from msrl.cluster.waiting import wait_all
 from msrl.config.schema import EngineConfig
 from msrl.platforms.base import Platform
@@ -29,11 +29,11 @@ _RELEASE_S = 30.0
 WORKERS = {"actor": "training rank", "rollout": "rollout engine"}  # roles, in words
 
 
-class Trainers:
+class TrainerGroup:
     """All ranks. Sequences are given whole; they are spread over the data-parallel ranks and packed here."""
 
     def __init__(
-        self, session: Session, placed: Placed, settings: WorkerSettings, num_ranks: int, env: Mapping[str, str], timeout_s: float
+        self, session: Session, placed: PlacedWorkers, settings: WorkerSettings, num_ranks: int, env: Mapping[str, str], timeout_s: float
     ) -> None:
         actor = ray.remote(runtime_env={"env_vars": dict(env)})(TrainActor)
         self._actors = [session.start(actor, placed, "actor", rank, settings, rank, num_ranks) for rank in range(num_ranks)]
@@ -124,11 +124,11 @@ class Trainers:
         return wait_all(refs, timeout_s=self._timeout_s, labels=labels, watch=self._watch)
 
 
-class Engines:
+class EngineGroup:
     """All engines; each takes its share of the prompts."""
 
     def __init__(
-        self, session: Session, placed: Placed, settings: EngineSettings, platform: Platform, env: Sequence[Mapping[str, str]],
+        self, session: Session, placed: PlacedWorkers, settings: EngineSettings, platform: Platform, env: Sequence[Mapping[str, str]],
         timeout_s: float,
     ) -> None:  # fmt: skip
         """`env` has the environment of each engine, of which there are as many."""
@@ -185,7 +185,7 @@ def shares(prompts: Sequence[Prompt], num_engines: int) -> list[list[int]]:
     return found
 
 
-def engine_environments(placed: Placed, platform: Platform, engine: EngineConfig, env: Mapping[str, str]) -> list[dict[str, str]]:
+def engine_environments(placed: PlacedWorkers, platform: Platform, engine: EngineConfig, env: Mapping[str, str]) -> list[dict[str, str]]:
     """The environment of each engine. Ask before any actor is started.
 
     Ray lets an actor see the device of its first bundle; an engine of several devices is shown all of them.

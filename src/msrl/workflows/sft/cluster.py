@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from msrl.cluster.placement import Role, plan
-from msrl.cluster.rendezvous import MeetingPlace
+from msrl.cluster.rendezvous import Rendezvous
 from msrl.cluster.session import Session, ray_session
 from msrl.cluster.waiting import until_done, wait_all
 from msrl.config.schema import Config
@@ -26,13 +26,13 @@ from msrl.plan.derived import world_size
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.trainer.launch import RankContext, quiet_megatron
-from msrl.workflows.sft.setup import SftJob
+from msrl.workflows.sft.setup import SftSetup
 from msrl.workflows.training.settings import worker_variables
 
 _LOOK_S = 0.2  # between two looks into the mailbox
 
 
-class Mailbox:
+class MessageQueue:
     """What the ranks report, in order, and whether they are to stop. An actor."""
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class RankActor:
 
     def rendezvous(self) -> str:
         """Where the ranks meet; asked of rank 0."""
-        self._meeting_place = MeetingPlace()
-        return self._meeting_place.init_method
+        self._rendezvous = Rendezvous()
+        return self._rendezvous.init_method
 
-    def run(self, init_method: str, folder: str, platform: str, job: SftJob) -> None:
+    def run(self, init_method: str, folder: str, platform: str, job: SftSetup) -> None:
         """Train until the end. Paths of the job are relative to `folder`."""
         try:
             os.chdir(folder)
@@ -97,7 +97,7 @@ class RankActor:
 class ClusterRanks:
     """A context manager around all ranks, as `LocalRanks` is. Raises MsrlError where the cluster does not answer, or lacks devices."""
 
-    def __init__(self, config: Config, job: SftJob, platform: Platform) -> None:
+    def __init__(self, config: Config, job: SftSetup, platform: Platform) -> None:
         self._config, self._job, self._platform = config, job, platform
         self._stack = ExitStack()
         self.was_asked_to_stop = False
@@ -119,7 +119,7 @@ class ClusterRanks:
         nodes, num_ranks, resource = self._config.cluster.nodes, world_size(self._config), self._platform.ray_resource
         placed = session.create_placement(plan([Role("actor", num_ranks)], num_ranks // nodes, nodes, resource=resource))
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._mailbox = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
+        self._mailbox = ray.remote(MessageQueue).options(num_cpus=0, scheduling_strategy=here).remote()
         session.keep([self._mailbox])
         own = self._platform.worker_environment(num_ranks // nodes, spans_machines=nodes > 1)
         actor = ray.remote(runtime_env={"env_vars": {**own, **worker_variables(self._config, self._platform)}})(RankActor)

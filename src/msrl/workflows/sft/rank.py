@@ -21,7 +21,7 @@ from msrl.trainer.objective.losses import SftLoss
 from msrl.trainer.rank import TrainWorker
 from msrl.types import MicroBatch, StepReport
 from msrl.workflows.sft.rows import Rows
-from msrl.workflows.sft.setup import SftJob, Started, training_rows
+from msrl.workflows.sft.setup import SftSetup, Started, training_rows
 from msrl.workflows.sft.text_rows import TextRows
 from msrl.workflows.training.best import Best, best_state
 from msrl.workflows.training.mfu import mfu
@@ -30,7 +30,7 @@ from msrl.workflows.training.settings import retention
 LOSS = SftLoss()
 
 
-def main(context: RankContext, job: SftJob) -> None:
+def main(context: RankContext, job: SftSetup) -> None:
     """The life of a rank."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # what ends a job may send it to all processes; the one that started us asks to stop
         signal.signal(number, signal.SIG_IGN)
@@ -73,7 +73,7 @@ def _report_saved(context: RankContext, finished: Sequence[SavedTraining]) -> No
         context.report(saved)
 
 
-def _save(saver: Saver, job: SftJob, step: int, best: Best | None) -> None:
+def _save(saver: Saver, job: SftSetup, step: int, best: Best | None) -> None:
     saver.save(step, {**job.state, **best_state(best)}, retention(job.config, best))
 
 
@@ -81,7 +81,7 @@ def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bo
     return (every is not None and step % every == 0) or (at_end and step == num_steps)
 
 
-def _step(worker: TrainWorker, job: SftJob, train: Rows | TextRows, step: int) -> StepReport:
+def _step(worker: TrainWorker, job: SftSetup, train: Rows | TextRows, step: int) -> StepReport:
     config, started = job.config, time.perf_counter()
     rows = train.sequences(job.order.of_step(step).tolist())
     mine, num_tokens, num_all = _share(worker, config, rows)

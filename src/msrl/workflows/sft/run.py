@@ -21,9 +21,9 @@ from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.trainer.launch import LocalRanks
 from msrl.types import StepReport
 from msrl.workflows.sft.rows import Rows
-from msrl.workflows.sft.setup import SftJob, check_lengths, row_order, training_rows
+from msrl.workflows.sft.setup import SftSetup, check_lengths, row_order, training_rows
 from msrl.workflows.sft.text_rows import TextRows, blend_of
-from msrl.workflows.training import resume_checks as going_on
+from msrl.workflows.training import resume_checks as resume_checks
 from msrl.workflows.training.best import outcome
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.integrity import verify_models
@@ -68,7 +68,7 @@ def run(config: Config) -> None:
         raise KeyboardInterrupt
 
 
-def _ranks(config: Config, job: SftJob, platform: Platform) -> LocalRanks | ClusterRanks:
+def _ranks(config: Config, job: SftSetup, platform: Platform) -> LocalRanks | ClusterRanks:
     """Processes of this machine; with `cluster.address`, of the machines of that cluster."""
     if config.cluster.address is not None:
         from msrl.workflows.sft.cluster import ClusterRanks
@@ -93,7 +93,7 @@ def _followed(messages: Iterator[Any], log: RunLog) -> tuple[SavedTraining | Non
     return saved, ends
 
 
-def prepare(config: Config, platform: str) -> SftJob:
+def prepare(config: Config, platform: str) -> SftSetup:
     """Everything that the ranks need to know. Raises MsrlError."""
     if config.data.train is None and not config.data.blend:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
@@ -104,13 +104,13 @@ def prepare(config: Config, platform: str) -> SftJob:
     if start_step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on")
     order, rates = row_order(config, rows), schedule(config, num_steps)
-    state = {**order_state(order), **going_on.remembered(config, rates, command="train-sft")}
+    state = {**order_state(order), **resume_checks.remembered(config, rates, command="train-sft")}
     if resume:
         check_order(resume, order, rows_per_step="train.global_batch")
-        going_on.check(resume, state)
+        resume_checks.check(resume, state)
     check_room(checkpoint_root(config), resume)
-    going_on.say_schedule(resume, rates, start_step)
-    return SftJob(
+    resume_checks.say_schedule(resume, rates, start_step)
+    return SftSetup(
         config=config,
         settings=worker_settings(config, platform, resume=resume),
         schedule=rates,

@@ -19,7 +19,7 @@ from msrl.workflows.sft.text_rows import TextRows, blend_of, open_text
 
 
 @dataclass(frozen=True, slots=True)
-class SftJob:
+class SftSetup:
     """What every rank is told. `start_step` counts the steps done before; `hf_dir` has config and tokenizer; `state` is what every
     checkpoint holds of the training.
     """

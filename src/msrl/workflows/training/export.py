@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.reward_head import is_scoring, scoring_config
 from msrl.models.shape import Shape
 from msrl.temporary import owned_folder
@@ -81,6 +81,6 @@ def _critic(saved: SavedTraining, shape: Shape, hf_dir: Path) -> ShardedSource:
     from msrl.checkpoint.source import ShardedSource
     from msrl.trainer.checkpointing.publish import critic_weights
 
-    cut = Cut.from_json(saved.state()["cut"])
+    cut = ParallelLayout.from_json(saved.state()["cut"])
     shards = {at: critic_weights(saved.training_dir, at) for at in cut.ranks()}
     return ShardedSource(shape, cut, shards, hf_dir, str(saved.training_dir))

@@ -54,7 +54,7 @@ def fit(config: Config, command: str, platform: Platform, *, longest: int | None
         return None
     memory = training_memory(
         config, shape, command, longest=longest,
-        temporary_elements=platform.elements_at_once, attention_bytes=4 if platform.wide_attention else None,
+        temporary_elements=platform.elements_at_once, attention_bytes=4 if platform.upcast_attention else None,
     )  # fmt: skip
     memory = _with_engine(memory, config, shape, command, platform)
     least = _least(memory, config, shape, command, longest)

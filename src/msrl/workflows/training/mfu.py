@@ -13,12 +13,12 @@ from msrl.platforms.base import Platform
 
 
 def mfu(
-    shape: Shape, config: Config, platform: Platform, rows: Sequence[Sequences], num_learnt: int, seconds: float, *, passes: int = 1
+    shape: Shape, config: Config, platform: Platform, rows: Sequence[Sequences], num_trained: int, seconds: float, *, passes: int = 1
 ) -> dict[str, float]:
     """`perf/mfu` of `passes` times through all ranks' rows in `seconds`; empty where the peak of the device is not known."""
     peak = platform.peak_flops(config.model.dtype)
     if peak is None:
         return {}
     lengths = [len(ids) for row in rows for ids in row.token_ids]
-    flops = training_flops(shape, lengths, num_learnt, weight_gradients=config.train.lora.rank is None)
+    flops = training_flops(shape, lengths, num_trained, weight_gradients=config.train.lora.rank is None)
     return {"perf/mfu": passes * flops / (max(seconds, 1e-9) * world_size(config) * peak)}

@@ -13,7 +13,7 @@ from msrl.errors import MsrlError
 from msrl.tracking.console import StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics
 from msrl.tracking.plots import plot_metrics
-from msrl.tracking.report import summarise, write_report
+from msrl.tracking.report import summarize, write_report
 from msrl.tracking.run import RunFolder
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
@@ -65,7 +65,7 @@ class RunLog:
         reports = read_metrics(self.path)
         if reports:
             with self._written("the report", "the training is done and its checkpoints are whole"):
-                report = write_report(self.path, summarise(reports), results=results)
+                report = write_report(self.path, summarize(reports), results=results)
                 plot_metrics(reports, self._curves, self.path / "curves.png", title=self.path.name)
             results = {**results, "report": str(report)}
         for name, value in results.items():

@@ -13,7 +13,7 @@ from msrl.config.schema import Config, OptimizerConfig
 from msrl.data.manifest import read_manifest
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
-from msrl.plan.derived import critic_optimizer, cut_of, model_shape, needs_critic, needs_reference, updates_per_step
+from msrl.plan.derived import critic_optimizer, layout_from, model_shape, needs_critic, needs_reference, updates_per_step
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
@@ -121,7 +121,7 @@ def worker_settings(
         model=weights.root if weights else weights_path(config),
         hf_dir=hf_files(config),
         iteration=weights.step if weights else None,
-        layout=Layout(**cut_of(parallel).as_json(), sp=parallel.sp or _is_mixture(config), cp=parallel.cp),
+        layout=Layout(**layout_from(parallel).as_json(), sp=parallel.sp or _is_mixture(config), cp=parallel.cp),
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,
