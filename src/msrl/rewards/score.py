@@ -2,6 +2,7 @@
 
 What times out, crashes or raises is counted and said. By the source's `on_failure` it scores as wrong; or stays undecided, which is the
 mean of the source's other scores in the group (0.0 where there is none), so that it teaches nothing; or ends the run (MsrlError).
+A source that gives no score at all in a step or an evaluation always ends the run (`Scores.require_scores`).
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msrl.errors import MsrlError
+from msrl.rewards.failures import SourceCalls, count_calls, join_calls, require_scores
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, Outcome, Pool
 from msrl.rewards.rank_model import RankModel
 from msrl.rewards.remote import Item
@@ -25,15 +27,26 @@ _Outcomes = Mapping[_Place, Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored groups in the order of the rollouts; `failures` counts `source/timeout`, `source/crash`, `source/error`, and
-    `source/retried`, requests that a server had to get again.
+    """Scored groups in the order of the rollouts; `failures` counts `source/timeout`, `source/crash`, `source/error`,
+    `source/skipped`, calls that were not made because those before them failed, and `source/retried`, requests that a server had to get
+    again.
 
-    `notes` has one message for each kind of failure that occurred, with the first one's row and reason.
+    `notes` has one message for each kind of failure that occurred, with the first one's row and reason. `calls` counts by source.
     """
 
     groups: tuple[ScoredGroup, ...]
     failures: Mapping[str, int]
     notes: tuple[str, ...]
+    calls: Mapping[str, SourceCalls] = field(default_factory=dict[str, SourceCalls])
+
+    def joined(self, other: Scores) -> Scores:
+        """Return the scores of both, `other`'s groups behind these."""
+        failures = Counter[str](self.failures) + Counter[str](other.failures)
+        return Scores(self.groups + other.groups, dict(failures), self.notes + other.notes, join_calls(self.calls, other.calls))
+
+    def require_scores(self, where: str, *, only_stopped: bool = False) -> None:
+        """Raise RewardSourceError if all calls of a source failed; with `only_stopped`, if some were also skipped for that."""
+        require_scores(self.calls, where, only_stopped=only_stopped)
 
     def means(self) -> dict[str, float]:
         """Each source's mean score over the completions that it was for."""
@@ -103,7 +116,14 @@ class Scorer:
         outcomes = self._outcomes(groups, places)
         failures, notes = self._failures(outcomes, groups)
         scored = tuple(self._scored(g, group, of_group[g], outcomes) for g, group in enumerate(groups))
-        return Scores(scored, failures, notes)
+        return Scores(scored, failures, notes, self._count(outcomes))
+
+    def _count(self, outcomes: _Outcomes) -> dict[str, SourceCalls]:
+        """The calls of every source that was asked, by its label."""
+        of_source: dict[int, list[Outcome]] = defaultdict(list)
+        for (_, _, s), outcome in outcomes.items():
+            of_source[s].append(outcome)
+        return {self._sources[s].label: count_calls(s, self._sources[s], mine) for s, mine in of_source.items()}
 
     def _outcomes(self, groups: Sequence[RolloutGroup], places: Sequence[_Place]) -> _Outcomes:
         """What became of every call: servers and models work beside the pool."""
@@ -111,7 +131,8 @@ class Scorer:
         with ThreadPoolExecutor(max(1, len(self._clients))) as threads:
             of_client = {s: [place for place in places if place[2] == s] for s in self._clients}
             running = {s: threads.submit(self._clients[s].outcomes, self._items(groups, mine)) for s, mine in of_client.items() if mine}
-            mine = [place for place in places if place[2] in self._in_pool]
+            # One completion of every prompt after the other: a prompt on which a source always hangs does not hold up its first calls.
+            mine = sorted((place for place in places if place[2] in self._in_pool), key=lambda place: place[1])
             if self._pool is not None:
                 outcomes.update(zip(mine, self._pool.map(self._calls(groups, mine)), strict=True))
             for s, answers in running.items():

@@ -20,6 +20,7 @@ from msrl.config.derived import config_dir, critic_shape, max_model_len, model_s
 from msrl.config.schema import Config
 from msrl.models.reward_head import has_classifier
 from msrl.platforms.base import Platform
+from msrl.rewards.failures import RewardSourceError
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
@@ -73,7 +74,7 @@ def run(config: Config) -> None:
         log.say(f"starting {' and '.join(workers)} on {job.platform.name}; the run is written to {log.path}")
         with _team(job) as (trainers, engines, scorer):
             log.say(f"all started in {duration_text(time.perf_counter() - started)}")
-            with Interrupts() as interrupts:
+            with Interrupts() as interrupts, _finishes_saves(trainers):
                 saved = _loop(job, trainers, engines, scorer, log, interrupts)
         is_stopped = was_cut_short(interrupts.asked, saved, job.num_steps)
         log.finish(_results(config, saved, log.path, is_done=not is_stopped))
@@ -110,6 +111,16 @@ def _loop(
         if is_last:
             break
     return _said(trainers.finish_saves()) or saved
+
+
+@contextmanager
+def _finishes_saves(trainers: Trainers) -> Iterator[None]:
+    """Complete checkpoints that are being written when a reward source ends the run; ranks and engines are in order then."""
+    try:
+        yield
+    except RewardSourceError:
+        _said(trainers.finish_saves())
+        raise
 
 
 def _mfu(job: Job, prepared: Prepared, clock: Clock) -> dict[str, float]:
