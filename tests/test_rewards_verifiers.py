@@ -256,6 +256,51 @@ def test_the_form_of_format_is_that_of_its_regular_expression():
     assert sum(score(r, "") for r in set(responses)) > 10
 
 
+EMPTY = ["", " ", "####", "so it is\n#### ", "\\boxed{}", "\\boxed{ }", "$$", "$ $", ".", "\\(\\)", "{}"]
+MATHEMATICAL = ["acc", "acc_for_dapo", "acc_for_ppo", "base_acc", "math_17k_acc", "math_verify_reward", "regex_answer", "retool_reward"]
+
+
+@pytest.mark.parametrize("truth", EMPTY)
+def test_a_ground_truth_without_an_answer_pays_for_nothing_and_is_refused(truth):
+    contents = ["", " ", "0", "x", "None", "\\text{}", "$", "####", ".", "()", "\\{\\}", "\\boxed{}", "\\boxed{0}", "\\emptyset"]
+    responses = [form % text for text in contents for form in ("%s", "\\boxed{%s}", "Answer: %s", "#### %s", "<answer>%s</answer>")]
+    responses += [f"<think>a</think><answer>\\boxed{{{text}}}</answer>" for text in contents]
+    for name in [*MATHEMATICAL, "multiple_choice"]:
+        module, options = verifier(name), OPTIONS.get(name, {})
+        paid = [text for text in responses if module.score(text, truth, **options) > module.WRONG]
+        assert not paid, name
+        assert not truth.strip() or module.answer_refusal(truth, **options) is not None, name
+
+
+def test_a_ground_truth_with_an_answer_is_not_refused():
+    truths = [
+        "0",
+        "-1",
+        "x",
+        "7.",
+        "()",
+        "(1,2)",
+        "[1, 2)",
+        "\\{\\}",
+        "\\emptyset",
+        "#### 0",
+        "\\boxed{0}",
+        "$5$",
+        "None",
+        "{1}",
+        "∞",
+        "½",
+    ]
+    for name in MATHEMATICAL:
+        refused = [truth for truth in truths if verifier(name).answer_refusal(truth, **OPTIONS.get(name, {}))]
+        assert refused == [], name
+    choice = verifier("multiple_choice")
+    assert [choice.answer_refusal(truth) for truth in ("A", "(b) Paris", "3", "C. 5")] == [None] * 4
+    assert all(choice.answer_refusal(truth, letters=4) for truth in ("Paris", "E", "4", "A or B", "AB", "-1"))
+    assert choice.answer_refusal("0", first=1) and choice.answer_refusal("1", first=1) is None
+    assert verifier("regex_match").score("anything", "") == 0.0
+
+
 def test_options_of_acc_narrow_what_it_accepts():
     score = verifier("acc").score
     assert score(r"\boxed{0.5}", "50", percent=False) == -0.5

@@ -17,7 +17,8 @@ from msrl.rewards.failures import SourceCalls, count_calls, join_calls, require_
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, Outcome, Pool
 from msrl.rewards.rank_model import RankModel
 from msrl.rewards.remote import Item
-from msrl.rewards.sources import TAG, Source, checked
+from msrl.rewards.rows import RowSources
+from msrl.rewards.sources import Source, checked
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
 __all__ = ["Scorer", "Scores", "Source"]
@@ -76,6 +77,7 @@ class Scorer:
         self._sources = checked(sources)
         self._in_pool = [number for number, source in enumerate(self._sources) if source.in_pool]
         self._clients = {number: source.client() for number, source in enumerate(self._sources) if not source.in_pool}
+        self._rows = RowSources(self._sources)
         self._prompt_text = prompt_text or (lambda _: "")
         functions = [self._sources[number].worker_function(number) for number in self._in_pool]
         self._pool = Pool(functions, num_workers, memory_bytes=memory_bytes) if functions else None
@@ -98,20 +100,16 @@ class Scorer:
                 end.close()
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Whether every row can be scored, before any is. Raises MsrlError for the first that cannot: no source is for its tag, its ground
-        truth or a column that a server or model reads is missing.
-        """
-        for prompt in prompts:
-            for number in self._of_prompt(prompt):
-                Item("", "", "", prompt.extra).with_prompt_of(str(self._sources[number].options.get("prompt_column", "")))
+        """Raise MsrlError for the first row that cannot be scored, before any is."""
+        self._rows.check(prompts)
 
     def score(self, groups: Sequence[RolloutGroup]) -> Scores:
         """The rewards of all completions, by their decoded text and their prompt's answer.
 
-        Raises MsrlError when a source compares with the ground truth and a prompt has none, when no source is for a prompt's tag, and when
-        a source with `on_failure: fail` fails.
+        Raises MsrlError when a source cannot use the ground truth of a prompt, when no source is for a prompt's tag, and when a source
+        with `on_failure: fail` fails.
         """
-        of_group = [self._of_prompt(group.prompt) for group in groups]
+        of_group = [self._rows.of_prompt(group.prompt) for group in groups]
         places = [(g, c, s) for g, group in enumerate(groups) for c in range(len(group.completions)) for s in of_group[g]]
         outcomes = self._outcomes(groups, places)
         failures, notes = self._failures(outcomes, groups)
@@ -148,24 +146,6 @@ class Scorer:
     def _items(self, groups: Sequence[RolloutGroup], places: Iterable[_Place]) -> list[Item]:
         prompts = [(self._prompt_text(group.prompt.token_ids), group.prompt) for group in groups]
         return [Item(prompts[g][0], groups[g].completions[c].text, prompts[g][1].answer, prompts[g][1].extra) for g, c, _ in places]
-
-    def _of_prompt(self, prompt: Prompt) -> list[int]:
-        """The sources that are for this row."""
-        mine = [number for number, source in enumerate(self._sources) if source.applies_to(prompt.extra)]
-        if not mine:
-            tags = sorted({tag for source in self._sources for tag in source.tags})
-            tag = prompt.extra.get(TAG)
-            raise MsrlError(
-                f"reward.sources: none is for row {prompt.index} of the data, whose tag is {tag}; they are for {', '.join(tags)}; "
-                f"map the column of tags with preprocess.map_keys: {{extra.{TAG}: COLUMN}}, or add a source without tags"
-            )
-        readers = [self._sources[number].label for number in mine if self._sources[number].needs_answer]
-        if readers and not prompt.answer.strip():
-            raise MsrlError(
-                f"reward.sources: {readers[0]} compares with the ground truth, but row {prompt.index} of the data has none; "
-                "map the column of answers in preprocess.map_keys and preprocess again"
-            )
-        return mine
 
     def _scored(self, g: int, group: RolloutGroup, numbers: Sequence[int], outcomes: _Outcomes) -> ScoredGroup:
         count = len(group.completions)

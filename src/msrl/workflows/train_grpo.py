@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from msrl.cluster.session import ray_session
@@ -154,7 +153,6 @@ def _team(job: Job) -> Iterator[tuple[Trainers, Engines, Scorer]]:
         scorer = stack.enter_context(_scorer(job))
         reward_models = {name: Path(model.path).absolute() for name, model in scorer.rank_models.items()}
         settings = worker_settings(config, platform.name, resume=job.resume, reference=reference, reward_models=reward_models)
-        scorer.check(chain((job.prompts.dataset[row] for row in job.prompts.rows), job.eval_prompts))
         session = stack.enter_context(
             ray_session(
                 config.cluster.address, num_devices=job.placement.num_devices, resource_name=platform.ray_resource, env=config.cluster.env

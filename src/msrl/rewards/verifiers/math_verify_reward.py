@@ -8,11 +8,12 @@ here the process is killed.
 from __future__ import annotations
 
 from msrl.rewards.equality import MAX_CHARACTERS, boxed_formula, formula, verified
-from msrl.rewards.extract import ground_truth
+from msrl.rewards.extract import ground_truth, truth_refusal
 from msrl.rewards.verifiers.base_acc import has_form
 
 WRONG = 0.0
 NEEDS_ANSWER = True
+answer_refusal = truth_refusal
 
 
 def score(response: str, answer: str) -> float:

@@ -27,6 +27,12 @@ def score(response: str, answer: str, *, letters: int = 10, first: int = 0) -> f
     return 1.0 if given is not None and given == true and ord(given) - ord("A") < letters else WRONG
 
 
+def answer_refusal(answer: str, *, letters: int = 10, first: int = 0) -> str | None:
+    """A ground truth has to be one of the choices."""
+    true, last = _true(answer.strip(), first), chr(ord("A") + letters - 1)
+    return None if true is not None and "A" <= true <= last else f"is no choice from A to {last}: {answer.strip()[:60]!r}"
+
+
 def _true(answer: str, first: int) -> str | None:
     return chr(ord("A") + int(answer) - first) if re.fullmatch(r"\d{1,2}", answer) else _choice(answer)
 
