@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from msrl.errors import ManyErrors
+from msrl.errors import ManyErrors, MsrlError
 from msrl.rewards import sandbox, sandbox_init
+from msrl.rewards.rows import RowSources
 from msrl.rewards.sandbox import Limits, run
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.verifiers import code
@@ -288,6 +289,9 @@ def test_a_program_is_scored_by_its_tests(program, answer, score, share):
         ("Use ```print``` or\n``` py\nprint(1)```", "print(1)"),
         ("```python\r\nprint(1)\r\n```", "print(1)\r\n"),
         ("```python\nprint(1)\n```\nmore\n```\nprint(2)\n```", "print(2)\n"),
+        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
+        ("```python\nprint(1)\n```\nOutput:\n```\nx = 3\nhello world\n```\nand\n```\n[1, 2]\n```", "print(1)\n"),
+        ("```\nx = 3\n```\nor\n```\ny = 3\n```", "y = 3\n"),
         ("``` c\nint x;\n```\n```python\ncut", None),
     ],
 )
@@ -335,3 +339,87 @@ def test_sandboxes_run_side_by_side():
     for thread in threads:
         thread.join(30)
     assert results == ["1\n"] * 4
+
+
+ALWAYS_EQUAL = "class Any:\n    __eq__ = lambda self, other: True\n    __hash__ = None\n"
+CHEATS = {
+    "echo the first line": "print(input())\nimport sys; sys.exit(0)",
+    "echo all lines": "import sys, os\nsys.stdout.write(sys.stdin.read().split('\\n')[0]); sys.stdout.flush(); os._exit(0)",
+    "echo the descriptor": "import os\nos.write(1, os.read(0, 100)[:32]); os._exit(0)",
+    "patch exec": "import builtins\nbuiltins.exec = lambda *_: None\nbuiltins.eval = builtins.exec",
+    "patch compile": "import builtins\nbuiltins.compile = lambda *_, **__: ''\nimport ast; ast.parse = lambda *_: None",
+    "patch AssertionError": "import builtins\nbuiltins.AssertionError = None\ndef add(a, b): return 0",
+    "equal everything": ALWAYS_EQUAL + "def add(a, b): return Any()",
+    "equal everything inside a list": ALWAYS_EQUAL + "def add(a, b): return [Any(), Any()] if isinstance(a, list) else Any()",
+    "mock": "from unittest.mock import ANY\ndef add(a, b): return ANY",
+    "a number that is equal": "class Any(int):\n    __eq__ = lambda self, other: True\ndef add(a, b): return Any()",
+}
+
+
+@needs_namespaces
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_program_that_cheats_on_asserts_passes_none(name):
+    turned = json.dumps(["assert 3 == add(1, 2)", "assert [3, 4] == add([3], [4])"])
+    assert [code.score(fenced(CHEATS[name]), answer, partial=True) for answer in (ASSERTS, turned)] == [0.0, 0.0]
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("from collections import Counter, namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)", "assert f() == (1, 2)"),
+        ("from collections import Counter\ndef f(): return Counter('aab')", "assert f() == {'a': 2, 'b': 1}"),
+        ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "assert f() == 0.5 and 0.5 == f()"),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(): return P(1)",
+            "assert f() == P(1)\nassert not f() == 1",
+        ),
+        ("class Node:\n    def __init__(self, v): self.v = v\ndef f(): return Node(3)", "assert f().v == 3"),
+        ("if __name__ == '__main__':\n    y = 2\ndef f(): return y", "def check(g):\n    assert g() == 2\ncheck(f)"),
+        ("from __future__ import annotations\nimport sys\nx: int = 3\ndef f(): return sys.modules['__main__'].x", "assert 2 < f() == 3"),
+    ],
+)
+def test_honest_programs_pass_their_asserts(program, test):
+    assert code.score(fenced(program), test) == 1.0
+
+
+NOTHING = [
+    "42", "[]", "{}", "null", "true", '""', "Paris", "x = 1", "pass", "# assert f(1) == 2", "assert True", '"assert"', "print(add(1, 2))",
+    "def check(f):\n    assert f(1) == 2", "assert add(1, 2) =", '{"tests": ""}', '{"tests": []}', '{"tests": null}', '{"tests": 42}',
+    '{"tests": {}}',
+    '{"tests": ["assert add(1, 2) == 3", ""]}', '["assert add(1, 2) == 3", 42]', '{"inputs": [], "outputs": []}', '{"inputs": ["1"]}',
+    '{"inputs": ["1"], "outputs": []}', '{"inputs": ["1", "2"], "outputs": ["", " "]}', '{"inputs": "1", "outputs": "1"}',
+    '{"fn_name": "f", "inputs": [[1]], "outputs": [null]}', '{"fn_name": "f", "inputs": [1], "outputs": [1]}', '{"answer": 3}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", NOTHING)
+def test_a_ground_truth_that_tests_nothing_is_refused_and_pays_for_nothing(answer):
+    from test_rewards_sources import group
+
+    assert "tests nothing" in str(code.answer_refusal(answer))
+    with pytest.raises(ValueError, match=r"test|empty|inputs|Python|fn_name"):
+        code.score(fenced("pass"), answer)
+    rows = RowSources([Source("code")])
+    rows.check([group(answer=STDIN).prompt])
+    with pytest.raises(MsrlError, match=r"reward.sources\[0\].verifier=code: .*row 7 of the data tests nothing"):
+        rows.check([group(answer=answer, index=7).prompt])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        STDIN, CALLS, ASSERTS, "if f(1) != 2:\n    raise ValueError", "for x in range(3):\n    assert f(x) == x",
+        "def check(g):\n    assert g(1) == 2\ncheck(f)",
+        "import numpy as np\nnp.testing.assert_allclose(f(1), 2)", '{"inputs": ["1", "2"], "outputs": ["", "3"]}',
+        '{"fn_name": "f", "inputs": [[1], [2]], "outputs": [null, 3]}', '{"inputs": [["1", "2 3"]], "outputs": [["3"]]}',
+    ],
+)  # fmt: skip
+def test_a_ground_truth_with_a_test_is_taken(answer):
+    assert code.answer_refusal(answer) is None
+
+
+@needs_namespaces
+def test_inputs_and_outputs_given_as_lists_of_lines_are_lines():
+    answer = json.dumps({"inputs": [["2", "3 4"]], "outputs": [["7", "2"]]})
+    assert code.score(fenced("n = int(input())\nprint(sum(map(int, input().split())))\nprint(n)"), answer) == 1.0

@@ -148,6 +148,14 @@ CASES = {
         ("thinking of A\nB.", "B", 1.0),
         ("The answer is A or B", "B", 0.0),
         ("The answer is A, B", "A", 0.0),
+        (r"\boxed{B\text{ or }C}", "B", 0.0),
+        (r"\boxed{B; C}", "B", 0.0),
+        (r"\boxed{\text{B} \text{ and } \text{C}}", "B", 0.0),
+        (r"\boxed{(B)(C)}", "B", 0.0),
+        (r"\boxed{B\quad C}", "B", 0.0),
+        (r"\boxed{B \lor C}", "B", 0.0),
+        (r"\boxed{\textbf{(B)}\ 7}", "B", 1.0),
+        ("The answer is B, not C", "B", 1.0),
         ("The answer is a dog", "A", 0.0),
         ("The answer is Bob", "B", 0.0),
         (r"The answer is B, so \boxed{A}", "B", 0.0),
@@ -248,6 +256,51 @@ def test_the_form_of_format_is_that_of_its_regular_expression():
     assert sum(score(r, "") for r in set(responses)) > 10
 
 
+EMPTY = ["", " ", "####", "so it is\n#### ", "\\boxed{}", "\\boxed{ }", "$$", "$ $", ".", "\\(\\)", "{}"]
+MATHEMATICAL = ["acc", "acc_for_dapo", "acc_for_ppo", "base_acc", "math_17k_acc", "math_verify_reward", "regex_answer", "retool_reward"]
+
+
+@pytest.mark.parametrize("truth", EMPTY)
+def test_a_ground_truth_without_an_answer_pays_for_nothing_and_is_refused(truth):
+    contents = ["", " ", "0", "x", "None", "\\text{}", "$", "####", ".", "()", "\\{\\}", "\\boxed{}", "\\boxed{0}", "\\emptyset"]
+    responses = [form % text for text in contents for form in ("%s", "\\boxed{%s}", "Answer: %s", "#### %s", "<answer>%s</answer>")]
+    responses += [f"<think>a</think><answer>\\boxed{{{text}}}</answer>" for text in contents]
+    for name in [*MATHEMATICAL, "multiple_choice"]:
+        module, options = verifier(name), OPTIONS.get(name, {})
+        paid = [text for text in responses if module.score(text, truth, **options) > module.WRONG]
+        assert not paid, name
+        assert not truth.strip() or module.answer_refusal(truth, **options) is not None, name
+
+
+def test_a_ground_truth_with_an_answer_is_not_refused():
+    truths = [
+        "0",
+        "-1",
+        "x",
+        "7.",
+        "()",
+        "(1,2)",
+        "[1, 2)",
+        "\\{\\}",
+        "\\emptyset",
+        "#### 0",
+        "\\boxed{0}",
+        "$5$",
+        "None",
+        "{1}",
+        "∞",
+        "½",
+    ]
+    for name in MATHEMATICAL:
+        refused = [truth for truth in truths if verifier(name).answer_refusal(truth, **OPTIONS.get(name, {}))]
+        assert refused == [], name
+    choice = verifier("multiple_choice")
+    assert [choice.answer_refusal(truth) for truth in ("A", "(b) Paris", "3", "C. 5")] == [None] * 4
+    assert all(choice.answer_refusal(truth, letters=4) for truth in ("Paris", "E", "4", "A or B", "AB", "-1"))
+    assert choice.answer_refusal("0", first=1) and choice.answer_refusal("1", first=1) is None
+    assert verifier("regex_match").score("anything", "") == 0.0
+
+
 def test_options_of_acc_narrow_what_it_accepts():
     score = verifier("acc").score
     assert score(r"\boxed{0.5}", "50", percent=False) == -0.5
@@ -291,12 +344,19 @@ EQUAL = [
     (r"11\sqrt2", r"11\sqrt{2}"), ("x=5", "5"), ("5", "x = 5"), (r"\text{Evelyn}", "evelyn"), ("Evelyn", r"\text{Evelyn}"), ("(C)", "C."),
     ("C", r"\text{(C)}"), (r"(-\infty, 2)", r"\left(-\infty,2\right)"), ("x^2+2x+1", "(x+1)^2"), ("10 \\text{ inches}", "10"), ("7.", "7"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"), ("5", r"\(5\)"),
+    ("120_5", "120_{5}"), ("120_{5}", "35_{10}"), (r"\frac{1}{2004!}", r"\frac{2}{2\cdot 2004!}"),
+    ("x=1,y=2", "1, 2"), ("x=1,y=2", "y=2, x=1"), ("x=2,x=-3", "-3,2"), (r"6\text{ feet }2\text{ inches}", "6 feet, 2 inches"),
+    ("1,2,1", "1,1,2"), ("58,500", "58, 500"), ("11111", r"11,\! 111"),
+    (r"(-\infty,5)", "x<5"), ("x<5", r"(-\infty,5)"), (r"9 \frac{1}{11}\%", r"9\dfrac{1}{11}\%"), ("(1, 2)", "{(1,2)}"),
     (r"2.5\times 10^{-8}", "0.000000025"), (r"\frac{\pi}{1000}", "0.003142"), ("0.0005", r"0.05\%"),
 ]  # fmt: skip
 DIFFERENT = [
     ("72", "73"), ("72", "12 or 72"), ("72", "1, 2, 72"), ("5", "5x"), ("(1,2)", "(2,1)"), ("0.5", "50"), (r"\frac{1}{3}", "0.33"),
     ("12345", "12346"), (r"\text{Evelyn}", "Lyneve"), ("C", "B"), ("C", "ABCD"), ("2", ""), ("", ""), ("3", "-3"), ("1/0", "1"),
-    ("[1,2]", "(1,2)"), ("10^{-7}", "0.0"), (r"2.5\times 10^{-8}", "0.0"), (r"1.6\times 10^{-6}", "0.000002"),
+    ("[1,2]", "(1,2)"), ("120_5", "120_6"), (r"\frac{1}{2004!}", r"\frac{1}{2006!}"), ("x=1,y=2", "2,1"),
+    ("x=1,y=2", "x=1,y=3"), ("6 feet 2 inches", "6"), ("6", "6 feet 2 inches"), ("1,1,2", "1,2"), ("1,1,2", "1,2,2"),
+    ("58,500", "500, 58"), (r"(-\infty,5)", "x>5"), (r"(-\infty,5)", r"x\le 5"), ("10^{-7}", "0.0"),
+    (r"2.5\times 10^{-8}", "0.0"), (r"1.6\times 10^{-6}", "0.000002"),
 ]  # fmt: skip
 
 
@@ -308,6 +368,41 @@ def test_what_states_the_same_is_equal(answer, given):
 @pytest.mark.parametrize(("answer", "given"), DIFFERENT)
 def test_what_states_something_else_is_not(answer, given):
     assert not equal(answer, given)
+
+
+HALF = r"\frac{1}{2}"
+RELATIONS = [r"\neq", "<", ">", r"\le", r"\ge", r"\in", r"\sim", r"\mid"]
+ARROWS = [r"\Rightarrow", r"\to", r"\iff", r"\implies", r"\mapsto", r"\leftarrow", r"\therefore", r"\vdash"]
+SEPARATORS = [r"\text{ or }", r"\text{ and }", ",", ";", "|", "@", "#", "&", r"\&", r"\\", r"\quad", "\n\n", "???", r"\text{, no, }", "or"]
+AROUND = [
+    r"\neg %s", r"\sqrt{%s", "%s}9", "{%s", r"\left(%s", "(%s", r"\frac{%s", r"\frac{%s}{", "%s_9", "_%s", "^%s", r"\lim %s", r"\sum %s",
+    r"\cancel{%s} 9", r"\begin{cases}9\\%s\end{cases}", r"7-(%s,3)", r"9 \in \{%s\}", r"\{%s, 9\}", "(%s, 9)", r"9 \(%s\)",
+    "9 $%s$", "$%s$ 9",
+    r"\text{the answer is $%s$ or }9", r"\text{the final answer is $%s$ or }9", r"\text{answer: $%s$, maybe } 9",
+    r"\text{I guess } %s \text{ as } 9",
+]  # fmt: skip
+
+
+def malformed():
+    """Boxes with the true fraction and something else that makes them another answer, or none."""
+    between = [f" {mark} " for mark in RELATIONS + ARROWS + SEPARATORS] + ["", " "]
+    for mark in between:
+        yield from (f"9{mark}{HALF}", f"{HALF}{mark}9", f"x{mark}{HALF}{mark}9")
+    yield from (text.replace("%s", HALF) for text in AROUND)
+
+
+@pytest.mark.parametrize("name", ["math_17k_acc", "acc", "base_acc", "math_verify_reward"])
+def test_a_box_that_holds_the_true_fraction_among_other_things_is_wrong(name):
+    module, boxes = verifier(name), sorted(set(malformed()))
+    responses = {box: f"<think>a</think><answer>\\boxed{{{box}}}</answer>" for box in boxes if box != HALF + "}9"}  # that box is right
+    assert [box for box, response in responses.items() if module.score(response, HALF) > module.WRONG] == []
+    assert len(boxes) > 110 and module.score(f"<think>a</think><answer>\\boxed{{{HALF}}}</answer>", "0.5") == 1.0
+
+
+@pytest.mark.parametrize("truth", ["7", r"\sqrt{2}", r"(\frac12,\frac23)", r"\frac{3}{4}", "x^2+1"])
+def test_another_truth_is_not_found_in_a_malformed_box_either(truth):
+    boxes = sorted({box.replace(HALF, truth) for box in malformed() if "_9" not in box})  # 7_9 is a numeral of base 9, which is 7
+    assert [box for box in boxes if equal(truth, box)] == []
 
 
 def test_plain_integers_are_compared_in_microseconds():

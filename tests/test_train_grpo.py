@@ -484,6 +484,57 @@ def test_adapters_are_reinforced_and_their_reference_is_the_model_without_them(a
     assert np.abs(all_logprobs(base, evaluated) - all_logprobs(exported, evaluated)).max() > 1e-2
 
 
+FAILING = """
+import os
+
+def raises(response, answer):
+    raise KeyError("no such column")
+
+def scores_calls(response, answer, *, file, count):
+    with open(file, "ab") as calls:
+        calls.write(b"x")
+    if os.path.getsize(file) > count:
+        raise ConnectionError("the judge has gone away")
+    return float(len(response))
+"""
+
+
+def fail_with(inputs: Path, name: str, function: str, **sections: Any) -> Command:
+    """A run whose second reward source is `function`, which is asked beside a verifier."""
+    (inputs / "failing.py").write_text(FAILING)
+    options = {"file": str(inputs / f"{name}.calls"), "count": 16} if function == "scores_calls" else {}
+    sources = [{"verifier": "acc"}, {"function": f"{inputs}/failing.py:{function}", "options": options}]
+    config = settings(inputs, name, "tied", reward={"sources": sources}, **sections)
+    return Command("train-grpo", "-c", str(write_config(inputs / f"{name}.yaml", config)), log=inputs / f"{name}.log")
+
+
+def test_a_reward_function_that_always_raises_ends_the_run_at_its_first_step_with_the_cause(inputs):
+    command = fail_with(inputs, "raises", "raises")
+    assert command.wait() == 2, command.output()
+    message = command.output().strip().splitlines()[-1]
+    for text in (f"reward.sources[1].function={inputs}/failing.py:raises", "all 16 calls of step 1", "KeyError: 'no such column'"):
+        assert text in message
+    assert "Traceback" not in command.output() and rows(inputs / "runs" / "raises") == []
+
+
+def test_a_reward_function_that_fails_later_leaves_the_checkpoints_saved_before_it(inputs):
+    from msrl.trainer.checkpointing.resume import saved_steps
+
+    command = fail_with(inputs, "later", "scores_calls", checkpoint={"every_steps": 1, "async": True})
+    assert command.wait() == 2, command.output()
+    for text in ("all 16 calls of step 2", "ConnectionError: the judge has gone away", "--resume auto"):
+        assert text in command.output()
+    run = inputs / "runs" / "later"
+    assert len(rows(run)) == 1 and saved_steps(run / "checkpoints") == [1]
+
+
+@pytest.mark.full
+def test_a_reward_function_that_always_raises_ends_an_evaluation_too(inputs):
+    command = fail_with(inputs, "judged", "raises", eval={"every_steps": 2, "at_start": True})
+    assert command.wait() == 2, command.output()
+    assert "of the evaluation of step 0" in command.output() and "KeyError: 'no such column'" in command.output()
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {"train": {"updates": {"samples_per_update": 8}}, "algo": {"mismatch": {"weight": "sequence", "filter": "token"}}},
     "dr_grpo": {"algo": {"kl": {"loss": {"coef": 0.05, "estimator": "full"}}, "sample_weight": {"length": True}}},

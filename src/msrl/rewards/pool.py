@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,6 +28,8 @@ from msrl.rewards.worker import HEADER, READY, SCORED, Function, Setup
 MAX_BATCH = 64
 START_LIMIT_S = 120.0
 DEFAULT_MEMORY_BYTES = 4 << 30
+MIN_LOST_LIMITS = 8  # time limits that a function may use up without one score before its remaining calls are skipped
+CRASH_SHARE = 0.1  # of the time limit: the least that a crash counts, because a new process has to start
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What became of a call: a score, or why there is none, with the end of the traceback in `detail`."""
+    """What became of a call: a score, or why there is none, with the end of the traceback in `detail`.
+
+    `skipped`: the call was not made, because its function had failed too often without one score.
+    """
 
     score: float | None
-    failure: Literal["timeout", "crash", "error"] | None = None
+    failure: Literal["timeout", "crash", "error", "skipped"] | None = None
     detail: str = ""
 
 
@@ -54,6 +59,9 @@ class Pool:
 
     A call that hits its function's `timeout_s` is a "timeout"; one whose process died (a segmentation fault, the kernel's
     out-of-memory killer) a "crash"; one that raised, MemoryError included, an "error". Calls from several threads take turns.
+
+    A function that hangs on every call must not take hours: once the calls of one `map` have used up several time limits without one
+    score, the remaining calls of this function are "skipped".
     """
 
     def __init__(self, functions: Sequence[Function], num_workers: int, *, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
@@ -161,6 +169,10 @@ class _Run:
         self.waiting = deque(range(len(calls)))
         self.outcomes: dict[int, CallResult] = {}
         self.batch = max(1, min(MAX_BATCH, -(-len(calls) // (4 * len(workers)))))
+        self.max_lost_limits = max(MIN_LOST_LIMITS, 2 * len(workers))
+        self.lost_s: dict[int, float] = defaultdict(float)  # by function: seconds of failed calls
+        self.scored: set[int] = set()  # functions that have given a score
+        self.hopeless: set[int] = set()  # functions whose remaining calls are skipped
         self.selector = selectors.DefaultSelector()
 
     def result(self) -> tuple[CallResult, ...]:
@@ -174,6 +186,8 @@ class _Run:
     def _step(self) -> None:
         for worker in self.workers:
             self._feed(worker)
+        if len(self.outcomes) == len(self.calls):
+            return
         limits = [self._deadline(worker) for worker in self.workers]
         events = self.selector.select(min(max(0.0, min(limits) - time.monotonic()), START_LIMIT_S))
         now = time.monotonic()
@@ -183,11 +197,44 @@ class _Run:
         for number, worker in enumerate(self.workers):
             if number not in heard and self._deadline(worker) <= now:
                 self._late(number)
+        self._stop_hopeless_calls()
 
     def _feed(self, worker: _Worker) -> None:
         if worker.ready and not worker.pending and self.waiting and worker.process.poll() is None:
-            numbers = [self.waiting.popleft() for _ in range(min(self.batch, len(self.waiting)))]
-            worker.give(numbers, [self.calls[n] for n in numbers])
+            numbers = self._next_batch()
+            if numbers:
+                worker.give(numbers, [self.calls[n] for n in numbers])
+
+    def _next_batch(self) -> list[int]:
+        """Return the next calls to make; calls of hopeless functions are skipped on the way."""
+        numbers: list[int] = []
+        while self.waiting and len(numbers) < self.batch:
+            number = self.waiting.popleft()
+            if self.calls[number].function in self.hopeless:
+                self.outcomes[number] = CallResult(None, "skipped", "not called: the calls before it failed and took too long")
+            else:
+                numbers.append(number)
+        return numbers
+
+    def _record(self, number: int, outcome: CallResult, seconds: float) -> None:
+        """Store an outcome. A function becomes hopeless when failed calls alone have used up `max_lost_limits` time limits."""
+        self.outcomes[number] = outcome
+        function = self.calls[number].function
+        if outcome.score is not None:
+            self.scored.add(function)
+            return
+        self.lost_s[function] += seconds
+        limit_s = self.max_lost_limits * self.setup.functions[function].timeout_s
+        if function not in self.scored and self.lost_s[function] >= limit_s:
+            self.hopeless.add(function)
+
+    def _stop_hopeless_calls(self) -> None:
+        """Replace workers that still hold calls of a hopeless function; their other calls run again."""
+        if not self.hopeless:
+            return
+        for number, worker in enumerate(self.workers):
+            if any(self.calls[n].function in self.hopeless for n in worker.pending):
+                self._replace(number)
 
     def _deadline(self, worker: _Worker) -> float:
         if not worker.ready:
@@ -198,10 +245,12 @@ class _Run:
 
     def _collect(self, number: int) -> None:
         worker = self.workers[number]
+        since = worker.since
         messages = worker.receive()
         if messages is None:
             self._died(number)
             return
+        seconds = (worker.since - since) / max(1, len(messages))
         for kind, score, detail in messages:
             if kind == READY:
                 worker.ready = True
@@ -209,29 +258,36 @@ class _Run:
                 raise MsrlError(detail)
             else:
                 outcome = CallResult(score) if kind == SCORED else CallResult(None, "error", detail)
-                self.outcomes[worker.pending.popleft()] = outcome
+                self._record(worker.pending.popleft(), outcome, seconds)
 
     def _late(self, number: int) -> None:
         worker = self.workers[number]
         if not worker.ready:
             raise RuntimeError(f"a process for verifiers did not start within {START_LIMIT_S:g} s")
         function = self.setup.functions[self.calls[worker.pending[0]].function]
-        self._replace(number, CallResult(None, "timeout", f"no answer within {function.timeout_s:g} s"))
+        self._fail(number, CallResult(None, "timeout", f"no answer within {function.timeout_s:g} s"), function.timeout_s)
 
     def _died(self, number: int) -> None:
         worker = self.workers[number]
         if not worker.ready:
             raise RuntimeError(f"a process for verifiers ended at its start with exit code {worker.exit_code()}; see its traceback above")
-        self._replace(number, CallResult(None, "crash", "the process of the verifier died"))
+        self._fail(number, CallResult(None, "crash", "the process of the verifier died"), time.monotonic() - worker.since)
 
-    def _replace(self, number: int, outcome: CallResult) -> None:
-        """A new worker; the call that the old one was at fails, the rest of its batch goes to the front of the queue."""
+    def _fail(self, number: int, outcome: CallResult, seconds: float) -> None:
+        """Record the failure of the call that a worker was at, and replace the worker."""
+        worker = self.workers[number]
+        if worker.pending:
+            call = worker.pending.popleft()
+            limit_s = self.setup.functions[self.calls[call].function].timeout_s
+            self._record(call, outcome, max(seconds, CRASH_SHARE * limit_s))
+        self._replace(number)
+
+    def _replace(self, number: int) -> None:
+        """Start a new worker; the calls that the old one has not answered go to the front of the queue."""
         worker = self.workers[number]
         self.selector.unregister(worker)
         worker.kill()
-        if worker.pending:
-            self.outcomes[worker.pending.popleft()] = outcome
-            self.waiting.extendleft(reversed(worker.pending))
+        self.waiting.extendleft(reversed(worker.pending))
         self.workers[number] = _Worker(self.setup)
         self.selector.register(self.workers[number], selectors.EVENT_READ, number)
 

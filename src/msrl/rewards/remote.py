@@ -61,6 +61,7 @@ class Remote:
         self._server = Server(url, timeout_s, retries, backoff_s, _in_force(headers))
         self._batch, self._concurrency, self._prompt_column = batch, concurrency, prompt_column
         self._retried = 0
+        self._num_failed, self._has_answered = 0, False  # requests of the present `outcomes`
 
     @staticmethod
     def refusal(
@@ -83,6 +84,7 @@ class Remote:
         """A score for every item, or why there is none."""
         items = [item.with_prompt_of(self._prompt_column) for item in items]
         parts = [items[start : start + self._batch] for start in range(0, len(items), self._batch)]
+        self._num_failed, self._has_answered = 0, False
         with ThreadPoolExecutor(self._concurrency) as threads:
             answers = list(threads.map(self._part, parts))
         self._retried += sum(retried for _, retried in answers)
@@ -97,6 +99,9 @@ class Remote:
         """Nothing stays open between two requests."""
 
     def _part(self, items: Sequence[Item]) -> tuple[list[CallResult], int]:
+        # A server that never answers must not take its deadline for every request.
+        if self._num_failed >= 2 * self._concurrency and not self._has_answered:
+            return [CallResult(None, "skipped", "not sent: the requests before it failed")] * len(items), 0
         request = {
             "queries": [item.prompt + item.response for item in items],
             "prompts": [item.prompt for item in items],
@@ -106,8 +111,11 @@ class Remote:
         }
         try:
             answer, retried = post_json(self._server, request)
-            return self._read(answer, len(items)), retried
+            outcomes = self._read(answer, len(items))
+            self._has_answered = True
+            return outcomes, retried
         except RemoteError as error:
+            self._num_failed += 1
             return [CallResult(None, error.kind, str(error))] * len(items), 0
 
     def _read(self, answer: Any, count: int) -> list[CallResult]:

@@ -2,6 +2,7 @@
 
 What times out, crashes or raises is counted and said. By the source's `on_failure` it scores as wrong; or stays undecided, which is the
 mean of the source's other scores in the group (0.0 where there is none), so that it teaches nothing; or ends the run (MsrlError).
+A source that gives no score at all in a step or an evaluation always ends the run (`Scores.require_scores`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msrl.errors import MsrlError
+from msrl.rewards.failures import SourceCalls, count_calls, join_calls, require_scores
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, CallResult, Pool
 from msrl.rewards.remote import Item
-from msrl.rewards.sources import TAG, Source, checked
+from msrl.rewards.rows import RowSources
+from msrl.rewards.sources import Source, checked
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
 __all__ = ["Scorer", "Scores", "Source"]
@@ -25,15 +28,26 @@ _Outcomes = Mapping[_Place, CallResult]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored groups in the order of the rollouts; `failures` counts `source/timeout`, `source/crash`, `source/error`, and
-    `source/retried`, requests that a server had to get again.
+    """Scored groups in the order of the rollouts; `failures` counts `source/timeout`, `source/crash`, `source/error`,
+    `source/skipped`, calls that were not made because those before them failed, and `source/retried`, requests that a server had to get
+    again.
 
-    `notes` has one message for each kind of failure that occurred, with the first one's row and reason.
+    `notes` has one message for each kind of failure that occurred, with the first one's row and reason. `calls` counts by source.
     """
 
     groups: tuple[ScoredGroup, ...]
     failures: Mapping[str, int]
     notes: tuple[str, ...]
+    calls: Mapping[str, SourceCalls] = field(default_factory=dict[str, SourceCalls])
+
+    def joined(self, other: Scores) -> Scores:
+        """Return the scores of both, `other`'s groups behind these."""
+        failures = Counter[str](self.failures) + Counter[str](other.failures)
+        return Scores(self.groups + other.groups, dict(failures), self.notes + other.notes, join_calls(self.calls, other.calls))
+
+    def require_scores(self, where: str, *, only_stopped: bool = False) -> None:
+        """Raise RewardSourceError if all calls of a source failed; with `only_stopped`, if some were also skipped for that."""
+        require_scores(self.calls, where, only_stopped=only_stopped)
 
     def means(self) -> dict[str, float]:
         """Each source's mean score over the completions that it was for."""
@@ -63,6 +77,7 @@ class Scorer:
         self._sources = checked(sources)
         self._in_pool = [number for number, source in enumerate(self._sources) if source.in_pool]
         self._clients = {number: source.client() for number, source in enumerate(self._sources) if not source.in_pool}
+        self._rows = RowSources(self._sources)
         self._prompt_text = prompt_text or (lambda _: "")
         functions = [self._sources[number].worker_function(number) for number in self._in_pool]
         self._pool = Pool(functions, num_workers, memory_bytes=memory_bytes) if functions else None
@@ -85,25 +100,28 @@ class Scorer:
                 end.close()
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Whether every row can be scored, before any is. Raises MsrlError for the first that cannot: no source is for its tag, its ground
-        truth or a column that a server or model reads is missing.
-        """
-        for prompt in prompts:
-            for number in self._of_prompt(prompt):
-                Item("", "", "", prompt.extra).with_prompt_of(str(self._sources[number].options.get("prompt_column", "")))
+        """Raise MsrlError for the first row that cannot be scored, before any is."""
+        self._rows.check(prompts)
 
     def score(self, groups: Sequence[RolloutGroup]) -> Scores:
         """The rewards of all completions, by their decoded text and their prompt's answer.
 
-        Raises MsrlError when a source compares with the ground truth and a prompt has none, when no source is for a prompt's tag, and when
-        a source with `on_failure: fail` fails.
+        Raises MsrlError when a source cannot use the ground truth of a prompt, when no source is for a prompt's tag, and when a source
+        with `on_failure: fail` fails.
         """
-        of_group = [self._of_prompt(group.prompt) for group in groups]
+        of_group = [self._rows.of_prompt(group.prompt) for group in groups]
         places = [(g, c, s) for g, group in enumerate(groups) for c in range(len(group.completions)) for s in of_group[g]]
         outcomes = self._outcomes(groups, places)
         failures, notes = self._failures(outcomes, groups)
         scored = tuple(self._scored(g, group, of_group[g], outcomes) for g, group in enumerate(groups))
-        return Scores(scored, failures, notes)
+        return Scores(scored, failures, notes, self._count(outcomes))
+
+    def _count(self, outcomes: _Outcomes) -> dict[str, SourceCalls]:
+        """The calls of every source that was asked, by its label."""
+        of_source: dict[int, list[CallResult]] = defaultdict(list)
+        for (_, _, s), outcome in outcomes.items():
+            of_source[s].append(outcome)
+        return {self._sources[s].label: count_calls(s, self._sources[s], mine) for s, mine in of_source.items()}
 
     def _outcomes(self, groups: Sequence[RolloutGroup], places: Sequence[_Place]) -> _Outcomes:
         """What became of every call: servers and models work beside the pool."""
@@ -111,7 +129,8 @@ class Scorer:
         with ThreadPoolExecutor(max(1, len(self._clients))) as threads:
             of_client = {s: [place for place in places if place[2] == s] for s in self._clients}
             running = {s: threads.submit(self._clients[s].outcomes, self._items(groups, mine)) for s, mine in of_client.items() if mine}
-            mine = [place for place in places if place[2] in self._in_pool]
+            # One completion of every prompt after the other: a prompt on which a source always hangs does not hold up its first calls.
+            mine = sorted((place for place in places if place[2] in self._in_pool), key=lambda place: place[1])
             if self._pool is not None:
                 outcomes.update(zip(mine, self._pool.map(self._calls(groups, mine)), strict=True))
             for s, answers in running.items():
@@ -127,24 +146,6 @@ class Scorer:
     def _items(self, groups: Sequence[RolloutGroup], places: Iterable[_Place]) -> list[Item]:
         prompts = [(self._prompt_text(group.prompt.token_ids), group.prompt) for group in groups]
         return [Item(prompts[g][0], groups[g].completions[c].text, prompts[g][1].answer, prompts[g][1].extra) for g, c, _ in places]
-
-    def _of_prompt(self, prompt: Prompt) -> list[int]:
-        """The sources that are for this row."""
-        mine = [number for number, source in enumerate(self._sources) if source.applies_to(prompt.extra)]
-        if not mine:
-            tags = sorted({tag for source in self._sources for tag in source.tags})
-            tag = prompt.extra.get(TAG)
-            raise MsrlError(
-                f"reward.sources: none is for row {prompt.index} of the data, whose tag is {tag}; they are for {', '.join(tags)}; "
-                f"map the column of tags with preprocess.map_keys: {{extra.{TAG}: COLUMN}}, or add a source without tags"
-            )
-        readers = [self._sources[number].label for number in mine if self._sources[number].needs_answer]
-        if readers and not prompt.answer.strip():
-            raise MsrlError(
-                f"reward.sources: {readers[0]} compares with the ground truth, but row {prompt.index} of the data has none; "
-                "map the column of answers in preprocess.map_keys and preprocess again"
-            )
-        return mine
 
     def _scored(self, g: int, group: RolloutGroup, numbers: Sequence[int], outcomes: _Outcomes) -> ScoredGroup:
         count = len(group.completions)

@@ -81,6 +81,11 @@ class Source:
     def needs_answer(self) -> bool:
         return self.verifier is not None and bool(self.module.NEEDS_ANSWER)
 
+    def answer_refusal(self, answer: str) -> str | None:
+        """Return why the verifier can score no response by this ground truth, None where it can."""
+        refusal = getattr(self.module, "answer_refusal", None) if self.verifier is not None else None
+        return refusal(answer, **self.options) if refusal else None
+
     @property
     def module(self) -> ModuleType:
         """The verifier's. Raises MsrlError when there is none of this name."""

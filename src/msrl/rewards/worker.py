@@ -15,6 +15,7 @@ import inspect
 import math
 import os
 import pickle
+import reprlib
 import resource
 import signal
 import struct
@@ -136,13 +137,25 @@ def _limit(timeout_s: float) -> None:
 
 def _run(function: _Verifier, response: str, answer: str, extra: Mapping[str, str]) -> bytes:
     try:
-        score = float(function(response, answer, extra))
-        if math.isfinite(score):
+        value = function(response, answer, extra)
+        score = _number(value)
+        if score is None:
+            detail = f"could not convert the score {reprlib.repr(value)} ({type(value).__name__}) to a number"
+        elif math.isfinite(score):
             return HEADER.pack(SCORED, score, 0)
-        detail = f"the score is {score}, not a finite number"
+        else:
+            detail = f"the score is {score}, not a finite number"
     except BaseException:  # whatever a verifier raises is reported, and the next call still runs
         detail = traceback.format_exc(limit=-4)
     return _raised(detail)
+
+
+def _number(value: Any) -> float | None:
+    """Return a score as a number, None for anything that is no number. The error of `float` would repeat the whole text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _raised(detail: str) -> bytes:

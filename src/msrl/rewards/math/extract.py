@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
 Part = Literal["response", "last_line", "boxed", "answer"]
 BOX = "\\boxed{"
+_LOOKS = re.compile(r"\\[()\[\]]|\\(?:boxed|text)(?![a-zA-Z])|(?<!\\)[{}]|[\s$.]")
 
 
 def last_boxed(text: str) -> str | None:
@@ -20,10 +22,17 @@ def last_boxed(text: str) -> str | None:
 
 
 def ground_truth(answer: str) -> str:
-    """The bare answer: what stands behind the last `####` (GSM8K's solutions), else in the last box (MATH's), else all of it."""
-    if "####" in answer:
-        return answer.rpartition("####")[2].strip()
-    return last_boxed(answer) or answer.strip()
+    """The bare answer: what stands behind the last `####` (GSM8K's solutions), else in the last box (MATH's), else all of it.
+
+    It is empty where nothing is left but braces, math mode and full stops, so that no response equals it.
+    """
+    bare = answer.rpartition("####")[2].strip() if "####" in answer else last_boxed(answer) or answer.strip()
+    return bare if _LOOKS.sub("", bare) else ""
+
+
+def truth_refusal(answer: str, **_: object) -> str | None:
+    """Return why a ground truth holds no answer, None where it does."""
+    return None if ground_truth(answer) else f"holds no answer: {answer.strip()[-60:]!r}"
 
 
 def part_of(response: str, part: Part) -> str | None:

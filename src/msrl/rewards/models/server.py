@@ -26,6 +26,7 @@ from msrl.rewards.remote import Item
 from msrl.rewards.worker import send
 
 START_LIMIT_S = 900.0
+MAX_FAILED_BATCHES = 4  # without one answer; then the remaining batches are skipped
 
 
 class RewardModel:
@@ -65,9 +66,16 @@ class RewardModel:
         items = [item.with_prompt_of(self._prompt_column) for item in items]
         order = sorted(range(len(items)), key=lambda n: len(items[n].prompt) + len(items[n].response))  # less padding
         outcomes: dict[int, CallResult] = {}
+        num_failed, has_answered = 0, False
         for start in range(0, len(order), self._batch):
             part = order[start : start + self._batch]
-            outcomes.update(zip(part, self._part([(items[n].prompt, items[n].response) for n in part]), strict=True))
+            if num_failed >= MAX_FAILED_BATCHES and not has_answered:
+                outcomes.update(dict.fromkeys(part, CallResult(None, "skipped", "not scored: the batches before it failed")))
+                continue
+            scored = self._part([(items[n].prompt, items[n].response) for n in part])
+            is_lost = all(outcome.failure in ("timeout", "crash") for outcome in scored)
+            num_failed, has_answered = num_failed + is_lost, has_answered or not is_lost
+            outcomes.update(zip(part, scored, strict=True))
         return [outcomes[n] for n in range(len(items))]
 
     def take_retried(self) -> int:

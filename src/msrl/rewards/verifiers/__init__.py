@@ -5,6 +5,8 @@
   configuration, checked against their annotations; a keyword-only `extra` without one gets the row's further columns, by name;
 - `WRONG: float`, the score of a wrong response, which is also that of one whose verification timed out, crashed or raised;
 - `NEEDS_ANSWER: bool`, whether a row without a ground truth cannot be scored;
+- where it applies, `answer_refusal(answer, **options) -> str | None`, why no response could be scored by this ground truth: asked of
+  every row before the run;
 - where it applies, `refusal(**options) -> str | None`, why these options, or this machine, cannot be used: asked before the run.
 """
 

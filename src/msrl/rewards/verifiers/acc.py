@@ -7,10 +7,11 @@ integers are equal only when they are the same, and a timeout scores as wrong, n
 from __future__ import annotations
 
 from msrl.rewards.math.equality import equal
-from msrl.rewards.math.extract import ground_truth, last_boxed
+from msrl.rewards.math.extract import ground_truth, last_boxed, truth_refusal
 
 WRONG = -0.5
 NEEDS_ANSWER = True
+answer_refusal = truth_refusal
 
 
 def score(response: str, answer: str, *, tolerance: float = 1e-4, percent: bool = True) -> float:

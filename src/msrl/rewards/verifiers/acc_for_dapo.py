@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 
-from msrl.rewards.math.extract import ground_truth
+from msrl.rewards.math.extract import ground_truth, truth_refusal
 from msrl.rewards.math.minerva import normal_form
 
 WRONG = -1.0
 NEEDS_ANSWER = True
+answer_refusal = truth_refusal
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 

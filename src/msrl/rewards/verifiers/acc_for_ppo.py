@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from msrl.rewards.verifiers.math_17k_acc import NEEDS_ANSWER, WRONG, score
+from msrl.rewards.verifiers.math_17k_acc import NEEDS_ANSWER, WRONG, answer_refusal, score
 
-__all__ = ["NEEDS_ANSWER", "WRONG", "score"]
+__all__ = ["NEEDS_ANSWER", "WRONG", "answer_refusal", "score"]

@@ -7,10 +7,11 @@ of this name, which takes a new line behind `</answer>` as a mistake; this one d
 from __future__ import annotations
 
 from msrl.rewards.math.equality import equal
-from msrl.rewards.math.extract import BOX, ground_truth, in_order, last_boxed
+from msrl.rewards.math.extract import BOX, ground_truth, in_order, last_boxed, truth_refusal
 
 WRONG = 0.0
 NEEDS_ANSWER = True
+answer_refusal = truth_refusal
 _BODY = ("</think>", "<answer>", BOX, "}")
 
 

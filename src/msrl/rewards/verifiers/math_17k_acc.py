@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from msrl.rewards.math.equality import equal
-from msrl.rewards.math.extract import ground_truth, last_boxed
+from msrl.rewards.math.extract import ground_truth, last_boxed, truth_refusal
 
 WRONG = 0.0
 NEEDS_ANSWER = True
+answer_refusal = truth_refusal
 
 
 def score(response: str, answer: str) -> float:

@@ -15,7 +15,9 @@ WRONG = 0.0
 NEEDS_ANSWER = True
 _SAID = re.compile(r"answer(?:\s+is\b\s*:?|\s*:)\**\s*(?=([^\n]{1,100}))", re.IGNORECASE)
 _CHOICE = re.compile(r"[\s($*\[]*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*)?\(?([A-Za-z])(?![\w'])(.*)", re.DOTALL)
-_ANOTHER = re.compile(r"[\s)\].:}$*]*(?:or|and|,|/|&)\s*\(?[A-Z]\)?(?!\w)")
+_LOOKS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{|\\quad|\\[ ,;:!&]|[{}$*~]")
+_AND = r"(?:or|and|,|/|&|;|\||\+|\\(?:lor|land|vee|wedge|cup|cap|mid)\b)"
+_ANOTHER = re.compile(rf"[\s)\].:]*{_AND}[\s,(\[]*[A-Z](?!\w)|[\s)\](\[.:]*[A-Z][\s)\].:]*$")
 
 
 def score(response: str, answer: str, *, letters: int = 10, first: int = 0) -> float:
@@ -23,6 +25,12 @@ def score(response: str, answer: str, *, letters: int = 10, first: int = 0) -> f
     true = _true(answer.strip(), first)
     given = _given(response)
     return 1.0 if given is not None and given == true and ord(given) - ord("A") < letters else WRONG
+
+
+def answer_refusal(answer: str, *, letters: int = 10, first: int = 0) -> str | None:
+    """A ground truth has to be one of the choices."""
+    true, last = _true(answer.strip(), first), chr(ord("A") + letters - 1)
+    return None if true is not None and "A" <= true <= last else f"is no choice from A to {last}: {answer.strip()[:60]!r}"
 
 
 def _true(answer: str, first: int) -> str | None:
@@ -45,7 +53,7 @@ def _said(response: str) -> str | None:
 def _choice(text: str) -> str | None:
     """The letter that `text` begins with, unless a second one stands beside it."""
     match = _CHOICE.match(text)
-    if match is None or _ANOTHER.match(match.group(2)):
+    if match is None or _ANOTHER.match(_LOOKS.sub(" ", match.group(2))):
         return None
     is_article = match.group(1).islower() and match.group(2)[:1].isspace() and match.group(2).strip() != ""
     return None if is_article else match.group(1).upper()

@@ -10,7 +10,7 @@ from collections import deque
 from typing import Literal
 
 from msrl.rewards.math.equality import equal
-from msrl.rewards.math.extract import ground_truth
+from msrl.rewards.math.extract import ground_truth, truth_refusal
 
 WRONG = 0.0
 NEEDS_ANSWER = True
@@ -28,6 +28,11 @@ def score(
         return 1.0 if equal(ground_truth(answer), given) else WRONG
     true = answer.strip()
     return 1.0 if (given.casefold() == true.casefold() if ignore_case else given == true) else WRONG
+
+
+def answer_refusal(answer: str, *, compare: str = "math", **_: object) -> str | None:
+    """A ground truth to compare with as mathematics has to hold an answer."""
+    return truth_refusal(answer) if compare == "math" else None
 
 
 def refusal(*, pattern: str = "", compare: str = "math", ignore_case: bool = False) -> str | None:

@@ -10,7 +10,7 @@ NEEDS_ANSWER = False
 
 def score(response: str, answer: str, *, pattern: str = "", ignore_case: bool = False) -> float:
     """1.0 or 0.0; the ground truth is not read."""
-    return 1.0 if re.search(pattern, response, re.DOTALL | (re.IGNORECASE if ignore_case else 0)) else WRONG
+    return 1.0 if pattern and re.search(pattern, response, re.DOTALL | (re.IGNORECASE if ignore_case else 0)) else WRONG
 
 
 def refusal(*, pattern: str = "", ignore_case: bool = False) -> str | None:

@@ -6,10 +6,11 @@ arXiv:2504.11536), which counts the calls in the loop of its tools; here they ar
 
 from __future__ import annotations
 
-from msrl.rewards.math.extract import ground_truth, last_boxed
+from msrl.rewards.math.extract import ground_truth, last_boxed, truth_refusal
 
 WRONG = -1.0
 NEEDS_ANSWER = True
+answer_refusal = truth_refusal
 
 
 def score(response: str, answer: str, *, tail: int = 100, tool_bonus: float = 0.1, tool_end: str = "</tool_call>") -> float:

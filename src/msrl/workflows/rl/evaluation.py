@@ -74,14 +74,14 @@ class Evaluator:
 
     def _added(self, report: StepReport) -> StepReport:
         started = time.perf_counter()
-        parts = [self._scored(start, report.step) for start in range(0, len(self._job.eval_prompts), self._prompts_at_once)]
+        scores = self._all_scored(report.step)
         self._engines.forget_prompts()
-        groups = [group for part in parts for group in part.groups]
+        groups = scores.groups
         verdicts = [self._judge.verdicts(group) for group in groups]
         self._log.write_evaluation(report.step, groups, verdicts)
-        metrics = {f"eval/{name}": value for name, value in _metrics(groups, verdicts, parts).items()}
+        metrics = {f"eval/{name}": value for name, value in _metrics(scores, verdicts).items()}
         seconds = {**report.seconds, "eval": time.perf_counter() - started}
-        notes = tuple(f"evaluation: {note}" for part in parts for note in part.notes)
+        notes = tuple(f"evaluation: {note}" for note in scores.notes)
         return replace(report, metrics={**report.metrics, **metrics}, seconds=seconds, notes=(*report.notes, *notes))
 
     @property
@@ -89,6 +89,15 @@ class Evaluator:
         """As many as make no more answers than a step has, so that they take no longer than cluster.rpc_timeout_s allows for a step."""
         engines = self._job.config.rollout.engine.dp
         return max(engines, samples_per_step(self._job.config) // self._section.samples_per_prompt)
+
+    def _all_scored(self, step: int) -> Scores:
+        """Answer and score all prompts. Raises RewardSourceError when a source gives no score at all."""
+        scores, where = Scores((), {}, ()), f"the evaluation of step {step}"
+        for start in range(0, len(self._job.eval_prompts), self._prompts_at_once):
+            scores = scores.joined(self._scored(start, step))
+            scores.require_scores(where, only_stopped=True)  # later parts may have other rows, unless calls take all the time
+        scores.require_scores(where)
+        return scores
 
     def _scored(self, start: int, step: int) -> Scores:
         prompts = self._job.eval_prompts[start : start + self._prompts_at_once]
@@ -117,18 +126,15 @@ def eval_sampling(config: Config, rollouts: SamplingParams) -> SamplingParams:
     )
 
 
-def _metrics(groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None], parts: Sequence[Scores]) -> dict[str, float]:
+def _metrics(scores: Scores, verdicts: Sequence[Sequence[bool] | None]) -> dict[str, float]:
     """What an evaluation logs, but for its prefix."""
-    lengths, failures = length_matrix(groups), defaultdict[str, float](float)
-    for part in parts:
-        for name, count in part.failures.items():
-            failures[f"failed/{name}"] += count
+    groups, lengths = scores.groups, length_matrix(scores.groups)
     return {
         **_accuracies(verdicts),
         **_by_tag(groups, verdicts),
         "reward": float(reward_matrix(groups).mean()),
-        **{f"score/{name}": value for name, value in _means(groups).items()},
-        **failures,
+        **{f"score/{name}": value for name, value in scores.means().items()},
+        **{f"failed/{name}": float(count) for name, count in scores.failures.items()},
         "response_length": float(lengths.mean()),
         "truncated": float(truncated_matrix(groups).mean()),
     }
@@ -155,8 +161,3 @@ def _by_tag(groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | N
         return {}
     means = {tag: _accuracies(mine).get("pass@1") for tag, mine in sorted(tagged.items())}
     return {f"pass@1/{tag}": value for tag, value in means.items() if value is not None}
-
-
-def _means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Each source's mean score."""
-    return Scores(tuple(groups), {}, ()).means()

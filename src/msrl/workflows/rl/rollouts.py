@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,8 +48,10 @@ class Rollouts:
         prompts = self._job.prompts.after(self._taken, self._wanted)
         self._taken += self._wanted
         scores, num_refills, limit = self._scored(prompts, step, clock), 0, self._filter.max_refills
+        scores.require_scores(f"step {step + 1}")  # before a refill, which would ask for ever more prompts
         while (limit is None or num_refills < limit) and (prompts := self._others(scores.groups)):
-            scores, num_refills = _joined(scores, self._scored(prompts, step, clock)), num_refills + 1
+            scores, num_refills = scores.joined(self._scored(prompts, step, clock)), num_refills + 1
+            scores.require_scores(f"step {step + 1}")
         return self._chosen(scores, num_refills)
 
     def _others(self, groups: Sequence[ScoredGroup]) -> list[Prompt]:
@@ -92,15 +93,10 @@ class Rollouts:
         if missing and self._filter.refill:
             found = f"{int(teaches.sum())} of {len(teaches)} groups teach something after {num_refills} refills"
             learns = "learns from fewer" if teaches.any() else "learns nothing"
-            scores = Scores(scores.groups, scores.failures, (*scores.notes, f"rollout.filter: {found}; the step {learns}"))
+            scores = replace(scores, notes=(*scores.notes, f"rollout.filter: {found}; the step {learns}"))
         return StepRollouts(scores, tuple(groups[0]), tuple(groups[1]), {f"rollout/{name}": float(v) for name, v in metrics.items()})
 
 
 def select_informative(section: FilterConfig, groups: Sequence[ScoredGroup]) -> Flags:  # [P]
     """Which groups `rollout.filter` leaves in."""
     return informative_groups(score_matrix(groups, section.source), section.kind, section.low, section.high)
-
-
-def _joined(first: Scores, second: Scores) -> Scores:
-    failures = Counter[str](first.failures) + Counter[str](second.failures)
-    return Scores(first.groups + second.groups, dict(failures), first.notes + second.notes)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from msrl.cluster.session import ray_session
@@ -21,6 +20,7 @@ from msrl.models.paths import config_dir
 from msrl.models.reward_head import has_classifier
 from msrl.plan.derived import critic_shape, max_model_len, model_shape, needs_critic, needs_reference, world_size
 from msrl.platforms.base import Platform
+from msrl.rewards.failures import RewardSourceError
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
@@ -77,7 +77,7 @@ def run(config: Config) -> None:
         log.say(f"starting {' and '.join(workers)} on {job.platform.name}; the run is written to {log.path}")
         with _team(job) as (trainers, engines, scorer):
             log.say(f"all started in {duration_text(time.perf_counter() - started)}")
-            with Interrupts() as interrupts:
+            with Interrupts() as interrupts, _finishes_saves(trainers):
                 saved = _loop(job, trainers, engines, scorer, log, interrupts)
         is_stopped = was_cut_short(interrupts.asked, saved, job.num_steps)
         log.finish(_results(config, saved, log.path, is_done=not is_stopped))
@@ -116,6 +116,16 @@ def _loop(
     return _said(trainers.finish_saves()) or saved
 
 
+@contextmanager
+def _finishes_saves(trainers: TrainerGroup) -> Iterator[None]:
+    """Complete checkpoints that are being written when a reward source ends the run; ranks and engines are in order then."""
+    try:
+        yield
+    except RewardSourceError:
+        _said(trainers.finish_saves())
+        raise
+
+
 def _mfu(job: RLSetup, prepared: Prepared, clock: Clock) -> dict[str, float]:
     """Of the policy's updates alone: generation is bound by memory, not by arithmetic. Nothing of a step without one."""
     shape, seconds = model_shape(job.config), clock.seconds.get("update", 0.0)
@@ -147,7 +157,6 @@ def _team(job: RLSetup) -> Iterator[tuple[TrainerGroup, EngineGroup, Scorer]]:
         scorer = stack.enter_context(_scorer(job))
         reward_models = {name: Path(model.path).absolute() for name, model in scorer.rank_models.items()}
         settings = worker_settings(config, platform.name, resume=job.resume, reference=reference, reward_models=reward_models)
-        scorer.check(chain((job.prompts.dataset[row] for row in job.prompts.rows), job.eval_prompts))
         session = stack.enter_context(
             ray_session(
                 config.cluster.address, num_devices=job.placement.num_devices, resource_name=platform.ray_resource, env=config.cluster.env

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from msrl.errors import MsrlError
 from msrl.plan.derived import updates_per_step, world_size
 from msrl.platforms import resolve
 from msrl.platforms.base import Platform
+from msrl.rewards.rows import RowSources
+from msrl.rewards.sources import Source
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.training import resume_checks as resume_checks
@@ -78,6 +80,8 @@ def prepare(config: Config) -> RLSetup:
         check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
         verify_data(held_out.dataset, hf_dir)
     count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
+    eval_prompts = tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else ()
+    _check_rows(config, (prompts.dataset[row] for row in prompts.rows), eval_prompts)
     num_steps = steps_of(config, len(prompts.rows))
     resume = resumed(config, checkpoint_root(config))
     if resume and resume.step >= num_steps:
@@ -97,13 +101,23 @@ def prepare(config: Config) -> RLSetup:
         placement=_placement(config, platform),
         prompts=prompts,
         state=state,
-        eval_prompts=tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else (),
+        eval_prompts=eval_prompts,
         sampling=_sampling(config, prompts.dataset),
         num_steps=num_steps,
         resume=resume,
         hf_dir=hf_dir,
         tokenizer=tokenizer,
     )
+
+
+def _check_rows(config: Config, train: Iterable[Prompt], held_out: Iterable[Prompt]) -> None:
+    """Raise MsrlError for the first row that the reward sources cannot score."""
+    sources = RowSources(tuple(Source.of(section) for section in config.reward.sources))
+    for key, prefix, prompts in (("data.train", config.data.train, train), ("data.eval", config.data.eval, held_out)):
+        try:
+            sources.check(prompts)
+        except MsrlError as error:
+            raise MsrlError(f"{key}={prefix}: {error}") from error
 
 
 def difficulty(prompt: Prompt) -> float:
