@@ -145,7 +145,7 @@ def results(platform: str, folder: Path, lengths: tuple[int, ...], jobs: Sequenc
 
 def environment(job: Any, deterministic: Mapping[str, str]) -> Mapping[str, str]:
     """What a process needs before it starts for this job."""
-    return deterministic if getattr(job, "settings", {}).get("deterministic") else {}
+    return deterministic if getattr(job, "is_deterministic", False) else {}
 
 
 def parity_row(job: Any, found: Any, reference: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ ONE_AND_A_HALF_BILLION = {
 
 @dataclass(frozen=True)
 class Training:
-    """Steps on one batch from the weights in the folder `model`; `settings` are those of `WorkerSettings`.
+    """Steps on one batch from the weights in the folder `model`; `settings` are those of the policy's `ReplicaSettings`.
 
     With `resumes_at` it is saved after so many steps, and gone on with by a new worker. A deterministic one is done twice.
     """
@@ -39,6 +39,7 @@ class Training:
     dtype: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_packed: bool = True
+    is_deterministic: bool = False
     fused: bool = True  # by the platform's attention, where it has one for such heads
     resumes_at: int | None = None
     lr: float = 1e-4
@@ -125,7 +126,7 @@ class Scale:
         """Every way that one device has, in both types; deterministic ones last, since they need a process of their own."""
         ways = [job for job in self._ways() if job.fused or has_fused]
         jobs = [replace(job, dtype=dtype) for dtype in LOSS_BARS for job in ways if dtype == "bfloat16" or _is_for_both(job)]
-        return sorted(jobs, key=lambda job: "deterministic" in job.settings)
+        return sorted(jobs, key=lambda job: job.is_deterministic)
 
     def references(self) -> list[Training]:
         """What they are compared with."""
@@ -137,7 +138,6 @@ class Scale:
 
     def _ways(self) -> list[Training]:
         plain, chunk = Training("plain", "dense", "", lr=self.lr), self.chunk
-        offload = frozenset({"optimizer", "grads", "params"})
         families = [replace(plain, name=name, model=model) for model, name in _FAMILIES.items()]
         return [
             plain,
@@ -146,11 +146,11 @@ class Scale:
             replace(plain, name="full recompute, block", settings=_settings(recompute=("full", "block", 1))),
             replace(plain, name="selective recompute", settings=_settings(recompute=("selective", "uniform", 1))),
             replace(plain, name="chunked cross-entropy", settings=_settings(chunk=chunk)),
-            replace(plain, name="offload", settings=_settings(offload=offload)),
+            replace(plain, name="offload", settings=_settings(offload=True)),
             replace(plain, name="saved and resumed", resumes_at=STEPS // 2),
             replace(plain, name="LoRA", settings=_settings(lora=True), lr=3 * self.lr),
             *families,
-            *(replace(job, name=f"{job.name}, deterministic, twice", settings={"deterministic": True}) for job in (plain, families[1])),
+            *(replace(job, name=f"{job.name}, deterministic, twice", is_deterministic=True) for job in (plain, families[1])),
             *(replace(job, name=f"{job.name}, torch's attention", fused=False) for job in (plain, *families)),
         ]
 
@@ -160,7 +160,7 @@ _FAMILIES = {"window": "sliding window", "latent": "latent attention, experts", 
 
 def _is_for_both(job: Training) -> bool:
     """Whether float32 is another way for it: there are no fused kernels for that."""
-    return job.fused and "deterministic" not in job.settings
+    return job.fused and not job.is_deterministic
 
 
 def _settings(
@@ -168,16 +168,16 @@ def _settings(
     lora: bool = False,
     recompute: tuple[Literal["full", "selective"], Literal["uniform", "block"], int] | None = None,
     chunk: int | None = None,
-    offload: frozenset[str] = frozenset(),
+    offload: bool = False,
 ) -> Mapping[str, Any]:
-    """Those of `WorkerSettings` that are not its defaults."""
-    from msrl.trainer.settings import Lora, Recompute
+    """Return the options of `ReplicaSettings` that differ from its defaults."""
+    from msrl.config.sections.train import LoraConfig, OffloadConfig, RecomputeConfig
 
     chosen = {
-        "lora": Lora(8, 16.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")) if lora else None,
-        "recompute": Recompute(*recompute) if recompute else None,
-        "chunk": chunk,
-        "offload": offload,
+        "lora": LoraConfig(rank=8, alpha=16.0, targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")) if lora else None,
+        "recompute": RecomputeConfig(granularity=recompute[0], method=recompute[1], layers=recompute[2]) if recompute else None,
+        "logit_chunk": chunk,
+        "offload": OffloadConfig(optimizer=True, grads=True, params=True) if offload else None,
     }
     return {name: value for name, value in chosen.items() if value}
 

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.device_jobs import STEPS, Facts, Job, Measured, Speed, Trained, Training, Work, kind_of
 from msrl.algorithms.packing import Sequences
+from msrl.config.sections.train import OptimizerConfig
 from msrl.memory.flops import training_flops
 from msrl.platforms import get
 from msrl.platforms.base import Platform
@@ -30,8 +31,8 @@ from msrl.trainer.launch import RankContext
 from msrl.trainer.model import fused_attention
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.objective.losses import SftLoss
-from msrl.trainer.rank import TrainWorker
-from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.rank import TrainingRank
+from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from msrl.types import MicroBatch
 
 SETTLE_STEPS = 3
@@ -46,7 +47,7 @@ def main(context: RankContext, work: Work) -> None:
         init = f"{context.init_method}-{number}"
         with _attention_of(job, platform):
             found = _train(work, job, init) if isinstance(job, Training) else _measure(work, job, init)
-            if isinstance(job, Training) and job.settings.get("deterministic") and found != _train(work, job, f"{init}-again"):
+            if isinstance(job, Training) and job.is_deterministic and found != _train(work, job, f"{init}-again"):
                 raise RuntimeError("a second run gave other losses or gradients")
             context.report(found)
         gc.collect()  # models hold themselves
@@ -79,19 +80,21 @@ def _attention_of(job: Job, platform: Platform) -> Iterator[None]:
         vars(platform).pop("varlen_attention", None)
 
 
-def _worker(work: Work, job: Job, init: str, *, root: Path | None = None, step: int | None = None) -> TrainWorker:
+def _worker(work: Work, job: Job, init: str, *, root: Path | None = None, step: int | None = None) -> TrainingRank:
     """From the job's own model, or from a checkpoint."""
     training = job if isinstance(job, Training) else Training(job.name, job.model, "bfloat16")
-    settings = WorkerSettings(
-        work.platform, root or work.folder / job.model, Layout(), training.dtype, seed=0, timeout_s=600, iteration=step,
-        optimizer=OptimizerSettings(lr=training.lr), **training.settings,
-    )  # fmt: skip
-    return TrainWorker(settings, 0, 1, init)
+    policy = ReplicaSettings(
+        root or work.folder / job.model, iteration=step, optimizer=OptimizerConfig(lr=training.lr), **training.settings
+    )
+    settings = RankSettings(
+        work.platform, Layout(), training.dtype, seed=0, timeout_s=600, policy=policy, deterministic=training.is_deterministic
+    )
+    return TrainingRank(settings, 0, 1, init)
 
 
 def _train(work: Work, job: Training, init: str) -> Trained:
     worker = _worker(work, job, init)
-    batch = _sequences(work.lengths, worker.shape.vocab_size)
+    batch = _sequences(work.lengths, worker.policy.shape.vocab_size)
     batches = _batches(batch, len(work.lengths) if job.is_packed else 1)
     half = job.resumes_at or STEPS
     reports = _steps(worker, batches, batch, job.lr, half)
@@ -108,19 +111,19 @@ def _train(work: Work, job: Training, init: str) -> Trained:
 
 
 def _steps(
-    worker: TrainWorker, batches: Sequence[MicroBatch], batch: Sequences, lr: float, steps: int
+    worker: TrainingRank, batches: Sequence[MicroBatch], batch: Sequences, lr: float, steps: int
 ) -> list[dict[str, float]]:  # fmt: skip
     reports: list[dict[str, float]] = []
     for _ in range(steps):
         reports.append(worker.train_step(batches, SftLoss(), num_tokens=num_loss_tokens(batch), lr=lr))
-        worker.rest()
+        worker.offload()
     return reports
 
 
-def _attention_used(worker: TrainWorker) -> str:
-    mla = worker.shape.mla
-    head_dim = worker.shape.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim
-    return "torch" if fused_attention.kernel_of(worker.device.type, worker.dtype, head_dim) is None else "fused"
+def _attention_used(worker: TrainingRank) -> str:
+    mla = worker.policy.shape.mla
+    head_dim = worker.policy.shape.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim
+    return "torch" if fused_attention.kernel_of(worker.position.device.type, worker.position.dtype, head_dim) is None else "fused"
 
 
 def _sequences(lengths: Sequence[int], vocab_size: int) -> Sequences:
@@ -140,22 +143,22 @@ def _measure(work: Work, job: Speed, init: str) -> Measured:
     if device is not None:
         device.reset_peak_memory_stats()
     worker = _worker(work, job, init)
-    batch = _sequences(job.row * job.num_rows, worker.shape.vocab_size)
+    batch = _sequences(job.row * job.num_rows, worker.policy.shape.vocab_size)
     batches, num_trained = _batches(batch, job.rows_at_once * len(job.row)), num_loss_tokens(batch)
 
     def step() -> float:
         started = time.perf_counter()
         worker.train_step(batches, SftLoss(), num_tokens=num_trained, lr=1e-5)
-        worker.platform.synchronize()
+        worker.position.platform.synchronize()
         return time.perf_counter() - started
 
     seconds = [step() for _ in range(SETTLE_STEPS + job.steps)][SETTLE_STEPS:]
-    peak = _peak_bytes(worker.device)
-    costs = _costs(step, worker.device.type)
+    peak = _peak_bytes(worker.position.device)
+    costs = _costs(step, worker.position.device.type)
     lengths = [len(ids) for ids in batch.token_ids]
     found = Measured(
-        statistics.median(seconds), sum(lengths), peak, training_flops(worker.shape, lengths, num_trained),
-        worker.platform.peak_flops("bfloat16"), costs,
+        statistics.median(seconds), sum(lengths), peak, training_flops(worker.policy.shape, lengths, num_trained),
+        worker.position.platform.peak_flops("bfloat16"), costs,
     )  # fmt: skip
     worker.close()
     return found

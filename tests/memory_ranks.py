@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from msrl.algorithms.packing import micro_batch
+from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
-from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,17 @@ def main(context: RankContext, cases: list[Case]) -> None:
 def _measured(context: RankContext, case: Case, init_method: str) -> Measured:
     from live_memory import LiveMemory
     from msrl.trainer.objective.losses import SftLoss
-    from msrl.trainer.rank import TrainWorker
+    from msrl.trainer.rank import TrainingRank
 
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident memory is counted anew (proc(5))
     base, before = _status("RssAnon"), LiveMemory.now_live()
-    settings = WorkerSettings(
-        "cpu", case.model, case.layout, case.dtype, seed=0, timeout_s=120, optimizer=OptimizerSettings(lr=1e-4), **case.more
-    )
-    worker = TrainWorker(settings, context.rank, case.layout.replica_size, init_method)
+    policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-4), **case.more)
+    settings = RankSettings("cpu", case.layout, case.dtype, seed=0, timeout_s=120, policy=policy)
+    worker = TrainingRank(settings, context.rank, case.layout.replica_size, init_method)
     random = np.random.default_rng(0)
-    ids = tuple(random.integers(0, worker.shape.vocab_size, length).astype(np.int64) for length in case.lengths)
+    ids = tuple(random.integers(0, worker.policy.shape.vocab_size, length).astype(np.int64) for length in case.lengths)
     batch = micro_batch(ids, [np.ones(len(row), bool) for row in ids], {}, pad_to_multiple=worker.sequence_multiple)
     batches, count = [batch] * case.batches, int(batch.loss_mask.sum()) * case.batches
     loss = SftLoss()

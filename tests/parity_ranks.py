@@ -12,7 +12,7 @@ import numpy as np
 
 from msrl.algorithms.packing import micro_batch
 from msrl.trainer.launch import RankContext
-from msrl.trainer.settings import Layout, WorkerSettings
+from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
 LENGTHS = (23, 5, 40, 40)
 
@@ -43,15 +43,15 @@ def logits_of(cases: list[Case]) -> dict[str, np.ndarray]:
 
 def main(context: RankContext, cases: list[Case]) -> None:
     """Every case whose layout this rank is part of; tp_rank 0 of the last stage reports (name, logits of the packed sequences)."""
-    from msrl.trainer.rank import TrainWorker
+    from msrl.trainer.rank import TrainingRank
 
     for number, case in enumerate(cases):
         if context.rank >= case.layout.ranks_per_model:
             continue
-        settings = WorkerSettings("cpu", case.model, case.layout, "float32", seed=0, timeout_s=120)
-        worker = TrainWorker(settings, context.rank, case.layout.ranks_per_model, f"{context.init_method}-{number}")
-        ids = sequences(worker.shape.vocab_size)
+        settings = RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=120, policy=ReplicaSettings(case.model))
+        worker = TrainingRank(settings, context.rank, case.layout.ranks_per_model, f"{context.init_method}-{number}")
+        ids = sequences(worker.policy.shape.vocab_size)
         logits = worker.logits([micro_batch(ids, [np.ones(len(row), bool) for row in ids], {})])
-        if logits is not None and worker.tp_rank == 0:
+        if logits is not None and worker.position.tp_rank == 0:
             context.report((case.name, logits[0].numpy()))
         worker.close()

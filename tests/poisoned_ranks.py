@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from msrl.algorithms.packing import Sequences, micro_batch
+from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
-from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
 PADDING, GARBAGE = 0, 150  # token ids that no sample uses, but padding, and the samples that are masked out
 LENGTHS = (11, 7, 17, 3, 9)  # odd in sum, and none divides into the pieces of context-parallel ranks: all layouts but the whole one pad
@@ -55,11 +56,11 @@ class PoisonedResult:
 
 def look(context: RankContext, case: Poisoned, init_method: str) -> PoisonedResult:
     """The pack as it should be, then with each kind of garbage."""
-    from msrl.trainer.rank import TrainWorker
+    from msrl.trainer.rank import TrainingRank
 
-    optimizer = OptimizerSettings(lr=1e-3, grad_clip=None)
-    settings = WorkerSettings("cpu", case.model, case.layout, "float32", seed=0, timeout_s=120, optimizer=optimizer, **case.more)
-    worker = TrainWorker(settings, context.rank, case.world, init_method)
+    policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-3, grad_clip=None), **case.more)
+    settings = RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=120, policy=policy)
+    worker = TrainingRank(settings, context.rank, case.world, init_method)
     clean, garbage = _pack(), _pack(neighbours=GARBAGE)
     seen = {"clean": _look(worker, clean), "clean policy": _look(worker, clean, "policy")}
     seen["masked fields nan"] = _look(worker, _with_nan_where_masked(clean), "policy")
@@ -97,8 +98,8 @@ def _with_nan_where_masked(pack: Sequences) -> Sequences:
 @contextmanager
 def _embedding(worker: Any, token: int, scale: float) -> Iterator[None]:
     """The embedding of a token made large, or NaN, as long as the block lasts."""
-    weight: Tensor = dict(worker.model.named_parameters())["embedding.word_embeddings.weight"].data
-    row = token - worker.tp_rank * len(weight)
+    weight: Tensor = dict(worker.policy.model.named_parameters())["embedding.word_embeddings.weight"].data
+    row = token - worker.position.tp_rank * len(weight)
     if not 0 <= row < len(weight):
         yield
         return
@@ -117,7 +118,7 @@ def _look(worker: Any, pack: Sequences, kind: str = "sft") -> Seen:
         pack = with_weights(pack, "token-mean")
     batch = micro_batch(*pack, pad_to_multiple=worker.sequence_multiple)
     report = worker.train_step([batch], SftLoss() if kind == "sft" else PolicyLoss(0.7), num_tokens=num_loss_tokens(pack), lr=0.0)
-    gradients = {name: tensor.numpy() for name, tensor in whole_gradients(worker).items()}
+    gradients = {name: tensor.numpy() for name, tensor in whole_gradients(worker.policy).items()}
     everything = replace(batch, loss_mask=np.arange(len(batch.token_ids)) + 1 < sum(LENGTHS), fields={})
     logprobs = worker.logprobs([everything], 1.0)
     return Seen(report["loss"], gradients, logprobs[0][: sum(LENGTHS)])

@@ -11,9 +11,10 @@ import numpy as np
 from msrl import registry
 from msrl.algorithms.aggregate import MODES, Mode
 from msrl.algorithms.packing import Sequences, balanced
+from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens, select, with_weights
-from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
 PACKAGE = "msrl.algorithms.losses"
 MASKED_OUT = 3  # a sample of the batch that has no part in the loss
@@ -58,11 +59,11 @@ def combinations() -> list[tuple[str, str, Mode]]:
 
 def walk(context: RankContext, case: Product, init_method: str) -> ProductResult:
     """A step of each combination, with a learning rate of 0."""
-    from msrl.trainer.rank import TrainWorker
+    from msrl.trainer.rank import TrainingRank
 
-    optimizer = OptimizerSettings(lr=1e-3, grad_clip=None)
-    settings = WorkerSettings("cpu", case.model, Layout(), "float32", seed=0, timeout_s=120, optimizer=optimizer)
-    worker = TrainWorker(settings, context.rank, case.world, init_method)
+    policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-3, grad_clip=None))
+    settings = RankSettings("cpu", Layout(), "float32", seed=0, timeout_s=120, policy=policy)
+    worker = TrainingRank(settings, context.rank, case.world, init_method)
     steps = {combination: _step(worker, case, *combination) for combination in combinations()}
     worker.close()
     return ProductResult(case.name, steps)
@@ -85,10 +86,10 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     )  # fmt: skip
     batch = with_weights(_batch(case.order), mode, constant=1000.0)
     lengths = [len(ids) for ids in batch.token_ids]
-    part = balanced(lengths, worker.dp_size)[worker.dp_rank]
+    part = balanced(lengths, worker.position.dp_size)[worker.position.dp_rank]
     limits = BatchLimits(1, case.max_tokens, worker.sequence_multiple)
     groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
     report = worker.train_step(micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0)
-    found = {key: tensor.double().numpy().ravel() for key, tensor in whole_gradients(worker).items()}
+    found = {key: tensor.double().numpy().ravel() for key, tensor in whole_gradients(worker.policy).items()}
     random = np.random.default_rng(0)
     return Step(report, {key: float(found[key] @ random.normal(size=found[key].size)) for key in sorted(found)})

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msrl.config.sections.train import OffloadConfig, OptimizerConfig
 from msrl.trainer.launch import RankContext
-from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from training_ranks import sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from msrl.trainer.objective.losses import Outputs
-    from msrl.trainer.rank import TrainWorker
+    from msrl.trainer.rank import TrainingRank
 
 
 def main(context: RankContext, job: tuple[Path, Path]) -> None:
@@ -22,9 +23,8 @@ def main(context: RankContext, job: tuple[Path, Path]) -> None:
     from msrl.trainer.checkpointing import state as checkpoints
 
     model, saves = job
-    settings = WorkerSettings(
-        "cpu", model, Layout(), "bfloat16", seed=0, timeout_s=120, optimizer=OptimizerSettings(lr=1e-3), offload=frozenset({"optimizer"})
-    )
+    policy = ReplicaSettings(model, optimizer=OptimizerConfig(lr=1e-3), offload=OffloadConfig(optimizer=True))
+    settings = RankSettings("cpu", Layout(), "bfloat16", seed=0, timeout_s=120, policy=policy)
     worker = _worker(settings, context, "first")
     found = [_step(worker, 0), _step(worker, 1)]
     saved = checkpoints.save(worker, saves, 2, {}, hf_dir=model)
@@ -37,13 +37,13 @@ def main(context: RankContext, job: tuple[Path, Path]) -> None:
     context.report(found)
 
 
-def _worker(settings: WorkerSettings, context: RankContext, name: str) -> TrainWorker:
-    from msrl.trainer.rank import TrainWorker
+def _worker(settings: RankSettings, context: RankContext, name: str) -> TrainingRank:
+    from msrl.trainer.rank import TrainingRank
 
-    return TrainWorker(settings, context.rank, context.world_size, f"{context.init_method}-{name}")
+    return TrainingRank(settings, context.rank, context.world_size, f"{context.init_method}-{name}")
 
 
-def _step(worker: TrainWorker, step: int) -> int:
+def _step(worker: TrainingRank, step: int) -> int:
     """Bytes of the optimizer's state on the device while the loss of a step is computed."""
     from msrl.algorithms.packing import micro_batch
     from msrl.trainer import optimizer_state
@@ -53,7 +53,7 @@ def _step(worker: TrainWorker, step: int) -> int:
 
     class Looking(SftLoss):
         def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, dict[str, Any]]:
-            tensors = optimizer_state.tensors(worker.optimizer, is_bf16=True)
+            tensors = optimizer_state.tensors(worker.policy.optimizer, is_bf16=True)
             seen.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
             return super().__call__(outputs, fields, num_tokens)
 

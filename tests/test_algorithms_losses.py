@@ -13,7 +13,7 @@ from msrl import registry
 from msrl.algorithms.aggregate import MODES, sequence_weights, weighted_sum
 from msrl.algorithms.losses.cpgd import policy_drift
 from msrl.algorithms.tokens import PolicyTokens, sequence_means, sequence_sums
-from msrl.trainer.objective.losses import taken
+from msrl.trainer.objective.losses import required_arguments
 from support import mentions
 
 PACKAGE = "msrl.algorithms.losses"
@@ -61,7 +61,7 @@ def loss_of(name: str, batch: Batch, weights: np.ndarray, ratio: str = "token", 
     tokens = PolicyTokens.of(leaf, old, advantages, mask, sequences, ratio=ratio)  # type: ignore[arg-type]
     function = registry.load(PACKAGE, name, key="").policy_loss
     own = {key: value for key, value in options.items() if key not in CLIP}
-    result = function(tokens, **taken(function, {**CLIP, **options}), **own)
+    result = function(tokens, **required_arguments(function, {**CLIP, **options}), **own)
     loss = weighted_sum(result.loss, torch.tensor(weights), mask)
     loss.backward()
     assert leaf.grad is not None

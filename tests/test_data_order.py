@@ -12,7 +12,7 @@ import pytest
 from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.files import write_text
-from msrl.trainer.checkpointing.integrity import sealed_json
+from msrl.trainer.checkpointing.integrity import with_checksum
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, training_dir
 from msrl.workflows.training.settings import check_order, order_state
 from support import mentions
@@ -40,7 +40,7 @@ def test_a_run_that_would_go_on_with_other_rows_is_refused(tmp_path: Path):
     folder = training_dir(tmp_path, 5)
     folder.mkdir(parents=True)
     state = {"step": 5, "extra": order_state(ORDER)}
-    write_text(folder / STATE, sealed_json(state))
+    write_text(folder / STATE, with_checksum(state))
     saved = SavedTraining(tmp_path, 5)
     check_order(saved, ORDER, rows_per_step="train.global_batch")
     with pytest.raises(MsrlError, match=mentions("train.global_batch", "was 4 rows, is 8", "run.seed", "was 3, is 1")):

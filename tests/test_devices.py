@@ -17,12 +17,12 @@ from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.platforms.cuda import CudaPlatform
 from msrl.trainer import groups, optimizer_state
-from msrl.trainer import replica as learner
+from msrl.trainer import replica as replicas
 from msrl.trainer.checkpointing import state as checkpoints
 from msrl.trainer.checkpointing.publish import random_file
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.launch import LocalRanks
-from msrl.trainer.replica import Learner
+from msrl.trainer.replica import ModelReplica
 from msrl.trainer.settings import Layout
 from support import mentions
 
@@ -30,10 +30,11 @@ from support import mentions
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", torch.float64), ("cuda", torch.float64), ("npu", torch.float32)])
 def test_sums_over_ranks_are_of_a_type_that_the_back_end_adds(platform: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     seen = []
-    monkeypatch.setattr(learner.dist, "all_reduce", lambda totals, group: seen.append(totals.dtype))
-    monkeypatch.setattr(learner.parallel_state, "get_data_parallel_group", lambda: None)
-    worker: Any = SimpleNamespace(is_last_stage=True, platform=get(platform), layout=SimpleNamespace(pp=1))
-    assert Learner.reduce(worker, [{"loss": torch.tensor(1.5)}, {"loss": torch.tensor(2.0)}], 7) == {"loss": 0.5}
+    monkeypatch.setattr(replicas.dist, "all_reduce", lambda totals, group: seen.append(totals.dtype))
+    monkeypatch.setattr(replicas.parallel_state, "get_data_parallel_group", lambda: None)
+    position = SimpleNamespace(is_last_stage=True, platform=get(platform), layout=SimpleNamespace(pp=1))
+    replica: Any = SimpleNamespace(position=position)
+    assert ModelReplica.mean_metrics(replica, [{"loss": torch.tensor(1.5)}, {"loss": torch.tensor(2.0)}], 7) == {"loss": 0.5}
     assert seen == [dtype]
 
 
@@ -50,8 +51,8 @@ class Device(CudaPlatform):
         self.state = state
 
 
-def rank_on(platform: Platform) -> Any:
-    """What `_restore_random` needs of a worker."""
+def position_on(platform: Platform) -> Any:
+    """A stand-in for the position of a rank, with what `_restore_random` reads."""
     return SimpleNamespace(platform=platform, layout=Layout())
 
 
@@ -67,12 +68,12 @@ def test_the_devices_own_random_numbers_are_saved_and_gone_on_with(monkeypatch: 
     drawn = torch.rand(3)
     saved.training_dir.mkdir(parents=True)
     save_file(states, saved.training_dir / random_file(0))
-    checkpoints._restore_random(rank_on(device), saved, ParallelLayout())
+    checkpoints._restore_random(position_on(device), saved, ParallelLayout())
     assert device.state.tolist() == [7] * 16 and tracker.states_["model-parallel-rng"].tolist() == [3] * 16
     assert torch.equal(torch.rand(3), drawn)
     # Another kind of device, whose states have another size, begins with its seed.
     monkeypatch.setattr(tracker, "states_", {"model-parallel-rng": torch.zeros(5056, dtype=torch.uint8)})
-    checkpoints._restore_random(rank_on(get("cpu")), saved, ParallelLayout())
+    checkpoints._restore_random(position_on(get("cpu")), saved, ParallelLayout())
     assert not tracker.states_["model-parallel-rng"].any()
 
 
@@ -101,7 +102,7 @@ class GroupAdamW:
 
 
 def trained_by(kind: Any, platform: str) -> Any:
-    """What `optimizer_state` needs of a worker that trains one matrix."""
+    """A stand-in for a replica that trains one matrix, and its optimizer."""
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = kind([{"params": [model.weight]}], lr=0.1)
     model.weight.grad = torch.ones(2, 3)
@@ -110,18 +111,18 @@ def trained_by(kind: Any, platform: str) -> Any:
         _get_model_param_range_map=lambda parameter: {"param": SimpleNamespace(start=0, end=6)},
     )  # fmt: skip
     chain = SimpleNamespace(chained_optimizers=[part], reload_model_params=lambda: None)
-    worker = SimpleNamespace(model=model, optimizer=chain, dtype=torch.float32, platform=get(platform), device=torch.device("cpu"))
-    return worker, optimizer
+    position = SimpleNamespace(dtype=torch.float32, platform=get(platform), device=torch.device("cpu"))
+    return SimpleNamespace(model=model, optimizer=chain, position=position), optimizer
 
 
 @pytest.mark.parametrize(("kind", "platform"), [(torch.optim.AdamW, "cuda"), (GroupAdamW, "cuda"), (GroupAdamW, "npu")])
 def test_the_count_of_updates_goes_on_wherever_the_optimizer_keeps_it(kind: Any, platform: str, monkeypatch: pytest.MonkeyPatch):
     """Otherwise the correction of the moments' bias would begin anew, and the first steps after a resume be many times too large."""
     monkeypatch.setattr(optimizer_state.dist, "all_reduce", lambda count, op: None)
-    worker, optimizer = trained_by(kind, platform)
+    replica, optimizer = trained_by(kind, platform)
     for _ in range(5):
         optimizer.step()
-    assert optimizer_state.num_updates(worker) == 5
+    assert optimizer_state.num_updates(replica) == 5
     again, optimizer = trained_by(kind, platform)
     states = {name: {"weight": torch.full((2, 3), 0.5)} for name in optimizer_state.MOMENTS}
     optimizer_state.restore(again, states, 5)

@@ -14,7 +14,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.data.manifest import fingerprint
 from msrl.errors import MsrlError
 from msrl.files import write_text
-from msrl.trainer.checkpointing.integrity import sealed_json
+from msrl.trainer.checkpointing.integrity import with_checksum
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, check_room, training_dir
 from msrl.trainer.schedule import Schedule
 from msrl.workflows.training import resume_checks as resume_checks
@@ -40,7 +40,7 @@ def remembered(*sets: str, command: str = "train-sft") -> dict[str, Any]:
 
 def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> SavedTraining:
     training_dir(folder / name, 5).mkdir(parents=True)
-    write_text(training_dir(folder / name, 5) / STATE, sealed_json(json.loads(json.dumps({"step": 5, "extra": state}))))
+    write_text(training_dir(folder / name, 5) / STATE, with_checksum(json.loads(json.dumps({"step": 5, "extra": state}))))
     return SavedTraining(folder / name, 5)
 
 
@@ -139,4 +139,4 @@ def test_a_folder_that_is_named_another_way_is_the_same(tmp_path: Path, monkeypa
     for step in (3, 4):
         (tmp_path / "saves" / f"iter_{step:07d}").mkdir(parents=True)
         training_dir(tmp_path / "saves", step).mkdir(parents=True)
-    check_room(tmp_path / "saves", SavedTraining(Path("saves"), 3, passed_over=(4,)))
+    check_room(tmp_path / "saves", SavedTraining(Path("saves"), 3, skipped=(4,)))

@@ -33,7 +33,7 @@ def other_model(cut: VocabColumns, rows: int = ROWS) -> tuple[Distribution, torc
     """A distribution, and its logits."""
     hidden, weight = torch.randn(rows, HIDDEN), torch.randn(PADDED, HIDDEN)
     logits = hidden @ weight.t()
-    return Distribution(hidden, lambda part: part @ weight.t(), cut.normaliser(logits)), logits
+    return Distribution(hidden, lambda part: part @ weight.t(), cut.normalizer(logits)), logits
 
 
 def plain(logits: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,10 +13,11 @@ from families import GEMMA2
 from memory_ranks import Case, Measured
 from mixture_families import DEEPSEEK_V3
 from msrl.cli.configuration import load_configuration as load
+from msrl.config.sections.train import LoraConfig, RecomputeConfig
 from msrl.memory.estimate import Memory, training_memory
 from msrl.models.families import all_rules, load_shape
 from msrl.trainer.launch import run_ranks
-from msrl.trainer.settings import Layout, Lora, Recompute
+from msrl.trainer.settings import Layout
 from support import python_path
 
 COMMON = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "torch_dtype": "float32"}
@@ -103,37 +104,40 @@ def test_a_mixture_is_spread_along_the_sequence_whether_it_is_asked_or_not(folde
 TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "recomputed and chunked": (
         "large vocabulary",
-        {"more": {"chunk": 64, "recompute": Recompute("full")}},
+        {"more": {"logit_chunk": 64, "recompute": RecomputeConfig(granularity="full")}},
         ("train.chunk=64", "train.recompute.granularity=full"),
     ),
     "first layers recomputed": (
         "dense",
-        {"more": {"recompute": Recompute("full", "block", 4)}},
+        {"more": {"recompute": RecomputeConfig(granularity="full", method="block", layers=4)}},
         ("train.recompute.granularity=full", "train.recompute.method=block", "train.recompute.layers=4"),
     ),
     "parts recomputed": (
         "dense",
-        {"more": {"recompute": Recompute("selective", modules=("core_attn", "mlp"))}},
+        {"more": {"recompute": RecomputeConfig(granularity="selective", modules=("core_attn", "mlp"))}},
         ("train.recompute.granularity=selective", "train.recompute.modules=[core_attn,mlp]"),
     ),
     "adapters": (
         "dense",
-        {"more": {"lora": Lora(8, 16.0, ("linear_qkv", "linear_proj"))}},
+        {"more": {"lora": LoraConfig(rank=8, alpha=16.0, targets=("linear_qkv", "linear_proj"))}},
         ("train.lora.rank=8", "train.lora.targets=[q_proj,k_proj,v_proj,linear_proj]"),
     ),
     "adapters of experts": (
         "mixture",
-        {"more": {"lora": Lora(8, 16.0, ("linear_proj", "linear_fc1", "linear_fc2"))}, "layout": Layout(tp=2, ep=2, etp=1, sp=True)},
+        {
+            "more": {"lora": LoraConfig(rank=8, alpha=16.0, targets=("linear_proj", "linear_fc1", "linear_fc2"))},
+            "layout": Layout(tp=2, ep=2, etp=1, sp=True),
+        },
         ("train.parallel.etp=1", "train.lora.rank=8", "train.lora.targets=[o_proj,linear_fc1,linear_fc2]"),
     ),
     "adapters everywhere": (
         "dense",
-        {"more": {"lora": Lora(8, 16.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))}},
+        {"more": {"lora": LoraConfig(rank=8, alpha=16.0, targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))}},
         ("train.lora.rank=8",),
     ),
     "adapters of latent attention": (
         "latent attention",
-        {"more": {"lora": Lora(8, 16.0, ("linear_qkv", "o_proj"))}},
+        {"more": {"lora": LoraConfig(rank=8, alpha=16.0, targets=("linear_qkv", "o_proj"))}},
         ("train.lora.rank=8", "train.lora.targets=[q_a_proj,kv_a_proj_with_mqa,linear_proj]"),
     ),
     "frozen": ("dense", {"more": {"freeze": ("*.mlp.*",)}}, ("train.freeze=['*.mlp.*']",)),

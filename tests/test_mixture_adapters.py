@@ -24,10 +24,11 @@ from msrl.checkpoint.adapters.peft import write_peft
 from msrl.checkpoint.convert import write_hf
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.weights import WeightSource
+from msrl.config.sections.train import LoraConfig, RecomputeConfig
 from msrl.models.families import all_rules, load_shape
 from msrl.models.rules import Rule
 from msrl.models.select import is_layer
-from msrl.trainer.settings import Layout, Lora, Recompute
+from msrl.trainer.settings import Layout
 from msrl.workflows.serve.engine import hf_weights
 from reference_gradients import _as_in_files, backward
 from test_mixture_exactness import _assert_same
@@ -37,8 +38,8 @@ from training_ranks import Case, Result
 pytestmark = pytest.mark.slow
 MODELS = {"qwen3 moe": QWEN3_MOE, "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2}}
 LORAS = {
-    "qwen3 moe": Lora(4, 8.0, ("q_proj", "linear_proj", "up_proj", "down_proj")),  # of fused layers only a part
-    "deepseek v3": Lora(4, 8.0, ("linear_qkv", "kv_b_proj", "linear_fc1", "linear_fc2")),
+    "qwen3 moe": LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "linear_proj", "up_proj", "down_proj")),  # of fused layers only a part
+    "deepseek v3": LoraConfig(rank=4, alpha=8.0, targets=("linear_qkv", "kv_b_proj", "linear_fc1", "linear_fc2")),
 }
 USUAL = {"ep2": Layout(ep=2), "tp2 ep2 etp2, sp": Layout(tp=2, ep=2, etp=2, sp=True)}
 REST = {
@@ -83,7 +84,7 @@ def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
             dataclasses.replace(whole, name=f"{name}, resumed", layout=Layout(ep=2), first_step=2, resume_from=saves / name),
         ]
     again = dataclasses.replace(_case("qwen3 moe", "tp2 ep2 etp2, sp", folders), name="dropout", more={"lora": DROPOUT})
-    recomputed = {"lora": DROPOUT, "recompute": Recompute("full")}
+    recomputed = {"lora": DROPOUT, "recompute": RecomputeConfig(granularity="full")}
     return _trained([*cases, again, dataclasses.replace(again, name="dropout, recomputed", more=recomputed)])
 
 
@@ -180,15 +181,15 @@ def _random_adapter(base: WeightSource, targets: tuple[str, ...]) -> Adapter:
     return Adapter("random", 8.0, deltas, {})
 
 
-def _adapted(folder: Path, lora: Lora) -> list[Rule]:
+def _adapted(folder: Path, lora: LoraConfig) -> list[Rule]:
     return [rule for rule in all_rules(load_shape(folder)) if is_layer(rule.mcore, rule.hf, lora.targets)]
 
 
-def _gradient_of_b(rule: Rule, lora: Lora, weights: dict[str, Tensor]) -> Tensor:
+def _gradient_of_b(rule: Rule, lora: LoraConfig, weights: dict[str, Tensor]) -> Tensor:
     from msrl.trainer.model.lora import _initial
 
     a = _initial(lora.rank, rule.shapes[0][1], 0, rule.mcore)
-    parts = [lora.scale * weights[hf] @ a.T for hf in rule.hf]
+    parts = [lora.alpha / lora.rank * weights[hf] @ a.T for hf in rule.hf]
     is_fused_layer = is_layer(rule.mcore, (), lora.targets)
     parts = [part if is_fused_layer or is_layer("", (hf,), lora.targets) else part * 0 for hf, part in zip(rule.hf, parts, strict=True)]
     return layouts.fuse(rule.layout, parts)

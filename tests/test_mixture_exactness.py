@@ -16,7 +16,8 @@ from torch import Tensor
 
 import families
 from mixture_families import DEEPSEEK_V3, QWEN3_MOE
-from msrl.trainer.settings import Balance, Layout, Lora, Recompute
+from msrl.config.sections.train import LoraConfig, RecomputeConfig, RouterConfig
+from msrl.trainer.settings import Layout
 from poisoned_ranks import LENGTHS, MASKED_OUT, Poisoned
 from reference_gradients import _as_in_files
 from test_mixture_training import _trained
@@ -24,28 +25,28 @@ from training_ranks import Case, Result, sequences
 
 pytestmark = pytest.mark.slow
 MODELS = {"qwen3 moe": QWEN3_MOE, "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2}}
-FULL, MOE = Recompute("full"), Recompute("selective", modules=("moe",))
+FULL, MOE = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective", modules=("moe",))
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "ep2": (Layout(ep=2), {}),
     "tp2 ep2 etp1": (Layout(tp=2, ep=2, etp=1), {}),
     "tp2 ep2 etp2": (Layout(tp=2, ep=2, etp=2), {}),
-    "cp2, chunked": (Layout(cp=2), {"chunk": 5}),
+    "cp2, chunked": (Layout(cp=2), {"logit_chunk": 5}),
 }
 MORE_LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "pp2 ep2, recompute": (Layout(pp=2, ep=2), {"recompute": FULL}),
     "tp2, recompute of experts": (Layout(tp=2), {"recompute": MOE}),
 }
-BALANCE = Balance(0.05, "sequence", 1e-3)
-PER_PASS = Balance(0.05, "micro_batch", 1e-3)
+BALANCE = RouterConfig(aux_loss_coef=0.05, aux_loss_over="sequence", z_loss_coef=1e-3)
+PER_PASS = RouterConfig(aux_loss_coef=0.05, aux_loss_over="micro_batch", z_loss_coef=1e-3)
 BALANCED: dict[str, dict[str, Any]] = {  # with the losses that keep experts in use; of sequences, whatever the micro-batch
     "dp2 ep2": {"layout": Layout(ep=2), "dp": 2, "micro_batch": 1},
-    "tp2 cp2, recompute": {"layout": Layout(tp=2, cp=2), "more": {"recompute": FULL, "balance": BALANCE}},
+    "tp2 cp2, recompute": {"layout": Layout(tp=2, cp=2), "more": {"recompute": FULL, "router": BALANCE}},
 }
 MORE_BALANCED: dict[str, dict[str, Any]] = {
     "micro-batches by tokens": {"max_tokens": 64},
-    "pp2 ep2, recompute of experts": {"layout": Layout(pp=2, ep=2), "more": {"recompute": MOE, "balance": BALANCE}},
+    "pp2 ep2, recompute of experts": {"layout": Layout(pp=2, ep=2), "more": {"recompute": MOE, "router": BALANCE}},
 }
-ATTENTION = Lora(4, 8.0, ("linear_q_up_proj", "kv_b_proj", "o_proj"))
+ATTENTION = LoraConfig(rank=4, alpha=8.0, targets=("linear_q_up_proj", "kv_b_proj", "o_proj"))
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,8 @@ def _bases(folders: dict[str, Path]) -> dict[str, Case]:
     qwen, deepseek = folders["qwen3 moe"], folders["deepseek v3"]
     cases = [
         Case("whole", qwen, steps=10, lr=1e-4, is_same_batch=True),
-        Case("balanced", qwen, steps=3, is_same_batch=True, more={"balance": BALANCE}),
-        Case("biased", deepseek, steps=3, more={"balance": Balance(bias_update_rate=0.01)}),
+        Case("balanced", qwen, steps=3, is_same_batch=True, more={"router": BALANCE}),
+        Case("biased", deepseek, steps=3, more={"router": RouterConfig(bias_update_rate=0.01)}),
         Case("lora", deepseek, steps=4, lr=3e-3, eps=1e-3, is_same_batch=True, more={"lora": ATTENTION}),
     ]
     return {case.name: case for case in cases}
@@ -80,11 +81,11 @@ def _cases(folders: dict[str, Path]) -> list[Any]:
         *bases.values(),
         *_tables(bases, LAYOUTS, BALANCED),
         first,
-        dataclasses.replace(first, name="per pass, first step", micro_batch=8, more={"balance": PER_PASS}),
+        dataclasses.replace(first, name="per pass, first step", micro_batch=8, more={"router": PER_PASS}),
         dataclasses.replace(bases["biased"], name="biased, first step", steps=1),
         dataclasses.replace(bases["biased"], name="biased, dp2 ep2", layout=Layout(ep=2), dp=2),
         dataclasses.replace(bases["lora"], name="lora, tp2 ep2", layout=Layout(tp=2, ep=2, etp=1)),
-        Poisoned("poisoned", folders["qwen3 moe"], Layout(cp=2, ep=2), {"chunk": 5}),
+        Poisoned("poisoned", folders["qwen3 moe"], Layout(cp=2, ep=2), {"logit_chunk": 5}),
     ]
 
 
@@ -143,7 +144,7 @@ def test_the_balance_of_sequences_depends_on_no_layout_and_no_micro_batch(result
 
 @pytest.mark.parametrize(("name", "settings"), [("balanced, first step", BALANCE), ("per pass, first step", PER_PASS)])
 def test_balance_and_z_loss_and_their_gradients_are_those_of_transformers(
-    results: dict[str, Any], folders: dict[str, Path], name: str, settings: Balance
+    results: dict[str, Any], folders: dict[str, Path], name: str, settings: RouterConfig
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -159,7 +160,7 @@ def test_balance_and_z_loss_and_their_gradients_are_those_of_transformers(
         assert np.linalg.norm(results[name].gradients[key] - gradient.numpy()) < 1e-4 * gradient.norm(), key
 
 
-def _losses_of_transformers(model: Any, settings: Balance) -> tuple[float, float]:
+def _losses_of_transformers(model: Any, settings: RouterConfig) -> tuple[float, float]:
     """Gradients of all losses, in the model; the two of the routers, a layer's mean. transformers' own function is of all layers and of
     counts that have the sum k: of one layer and divided by k it is the loss of arXiv:2101.03961.
     """
@@ -176,7 +177,7 @@ def _losses_of_transformers(model: Any, settings: Balance) -> tuple[float, float
     layers = list(zip(*routed, strict=True))
     aux = torch.zeros(())
     for layer in layers:
-        groups = layer if settings.over == "sequence" else [torch.cat(layer)]
+        groups = layer if settings.aux_loss_over == "sequence" else [torch.cat(layer)]
         total = sum(len(group) for group in groups)
         aux = aux + sum(len(group) / total * load_balancing_loss_func((group,), 8, 3) / 3 for group in groups)
     large = sum((torch.cat(layer).logsumexp(-1).square().mean() for layer in layers), torch.zeros(()))

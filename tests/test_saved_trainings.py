@@ -92,7 +92,7 @@ DAMAGES = [
 def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over_and_the_file_is_named(saves, kind, damage, fragments):
     damage(saves / FILES[kind])
     found, notes = resume_from("auto", saves)
-    assert found == SavedTraining(saves, 4, passed_over=(6,))
+    assert found == SavedTraining(saves, 4, skipped=(6,))
     assert_mentions(notes[0], FILES[kind], "step 6", *fragments)
     assert_mentions(notes[-1], "step 4", saves)
     check_room(saves, found)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from msrl.algorithms.mismatch import Correction
-from msrl.trainer.settings import Layout, Lora, Recompute
+from msrl.config.sections.train import LoraConfig, OffloadConfig, RecomputeConfig
+from msrl.trainer.settings import Layout
 from poisoned_ranks import Poisoned
 from product_ranks import Product
 from training_ranks import VOCAB, Case
@@ -17,6 +18,9 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
+FULL = RecomputeConfig(granularity="full")
+FULL_BLOCK = RecomputeConfig(granularity="full", method="block", layers=3)
+SELECTIVE = RecomputeConfig(granularity="selective", modules=("core_attn", "mlp"))
 LAYOUTS = {
     "tp2": Case("", Path(), Layout(tp=2)),
     "tp2 sp": Case("", Path(), Layout(tp=2, sp=True)),
@@ -32,11 +36,11 @@ LAYOUTS = {
     "pp4 empty": Case("", Path(), Layout(pp=4, vpp=1, noop_layers=(0, 2, 5, 7))),
     "dp2": Case("", Path(), dp=2),
     "tp2 dp2": Case("", Path(), Layout(tp=2), dp=2),
-    "full recompute": Case("", Path(), Layout(tp=2, sp=True), more={"recompute": Recompute("full", "block", 3)}),
-    "selective recompute": Case("", Path(), Layout(pp=2), more={"recompute": Recompute("selective", modules=("core_attn", "mlp"))}),
-    "chunked logits": Case("", Path(), Layout(tp=2), more={"chunk": 7}),
-    "chunked logits cp2": Case("", Path(), Layout(cp=2), more={"chunk": 5}),
-    "offload": Case("", Path(), dp=2, more={"offload": frozenset({"optimizer", "grads", "params"})}),
+    "full recompute": Case("", Path(), Layout(tp=2, sp=True), more={"recompute": FULL_BLOCK}),
+    "selective recompute": Case("", Path(), Layout(pp=2), more={"recompute": SELECTIVE}),
+    "chunked logits": Case("", Path(), Layout(tp=2), more={"logit_chunk": 7}),
+    "chunked logits cp2": Case("", Path(), Layout(cp=2), more={"logit_chunk": 5}),
+    "offload": Case("", Path(), dp=2, more={"offload": OffloadConfig(optimizer=True, grads=True, params=True)}),
     "micro-batches of 1": Case("", Path(), micro_batch=1),
     "micro-batches of 8": Case("", Path(), micro_batch=8),
     "micro-batches by tokens": Case("", Path(), max_tokens=64),
@@ -44,21 +48,21 @@ LAYOUTS = {
 TABLE = {
     **LAYOUTS,
     "pp2 vpp": Case("", Path(), Layout(pp=2, vpp=1)),
-    "uniform recompute": Case("", Path(), Layout(tp=2), more={"recompute": Recompute("full")}),
+    "uniform recompute": Case("", Path(), Layout(tp=2), more={"recompute": FULL}),
 }
 
-SAVING = {"recompute": Recompute("full"), "offload": frozenset({"optimizer", "grads", "params"})}
-LORA = {"lora": Lora(4, 8.0, ("q_proj", "v_proj", "linear_proj", "linear_fc1", "down_proj"))}
+SAVING = {"recompute": FULL, "offload": OffloadConfig(optimizer=True, grads=True, params=True)}
+LORA = {"lora": LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "linear_proj", "linear_fc1", "down_proj"))}
 LORAS = {
     "lora whole": (Layout(), 1), "lora tp2": (Layout(tp=2), 1), "lora tp2 sp": (Layout(tp=2, sp=True), 2),
     "lora pp2 cp2": (Layout(pp=2, cp=2), 1),
 }  # fmt: skip
 POISONED: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "poisoned whole": (Layout(), {}), "poisoned chunked": (Layout(), {"chunk": 5}), "poisoned tp2 sp": (Layout(tp=2, sp=True), {}),
-    "poisoned cp2": (Layout(cp=2), {}), "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True, cp=2), {"chunk": 5}),
+    "poisoned whole": (Layout(), {}), "poisoned chunked": (Layout(), {"logit_chunk": 5}), "poisoned tp2 sp": (Layout(tp=2, sp=True), {}),
+    "poisoned cp2": (Layout(cp=2), {}), "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True, cp=2), {"logit_chunk": 5}),
 }  # fmt: skip
 STEPS_BESIDE_TRANSFORMERS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 of the others
-DROPOUT = Lora(4, 8.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), dropout=0.3)
+DROPOUT = LoraConfig(rank=4, alpha=8.0, targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), dropout=0.3)
 DROPPED = {"lora dropout": Layout(), "lora dropout tp2": Layout(tp=2), "lora dropout tp2 sp": Layout(tp=2, sp=True)}
 FROZEN = ("model.embed_tokens.*", "decoder.layers.[01].*", "*.mlp.*")
 CRITICS = {
@@ -66,7 +70,7 @@ CRITICS = {
     "tp2 pp2": Case("", Path(), Layout(tp=2, pp=2)),
     "tp2 cp2": Case("", Path(), Layout(tp=2, cp=2)),
     "vpp dp2": Case("", Path(), Layout(pp=2, vpp=1), dp=2, micro_batch=1),
-    "offload": Case("", Path(), dp=2, max_tokens=64, more={"offload": frozenset({"optimizer", "grads", "params"})}),
+    "offload": Case("", Path(), dp=2, max_tokens=64, more={"offload": OffloadConfig(optimizer=True, grads=True, params=True)}),
 }
 # Every policy loss with each ratio that it takes, the aggregations spread over them.
 POLICIES = [
@@ -118,8 +122,8 @@ def models() -> dict[str, torch.nn.Module]:
 # One step of a family in bfloat16, whose counts of tokens are padded on CPU.
 HALVES = {
     "qwen3": Case("", Path()), "qwen3 tp2 sp": Case("", Path(), Layout(tp=2, sp=True)), "qwen3 pp2": Case("", Path(), Layout(pp=2)),
-    "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"chunk": 7}), "qwen3 chunked": Case("", Path(), more={"chunk": 80}),
-    "gemma2": Case("", Path()), "gemma2 recomputed": Case("", Path(), more={"recompute": Recompute("selective", modules=("core_attn",))}),
+    "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"logit_chunk": 7}), "qwen3 chunked": Case("", Path(), more={"logit_chunk": 80}),
+    "gemma2": Case("", Path()), "gemma2 recomputed": Case("", Path(), more={"recompute": RecomputeConfig(granularity="selective")}),
 }  # fmt: skip
 
 
@@ -187,7 +191,14 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         Case("saved tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), steps=4, save_at=4, save_to=saves / "cut"),
         Case("resumed dp2 from tp2 pp2", folders["qwen2 tied"], dp=2, first_step=4, resume_from=saves / "cut"),
         Case("frozen", folders["qwen2 tied"], freeze=FROZEN, steps=4, save_at=2, save_to=saves / "frozen"),
-        Case("frozen tp2 pp2", folders["qwen2 tied"], Layout(tp=2, pp=2), freeze=FROZEN, steps=4, more={"recompute": Recompute("full")}),
+        Case(
+            "frozen tp2 pp2",
+            folders["qwen2 tied"],
+            Layout(tp=2, pp=2),
+            freeze=FROZEN,
+            steps=4,
+            more={"recompute": FULL},
+        ),
         Case("frozen resumed dp2", folders["qwen2 tied"], dp=2, freeze=FROZEN, first_step=2, steps=4, resume_from=saves / "frozen"),
         Case("poisoned", folders["qwen2"], Layout(tp=2, pp=2), loss="policy", steps=3, poison_at=0, save_at=1, save_to=saves / "unmoved"),
         Case("resumed unmoved", folders["qwen2"], dp=2, loss="policy", first_step=1, steps=3, resume_from=saves / "unmoved"),
@@ -208,7 +219,7 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
 def _dropped(model: Path) -> list[Case]:
     """Adapters with dropout, and the same with layers computed again."""
     cases = [Case(name, model, layout, steps=3, lr=1e-2, more={"lora": DROPOUT}) for name, layout in DROPPED.items()]
-    again = {"lora": DROPOUT, "recompute": Recompute("full")}
+    again = {"lora": DROPOUT, "recompute": FULL}
     return [*cases, *[_with(case, name=f"{case.name} recomputed", more=again) for case in cases]]
 
 

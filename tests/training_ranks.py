@@ -18,18 +18,20 @@ import torch.distributed as dist
 
 from msrl.algorithms.aggregate import Mode
 from msrl.algorithms.packing import Sequences, balanced
+from msrl.config.sections.train import OffloadConfig, OptimizerConfig, RecomputeConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens, with_weights
 from msrl.trainer.objective.losses import ValueLoss
-from msrl.trainer.settings import CriticSettings, Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
 from msrl.types import MicroBatch
 
 if TYPE_CHECKING:
-    from msrl.trainer.critic import Critic
-    from msrl.trainer.replica import Learner
+    from msrl.trainer.replica import ModelReplica
+    from msrl.trainer.value_model import ValueModelReplica
 
 VOCAB, NUM_SEQUENCES, LONGEST = 199, 8, 30
 VALUE_LR, VALUE_CLIP = 2e-3, 0.5
+WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Case:
     lr: float = 1e-3
     eps: float = 1e-8  # of AdamW: a large one makes no step of the rate out of a gradient that is nearly zero
     freeze: tuple[str, ...] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)  # further settings of the ranks
+    more: Mapping[str, Any] = field(default_factory=dict)  # further settings of the policy
     poison_at: int | None = None  # the step whose batch has a NaN among its advantages
     is_same_batch: bool = False  # every step has the batch of the first; the gradients of the last step are wanted too
     critic: Path | None = None  # what a critic beside the policy starts from
@@ -119,43 +121,42 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     from msrl.trainer.checkpointing import state as checkpoints
     from msrl.trainer.checkpointing.resume import resume_from
     from msrl.trainer.objective.losses import PolicyLoss, SftLoss
-    from msrl.trainer.rank import TrainWorker
+    from msrl.trainer.rank import TrainingRank
     from msrl.trainer.weights import export
 
     while case.resume_from and not resume_from("auto", case.resume_from)[0]:
         time.sleep(0.1)  # ranks that had no part in the case that saves are early
     saved = resume_from("auto", case.resume_from)[0] if case.resume_from else None
     weights = None if "lora" in case.more else saved  # a checkpoint of adapters has no other weights
-    settings = WorkerSettings(
-        "cpu", weights.root if weights else case.model, case.layout, case.dtype, seed=0, timeout_s=120,
-        iteration=weights.step if weights else None, optimizer=OptimizerSettings(lr=case.lr, eps=case.eps), reference=case.reference,
-        freeze=case.freeze, critic=CriticSettings(case.critic, None, OptimizerSettings(lr=VALUE_LR)) if case.critic else None, **case.more,
+    policy = ReplicaSettings(
+        weights.root if weights else case.model, weights.step if weights else None,
+        optimizer=OptimizerConfig(lr=case.lr, eps=case.eps, weight_decay=WEIGHT_DECAY), freeze=case.freeze, **case.more,
     )  # fmt: skip
-    worker = TrainWorker(settings, context.rank, case.world, init_method)
+    worker = TrainingRank(_rank_settings(case, policy), context.rank, case.world, init_method)
     if saved:
         checkpoints.load_training_state(worker, saved)
-    policy = PolicyLoss(temperature=0.7, **{"clip_low": 0.1, "clip_high": 0.2, "kl_coef": 0.05, "entropy_coef": 0.01, **case.policy})
-    loss = SftLoss() if case.loss == "sft" else policy
+    policy_loss = PolicyLoss(temperature=0.7, **{"clip_low": 0.1, "clip_high": 0.2, "kl_coef": 0.05, "entropy_coef": 0.01, **case.policy})
+    loss = SftLoss() if case.loss == "sft" else policy_loss
     reports: list[dict[str, float]] = []
     gradients: dict[str, np.ndarray] = {}
     for step in range(case.first_step, case.steps):
         batch = sequences(0 if case.is_same_batch else step, with_fields=case.loss != "sft", is_poisoned=step == case.poison_at)
         if case.loss != "sft":
             batch = with_weights(batch, case.aggregate, constant=1000.0)
-        batches = _mine(batch, case, worker)
+        batches = _mine(batch, case, worker.policy)
         reports.append(worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr))
         if worker.critic is not None:
             reports[-1] |= _critic_step(case, worker.critic, step)
         if case.is_same_batch and step == case.steps - 1:
-            gradients = _whole(whole_gradients(worker), context.rank, case.world)
-        worker.rest()
+            gradients = _whole(whole_gradients(worker.policy), context.rank, case.world)
+        worker.offload()
         if case.save_at == step + 1:
             assert case.save_to is not None
             checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)
-    assert_copies_are_alike(worker)
-    own = dict(export(worker))
-    if worker.adapters is not None:  # merged for the engine after every step, they must leave the model as it was
-        again = dict(export(worker))
+    assert_copies_are_alike(worker.policy)
+    own = dict(export(worker.policy))
+    if worker.policy.adapters is not None:  # merged for the engine after every step, they must leave the model as it was
+        again = dict(export(worker.policy))
         assert all(torch.equal(own[name], again[name]) for name in own)
     if worker.critic is not None:
         own |= {f"critic.{name}": weight for name, weight in export(worker.critic)}
@@ -164,16 +165,27 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     return Result(case.name, reports, found, gradients)
 
 
-def _mine(batch: Sequences, case: Case, worker: Learner) -> list[MicroBatch]:
+def _rank_settings(case: Case, policy: ReplicaSettings) -> RankSettings:
+    """The settings of the case's ranks; reference and critic save memory as the policy does."""
+    recompute, offload = case.more.get("recompute", RecomputeConfig()), case.more.get("offload", OffloadConfig())
+    reference = ReplicaSettings(case.reference, offload=offload) if case.reference else None
+    critic = None
+    if case.critic:
+        optimizer = OptimizerConfig(lr=VALUE_LR, weight_decay=WEIGHT_DECAY)
+        critic = critic_settings(case.critic, optimizer, recompute=recompute, offload=offload)
+    return RankSettings("cpu", case.layout, case.dtype, seed=0, timeout_s=120, policy=policy, reference=reference, critic=critic)
+
+
+def _mine(batch: Sequences, case: Case, replica: ModelReplica) -> list[MicroBatch]:
     """The micro-batches of this data-parallel rank."""
     lengths = [len(ids) for ids in batch.token_ids]
-    part = balanced(lengths, worker.dp_size)[worker.dp_rank]
-    limits = BatchLimits(case.micro_batch, case.max_tokens, worker.sequence_multiple)
+    part = balanced(lengths, replica.position.dp_size)[replica.position.dp_rank]
+    limits = BatchLimits(case.micro_batch, case.max_tokens, replica.sequence_multiple)
     groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
     return micro_batches(batch, groups, limits)
 
 
-def _critic_step(case: Case, critic: Critic, step: int) -> dict[str, float]:
+def _critic_step(case: Case, critic: ValueModelReplica, step: int) -> dict[str, float]:
     """The report of a critic's step, and the sum of squares of all values before it."""
     batch = value_sequences(step)
     batches = _mine(batch, case, critic)
@@ -181,7 +193,7 @@ def _critic_step(case: Case, critic: Critic, step: int) -> dict[str, float]:
     found = critic.train_step(batches, ValueLoss(VALUE_CLIP), num_tokens=num_loss_tokens(batch), lr=VALUE_LR)
     squares = None if values is None else sum(float((row.astype(np.float64) ** 2).sum()) for row in values)
     everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (critic.dp_rank, squares))
+    dist.all_gather_object(everybody, (critic.position.dp_rank, squares))
     by_rank = {dp_rank: total for dp_rank, total in everybody if total is not None}
     return {**{f"value_{name.removeprefix('value_')}": value for name, value in found.items()}, "value_squares": sum(by_rank.values())}
 

@@ -1,20 +1,52 @@
-"""Who computes with whom: the process groups of a rank, joined and left."""
+"""Process groups of a training rank: creation, lookup and destruction, and the position of the rank in them."""
 
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from msrl.models.parallel_layout import Coords
 from msrl.platforms.base import Platform
-from msrl.trainer.settings import Layout
+from msrl.trainer.settings import Layout, RankSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RankPosition:
+    """Position of this rank in the parallel layout, its device, and the numeric settings that its replicas share."""
+
+    platform: Platform
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    timeout_s: float
+    layout: Layout
+    rank: int
+    stage_rank: int  # among the ranks of its pipeline stage
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    dp_size: int
+    is_last_stage: bool
+
+    @property
+    def coords(self) -> Coords:
+        """Coordinates of the rank's shard of the model, which name its checkpoint file."""
+        return self.layout.coords(self.pp_rank, self.stage_rank)
+
+    @property
+    def is_writer(self) -> bool:
+        """True on the first rank that holds its shard of the model."""
+        return self.stage_rank < self.layout.ranks_per_stage
 
 
 def initialize(platform: Platform, *, rank: int, world_size: int, init_method: str, layout: Layout, seed: int, timeout_s: float) -> None:
     """Join the process groups. `init_method` is torch's, such as `tcp://127.0.0.1:4711` or `file:///...`."""
-    platform.device(rank)  # before anything draws numbers on, or sends from, the first device in place of this rank's
+    platform.device(rank)  # select this rank's device before anything draws random numbers or sends from the default one
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(platform.collective_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
@@ -26,38 +58,57 @@ def initialize(platform: Platform, *, rank: int, world_size: int, init_method: s
     platform.seed(seed)
 
 
+def rank_position(settings: RankSettings, platform: Platform, rank: int, world_size: int) -> RankPosition:
+    """Return the position of this rank, which has joined its process groups."""
+    return RankPosition(
+        platform=platform,
+        device=platform.device(rank),
+        dtype=getattr(torch, settings.dtype),
+        seed=settings.seed,
+        timeout_s=settings.timeout_s,
+        layout=settings.layout,
+        rank=rank,
+        stage_rank=rank % (world_size // settings.layout.pp),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
 def tp_group() -> dist.ProcessGroup:
-    """The tensor-parallel ranks of this rank's stage."""
+    """Return the tensor-parallel ranks of this rank's stage."""
     return cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
 
 
 def pp_group() -> dist.ProcessGroup:
-    """The stages of this rank's pipeline."""
+    """Return the stages of this rank's pipeline."""
     return cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group())
 
 
 def cp_group() -> dist.ProcessGroup:
-    """The ranks that share the tokens of this rank's sequences."""
+    """Return the ranks that share the tokens of this rank's sequences."""
     return cast("dist.ProcessGroup", parallel_state.get_context_parallel_group())
 
 
 def dp_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part of the model: data-parallel and context-parallel ones."""
+    """Return the ranks that hold the same shard of the model: data-parallel and context-parallel ones."""
     return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def expert_dp_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part of the same experts."""
+    """Return the ranks that hold the same shard of the same experts."""
     return cast("dist.ProcessGroup", parallel_state.get_expert_data_parallel_group())
 
 
 def expert_group() -> dist.ProcessGroup:
-    """The ranks of a stage that hold each part of each expert once, in the order (part of the experts, part of each)."""
+    """Return the ranks of a stage that hold each shard of each expert once, in the order (group of experts, shard of each)."""
     return cast("dist.ProcessGroup", parallel_state.get_expert_tensor_and_model_parallel_group())
 
 
 def shutdown() -> None:
-    """Leave the process groups."""
+    """Destroy the process groups."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

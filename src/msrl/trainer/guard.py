@@ -1,4 +1,4 @@
-"""What happens to an update whose gradient is not finite: it is left out and counted; too many in a row end the run, the batch saved."""
+"""Guard against gradients that are not finite: the update is skipped and counted; too many in a row save the batch and end the run."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from msrl.types import MicroBatch
 
 
 class GradientError(MsrlError):
-    """Too many updates in a row whose gradient was not finite. All ranks raise it, in the same update."""
+    """Too many consecutive updates with a gradient that is not finite. All ranks raise it in the same update."""
 
 
 @dataclass(slots=True)
 class GradientGuard:
-    """Of one rank. The gradient's norm is that of all ranks, so all come to the same verdict."""
+    """Guard of one replica. The norm of the gradient is that of all ranks, so all ranks decide alike."""
 
-    max_skipped: int  # updates in a row that may be left out before, and with, the one that ends the run
-    folder: Path | None  # where the batch that ended it is written
+    max_skipped: int  # consecutive skipped updates; the last one ends the run
+    folder: Path | None  # for the batch that ended it
     rank: int
     num_in_a_row: int = 0
 
     def must_skip(self, norm: float, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Whether the update is to be left out. Raises GradientError for the last of `max_skipped` in a row."""
+        """Return True if the update must be skipped. Raises GradientError for the last of `max_skipped` consecutive ones."""
         if math.isfinite(norm):
             self.num_in_a_row = 0
             return False
         self.num_in_a_row += 1
         if self.num_in_a_row >= self.max_skipped:
             times = f"{self.num_in_a_row} updates in a row" if self.num_in_a_row > 1 else "an update"
-            where = f"; {self._kept(micro_batches)}" if self.folder is not None else ""
+            where = f" {self._save(micro_batches)}" if self.folder is not None else ""
             raise GradientError(
-                f"train.max_skipped={self.max_skipped}: the gradient of {times} was not finite ({norm}), so the run ends before it is"
-                f" saved{where}; look at that batch, lower train.optimizer.lr, or go on from the last checkpoint"
+                f"train.max_skipped={self.max_skipped}: the gradient of {times} was not finite ({norm}), so the run ends without saving"
+                f" this step.{where} Inspect the batch, lower train.optimizer.lr, or resume from the last checkpoint."
             )
         return True
 
-    def _kept(self, micro_batches: Sequence[MicroBatch]) -> str:
-        """Where the batch is now; a disk that has no room for it keeps no rank from the common end."""
+    def _save(self, micro_batches: Sequence[MicroBatch]) -> str:
+        """Write the batch; return a sentence on it. A full disk must not keep this rank from ending like the others."""
         try:
-            return f"its batch is in {self._write(micro_batches)}"
+            return f"The batch is in {self._write(micro_batches)}."
         except OSError as error:
-            return f"its batch could not be written ({error})"
+            return f"The batch could not be written ({error})."
 
     def _write(self, micro_batches: Sequence[MicroBatch]) -> Path:
         assert self.folder is not None
@@ -59,6 +59,6 @@ class GradientGuard:
 
 
 def _arrays(number: int, batch: MicroBatch) -> dict[str, Any]:
-    """A micro-batch under names of its own."""
+    """Return the arrays of a micro-batch by their names in the file."""
     own = {"token_ids": batch.token_ids, "labels": batch.labels, "loss_mask": batch.loss_mask, "cu_seqlens": batch.cu_seqlens}
     return {f"{number}.{name}": array for name, array in {**own, **batch.fields}.items()}

@@ -1,6 +1,6 @@
-"""What a training rank does not need for a while waits in the machine's memory: optimizer state, gradients, parameters.
+"""Offload of optimizer state, gradients and parameters to the machine's memory while a rank does not use them.
 
-A tensor keeps its place in whatever refers to it: only its storage is emptied, and filled again before the next use.
+A tensor stays where it is referred to: only its storage is emptied, and filled again before the next use.
 """
 
 from __future__ import annotations
@@ -14,39 +14,41 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class HostMemory:
-    """Kinds of tensors that wait on the host when they rest."""
+    """Kinds of tensors that can be offloaded to the host."""
 
-    def __init__(self, kinds: Mapping[str, Tensors], *, forgotten: frozenset[str] = frozenset()) -> None:
-        """`kinds` gives the tensors of each kind; those of `forgotten` kinds need not be kept: they come back as zeros."""
-        self._kinds, self._forgotten = dict(kinds), forgotten
-        self._resting: dict[str, list[tuple[torch.UntypedStorage, Tensor | int]]] = {}
+    def __init__(self, kinds: Mapping[str, Tensors], *, discarded: frozenset[str] = frozenset()) -> None:
+        """Take the tensors of each kind. The values of `discarded` kinds are not stored: they come back as zeros."""
+        self._kinds, self._discarded = dict(kinds), discarded
+        self._offloaded: dict[str, list[tuple[torch.UntypedStorage, Tensor | int]]] = {}
 
-    def rest(self, *kinds: str) -> None:
-        """Empty the storages of these kinds (default: all), where they are not empty yet."""
+    def offload(self, *kinds: str) -> None:
+        """Move the storages of these kinds (default: all) to the host, unless they are there already."""
         for kind in kinds or tuple(self._kinds):
-            if kind in self._kinds and kind not in self._resting:
+            if kind in self._kinds and kind not in self._offloaded:
                 storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._kinds[kind]() if t.numel()}
-                self._resting[kind] = [(storage, self._emptied(storage, keep=kind not in self._forgotten)) for storage in storages.values()]
+                stored = [(storage, _empty(storage, store=kind not in self._discarded)) for storage in storages.values()]
+                self._offloaded[kind] = stored
 
-    def need(self, *kinds: str) -> None:
-        """Fill the storages of these kinds (default: all), where they are empty."""
+    def onload(self, *kinds: str) -> None:
+        """Move the storages of these kinds (default: all) back to the device, where they were offloaded."""
         for kind in kinds or tuple(self._kinds):
-            for storage, kept in self._resting.pop(kind, ()):
-                storage.resize_(kept if isinstance(kept, int) else len(kept))
-                if isinstance(kept, int):
+            for storage, stored in self._offloaded.pop(kind, ()):
+                storage.resize_(stored if isinstance(stored, int) else len(stored))
+                if isinstance(stored, int):
                     _as_bytes(storage).zero_()
                 else:
-                    _as_bytes(storage).copy_(kept)
+                    _as_bytes(storage).copy_(stored)
 
-    def _emptied(self, storage: torch.UntypedStorage, *, keep: bool) -> Tensor | int:
-        """The bytes of a storage on the host, or, if they need not be kept, how many they were."""
-        kept: Tensor | int = storage.nbytes()
-        if keep:
-            is_on_host = storage.device.type == "cpu"
-            kept = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=not is_on_host)
-            kept.copy_(_as_bytes(storage))
-        storage.resize_(0)
-        return kept
+
+def _empty(storage: torch.UntypedStorage, *, store: bool) -> Tensor | int:
+    """Empty a storage; return its bytes on the host, or their number where they are not stored."""
+    stored: Tensor | int = storage.nbytes()
+    if store:
+        is_on_host = storage.device.type == "cpu"
+        stored = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=not is_on_host)
+        stored.copy_(_as_bytes(storage))
+    storage.resize_(0)
+    return stored
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:

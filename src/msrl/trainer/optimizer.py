@@ -1,6 +1,6 @@
-"""Megatron's distributed AdamW over fp32 master weights: one optimizer, and a second one for the experts of a mixture.
+"""Megatron's distributed AdamW over float32 master weights: one optimizer, and a second one for the experts of a mixture.
 
-Experts are data parallel over other ranks than the rest of a model, hence the two; they share one gradient norm.
+Experts are data parallel over other ranks than the rest of a model and need their own optimizer; both share one gradient norm.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from msrl.trainer.settings import OptimizerSettings
+from msrl.config.sections import train
 
 
-def build_optimizer(wrapped: Sequence[DistributedDataParallel], settings: OptimizerSettings, *, is_bf16: bool) -> ChainedOptimizer:
-    """The optimizer of a rank's model, which may be of several virtual stages."""
+def build_optimizer(wrapped: Sequence[DistributedDataParallel], settings: train.OptimizerConfig, *, is_bf16: bool) -> ChainedOptimizer:
+    """Return the optimizer of a rank's model, which may consist of several virtual pipeline stages."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -37,7 +37,7 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], settings: Optimi
     assert isinstance(chain, ChainedOptimizer)
     for part in parts(chain):
         for group in part.optimizer.param_groups:
-            # Megatron leaves it to its own scheduler to multiply this out; learning rates are set by ours.
+            # Megatron's own scheduler, which we do not use, would multiply this.
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
             if is_torchs(part):
                 group["fused"], group["foreach"] = True, False  # one pass over each shard instead of ten
@@ -45,21 +45,22 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], settings: Optimi
 
 
 def is_torchs(part: DistributedOptimizer) -> bool:
-    """Whether the updates are torch's own: Megatron takes Transformer Engine's or Apex's where these are installed, and MindSpeed has its
-    own. Torch's counts the updates of each parameter, in its state; the others those of all, in their groups.
+    """Return True if torch's AdamW makes the updates, which counts them per parameter, in its state.
+
+    Megatron uses Transformer Engine's or Apex's where installed, and MindSpeed has its own; these count updates in the parameter groups.
     """
     return isinstance(part.optimizer, torch.optim.AdamW)
 
 
 def parts(chain: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
-    """The optimizers that have parameters on this rank."""
+    """Yield the optimizers that have parameters on this rank."""
     for optimizer in chain.chained_optimizers:
         if not getattr(optimizer, "is_stub_optimizer", False):
             yield cast("DistributedOptimizer", optimizer)
 
 
 def clip_gradients(chain: ChainedOptimizer, max_norm: float) -> float:
-    """Scale all gradients so that their norm, over all ranks, is at most `max_norm`. Returns the norm that they had."""
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`. Returns the norm before."""
     norm = float(chain.get_grad_norm() or 0.0)
     for optimizer in parts(chain):
         clip_grad_by_total_norm_fp32(cast("list[Tensor]", optimizer.get_parameters()), max_norm, norm)

@@ -1,6 +1,6 @@
-"""The state of Megatron's distributed AdamW per parameter: collected from the data-parallel ranks that own it, and put back.
+"""State of Megatron's distributed AdamW per parameter: collected from the data-parallel ranks that own it, and restored.
 
-The state of a parameter has the parameter's shape, so the weight layouts hold for it, and another parallel layout can load it.
+The state of a parameter has the parameter's shape, so the weight layouts apply to it, and another parallel layout can load it.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from msrl.trainer import groups
 from msrl.trainer.optimizer import is_torchs, parts
 
 if TYPE_CHECKING:
-    from msrl.trainer.replica import Learner
+    from msrl.trainer.replica import ModelReplica
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 
 
 def kinds(dtype: torch.dtype) -> tuple[str, ...]:
-    """What is kept of each parameter. A float32 parameter is its own master."""
+    """Return the kinds of state of each parameter. A float32 parameter is its own master weight."""
     return MOMENTS if dtype == torch.float32 else (*MOMENTS, MASTER)
 
 
 def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters that have a state."""
+    """Return the parameters that have a state, by name."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def collect(worker: Learner) -> Iterator[tuple[str, Tensor]]:
-    """("exp_avg.NAME", tensor of the parameter's shape), one at a time, the same on every data-parallel rank; all must take part."""
-    for name, parameter in trained(worker.model):
-        owned = _owned(worker.optimizer, parameter)
+def collect(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
+    """Yield ("exp_avg.NAME", tensor of the parameter's shape), the same on every data-parallel rank. All of them must call it."""
+    for name, parameter in trained(replica.model):
+        owned = _owned(replica.optimizer, parameter)
         group = groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
-        for kind in kinds(worker.dtype):
+        for kind in kinds(replica.position.dtype):
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if owned is not None:
-                moments = owned.state.get(owned.main, {})  # none before the first update
-                found = owned.main.detach() if kind == MASTER else moments.get(kind)
-                if found is not None:
-                    whole[owned.start : owned.end] = found.flatten()
+                moments = owned.state.get(owned.main, {})  # empty before the first update
+                state = owned.main.detach() if kind == MASTER else moments.get(kind)
+                if state is not None:
+                    whole[owned.start : owned.end] = state.flatten()
             if group.size() > 1:
                 dist.all_reduce(whole, group=group)
             yield f"{kind}.{name}", whole.view(parameter.shape)
 
 
 def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
-    """The moments, and the masters where they are not the parameters themselves."""
+    """Yield the moments, and the master weights where they are not the parameters themselves."""
     for part in parts(chain):
         for state in part.optimizer.state.values():
             yield from (state[moment] for moment in MOMENTS if moment in state)
@@ -60,27 +60,29 @@ def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
             yield from group["params"]
 
 
-def num_updates(worker: Learner) -> int:
-    """AdamW's own count of steps, which its bias correction uses; of all ranks, for one may have nothing to train. All must take part."""
-    counted = [each for part in parts(worker.optimizer) for each in (*part.optimizer.state.values(), *part.optimizer.param_groups)]
+def num_updates(replica: ModelReplica) -> int:
+    """Return AdamW's count of steps, which its bias correction uses. All ranks must call it, since one may have nothing to train."""
+    counted = [each for part in parts(replica.optimizer) for each in (*part.optimizer.state.values(), *part.optimizer.param_groups)]
     own = max((int(each["step"]) for each in counted if "step" in each), default=0)
-    count = torch.tensor(own, device=worker.device)
+    count = torch.tensor(own, device=replica.position.device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return int(count.item())
 
 
-def restore(worker: Learner, states: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
-    """Put back what `collect` gave: this rank's tensors by kind and parameter name."""
-    worker.optimizer.reload_model_params()
-    for part in parts(worker.optimizer):
+def restore(replica: ModelReplica, states: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
+    """Restore the state that `collect` yielded: this rank's tensors by kind and parameter name."""
+    replica.optimizer.reload_model_params()
+    for part in parts(replica.optimizer):
         for group in () if is_torchs(part) else part.optimizer.param_groups:
-            group["step"] = worker.platform.count_of_updates(updates)
-    for name, parameter in trained(worker.model):
-        owned = _owned(worker.optimizer, parameter)
+            group["step"] = replica.position.platform.count_of_updates(updates)
+    for name, parameter in trained(replica.model):
+        owned = _owned(replica.optimizer, parameter)
         if owned is None:
             continue
         main = owned.main
-        pieces = {kind: states[kind][name].to(main.device).flatten()[owned.start : owned.end].float() for kind in kinds(worker.dtype)}
+        pieces = {
+            kind: states[kind][name].to(main.device).flatten()[owned.start : owned.end].float() for kind in kinds(replica.position.dtype)
+        }
         if MASTER in pieces:
             main.data.copy_(pieces.pop(MASTER).view_as(main))
         state: dict[str, Any] = {kind: piece.view_as(main).clone() for kind, piece in pieces.items()}
@@ -91,18 +93,20 @@ def restore(worker: Learner, states: Mapping[str, Mapping[str, Tensor]], updates
 
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """The part of a parameter that this rank updates: the main parameter, its range in the flattened parameter, where its state is, and
-    whether that counts the updates."""
+    """Range of a flattened parameter that this rank updates."""
 
-    main: Tensor
+    main: Tensor  # the parameter of the optimizer, in float32
     start: int
     end: int
     state: MutableMapping[Tensor, Any]
-    counts_updates: bool
+    counts_updates: bool  # True: the state counts the updates; False: the parameter groups do
 
 
 def _owned(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Owned | None:
-    """None when other ranks own all of the parameter."""
+    """Return the range that this rank updates; None if other ranks own all of the parameter.
+
+    Reads DistributedOptimizer.model_param_group_index_map and _get_model_param_range_map of megatron-core 0.16.1.
+    """
     for part in parts(chain):
         place = part.model_param_group_index_map.get(parameter)
         if place is not None:

@@ -1,6 +1,6 @@
-"""Look at what real Megatron ranks compute from a checkpoint: the proof of a conversion.
+"""Logits of a checkpoint from real Megatron ranks, to verify a conversion.
 
-The ranks are started in the layout that the checkpoint is in, over the platform's collectives, in float32.
+The ranks start in the parallel layout of the checkpoint, over the platform's collectives, in float32.
 """
 
 from __future__ import annotations
@@ -33,39 +33,43 @@ class _Job:
 def megatron_logits(
     checkpoint_dir: Path, token_ids: Sequence[Sequence[int]], cut: ParallelLayout, *, platform: str = "cpu", layerwise: bool = False
 ) -> list[torch.Tensor]:
-    """Logits of each sequence, [T, vocabulary] float32, as the ranks of a cut compute them from the checkpoint.
+    """Return the logits of each sequence, [T, vocabulary] float32, that the ranks of a layout compute from the checkpoint.
 
-    With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and the cut must be that of one rank.
+    With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and the layout must be that of one rank.
     """
     device = resolve(platform)
     job = _Job(checkpoint_dir, tuple(tuple(ids) for ids in token_ids), device.name, cut, layerwise)
-    (found,) = run_ranks("msrl.trainer.probe:rank", job, num_ranks=cut.ranks_per_model, platform=device)
+    (logits,) = run_ranks("msrl.trainer.probe:rank", job, num_ranks=cut.ranks_per_model, platform=device)
     import torch
 
-    return [torch.from_numpy(logits) for logits in found]
+    return [torch.from_numpy(rows) for rows in logits]
 
 
 def rank(context: RankContext, job: _Job) -> None:
-    """One rank: a forward pass per sequence; the last stage reports."""
-    from msrl.trainer.layerwise import LayerwiseWorker
-    from msrl.trainer.rank import TrainWorker
-    from msrl.trainer.settings import Layout, WorkerSettings
+    """Run one rank: a forward pass per sequence; the last stage reports the logits."""
+    from msrl.trainer.language_model import LanguageModelReplica
+    from msrl.trainer.layerwise import LayerwiseReplica
+    from msrl.trainer.rank import TrainingRank
+    from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
-    settings = WorkerSettings(job.platform, job.checkpoint, Layout(**job.cut.trained().as_json()), "float32", seed=0, timeout_s=600)
-    worker = (LayerwiseWorker if job.layerwise else TrainWorker)(settings, context.rank, context.world_size, context.init_method)
+    layout, policy = Layout(**job.cut.trained().as_json()), ReplicaSettings(job.checkpoint)
+    settings = RankSettings(job.platform, layout, "float32", seed=0, timeout_s=600, policy=policy)
+    policy_class = LayerwiseReplica if job.layerwise else LanguageModelReplica
+    training_rank = TrainingRank(settings, context.rank, context.world_size, context.init_method, policy_class=policy_class)
     groups = [job.token_ids] if job.layerwise else [(ids,) for ids in job.token_ids]  # one pass over the weights, or one per sequence
-    logits = worker.logits([_batch(group, worker.sequence_multiple) for group in groups])
-    if logits is not None and worker.stage_rank == 0:
-        rows = [
-            row
-            for group, packed in zip(groups, logits, strict=True)
-            for row in packed[: sum(map(len, group))].split([len(ids) for ids in group])
-        ]
-        context.report([row.cpu().numpy() for row in rows])
-    worker.close()
+    logits = training_rank.logits([_batch(group, training_rank.sequence_multiple) for group in groups])
+    if logits is not None and training_rank.position.stage_rank == 0:
+        context.report([row.cpu().numpy() for packed, group in zip(logits, groups, strict=True) for row in _rows(packed, group)])
+    training_rank.close()
+
+
+def _rows(packed: torch.Tensor, group: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+    """Return the logits of each sequence from those of the packed micro-batch."""
+    lengths = [len(ids) for ids in group]
+    return packed[: sum(lengths)].split(lengths)
 
 
 def _batch(sequences: Sequence[Sequence[int]], multiple: int) -> Any:
-    """The sequences packed into one micro-batch."""
-    everywhere = [np.ones(len(ids), bool) for ids in sequences]
-    return micro_batch([np.asarray(ids, np.int64) for ids in sequences], everywhere, {}, pad_to_multiple=multiple)
+    """Return the sequences packed into one micro-batch, with all tokens selected."""
+    masks = [np.ones(len(ids), bool) for ids in sequences]
+    return micro_batch([np.asarray(ids, np.int64) for ids in sequences], masks, {}, pad_to_multiple=multiple)

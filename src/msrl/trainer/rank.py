@@ -1,173 +1,139 @@
-"""One training rank: a policy (and, for reinforcement, a reference, a critic, reward models), its optimizer, and what can be asked of it.
+"""A training rank: process groups, collectives, and the model replicas (policy, reference, critic, reward models).
 
-Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (`device_batch.py`).
+Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from msrl.platforms import resolve
 from msrl.trainer import groups
-from msrl.trainer.critic import Critic
-from msrl.trainer.model import build as megatron
-from msrl.trainer.model import pipeline
-from msrl.trainer.objective.chunked import chunked_logprobs
-from msrl.trainer.objective.device_batch import DeviceBatch, spread
-from msrl.trainer.objective.divergence import KeepDistribution
-from msrl.trainer.objective.logprobs import Distribution, VocabColumns, columns_of, vocab_parallel_logprobs
-from msrl.trainer.objective.losses import Loss, Outputs
-from msrl.trainer.replica import Learner, last_chunk
-from msrl.trainer.settings import WorkerSettings
+from msrl.trainer.language_model import LanguageModelReplica
+from msrl.trainer.objective.logprobs import Distribution
+from msrl.trainer.objective.losses import Loss, ValueLoss
+from msrl.trainer.replica import ModelReplica
+from msrl.trainer.settings import RankSettings
+from msrl.trainer.value_model import ValueModelReplica
 from msrl.types import Floats, MicroBatch
 
 
-class TrainWorker(Learner):
-    """The policy of a rank, which joins the process groups when it is made."""
+class TrainingRank:
+    """One rank of a training. The constructor joins the process groups and loads the replicas."""
 
-    def __init__(self, settings: WorkerSettings, rank: int, world_size: int, init_method: str) -> None:
+    def __init__(
+        self,
+        settings: RankSettings,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        *,
+        policy_class: type[LanguageModelReplica] = LanguageModelReplica,
+    ) -> None:
         torch.use_deterministic_algorithms(settings.deterministic)
+        platform = resolve(settings.platform)
         groups.initialize(
-            resolve(settings.platform), rank=rank, world_size=world_size, init_method=init_method, layout=settings.layout,
+            platform, rank=rank, world_size=world_size, init_method=init_method, layout=settings.layout,
             seed=settings.seed, timeout_s=settings.timeout_s,
         )  # fmt: skip
-        super().__init__(settings, rank, world_size)
-        self.reference = self.load_model(settings.reference)[0].eval() if settings.reference and not settings.lora else None
-        self.critic = Critic(settings.of_critic(settings.critic), rank, world_size) if settings.critic else None
-        self.reward_models = {name: Critic(settings.of_reward_model(name), rank, world_size) for name in settings.reward_models}
+        self.settings = settings
+        self.position = position = groups.rank_position(settings, platform, rank, world_size)
+        self.policy = policy_class(settings.policy, position)
+        self.reference = LanguageModelReplica(settings.reference, position) if settings.reference is not None else None
+        self.critic = ValueModelReplica(settings.critic, position) if settings.critic is not None else None
+        self.reward_models = {name: ValueModelReplica(model, position) for name, model in settings.reward_models.items()}
 
-    def held(self) -> list[torch.nn.Module]:
-        return super().held() if self.reference is None else [self.model, self.reference]
+    def replicas(self) -> list[ModelReplica]:
+        """Return all model replicas of this rank."""
+        optional = (self.reference, self.critic)
+        return [self.policy, *(replica for replica in optional if replica is not None), *self.reward_models.values()]
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int, lr: float) -> dict[str, float]:
-        """One optimizer step over this data-parallel rank's micro-batches, as `Learner.update` says."""
-        references = self._reference_distributions(micro_batches, loss.temperature) if loss.needs_divergence else {}
-        finish = functools.partial(self._minimise, loss, num_tokens)
-        return self.update(
-            micro_batches, finish, num_tokens=num_tokens, lr=lr, gives_hidden=self._is_chunked, references=references
-        )  # fmt: skip
-
-    def evaluate(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int) -> dict[str, float]:
-        """The report of a training step, without the step."""
-        finish = functools.partial(self._minimise, loss, num_tokens)
-        sums = self.run(self.model.eval(), micro_batches, finish, forward_only=True, gives_hidden=self._is_chunked)
-        return self.reduce(sums, num_tokens)
-
-    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float, *, of_reference: bool = False) -> list[Floats] | None:
-        """Log-probability of every label, [N] per micro-batch, 0 where the mask is not set. None except on the last stage."""
-
-        def keep(output: Tensor, batch: DeviceBatch) -> dict[str, Tensor]:
-            return {"logprobs": self.label_logprobs(output, batch, temperature)[0]}
-
-        with self._as_reference() if of_reference else nullcontext(self.model) as model:
-            found = self.run(model.eval(), micro_batches, keep, forward_only=True, gives_hidden=self._is_chunked)
-        if not self.is_last_stage:
-            return None
-        return [spread(batch, row["logprobs"]).numpy() for batch, row in zip(micro_batches, found, strict=True)]
-
-    def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Logits over the true vocabulary, [N, vocabulary] float32 per micro-batch. None except on the last stage."""
-        everywhere = [MicroBatch(b.token_ids, b.labels, np.ones_like(b.loss_mask), b.cu_seqlens) for b in micro_batches]
-
-        def keep(logits: Tensor, batch: DeviceBatch) -> dict[str, Tensor]:
-            return {"logits": batch.whole(logits[: len(batch.labels)])}
-
-        found = self.run(self.model.eval(), everywhere, keep, forward_only=True)
-        return [self._join_vocabulary(row["logits"].float()) for row in found] if self.is_last_stage else None
+    def trained_replicas(self) -> list[ModelReplica]:
+        """Return the replicas with an optimizer: the policy and the critic."""
+        return [replica for replica in self.replicas() if replica.settings.optimizer is not None]
 
     @property
-    def _is_chunked(self) -> bool:
-        """Whether logits are made of hidden states a few positions at a time."""
-        return self.settings.chunk is not None
+    def sequence_multiple(self) -> int:
+        """Divisor of every micro-batch's token count, whichever replica runs it."""
+        return math.lcm(*(replica.sequence_multiple for replica in self.replicas()))
+
+    # Policy and reference
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int, lr: float) -> dict[str, float]:
+        """Run one optimizer step of the policy over this data-parallel rank's micro-batches; see `ModelReplica.update`."""
+        references: Sequence[Distribution | None] = ()
+        if loss.needs_divergence:
+            with self._reference() as reference:
+                references = reference.distributions(micro_batches, loss.temperature)
+        return self.policy.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr, references=references)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int) -> dict[str, float]:
+        """Return the policy's metrics of a training step without an update."""
+        return self.policy.evaluate(micro_batches, loss, num_tokens=num_tokens)
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float, *, of_reference: bool = False) -> list[Floats] | None:
+        """Return the log-probability of every label, [N] per micro-batch, 0 where the mask is not set. None except on the last stage."""
+        if not of_reference:
+            return self.policy.logprobs(micro_batches, temperature)
+        with self._reference() as reference:
+            return reference.logprobs(micro_batches, temperature)
+
+    def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
+        """Return the policy's logits, [N, vocabulary] float32 per micro-batch. None except on the last stage."""
+        return self.policy.logits(micro_batches)
 
     @contextmanager
-    def _as_reference(self) -> Iterator[torch.nn.Module]:
-        """The model that the policy is compared with: the reference, or the policy without its adapters."""
-        if self.adapters is not None:
-            with self.adapters.off():
-                yield self.model
+    def _reference(self) -> Iterator[LanguageModelReplica]:
+        """Provide the reference model: its own replica, or the policy without its adapters."""
+        if self.policy.adapters is not None:
+            with self.policy.adapters.disabled():
+                yield self.policy
         else:
-            assert self.reference is not None, "made without a reference"
+            assert self.reference is not None, "built without a reference"
             yield self.reference
 
-    def _reference_distributions(self, micro_batches: Sequence[MicroBatch], temperature: float) -> dict[int, Distribution]:
-        """What the reference says over the whole vocabulary, by the identity of the micro-batch; empty except on the last stage."""
-        with self._as_reference() as model:
-            keep = KeepDistribution(self, last_chunk(pipeline.chunks_of(model)), temperature)
-            found = self.run(model.eval(), micro_batches, keep, forward_only=True, gives_hidden=True)
-        pairs = zip(micro_batches, found, strict=True) if self.is_last_stage else ()
-        return {id(batch): row["distribution"] for batch, row in pairs}
+    # Critic and reward models
 
-    def _join_vocabulary(self, logits: Tensor) -> Tensor:
-        parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
-        dist.all_gather(parts, logits.contiguous(), group=groups.tp_group())
-        return torch.cat(parts, -1)[:, : self.shape.num_outputs]
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
+        """Return the critic's value before each label, [N] per micro-batch, 0 where the mask is not set. None except on the last stage."""
+        return self._trained_critic().values(micro_batches)
 
-    def _minimise(self, loss: Loss, num_tokens: int, output: Tensor, batch: DeviceBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, entropy, divergence = self.label_logprobs(output, batch, loss.temperature, with_entropy=loss.needs_entropy)
-        return loss(Outputs(logprobs, batch.sequences, entropy, divergence), batch.fields, num_tokens)
-
-    def label_logprobs(
-        self, output: Tensor, batch: DeviceBatch, temperature: float, *, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probabilities of the labels and, if asked for, entropies and divergences from the reference, [M] each, from the model's
-        output: logits, which a backward pass uses up, or hidden states where `chunk` is set.
-        """
-        head = self.running.head() if self.running.gives_hidden else output.new_empty((0, 0))
-        columns = self.columns(len(head) or output.shape[-1], temperature, with_entropy=with_entropy)
-        count = len(batch.labels)
-        labels = F.pad(batch.labels, (0, len(output) - count))
-        if self.settings.chunk is not None and self.running.gives_hidden:
-            cap = self.shape.logit_softcap
-            found = chunked_logprobs(
-                output, head, labels, columns, num_rows=self.settings.chunk, softcap=cap, other=batch.reference
-            )  # fmt: skip
-        else:
-            found = vocab_parallel_logprobs(output, labels, columns, batch.reference)
-        entropy, divergence = (None if values is None else batch.whole(values[:count]) for values in found[1:])
-        return batch.whole(found[0][:count]), entropy, divergence
-
-    def columns(self, width: int, temperature: float, *, with_entropy: bool = False) -> VocabColumns:
-        """This rank's columns of the vocabulary, `width` of them with padding."""
-        return columns_of(
-            width, vocab_size=self.shape.vocab_size, tp_rank=self.tp_rank, temperature=temperature,
-            with_entropy=with_entropy, elements_at_once=self.platform.elements_at_once, group=groups.tp_group(),
-        )  # fmt: skip
-
-    def learners(self) -> list[Learner]:
-        """All models of this rank but the reference: the policy, the critic, and the reward models."""
-        return [self, *([self.critic] if self.critic is not None else []), *self.reward_models.values()]
-
-    def rest(self) -> None:
-        """Have everything wait on the host that may, until it is needed."""
-        for learner in self.learners():
-            learner.host.rest()
+    def train_critic_step(self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float) -> dict[str, float]:
+        """Run one optimizer step of the critic over this data-parallel rank's micro-batches; see `ModelReplica.update`."""
+        return self._trained_critic().train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def scores(self, name: str, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """What a reward model gives for what precedes each label, [N] per micro-batch, 0 where the mask is not set. None except on the
-        last stage."""
-        model = self.reward_models[name]
-        found = model.values(micro_batches)
-        model.host.rest()
-        return found
+        """Return a reward model's value before each label, [N] per micro-batch, and offload the model. None except on the last stage."""
+        reward_model = self.reward_models[name]
+        scores = reward_model.values(micro_batches)
+        reward_model.host.offload()
+        return scores
+
+    def _trained_critic(self) -> ValueModelReplica:
+        assert self.critic is not None, "built without a critic"
+        return self.critic
+
+    # Rank
+
+    def offload(self) -> None:
+        """Offload what the settings of each replica allow, until it is used again."""
+        for replica in self.replicas():
+            replica.host.offload()
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether any rank says yes; all ranks must ask."""
-        said = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        return bool(said.item())
+        """Return True if any rank passes True. All ranks must call it."""
+        result = torch.tensor(float(flag), device=self.position.device)
+        dist.all_reduce(result, op=dist.ReduceOp.MAX)
+        return bool(result.item())
 
     def close(self) -> None:
-        """Leave the process groups; their threads and sockets go with the last model that knows them."""
-        for learner in (self, self.critic):
-            if learner is not None and learner.wrapped is not None:
-                megatron.unwrap(learner.wrapped)
+        """Release the replicas and leave the process groups, whose threads and sockets go with the last model."""
+        for replica in self.replicas():
+            replica.close()
         groups.shutdown()

@@ -1,7 +1,6 @@
-"""A model in training on one rank: its weights, its optimizer, and Megatron's passes over micro-batches.
+"""Model replica of a rank: weights, optional optimizer, adapters and host memory, and Megatron's passes over micro-batches.
 
-The policy (`worker.py`) is one, its critic (`critic.py`) another, in the same processes and process groups. Import this after
-`platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (`device_batch.py`).
+Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (`device_batch.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,15 +19,16 @@ from torch import Tensor
 
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.checkpoint.weights import WeightSource
+from msrl.config.sections.train import OptimizerConfig
 from msrl.models.shape import Shape
-from msrl.platforms import resolve
 from msrl.trainer import groups, optimizer_state
+from msrl.trainer.groups import RankPosition
 from msrl.trainer.guard import GradientGuard
 from msrl.trainer.model import build as megatron
 from msrl.trainer.model import pipeline
-from msrl.trainer.model.balance import ExpertBalance
-from msrl.trainer.model.gpt import PolicyModel
+from msrl.trainer.model.balance import ExpertBalance, balances_experts
 from msrl.trainer.model.lora import Adapters
+from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.padding import token_multiple
 from msrl.trainer.model.rope import RotaryTable
 from msrl.trainer.objective.batches import filler
@@ -37,91 +36,96 @@ from msrl.trainer.objective.device_batch import DeviceBatch, to_device
 from msrl.trainer.objective.logprobs import Distribution
 from msrl.trainer.offload import HostMemory
 from msrl.trainer.optimizer import build_optimizer, clip_gradients
-from msrl.trainer.settings import WorkerSettings, sequence_multiple
+from msrl.trainer.settings import ReplicaSettings, sequence_multiple
 from msrl.types import MicroBatch
 
-Sums = dict[str, Any]
-Finish = Callable[[Tensor, DeviceBatch], "Sums | tuple[Tensor, Sums]"]
-"""The last stage's end of a micro-batch: from the model's output [M, ...] to what is kept of it, after the scalar to minimise, if any."""
-_NO_REFERENCES: Mapping[int, Distribution] = {}
+Output = Tensor | HiddenStates
+Values = dict[str, Any]
+Finish = Callable[[Output, DeviceBatch], "Values | tuple[Tensor, Values]"]
+"""Turns the model's output for a micro-batch into values by name, or into the scalar to minimize and such values. Last stage only."""
 
 
-class Learner:
-    """The model of `settings` on rank `rank` of `world_size`, which have joined their process groups."""
+class ModelReplica:
+    """A model on this rank, which has joined its process groups; trainable if its settings have an optimizer."""
 
-    def __init__(self, settings: WorkerSettings, rank: int, world_size: int) -> None:
-        self.settings, self.layout = settings, settings.layout
-        self.platform = resolve(settings.platform)
-        self.device = self.platform.device(rank)
-        self.dtype = getattr(torch, settings.dtype)
-        self.tp_rank, self.pp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-        self.dp_rank, self.dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        self.stage_rank = rank % (world_size // self.layout.pp)
-        self.coords = self.layout.coords(self.pp_rank, self.stage_rank)
-        self.is_last_stage = parallel_state.is_pipeline_last_stage()
-        self.model, self.shape = self.load_model(settings.model, settings.iteration)
-        self.num_chunks = self.layout.num_chunks(self.shape.num_layers)
-        config: Any = pipeline.chunks_of(self.model)[0].config
-        self.links = pipeline.Links(config, self.device, settings.timeout_s) if self.num_chunks > 1 else None
-        self.rotary = RotaryTable(self.shape, self.dtype, self.device)
-        self.running = last_chunk(pipeline.chunks_of(self.model))  # of the model whose pass is under way
+    def __init__(self, settings: ReplicaSettings, position: RankPosition) -> None:
+        self.settings, self.position = settings, position
+        self.model, self.shape = self.load_model()
+        self.num_chunks = position.layout.num_chunks(self.shape.num_layers)
+        self.links = self._build_links()
+        self.rotary = RotaryTable(self.shape, position.dtype, position.device)
+        self.guard = GradientGuard(settings.max_skipped, settings.bad_batch_dir, position.rank)
         self.wrapped: list[DistributedDataParallel] | None = None
         self.adapters: Adapters | None = None
         self.balance: ExpertBalance | None = None
-        self.guard = GradientGuard(settings.max_skipped, settings.bad_batch_dir, rank)
-        if settings.optimizer:
-            megatron.freeze(self.model, self.shape, self.layout, settings.freeze)
-            if settings.lora:
-                self.adapters = Adapters(self.model, self.shape, self.layout, self.coords, settings.lora, settings.seed)
-            if settings.balance and self.shape.moe:
-                self.balance = ExpertBalance(settings.balance, self.shape.moe, self.model, self.device)
-            self.wrapped = megatron.wrap(self.model, self.platform)
-            self.optimizer = build_optimizer(self.wrapped, settings.optimizer, is_bf16=self.dtype == torch.bfloat16)
-        self.host = HostMemory(self._restful(), forgotten=frozenset({"grads"}))
+        if settings.optimizer is not None:
+            self._prepare_training(settings.optimizer)
+        self.host = HostMemory(self._offloadable(), discarded=frozenset({"grads"}))
 
-    @property
-    def sequence_multiple(self) -> int:
-        """What the tokens of a micro-batch must be a multiple of: sequence parallelism cuts them over the tensor-parallel ranks, and some
-        platforms want shapes that come again."""
-        return math.lcm(sequence_multiple(self.layout, self.shape), token_multiple(self.device.type, self.dtype))
+    # Construction
 
-    @property
-    def is_writer(self) -> bool:
-        """Whether this rank is the first that holds its part of the model."""
-        return self.stage_rank < self.layout.ranks_per_stage
+    def load_model(self) -> tuple[torch.nn.Module, Shape]:
+        """Return this rank's shard of the model with its weights, and the model's shape."""
+        path, iteration, position = self.settings.model, self.settings.iteration, self.position
+        source = open_weights(path, self.settings.hf_dir) if iteration is None else open_mcore(path, iteration=iteration)
+        shape = self.trained_shape(source)
+        padded = shape.padded_vocab_size(position.layout.tp)
+        model = megatron.build_model(shape, position.layout, position.dtype, position.device, padded, self.settings.recompute)
+        self.fill_weights(megatron.named_weights(model), source)
+        return model, shape
 
-    def held(self) -> list[torch.nn.Module]:
-        """The models whose parameters may wait on the host."""
-        return [self.model]
+    def trained_shape(self, source: WeightSource) -> Shape:
+        """Return the shape of the model that the weights of `source` are loaded into."""
+        return source.shape
 
-    def _restful(self) -> dict[str, Callable[[], Iterable[Tensor]]]:
-        """What waits on the host while it is not needed, by the settings' names."""
-        kinds: dict[str, Callable[[], Iterable[Tensor]]] = {"params": lambda: list(torch.nn.ModuleList(self.held()).parameters())}
+    def fill_weights(self, weights: dict[str, Tensor], source: WeightSource) -> None:
+        """Copy this rank's tensors of `source` into the model's `weights`."""
+        with torch.no_grad():
+            for name, tensor in source.local_tensors(self.position.layout, self.position.coords, dtype=self.position.dtype):
+                weights.pop(name).copy_(tensor)
+        assert not weights, f"weights that no rule fills: {sorted(weights)}"
+
+    def _build_links(self) -> pipeline.Links | None:
+        if self.num_chunks == 1:
+            return None
+        config: Any = pipeline.chunks_of(self.model)[0].config
+        return pipeline.Links(config, self.position.device, self.position.timeout_s)
+
+    def _prepare_training(self, optimizer: OptimizerConfig) -> None:
+        settings, position = self.settings, self.position
+        megatron.freeze(self.model, self.shape, position.layout, settings.freeze)
+        if settings.lora.rank is not None:
+            self.adapters = Adapters(self.model, self.shape, position.layout, position.coords, settings.lora, position.seed)
+        if self.shape.moe is not None and balances_experts(settings.router, self.shape.moe):
+            self.balance = ExpertBalance(settings.router, self.shape.moe, self.model, position.device)
+        self.wrapped = megatron.wrap(self.model, position.platform)
+        self.optimizer = build_optimizer(self.wrapped, optimizer, is_bf16=self._is_bf16)
+
+    def _offloadable(self) -> dict[str, Callable[[], Iterable[Tensor]]]:
+        """Return the kinds of tensors that the settings offload."""
+        kinds: dict[str, Callable[[], Iterable[Tensor]]] = {"params": lambda: list(self.model.parameters())}
         if self.wrapped is not None:
             buffers = [buffer for chunk in self.wrapped for buffer in [*cast("list[Any]", chunk.buffers), *chunk.expert_parallel_buffers]]
             kinds["grads"] = lambda: [buffer.grad_data for buffer in buffers]
-            kinds["optimizer"] = lambda: optimizer_state.tensors(self.optimizer, is_bf16=self.dtype == torch.bfloat16)
-        return {kind: tensors for kind, tensors in kinds.items() if kind in self.settings.offload}
+            kinds["optimizer"] = lambda: optimizer_state.tensors(self.optimizer, is_bf16=self._is_bf16)
+        return {kind: tensors for kind, tensors in kinds.items() if getattr(self.settings.offload, kind)}
 
-    def load_model(self, path: Path, iteration: int | None = None) -> tuple[torch.nn.Module, Shape]:
-        """This rank's part of the model in `path`."""
-        source = open_weights(path, self.settings.hf_dir) if iteration is None else open_mcore(path, iteration=iteration)
-        shape = self.shape_of(source)
-        padded = shape.padded_vocab_size(self.layout.tp)
-        model = megatron.build_model(shape, self.layout, self.dtype, self.device, padded, self.settings.recompute)
-        self.fill(megatron.named_weights(model), source)
-        return model, shape
+    @property
+    def _is_bf16(self) -> bool:
+        return self.position.dtype == torch.bfloat16
 
-    def shape_of(self, source: WeightSource) -> Shape:
-        """The shape that weights are trained in."""
-        return source.shape
+    @property
+    def sequence_multiple(self) -> int:
+        """Divisor of every micro-batch's token count, for sequence parallelism and for kernels that are compiled by size."""
+        multiple = token_multiple(self.position.device.type, self.position.dtype)
+        return math.lcm(sequence_multiple(self.position.layout, self.shape), multiple)
 
-    def fill(self, weights: dict[str, Tensor], source: WeightSource) -> None:
-        """Copy this rank's tensors of `source` into its `weights`."""
-        with torch.no_grad():
-            for name, tensor in source.local_tensors(self.layout, self.coords, dtype=self.dtype):
-                weights.pop(name).copy_(tensor)
-        assert not weights, f"weights that no rule fills: {sorted(weights)}"
+    def close(self) -> None:
+        """Release the model, so that the process groups and their threads can go."""
+        if self.wrapped is not None:
+            megatron.unwrap(self.wrapped)
+
+    # Passes
 
     def update(
         self,
@@ -131,112 +135,141 @@ class Learner:
         num_tokens: int,
         lr: float,
         gives_hidden: bool = False,
-        references: Mapping[int, Distribution] = _NO_REFERENCES,
+        references: Sequence[Distribution | None] = (),
     ) -> dict[str, float]:
-        """One optimizer step over this data-parallel rank's micro-batches.
+        """Run one optimizer step over this data-parallel rank's micro-batches.
 
-        `num_tokens` counts the loss tokens of all of them on all ranks. Returns the report's means, the same on every rank; `skipped` is 1
-        for an update that was left out, because its gradient was not finite. Raises MsrlError when too many of these follow one another.
+        Args:
+            finish: computes the loss and the sums of a micro-batch.
+            num_tokens: loss tokens of the micro-batches of all ranks.
+            gives_hidden, references: see `run`.
+
+        Returns:
+            Metrics per loss token, the same on every rank. `skipped` is 1 if the update was skipped since its gradient was not finite.
+
+        Raises:
+            MsrlError: too many consecutive updates were skipped.
         """
-        assert self.wrapped is not None and self.settings.optimizer is not None, "made without an optimizer"
-        self.host.need("params", "grads")
-        self.host.rest("optimizer")  # it was needed for a checkpoint that was loaded or saved
+        assert self.wrapped is not None and self.settings.optimizer is not None, "built without an optimizer"
+        self.host.onload("params", "grads")
+        self.host.offload("optimizer")  # loading or saving a checkpoint has onloaded it
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.model.train()
         if self.balance is not None:
             self.balance.begin(micro_batches)
-        sums = self.run(self.wrapped, micro_batches, finish, forward_only=False, gives_hidden=gives_hidden, references=references)
+        rows = self.run(micro_batches, finish, is_training=True, gives_hidden=gives_hidden, references=references)
+        grad_norm, is_skipped = self._step(micro_batches, lr, self.settings.optimizer.grad_clip)
+        balance = self.balance.end(is_skipped=is_skipped) if self.balance is not None else {}
+        metrics = self.mean_metrics(rows, num_tokens)
+        return {**metrics, **balance, "grad_norm": grad_norm, "lr": lr, "skipped": float(is_skipped)}
+
+    def _step(self, micro_batches: Sequence[MicroBatch], lr: float, grad_clip: float | None) -> tuple[float, bool]:
+        """Clip the gradients and apply them, unless they are not finite. Returns their norm, and True if they were skipped."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.prepare_grads()
-        grad_norm = clip_gradients(self.optimizer, self.settings.optimizer.grad_clip or float("inf"))
+        grad_norm = clip_gradients(self.optimizer, grad_clip or float("inf"))
         is_skipped = self.guard.must_skip(grad_norm, micro_batches)
         if not is_skipped:
-            self.host.need("optimizer")
+            self.host.onload("optimizer")
             self.optimizer.step_with_ready_grads()
-            self.host.rest("optimizer")
-        balance = self.balance.end(is_skipped=is_skipped) if self.balance is not None else {}
-        return {**self.reduce(sums, num_tokens), **balance, "grad_norm": grad_norm, "lr": lr, "skipped": float(is_skipped)}
+            self.host.offload("optimizer")
+        return grad_norm, is_skipped
 
     def run(
         self,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
         micro_batches: Sequence[MicroBatch],
         finish: Finish,
         *,
-        forward_only: bool,
+        is_training: bool = False,
         gives_hidden: bool = False,
-        references: Mapping[int, Distribution] = _NO_REFERENCES,
-    ) -> list[Sums]:
-        """Megatron's schedule over the micro-batches; what `finish` returned for each, on the last stage.
+        references: Sequence[Distribution | None] = (),
+    ) -> list[Values]:
+        """Run Megatron's schedule over the micro-batches, with a backward pass if `is_training`.
 
-        With `gives_hidden` the model's output is its last hidden states in place of logits. `references` are distributions by the identity
-        of their micro-batches.
+        Args:
+            finish: receives the model's output on the last stage.
+            gives_hidden: the output is `HiddenStates` in place of logits.
+            references: the reference model's distribution for each micro-batch; empty where the loss needs none.
+
+        Returns:
+            The values of `finish` for each micro-batch on the last stage, nothing on other stages.
         """
-        token = int(micro_batches[0].token_ids[0]) if micro_batches else 0
-        fillers = [filler(self.sequence_multiple, token)] * (self._rounds(len(micro_batches)) - len(micro_batches))
-        self.host.need("params")
-        models = pipeline.chunks_of(model) if isinstance(model, torch.nn.Module) else model
-        self.running = last_chunk(models)
-        self.running.gives_hidden = gives_hidden
+        self.model.train(is_training)
+        fillers = self._fillers(micro_batches)
+        self.host.onload("params")
+        by_number = dict(enumerate(references))
 
-        def forward_step(batches: Iterator[tuple[int, MicroBatch]], module: torch.nn.Module) -> tuple[Tensor, Any]:
-            number, micro_batch = next(batches)
-            batch = to_device(micro_batch, self.rotary, self.device, cp=self.layout.cp, multiple=self.sequence_multiple)
-            batch = replace(batch, reference=references.get(id(micro_batch)))
-            members = self.balance.members(micro_batch, batch.packed) if self.balance is not None and not forward_only else None
-            output = module(batch.tokens, None, None, packed_seq_params=batch.packed, loss_mask=batch.mask, padding_mask=members)
-            return output, functools.partial(self._finish, finish if number < len(micro_batches) else _nothing, batch)
+        def forward_step(numbered: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module) -> tuple[Output, Any]:
+            number, micro_batch = next(numbered)
+            batch = self._to_device(micro_batch, by_number.get(number), is_training=is_training)
+            output = chunk(batch.tokens, batch.packed, batch.mask, gives_hidden=gives_hidden)
+            is_filler = number >= len(micro_batches)
+            return output, functools.partial(self._loss, _ignore if is_filler else finish, batch)
 
-        with torch.set_grad_enabled(not forward_only):
-            batches = [*micro_batches, *fillers]
-            found = pipeline.run(forward_step, models, batches, pp_size=self.layout.pp, links=self.links, forward_only=forward_only)
-        return found[: len(micro_batches)]
+        chunks = self.wrapped if is_training and self.wrapped is not None else pipeline.chunks_of(self.model)
+        with torch.set_grad_enabled(is_training):
+            values = pipeline.run(
+                forward_step,
+                chunks,
+                [*micro_batches, *fillers],
+                pp_size=self.position.layout.pp,
+                links=self.links,
+                forward_only=not is_training,
+            )
+        return values[: len(micro_batches)]
 
-    def _rounds(self, num_micro_batches: int) -> int:
-        """How many micro-batches this rank runs.
+    def _to_device(self, micro_batch: MicroBatch, reference: Distribution | None, *, is_training: bool) -> DeviceBatch:
+        position = self.position
+        batch = to_device(
+            micro_batch, self.rotary, position.device, cp=position.layout.cp, multiple=self.sequence_multiple, reference=reference
+        )
+        if self.balance is None or not is_training:
+            return batch
+        expert_groups = self.balance.expert_groups(micro_batch, batch.packed)
+        return replace(batch, packed=replace(batch.packed, expert_groups=expert_groups))
 
-        Ranks that share experts run as many as the one that has most, for they meet in each. Virtual stages take turns in groups of as many
-        micro-batches as there are stages.
+    def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches without loss tokens that make the counts of all ranks fit.
+
+        Ranks that share experts must run equally many micro-batches, since they communicate in each. Virtual pipeline stages take turns in
+        groups of as many micro-batches as there are stages.
         """
-        if self.shape.moe is not None and self.dp_size > 1:
-            most = torch.tensor(num_micro_batches, device=self.device)
+        count, pp = len(micro_batches), self.position.layout.pp
+        if self.shape.moe is not None and self.position.dp_size > 1:
+            most = torch.tensor(count, device=self.position.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.dp_group())
-            num_micro_batches = int(most.item())
-        return -(-num_micro_batches // self.layout.pp) * self.layout.pp if self.num_chunks > 1 else num_micro_batches
+            count = int(most.item())
+        if self.num_chunks > 1:
+            count = -(-count // pp) * pp
+        token = int(micro_batches[0].token_ids[0]) if micro_batches else 0
+        return [filler(self.sequence_multiple, token)] * (count - len(micro_batches))
 
-    def _finish(self, finish: Finish, batch: DeviceBatch, output: Tensor) -> tuple[Tensor, Tensor, Sums]:
-        """The last stage's end of a micro-batch, in the form that Megatron's schedules take (loss, token count, data)."""
-        no_count = torch.zeros((), dtype=torch.int, device=self.device)
-        outcome = finish(output, batch)
-        if isinstance(outcome, tuple):
-            return outcome[0], no_count, outcome[1]
-        return torch.zeros((), device=self.device), no_count, outcome
+    def _loss(self, finish: Finish, batch: DeviceBatch, output: Output) -> tuple[Tensor, Tensor, Values]:
+        """Return (loss, token count, values), the form that Megatron's schedules take; the count is not used."""
+        no_count = torch.zeros((), dtype=torch.int, device=self.position.device)
+        result = finish(output, batch)
+        if isinstance(result, tuple):
+            return result[0], no_count, result[1]
+        return torch.zeros((), device=self.position.device), no_count, result
 
-    def reduce(self, rows: Sequence[Sums], num_tokens: int) -> dict[str, float]:
-        """Sums over micro-batches and data-parallel ranks as means per token, told to every pipeline stage."""
+    def mean_metrics(self, rows: Sequence[Mapping[str, Tensor]], num_tokens: int) -> dict[str, float]:
+        """Return sums over micro-batches and data-parallel ranks divided by `num_tokens`, on every pipeline stage."""
         means: list[dict[str, float]] = [{}]
-        if self.is_last_stage:
+        if self.position.is_last_stage:
             names = sorted(rows[0])
-            wide = getattr(torch, self.platform.reduction_dtype)
+            wide = getattr(torch, self.position.platform.reduction_dtype)
             totals = torch.stack([torch.stack([row[name].float() for row in rows]).to(wide).sum() for name in names])
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
             means = [dict(zip(names, (totals / num_tokens).tolist(), strict=True))]
-        if self.layout.pp > 1:
+        if self.position.layout.pp > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(means, src=last, group=groups.pp_group())
         return means[0]
 
 
-def last_chunk(models: Sequence[torch.nn.Module]) -> PolicyModel:
-    """The last virtual stage of a rank, without its wrapper."""
-    last = models[-1].module if isinstance(models[-1], DistributedDataParallel) else models[-1]
-    assert isinstance(last, PolicyModel)
-    return last
-
-
-def _nothing(output: Tensor, batch: DeviceBatch) -> tuple[Tensor, Sums]:
-    """The end of a micro-batch that counts for nothing; its gradients are zero."""
-    return output.sum() * 0.0, {}
+def _ignore(output: Output, batch: DeviceBatch) -> tuple[Tensor, Values]:
+    """Finish a filler: its loss and gradients are zero."""
+    values = output.values if isinstance(output, HiddenStates) else output
+    return values.sum() * 0.0, {}

@@ -1,12 +1,12 @@
-"""What a training rank is told. Light to import: the process that starts the ranks makes these."""
+"""Settings of training ranks and of the model replicas that they hold. Light to import: the process that starts the ranks makes them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
+from msrl.config.sections.train import LoraConfig, OffloadConfig, OptimizerConfig, RecomputeConfig, RouterConfig
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.reward_head import BIAS
 from msrl.models.shape import Shape
@@ -15,119 +15,81 @@ from msrl.types import ChatFormat
 
 @dataclass(frozen=True, slots=True)
 class Layout(ParallelLayout):
-    """How a model and its sequences are cut while it trains: a cut; whether norms are cut along the sequence (`sp`); `cp` ranks share the
-    tokens of every sequence.
-    """
+    """Parallel layout of a training: the sizes of `Cut`, sequence parallelism (`sp`), and context parallelism over `cp` ranks."""
 
     sp: bool = False
     cp: int = 1
 
     @property
     def replica_size(self) -> int:
-        """Ranks that train one copy of the model; the rest of a world is data parallel."""
+        """Number of ranks that train one copy of the model; the remaining factor of the world size is data parallel."""
         return self.ranks_per_replica(self.cp)
 
 
 def sequence_multiple(layout: Layout, shape: Shape) -> int:
-    """What the tokens of a micro-batch must be a multiple of: sequence parallelism cuts them over the tensor-parallel ranks.
+    """Return the divisor of every micro-batch's token count: sequence parallelism splits the tokens over ranks.
 
-    Megatron's mixtures of experts need it wherever there is tensor parallelism.
+    Megatron's mixtures of experts require sequence parallelism wherever there is tensor parallelism.
     """
     return layout.tp if layout.sp or shape.moe is not None else 1
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """AdamW (arXiv:1711.05101); biases and norms are not decayed."""
+class ReplicaSettings:
+    """Settings of one model replica. Without `optimizer` the replica only runs forward passes."""
 
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    grad_clip: float | None = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """Activations that are made again in the backward pass instead of kept (Megatron's settings of these names)."""
-
-    granularity: Literal["full", "selective"]
-    method: Literal["uniform", "block"] = "uniform"
-    layers: int = 1
-    modules: tuple[str, ...] = ("core_attn",)
+    model: Path  # Hugging Face folder, or mcore checkpoint of any parallel layout
+    iteration: int | None = None  # of an mcore checkpoint; None: its latest
+    hf_dir: Path | None = None  # folder with config.json, for an mcore checkpoint without one
+    optimizer: OptimizerConfig | None = None
+    freeze: tuple[str, ...] = ()  # patterns of parameter names, as `models/select.py` reads them
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    logit_chunk: int | None = None  # positions whose logits exist at once; None: all positions of a micro-batch
+    max_skipped: int = 3  # consecutive updates with a gradient that is not finite; the last one ends the run
+    bad_batch_dir: Path | None = None  # folder for the batch of that last update
 
 
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """Adapters that are trained in place of the model; targets are layers by Megatron's or Hugging Face's names."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    dropout: float = 0.0
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
-
-@dataclass(frozen=True, slots=True)
-class CriticSettings:
-    """What the critic has of its own: the weights that it starts from (see `trainer.critic`), and its optimizer."""
-
-    model: Path
-    hf_dir: Path | None
-    optimizer: OptimizerSettings
+def critic_settings(
+    model: Path,
+    optimizer: OptimizerConfig,
+    *,
+    hf_dir: Path | None = None,
+    recompute: RecomputeConfig | None = None,
+    offload: OffloadConfig | None = None,
+    max_skipped: int = 3,
+    bad_batch_dir: Path | None = None,
+) -> ReplicaSettings:
+    """Return the settings of a critic, which trains all but the bias of its head: transformers' score heads have none."""
+    return ReplicaSettings(
+        model=model,
+        hf_dir=hf_dir,
+        optimizer=optimizer,
+        freeze=(BIAS,),
+        recompute=recompute or RecomputeConfig(),
+        offload=offload or OffloadConfig(),
+        max_skipped=max_skipped,
+        bad_batch_dir=bad_batch_dir,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
-    """What keeps experts in use (`trainer/balance.py`); the coefficients multiply each layer's loss."""
+class RankSettings:
+    """Settings of a training rank: values that all its replicas share, and the settings of each replica.
 
-    aux_loss_coef: float = 0.0
-    over: Literal["sequence", "micro_batch"] = "sequence"  # the tokens among which the load is to be balanced
-    z_loss_coef: float = 0.0
-    bias_update_rate: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """What every rank of a training run is told. `optimizer` None: forward passes only."""
+    With adapters (`policy.lora`) the reference is the policy without them, and `reference` stays None.
+    """
 
     platform: str
-    model: Path  # Hugging Face folder, or mcore checkpoint of any layout
     layout: Layout
     dtype: str
     seed: int
     timeout_s: float
-    iteration: int | None = None  # of an mcore checkpoint; None: its latest
-    hf_dir: Path | None = None  # with config.json, for an mcore checkpoint that brings none
-    optimizer: OptimizerSettings | None = None
-    reference: Path | None = None
+    policy: ReplicaSettings
+    reference: ReplicaSettings | None = None
+    critic: ReplicaSettings | None = None
+    reward_models: Mapping[str, ReplicaSettings] = field(default_factory=dict[str, ReplicaSettings])  # by the name of the reward source
     deterministic: bool = False  # refuse operations whose result may differ from run to run
-    freeze: tuple[str, ...] = ()  # patterns of names, as `models/select.py` reads them
-    max_skipped: int = 3  # updates in a row with a gradient that is not finite; the last ends the run
-    bad_batch_dir: Path | None = None  # where the batch of that last one is written
-    recompute: Recompute | None = None
-    lora: Lora | None = None
-    chunk: int | None = None  # positions whose logits exist at once; None: those of a micro-batch
-    balance: Balance | None = None
-    offload: frozenset[str] = frozenset()  # of "optimizer", "grads", "params": what waits on the host
-    critic: CriticSettings | None = None
-    chat: ChatFormat | None = None  # how the model will have learnt to be asked; its checkpoints say so
-    reward_models: Mapping[str, Path] = field(default_factory=dict[str, Path])  # by the names of their reward sources
-
-    def of_reward_model(self, name: str) -> WorkerSettings:
-        """The same for a reward model, which only scores."""
-        return replace(
-            self, model=self.reward_models[name], hf_dir=None, optimizer=None,
-            iteration=None, reference=None, freeze=(), lora=None, chunk=None, recompute=None, critic=None, reward_models={},
-        )  # fmt: skip
-
-    def of_critic(self, critic: CriticSettings) -> WorkerSettings:
-        """The same for the critic, which is trained whole but for its head's bias: transformers' score heads have none."""
-        folder = self.bad_batch_dir / "critic" if self.bad_batch_dir else None
-        return replace(
-            self, model=critic.model, hf_dir=critic.hf_dir, optimizer=critic.optimizer, bad_batch_dir=folder,
-            iteration=None, reference=None, freeze=(BIAS,), lora=None, chunk=None, balance=None, critic=None, reward_models={},
-        )  # fmt: skip
+    chat: ChatFormat | None = None  # chat format of the training data, stored beside the checkpoints

@@ -1,1 +1,1 @@
-"""Saving and resuming a training."""
+"""Saving and resuming of a training."""

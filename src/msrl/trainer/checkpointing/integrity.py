@@ -1,7 +1,7 @@
-"""The files of a checkpoint with their sizes and checksums: recorded when they were written, compared before a training goes on.
+"""Sizes and checksums of the files of a checkpoint: recorded when the files are written, compared before a training resumes.
 
-A record is {"bytes": size, "crc32": of the whole file}, or {"bytes": size, "sha256": digest of the zip records}, which is what
-`checkpoint/torch_file.py` makes of the files that hold weights. Light to import.
+A record is {"bytes": size, "crc32": of the whole file}, or {"bytes": size, "sha256": digest of the zip records}, which
+`checkpoint/torch_files` computes for files of weights. Light to import.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ _DIGEST = "sha256"
 Record = Mapping[str, Any]
 
 
-def seal(path: Path) -> Record:
-    """Flush a finished file to disk; its record."""
+def record_file(path: Path) -> Record:
+    """Flush a finished file to disk and return its record."""
     flush_to_disk(path)
     return {"bytes": path.stat().st_size, "crc32": file_crc32(path)}
 
 
 def damages(root: Path, records: Mapping[str, Record]) -> list[str]:
-    """What is not as it was written, a sentence per file; names are relative to `root`. Several files are read at a time."""
+    """Return a sentence per file that differs from its record; names are relative to `root`. Several files are read at a time."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return [said for said in pool.map(lambda item: _damage(root / item[0], item[1]), records.items()) if said is not None]
+        problems = pool.map(lambda item: _damage(root / item[0], item[1]), records.items())
+        return [problem for problem in problems if problem is not None]
 
 
 def _damage(path: Path, record: Record) -> str | None:
@@ -51,18 +52,18 @@ def _damage(path: Path, record: Record) -> str | None:
         return str(error)
 
 
-def sealed_json(contents: Mapping[str, Any]) -> str:
-    """JSON that vouches for itself: its own digest stands in it."""
+def with_checksum(contents: Mapping[str, Any]) -> str:
+    """Return the contents as JSON that includes its own checksum."""
     return json.dumps({**contents, _DIGEST: _digest(contents)}, indent=1) + "\n"
 
 
-def is_sealed_json(text: str) -> bool:
-    """Whether a digest stands in it, right or wrong. Raises ValueError for text that is not JSON."""
+def has_checksum(text: str) -> bool:
+    """Return True if the JSON includes a checksum, right or wrong. Raises ValueError for text that is not JSON."""
     return _DIGEST in json.loads(text)
 
 
-def open_sealed_json(text: str) -> dict[str, Any]:
-    """What `sealed_json` was given. Raises ValueError for text that is not so, or is not as it was written."""
+def read_with_checksum(text: str) -> dict[str, Any]:
+    """Return the contents that `with_checksum` wrote. Raises ValueError for other text or a wrong checksum."""
     contents = json.loads(text)
     if not isinstance(contents, dict) or contents.pop(_DIGEST, None) != _digest(contents):
         raise ValueError("it does not match its checksum")

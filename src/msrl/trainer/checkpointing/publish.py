@@ -1,7 +1,7 @@
-"""What becomes of a checkpoint once the ranks have met: every rank writes its part, the first makes the whole visible.
+"""Writing of a checkpoint after the ranks have synchronized: every rank writes its part, the first one publishes the checkpoint.
 
-Nothing here meets other ranks, so it may run beside the training; the parts are known by the lists that their writers leave in the
-staged folder. A checkpoint is on the disk, and not in a cache alone, before it is visible.
+Nothing here communicates with other ranks, so it may run beside the training. The first rank finds the parts by the lists that their
+writers leave in the staged folder. A checkpoint is flushed to disk before it becomes visible.
 """
 
 from __future__ import annotations
@@ -30,35 +30,38 @@ from msrl.checkpoint.torch_files.reader import WrittenFile
 from msrl.files import flush_to_disk, write_text
 from msrl.models.parallel_layout import Coords
 from msrl.models.shape import Shape
-from msrl.trainer.checkpointing.integrity import Record, seal, sealed_json
+from msrl.trainer.checkpointing.integrity import Record, record_file, with_checksum
 from msrl.trainer.checkpointing.resume import STATE, Retention, training_dir
 from msrl.trainer.settings import Layout
 from msrl.types import ChatFormat
 
-WEIGHT = "weight"  # of the critic, beside its optimizer's kinds
+WEIGHT = "weight"  # kind of the critic's weights, beside the kinds of its optimizer state
 _POLL_S = 0.02
 
 
 def optimizer_file(at: Coords) -> str:
+    """Return the name of the file of a rank's optimizer state."""
     return f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors"
 
 
 def critic_file(at: Coords) -> str:
+    """Return the name of the file of a rank's critic: its weights and its optimizer state."""
     return f"critic_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors"
 
 
 def critic_weights(folder: Path, at: Coords) -> dict[str, Tensor]:
-    """The weights of the critic in a rank's file, by name; views of the file."""
+    """Return the weights of the critic in a rank's file, by name; views of the file."""
     with safe_open(folder / critic_file(at), "pt") as file:
         return beginning(file, f"{WEIGHT}.")
 
 
 def beginning(file: Any, prefix: str) -> dict[str, Tensor]:
-    """The tensors of an open safetensors file whose names begin with `prefix`, by what follows it."""
+    """Return the tensors of an open safetensors file whose names begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118 - no mapping
 
 
 def random_file(rank: int) -> str:
+    """Return the name of the file of a rank's random-number states."""
     return f"rng_{rank:05d}.safetensors"
 
 
@@ -71,7 +74,7 @@ def _staged_training(root: Path, step: int) -> Path:
 
 
 def prepare_folders(root: Path, step: int) -> None:
-    """Empty folders for the parts; what killed runs left of this and other steps is cleared, for nobody goes on from it."""
+    """Create empty folders for the parts, and remove the incomplete ones that killed runs left."""
     for folder in (mcore.staging_dir(root, step), _staged_training(root, step)):
         for half in (folder, *folder.parent.glob(".iter_*.partial")):
             shutil.rmtree(half, ignore_errors=True)
@@ -80,17 +83,17 @@ def prepare_folders(root: Path, step: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What one of the ranks that hold the same part of the model writes for all of them."""
+    """Model and optimizer state that the first of the ranks with the same shard writes for all of them."""
 
-    folder: str  # of the rank, as `mcore.py` names it
+    folder: str  # of the rank, as `mcore.rank_folder` names it
     weights: Mapping[str, Tensor]
     args: argparse.Namespace
-    states: Mapping[str, dict[str, Tensor]]  # of the optimizer, and of the critic with its weights, by the name of their file
+    states: Mapping[str, dict[str, Tensor]]  # by file name: optimizer state, and the critic with its weights
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """What one rank writes of a checkpoint: its random-number states, and weights and optimizer states if it is the one to write them."""
+    """Part of a checkpoint that one rank writes: its random-number states, and on writers weights and optimizer states."""
 
     root: Path
     step: int
@@ -99,7 +102,7 @@ class RankFiles:
     weights: Weights | None = None
 
     def write(self) -> None:
-        """Write all, then the list of what was written."""
+        """Write the files of the part, then the list of them."""
         staged, visible = _staged_training(self.root, self.step), training_dir(self.root, self.step).relative_to(self.root)
         tensors = {random_file(self.rank): self.random_states}
         records: dict[str, Record] = {}
@@ -108,7 +111,7 @@ class RankFiles:
             records |= self._write_model(self.weights)
         for name, contents in tensors.items():
             save_file(contents, staged / name)
-            records[str(visible / name)] = seal(staged / name)
+            records[str(visible / name)] = record_file(staged / name)
         write_text(staged / _part_file(self.rank), json.dumps(records))
 
     def _write_model(self, mine: Weights) -> dict[str, Record]:
@@ -122,7 +125,7 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """What a checkpoint says of its model."""
+    """Description of the model in a checkpoint."""
 
     shape: Shape
     layout: Layout
@@ -132,7 +135,7 @@ class SavedModel:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """How the parts of all ranks become a checkpoint. `state` is what `state.json` says besides the files."""
+    """Publication of the parts of all ranks as a checkpoint. `state` are the contents of `state.json` besides the files."""
 
     root: Path
     step: int
@@ -141,16 +144,17 @@ class Publication:
     model: SavedModel
     hf_dir: Path
     retention: Retention
-    chat: ChatFormat | None = None  # how the model is asked from then on
+    chat: ChatFormat | None = None  # chat format of the trained model
 
     def publish(self) -> None:
-        """Make the checkpoint visible once all parts are there: what only a resume needs first, the model and its tracker last."""
+        """Make the checkpoint visible once all parts are written: the state for a resume first, the model and its tracker last."""
         staged, final = _staged_training(self.root, self.step), training_dir(self.root, self.step)
         records = self._records(staged)
-        write_text(staged / STATE, sealed_json({**self.state, "files": records}))
+        write_text(staged / STATE, with_checksum({**self.state, "files": records}))
         flush_to_disk(staged)
         self._place_sidecars()
-        shutil.rmtree(mcore.iteration_dir(self.root, self.step), ignore_errors=True)  # the model's first: what is left is never whole
+        # The model's folder first, so that the rest is never taken for complete.
+        shutil.rmtree(mcore.iteration_dir(self.root, self.step), ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)
         staged.rename(final)
         flush_to_disk(final.parent)
@@ -159,7 +163,7 @@ class Publication:
         self._prune()
 
     def _records(self, staged: Path) -> dict[str, Record]:
-        """What all ranks wrote, once they have; their lists are taken away."""
+        """Wait for the lists of all ranks, remove them, and return the records of all files."""
         lists = [staged / _part_file(rank) for rank in range(self.num_parts)]
         while not all(path.is_file() for path in lists):
             time.sleep(_POLL_S)
@@ -169,7 +173,7 @@ class Publication:
         return dict(sorted(records.items()))
 
     def _place_sidecars(self) -> None:
-        """Config, tokenizer and what the model carries, whole: checkpoints that are there need them all the time."""
+        """Copy config, tokenizer and pass-through tensors atomically, since existing checkpoints need them all the time."""
         place = self.root / mcore.SIDECAR
         is_needed = any(self.root.glob("iter_*"))
         if place.exists() and (is_needed or self.hf_dir.resolve() == place.resolve()):
@@ -188,7 +192,7 @@ class Publication:
         return {**entry, "adapters_only": True} if self.model.is_adapters else entry
 
     def _prune(self) -> None:
-        """Remove what need not stay; the model's folder first, so that what is left is never taken for whole."""
+        """Remove surplus checkpoints; the model's folder first, so that the rest is never taken for complete."""
         for step in self.retention.surplus(self.root, self.step):
             shutil.rmtree(mcore.iteration_dir(self.root, step))
             shutil.rmtree(training_dir(self.root, step))

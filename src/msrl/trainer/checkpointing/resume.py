@@ -1,88 +1,92 @@
-"""Where the checkpoints of a training lie, and which one to go on from. Light to import.
+"""Folders of a training's checkpoints, resume checks, and retention. Light to import.
 
-    <save>/iter_0000010/, <save>/hf/, ...   the model's weights, as `checkpoint/mcore.py` lays them out
-    <save>/training/iter_0000010/           ours: optimizer per parameter, random-number states, the step
+    <save>/iter_0000010/, <save>/hf/, ...   the model's weights, in the format of `checkpoint/mcore`
+    <save>/training/iter_0000010/           our state: optimizer per parameter, random-number states, the step
 
-An iteration is whole when both folders are there (each was written beside its place and renamed, the model's last) and every file is as
-it was written: `state.json` has the sizes and checksums of all of them, those of the weights included, and its own.
+A checkpoint is complete if both folders exist (each is written beside its place and renamed, the model's last) and every file matches its
+size and checksum in `state.json`, which covers the weights and itself.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
 from msrl.files import why_not_writable
-from msrl.trainer.checkpointing.integrity import damages, is_sealed_json, open_sealed_json
+from msrl.trainer.checkpointing.integrity import damages, has_checksum, read_with_checksum
 
 STATE = "state.json"
 _OURS = frozenset(
     ("training", "hf", "latest_checkpointed_iteration.txt", "msrl_manifest.json", "attempts.jsonl")
-)  # the last: a run's folder
+)  # the last one: of a run's folder
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTraining:
-    """A whole checkpoint of a training: its folder (`<save>`), and the steps done.
+    """Complete checkpoint of a training after `step` steps, in the folder `root` (`<save>`).
 
-    `passed_over` are the steps of newer ones that are not whole, and that a training which goes on from here writes again.
+    `skipped` are the steps of newer, damaged checkpoints, which a training that resumes from this one writes again.
     """
 
     root: Path
     step: int
-    passed_over: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
 
     @property
     def training_dir(self) -> Path:
+        """Folder of the training's state."""
         return training_dir(self.root, self.step)
 
     def state(self) -> dict[str, Any]:
-        """What was saved besides tensors. Raises MsrlError when it cannot be read, or an earlier version saved it in another form."""
+        """Return the saved state besides tensors. Raises MsrlError if it cannot be read, or an earlier version saved it in another form."""
         path = self.training_dir / STATE
         try:
             text = path.read_text(encoding="utf-8")
-            if is_sealed_json(text):
-                return open_sealed_json(text)
+            if has_checksum(text):
+                return read_with_checksum(text)
         except (OSError, ValueError) as error:
-            raise MsrlError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
-        kept = f"go on from its weights with checkpoint.load: {self.root}, in a training that starts anew"
-        raise MsrlError(f"{path}: saved by an earlier version, whose optimizer files are no longer read; {kept}")
+            raise MsrlError(f"{path}: cannot be read ({error}). Resume from another checkpoint.") from error
+        raise MsrlError(
+            f"{path}: saved by an earlier version, whose optimizer files are no longer read."
+            f" Start a new training from its weights with checkpoint.load: {self.root}"
+        )
 
     def damage(self) -> str | None:
-        """What is not as it was written, in one line; every file is read. None where all is whole."""
+        """Read every file; return a line on what is missing or damaged, or None if the checkpoint is complete."""
         if not (self.training_dir / STATE).is_file():
             return f"{self.training_dir / STATE} is missing"
         try:
-            found = damages(self.root, self.state()["files"])
+            problems = damages(self.root, self.state()["files"])
         except MsrlError as error:
             return str(error)
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        return found[0] + more if found else None
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return problems[0] + more if problems else None
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints stay: the `newest` ones (None: all), as far as all take at most `max_bytes`; the newest and `best` in any case."""
+    """Checkpoints to keep: the `newest` ones (None: all) while they total at most `max_bytes`, and always the newest one and `best`."""
 
     newest: int | None = None
     max_bytes: float | None = None
     best: int | None = None
 
     def surplus(self, root: Path, up_to: int | None = None) -> list[int]:
-        """The steps of the checkpoints under `root` that go. Later ones than `up_to` were passed over in a resume and count for nothing."""
+        """Return the steps of the checkpoints under `root` to remove. Later ones than `up_to` were skipped by a resume and are ignored."""
         steps = [step for step in saved_steps(root) if up_to is None or step <= up_to]
-        going, taken = list[int](), self._bytes(root, self.best) if self.best in steps else 0
+        surplus, total = list[int](), self._bytes(root, self.best) if self.best in steps else 0
         for age, step in enumerate(reversed(steps)):
             if step == self.best:
                 continue
-            taken += self._bytes(root, step)
-            is_over = self.max_bytes is not None and taken > self.max_bytes
+            total += self._bytes(root, step)
+            is_over = self.max_bytes is not None and total > self.max_bytes
             if age > 0 and (is_over or (self.newest is not None and age >= self.newest)):
-                going.append(step)
-        return going
+                surplus.append(step)
+        return surplus
 
     def _bytes(self, root: Path, step: int | None) -> int:
         if self.max_bytes is None or step is None:
@@ -95,89 +99,105 @@ KEEP_ALL = Retention()
 
 
 def training_dir(root: Path, step: int) -> Path:
+    """Return the folder of the training's state after `step` steps."""
     return root / "training" / f"iter_{step:07d}"
 
 
 def saved_steps(root: Path) -> list[int]:
-    """The steps of all checkpoints of a training under `root`, ascending; whether their files are as they were written is not looked at."""
+    """Return the steps of all checkpoints of a training under `root`, ascending. Their files are not checked."""
     return [step for step in _iterations(root) if training_dir(root, step).is_dir()]
 
 
 def _iterations(root: Path) -> list[int]:
-    found = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.glob("iter_*")]
-    return sorted(int(match[1]) for match in found if match)
+    matches = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.glob("iter_*")]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def check_room(root: Path, resume: SavedTraining | None) -> None:
-    """Raises MsrlError when `root` holds checkpoints of steps that a training from `resume` on would write again, those of another
-    training, or other people's files, or when it cannot be made or written.
+    """Check that a training that starts from `resume` can save into `root`.
+
+    Raises:
+        MsrlError: the folder cannot be written, or it holds other files, checkpoints of another training, or checkpoints of steps that the
+            training would write again.
     """
     reason = why_not_writable(root)
     if reason is not None:
-        raise MsrlError(f"checkpoint.save={root}: this folder cannot be made or written ({reason}); set checkpoint.save to another one")
+        raise MsrlError(f"checkpoint.save={root}: the folder cannot be created or written ({reason}). Set it to another folder.")
     _refuse_other_files(root)
     start_step = resume.step if resume else 0
-    goes_on = resume is not None and resume.root.resolve() == root.resolve()
-    replaced = resume.passed_over if resume and goes_on else ()
-    others = [step for step in _iterations(root) if not (goes_on and step <= start_step) and step not in replaced]
-    if not others:
-        return
+    is_same_root = resume is not None and resume.root.resolve() == root.resolve()
+    replaced = resume.skipped if resume and is_same_root else ()
+    others = [step for step in _iterations(root) if not (is_same_root and step <= start_step) and step not in replaced]
+    if others:
+        raise MsrlError(_conflict(root, resume, others))
+
+
+def _conflict(root: Path, resume: SavedTraining | None, others: Sequence[int]) -> str:
+    """Return the message on checkpoints under `root` that the training must not replace."""
     steps = ", ".join(map(str, others))
-    which, them = (f"the checkpoint of step {steps} is", "it") if len(others) == 1 else (f"the checkpoints of steps {steps} are", "them")
+    present, them = (f"the checkpoint of step {steps}", "it") if len(others) == 1 else (f"the checkpoints of steps {steps}", "them")
     if not saved_steps(root):
-        why = "without the state of a training that could go on"
-        cure = f"start from {them} with checkpoint.load: {root} and another checkpoint.save"
-    elif resume is not None and others[0] <= start_step:
-        why = f"of another training than the one in {resume.root} that this one goes on from"
-        cure = "set checkpoint.save to another folder"
+        problem = "without the training state that a resume needs"
+        remedy = f"Start from {them} with checkpoint.load: {root} and another checkpoint.save"
+    elif resume is not None and others[0] <= resume.step:
+        problem = f"of another training than the resumed one in {resume.root}"
+        remedy = "Set checkpoint.save to another folder"
     else:
-        why = f"and this training starts after step {start_step}"
-        cure = "go on from the newest (--resume auto), set checkpoint.save to another folder"
-    raise MsrlError(f"checkpoint.save={root}: {which} there, {why}; {cure}, or remove {them}")
+        problem = f"and this training starts after step {resume.step if resume else 0}"
+        remedy = "Resume from the newest one (--resume auto), set checkpoint.save to another folder"
+    return f"checkpoint.save={root}: the folder holds {present}, {problem}. {remedy}, or remove {them}."
 
 
 def _refuse_other_files(root: Path) -> None:
-    """A folder that holds something, and nothing that a training or a conversion writes there; hidden files are nobody's."""
+    """Raise MsrlError if the folder holds files and none that a training or conversion writes; hidden files are ignored."""
     names = sorted(path.name for path in root.iterdir() if not path.name.startswith(".")) if root.is_dir() else []
     if names and not any(name in _OURS or name.startswith("iter_") for name in names):
-        raise MsrlError(f"checkpoint.save={root}: holds other files ({names[0]}); name a new or an empty folder")
+        raise MsrlError(f"checkpoint.save={root}: the folder holds other files ({names[0]}). Set it to a new or empty folder.")
 
 
 def resume_from(resume: str, root: Path) -> tuple[SavedTraining | None, tuple[str, ...]]:
-    """What `checkpoint.resume` means, and what is to be said of it.
+    """Return the checkpoint that `checkpoint.resume` means, and lines for the log.
 
-    `none`; `auto`, the newest whole one under `root`, if any is there; a folder of checkpoints, the newest whole one; or one iteration.
-    Raises MsrlError when nothing whole is there, and for `auto` when checkpoints are there and none is whole.
+    `none`: no checkpoint. `auto`: the newest complete one under `root`, if there are any. A folder of checkpoints: its newest complete one.
+    A folder of one iteration: that one.
+
+    Raises:
+        MsrlError: there is no complete checkpoint; for `auto` only if there are damaged ones.
     """
-    if resume == "none" or (resume == "auto" and not saved_steps(root)):
-        return None, (f"checkpoint.resume=auto: no checkpoint is in {root}, so the training starts anew",) if resume == "auto" else ()
+    if resume == "none":
+        return None, ()
+    if resume == "auto" and not saved_steps(root):
+        return None, (f"checkpoint.resume=auto: no checkpoint in {root}; starting a new training",)
     path = root if resume == "auto" else Path(resume)
     match = re.fullmatch(r"iter_(\d{7,})", path.name) if resume != "auto" else None
     if match is None:
-        return _newest_whole(path, resume)
-    steps = saved_steps(path.parent)
-    if int(match[1]) not in steps:
-        known = f"; there are those of steps {', '.join(map(str, steps))}" if steps else ""
-        raise MsrlError(f"checkpoint.resume={resume}: no whole checkpoint of a training is there{known}")
-    saved = SavedTraining(path.parent, int(match[1]))
+        return _newest_complete(path, resume)
+    return _iteration(path.parent, int(match[1]), resume), ()
+
+
+def _iteration(root: Path, step: int, resume: str) -> SavedTraining:
+    """Return the checkpoint of one step. Raises MsrlError if it is not complete."""
+    steps = saved_steps(root)
+    if step not in steps:
+        known = f"; the folder has steps {', '.join(map(str, steps))}" if steps else ""
+        raise MsrlError(f"checkpoint.resume={resume}: no complete training checkpoint found{known}. Set it to another checkpoint.")
+    saved = SavedTraining(root, step)
     damage = saved.damage()
     if damage is not None:
-        raise MsrlError(f"checkpoint.resume={resume}: {damage}; resume from another checkpoint")
-    return saved, ()
+        raise MsrlError(f"checkpoint.resume={resume}: {damage}. Set it to another checkpoint.")
+    return saved
 
 
-def _newest_whole(root: Path, resume: str) -> tuple[SavedTraining, tuple[str, ...]]:
-    """The newest checkpoint whose files are all as they were written, and a sentence on each newer one and on it."""
-    passed_over = dict[int, str]()
+def _newest_complete(root: Path, resume: str) -> tuple[SavedTraining, tuple[str, ...]]:
+    """Return the newest complete checkpoint, and a line on it and on each newer one. Raises MsrlError if there is none."""
+    damaged = dict[int, str]()
     for step in reversed(saved_steps(root)):
         damage = SavedTraining(root, step).damage()
         if damage is None:
-            said = [f"the checkpoint of step {late} is passed over: {why}" for late, why in passed_over.items()]
-            taken = f"going on after step {step}, the newest whole checkpoint in {root}"
-            return SavedTraining(root, step, tuple(passed_over)), (*said, taken)
-        passed_over[step] = damage
-    which = "; ".join(f"step {step}: {why}" for step, why in passed_over.items())
-    advice = "put the files back, or start anew in another folder (checkpoint.save)"
-    raise MsrlError(
-        f"checkpoint.resume={resume}: no whole checkpoint of a training is there" + (f" ({which}); {advice}" if passed_over else "")
-    )
+            notes = [f"skipped the checkpoint of step {late}: {problem}" for late, problem in damaged.items()]
+            resumed = f"resuming after step {step}, from the newest complete checkpoint in {root}"
+            return SavedTraining(root, step, tuple(damaged)), (*notes, resumed)
+        damaged[step] = damage
+    which = "; ".join(f"step {step}: {problem}" for step, problem in damaged.items())
+    details = f" ({which}). Restore the files, or start a new training in another folder (checkpoint.save)." if damaged else "."
+    raise MsrlError(f"checkpoint.resume={resume}: no complete training checkpoint found{details}")

@@ -1,6 +1,6 @@
-"""The saves of one rank: at once, or by a thread from copies in the machine's memory while the training goes on.
+"""Checkpoint saves of one rank: immediate, or by a thread from copies in the machine's memory while the training continues.
 
-One save at most is under way; the next waits for it. What goes wrong in the thread is raised in the rank that asks next.
+At most one save is in progress; the next one waits for it. An error of the thread is raised by the next call.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from msrl.trainer.checkpointing.publish import Publication, RankFiles
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 
 if TYPE_CHECKING:
-    from msrl.trainer.rank import TrainWorker
+    from msrl.trainer.rank import TrainingRank
 
-_FAILURES = (OSError, SafetensorError)  # what a full or absent disk makes
+_FAILURES = (OSError, SafetensorError)  # of a full or absent disk
 
 
 class Saver:
-    """Writes the checkpoints of a training into `root`; `hf_dir` has config and tokenizer. All ranks must ask for the same saves."""
+    """Writer of a training's checkpoints into `root`; `hf_dir` has config and tokenizer. All ranks must call it for the same steps."""
 
-    def __init__(self, worker: TrainWorker, root: Path, hf_dir: Path, *, in_background: bool) -> None:
-        self._worker, self._root, self._hf_dir, self._in_background = worker, root, hf_dir, in_background
+    def __init__(self, rank: TrainingRank, root: Path, hf_dir: Path, *, in_background: bool) -> None:
+        self._rank, self._root, self._hf_dir, self._in_background = rank, root, hf_dir, in_background
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[SavedTraining] = []
 
     def save(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
-        """Save after `step` steps; in the background, return as soon as all that training changes is copied. Raises MsrlError."""
+        """Save after `step` steps. In the background, return once the tensors that training changes are copied. Raises MsrlError."""
         try:
             if self._in_background:
                 self._begin(step, extra, retention)
             else:
-                saved = checkpoints.save(self._worker, self._root, step, extra, hf_dir=self._hf_dir, retention=retention)
+                saved = checkpoints.save(self._rank, self._root, step, extra, hf_dir=self._hf_dir, retention=retention)
                 self._finished.append(saved)
         except _FAILURES as error:
             raise self._failed(step, error) from error
@@ -46,29 +46,30 @@ class Saver:
     def _begin(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
         self._join()
         part, publication = checkpoints.begin(
-            self._worker, self._root, step, extra, hf_dir=self._hf_dir, retention=retention, keeps_copy=True
+            self._rank, self._root, step, extra, hf_dir=self._hf_dir, retention=retention, keeps_copy=True
         )
         # A daemon, so that a rank that fails does not wait for the parts of others.
         self._thread = threading.Thread(target=self._write, args=(part, publication), name=f"save {step}", daemon=True)
         self._thread.start()
 
     def finished(self, *, must_wait: bool = False) -> list[SavedTraining]:
-        """The saves that were finished since this was asked last: on the first rank whole checkpoints, on others their parts.
+        """Return the saves finished since the last call: complete checkpoints on the first rank, parts of them on the others.
 
-        With `must_wait` the one under way is waited for. Raises MsrlError, or what else kept it from being written.
+        With `must_wait`, wait for the save in progress. Raises MsrlError, or the exception that ended the save.
         """
         if must_wait or (self._thread is not None and not self._thread.is_alive()):
             self._join()
-        found, self._finished = self._finished, []
-        return found
+        finished, self._finished = self._finished, []
+        return finished
 
     def end(self) -> None:
-        """Asked of all ranks when a run ends in the middle of a step: the save under way is whole before any of them leaves.
+        """Wait for the save in progress when a run ends in the middle of a step, so that it is complete before any rank leaves.
 
-        Raises what kept this rank's part from being written at once: the first rank still waits for that part, and would meet nobody.
+        All ranks must call it. An error of this rank's part is raised before the ranks synchronize, since the first rank still waits for
+        that part.
         """
         self._join()
-        self._worker.any_rank(False)
+        self._rank.any_rank(False)
 
     def _write(self, part: RankFiles, publication: Publication | None) -> None:
         try:
@@ -91,6 +92,6 @@ class Saver:
 
     def _failed(self, step: int, error: Exception) -> MsrlError:
         return MsrlError(
-            f"checkpoint.save={self._root}: step {step} could not be saved ({error}); checkpoints before it are whole: make room or"
-            " choose another folder, and go on with --resume auto"
+            f"checkpoint.save={self._root}: step {step} could not be saved ({error}); earlier checkpoints are complete."
+            " Free disk space or set another folder, then resume with --resume auto."
         )

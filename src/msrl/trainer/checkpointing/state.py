@@ -1,10 +1,12 @@
-"""Save and restore a training: weights in MindSpeed's layout, and beside them what it takes to go on to the bit.
+"""State of a training: collected for a checkpoint, and restored from one bit for bit.
 
-Every rank takes part in both. Nothing is visible before all of it is written; `resume.py` tells where things lie, `saving.py` writes them.
+Weights are stored in MindSpeed's format, optimizer and random-number states beside them. All ranks take part in both. Nothing is visible
+before all of it is written: `resume.py` describes the folders, `publish.py` writes them.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,15 +42,16 @@ from msrl.trainer.model.build import named_weights
 _TRACKED, _DEVICE = "tracked.", "device."  # the latter is followed by the platform's name
 
 if TYPE_CHECKING:
-    from msrl.trainer.rank import TrainWorker
-    from msrl.trainer.replica import Learner
+    from msrl.trainer.groups import RankPosition
+    from msrl.trainer.rank import TrainingRank
+    from msrl.trainer.replica import ModelReplica
 
 
 def save(
-    worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, retention: Retention = KEEP_ALL
+    rank: TrainingRank, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, retention: Retention = KEEP_ALL
 ) -> SavedTraining:
-    """Write a whole checkpoint after `step` steps. `extra` is the workflow's own state (JSON); `hf_dir` has config and tokenizer."""
-    part, publication = begin(worker, root, step, extra, hf_dir=hf_dir, retention=retention)
+    """Write a complete checkpoint after `step` steps. `extra` is the workflow's state (JSON); `hf_dir` has config and tokenizer."""
+    part, publication = begin(rank, root, step, extra, hf_dir=hf_dir, retention=retention)
     part.write()
     dist.barrier()
     if publication is not None:
@@ -58,127 +61,150 @@ def save(
 
 
 def begin(
-    worker: TrainWorker, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, retention: Retention, keeps_copy: bool = False
+    rank: TrainingRank, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, retention: Retention, keeps_copy: bool = False
 ) -> tuple[RankFiles, Publication | None]:
-    """What is left to do for a checkpoint once all ranks have met: this rank's part and, on the first rank, making the whole visible.
+    """Collect the state of all ranks; return this rank's part of the checkpoint and, on the first rank, its publication.
 
-    With `keeps_copy` neither refers to anything that training changes.
+    With `keeps_copy` neither refers to tensors that training changes.
     """
-    for learner in _learners(worker):
-        learner.host.need("params", "optimizer")
+    trained = rank.trained_replicas()
+    for replica in trained:
+        replica.host.onload("params", "optimizer")
     is_first = dist.get_rank() == 0
     if is_first:
         prepare_folders(root, step)
     dist.barrier()
-    part = _part(worker, root, step, keeps_copy=keeps_copy)
-    updates = [optimizer_state.num_updates(learner) for learner in _learners(worker)]
+    part = _part(rank, root, step, keeps_copy=keeps_copy)
+    updates = [optimizer_state.num_updates(replica) for replica in trained]
     if not is_first:
         return part, None
-    frozen = list(worker.settings.freeze)
-    state = {"step": step, "cut": worker.layout.as_json(), "updates": updates[0], "freeze": frozen, "extra": dict(extra)}
-    if worker.critic is not None:
+    policy, layout = rank.policy, rank.settings.layout
+    frozen = list(policy.settings.freeze)
+    state = {"step": step, "cut": layout.as_json(), "updates": updates[0], "freeze": frozen, "extra": dict(extra)}
+    if rank.critic is not None:
         state["critic"] = {"updates": updates[1]}
-    model = SavedModel(worker.shape, worker.layout, worker.settings.dtype, is_adapters=worker.adapters is not None)
-    return part, Publication(root, step, dist.get_world_size(), state, model, hf_dir, retention, worker.settings.chat)
+    model = SavedModel(policy.shape, layout, rank.settings.dtype, is_adapters=policy.adapters is not None)
+    return part, Publication(root, step, dist.get_world_size(), state, model, hf_dir, retention, rank.settings.chat)
 
 
-def _part(worker: TrainWorker, root: Path, step: int, *, keeps_copy: bool) -> RankFiles:
-    """What this rank writes; the first of the ranks that hold the same writes for all."""
-    states = {optimizer_file(worker.coords): _states(worker)}
-    if worker.critic is not None:
-        states[critic_file(worker.coords)] = _states(worker.critic) | _weight_states(worker.critic)
-    number = dist.get_rank()
-    if not worker.is_writer:
-        return RankFiles(root, step, number, _random_states(worker.platform))
-    args = mcore.namespace(worker.shape, worker.layout, dtype=worker.settings.dtype)
-    if worker.settings.lora:
-        lora = worker.settings.lora
-        vars(args).update(lora_r=lora.rank, lora_alpha=lora.alpha, lora_target_modules=list(lora.targets))
-        vars(args).update(load=str(worker.settings.model.absolute()))  # the base, which the checkpoint does not hold
-    saved = named_weights(worker.model) if worker.adapters is None else worker.adapters.named()
-    weights = {name: weight.detach() for name, weight in saved.items()}
+def _part(rank: TrainingRank, root: Path, step: int, *, keeps_copy: bool) -> RankFiles:
+    """Return what this rank writes; the first of the ranks that hold the same shard writes it for all of them."""
+    position = rank.position
+    states = {optimizer_file(position.coords): _states(rank.policy)}
+    if rank.critic is not None:
+        states[critic_file(position.coords)] = _states(rank.critic) | _weight_states(rank.critic)
+    random_states = _random_states(position.platform)
+    if not position.is_writer:
+        return RankFiles(root, step, dist.get_rank(), random_states)
+    weights = {name: weight.detach() for name, weight in _saved_weights(rank.policy).items()}
     if keeps_copy:
         weights = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
-    folder = mcore.rank_folder(worker.layout, worker.coords)
-    return RankFiles(root, step, number, _random_states(worker.platform), Weights(folder, weights, args, states))
+    folder = mcore.rank_folder(position.layout, position.coords)
+    return RankFiles(root, step, dist.get_rank(), random_states, Weights(folder, weights, _args(rank), states))
 
 
-def _learners(worker: TrainWorker) -> list[Learner]:
-    return [worker] if worker.critic is None else [worker, worker.critic]
+def _args(rank: TrainingRank) -> argparse.Namespace:
+    """Return the arguments that a checkpoint file of Megatron holds."""
+    policy = rank.policy
+    args = mcore.namespace(policy.shape, rank.settings.layout, dtype=rank.settings.dtype)
+    lora = policy.settings.lora
+    if lora.rank is not None:
+        vars(args).update(lora_r=lora.rank, lora_alpha=lora.alpha, lora_target_modules=list(lora.targets))
+        vars(args).update(load=str(policy.settings.model.absolute()))  # the base model, which the checkpoint does not contain
+    return args
 
 
-def _states(learner: Learner) -> dict[str, Tensor]:
-    """The optimizer's; all data-parallel ranks take part."""
-    return {name: state.cpu() for name, state in optimizer_state.collect(learner)}
+def _saved_weights(policy: ModelReplica) -> Mapping[str, Tensor]:
+    return named_weights(policy.model) if policy.adapters is None else policy.adapters.named()
 
 
-def _weight_states(critic: Learner) -> dict[str, Tensor]:
-    """Copies of the critic's weights, for the file of its optimizer."""
+def _states(replica: ModelReplica) -> dict[str, Tensor]:
+    """Return the state of the optimizer. All data-parallel ranks must call it."""
+    return {name: state.cpu() for name, state in optimizer_state.collect(replica)}
+
+
+def _weight_states(critic: ModelReplica) -> dict[str, Tensor]:
+    """Return copies of the critic's weights, for the file of its optimizer."""
     return {f"{WEIGHT}.{name}": weight.detach().to("cpu", copy=True) for name, weight in named_weights(critic.model).items()}
 
 
-def load_training_state(worker: TrainWorker, saved: SavedTraining) -> dict[str, Any]:
-    """Restore the optimizer from a checkpoint of any layout (the weights were loaded when the worker was made). Returns `extra`."""
+def load_training_state(rank: TrainingRank, saved: SavedTraining) -> dict[str, Any]:
+    """Restore everything but the policy's weights, which the rank has loaded, from a checkpoint of any parallel layout. Returns `extra`.
+
+    Raises MsrlError if frozen parameters or the presence of a critic differ from the saved training.
+    """
     state = saved.state()
-    if tuple(state.get("freeze", ())) != worker.settings.freeze:
-        before = state.get("freeze", [])
-        raise MsrlError(f"train.freeze: {saved.training_dir} was trained with {before}; set it so, or start anew with checkpoint.load")
-    if (worker.critic is None) != ("critic" not in state):
-        has, wants = ("no critic", "one") if worker.critic else ("a critic", "none")
-        told = f"{saved.training_dir} was trained with {has}, and this training has {wants}"
-        raise MsrlError(f"algo.advantage.estimator: {told}; set it as it was, or start anew with checkpoint.load")
-    if worker.adapters is not None:
-        worker.adapters.load(saved.root, saved.step)
-    optimizer_state.restore(worker, _states_of(worker, saved, optimizer_file, optimizer_state.kinds(worker.dtype)), state["updates"])
-    if worker.critic is not None:
-        _restore_critic(worker.critic, saved, state["critic"]["updates"])
-    _restore_random(worker, saved, ParallelLayout.from_json(state["cut"]))
+    _check_resumable(rank, saved, state)
+    policy = rank.policy
+    if policy.adapters is not None:
+        policy.adapters.load(saved.root, saved.step)
+    kinds = optimizer_state.kinds(rank.position.dtype)
+    optimizer_state.restore(policy, _saved_states(policy, saved, optimizer_file, kinds), state["updates"])
+    if rank.critic is not None:
+        _restore_critic(rank.critic, saved, state["critic"]["updates"])
+    _restore_random(rank.position, saved, ParallelLayout.from_json(state["cut"]))
     return state["extra"]
 
 
-def _restore_critic(critic: Learner, saved: SavedTraining, updates: int) -> None:
-    """The weights first, then its optimizer's state."""
-    states = _states_of(critic, saved, critic_file, (WEIGHT, *optimizer_state.kinds(critic.dtype)))
+def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[str, Any]) -> None:
+    freeze = rank.policy.settings.freeze
+    if tuple(state.get("freeze", ())) != freeze:
+        before = list(state.get("freeze", []))
+        raise MsrlError(
+            f"train.freeze={list(freeze)}: {saved.training_dir} was trained with {before}. Set the same value, or start a new training from"
+            " its weights with checkpoint.load."
+        )
+    if (rank.critic is None) != ("critic" not in state):
+        saved_critic, own_critic = ("no critic", "has one") if rank.critic else ("a critic", "has none")
+        raise MsrlError(
+            f"algo.advantage.estimator: {saved.training_dir} was trained with {saved_critic}, and this training {own_critic}. Set the same"
+            " estimator, or start a new training from its weights with checkpoint.load."
+        )
+
+
+def _restore_critic(critic: ModelReplica, saved: SavedTraining, updates: int) -> None:
+    """Restore the critic's weights, then the state of its optimizer."""
+    states = _saved_states(critic, saved, critic_file, (WEIGHT, *optimizer_state.kinds(critic.position.dtype)))
     with torch.no_grad():
         for name, weight in named_weights(critic.model).items():
             weight.copy_(states[WEIGHT][name])
     optimizer_state.restore(critic, states, updates)
 
 
-def _states_of(
-    learner: Learner, saved: SavedTraining, file_of: Callable[[Coords], str], kinds: Sequence[str]
-) -> dict[str, dict[str, Tensor]]:  # fmt: skip
-    """This rank's tensors by kind and name, from the files of all ranks of the saved layout."""
+def _saved_states(
+    replica: ModelReplica, saved: SavedTraining, file_name: Callable[[Coords], str], kinds: Sequence[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Return this rank's tensors by kind and name, from the files of all ranks of the saved layout."""
     cut = ParallelLayout.from_json(saved.state()["cut"])
-    files = {at: safe_open(saved.training_dir / file_of(at), "pt") for at in cut.ranks()}
-    mine: dict[str, dict[str, Tensor]] = {}
+    files = {at: safe_open(saved.training_dir / file_name(at), "pt") for at in cut.ranks()}
+    states: dict[str, dict[str, Tensor]] = {}
     for kind in kinds:
-        shards = {at: _of_kind(learner, cut, at, file, kind) for at, file in files.items()}
-        if learner.adapters is not None:
-            mine[kind] = learner.adapters.recut(cut, shards, str(saved.training_dir))
+        shards = {at: _shard(replica, cut, at, file, kind) for at, file in files.items()}
+        if replica.adapters is not None:
+            states[kind] = replica.adapters.reshard(cut, shards, str(saved.training_dir))
             continue
-        source = ShardedSource(learner.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
-        mine[kind] = dict(source.local_tensors(learner.layout, learner.coords))
-    return mine
+        source = ShardedSource(replica.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
+        states[kind] = dict(source.local_tensors(replica.position.layout, replica.position.coords))
+    return states
 
 
-def _restore_random(worker: TrainWorker, saved: SavedTraining, cut: ParallelLayout) -> None:
-    """Random numbers go on where this rank left off; a rank that the saved layout did not have, and a device of another kind than the saved
-    one, keep those of their seed.
+def _restore_random(position: RankPosition, saved: SavedTraining, cut: ParallelLayout) -> None:
+    """Restore the states of this rank's random-number generators.
 
-    So do all ranks where other ones are tensor-parallel now: they must draw the same numbers for what they hold alike, and those that were
-    saved are of ranks that had nothing in common.
+    A rank that the saved layout did not have and a device of another kind keep the states of their seed. So do all ranks if the
+    tensor-parallel size has changed: ranks that hold copies must draw the same numbers, and the saved states are of ranks without copies.
     """
     path = saved.training_dir / random_file(dist.get_rank())
-    if cut.tp == worker.layout.tp and path.is_file():
-        with safe_open(path, "pt") as file:
-            torch.set_rng_state(file.get_tensor("rng"))
-            of_device, tracked = beginning(file, _DEVICE), beginning(file, _TRACKED)
-        if worker.platform.name in of_device:
-            worker.platform.set_random_state(of_device[worker.platform.name])
-        tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-        if tracked and _sizes(tracked) == _sizes(tracker.get_states()):
-            tracker.set_states(tracked)
+    if cut.tp != position.layout.tp or not path.is_file():
+        return
+    with safe_open(path, "pt") as file:
+        torch.set_rng_state(file.get_tensor("rng"))
+        of_device, tracked = beginning(file, _DEVICE), beginning(file, _TRACKED)
+    if position.platform.name in of_device:
+        position.platform.set_random_state(of_device[position.platform.name])
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    if tracked and _sizes(tracked) == _sizes(tracker.get_states()):
+        tracker.set_states(tracked)
 
 
 def _sizes(states: Mapping[str, Tensor]) -> dict[str, int]:
@@ -186,8 +212,7 @@ def _sizes(states: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _random_states(platform: Platform) -> dict[str, Tensor]:
-    """Of torch's generator, of the device's where that is another, and of Megatron's, from which parts of a tensor that differ by rank are
-    drawn."""
+    """Return the states of torch's generator, of the device's where it is another, and of Megatron's for numbers that differ by rank."""
     own = platform.random_state()
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     tracked: dict[str, Tensor] = tracker.get_states()
@@ -195,11 +220,12 @@ def _random_states(platform: Platform) -> dict[str, Tensor]:
     return {"rng": torch.get_rng_state(), **of_device, **{_TRACKED + name: state.cpu().clone() for name, state in tracked.items()}}
 
 
-def _of_kind(learner: Learner, cut: ParallelLayout, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
-    """What one rank's file has of a kind; what has no state (frozen parameters, biases of experts) as zeros that take no memory."""
-    found = beginning(file, f"{kind}.")
-    is_all_trained = not learner.settings.freeze and not (learner.shape.moe and learner.shape.moe.expert_bias)
-    if learner.adapters is not None or is_all_trained:
-        return found
-    planned = rank_plan(learner.shape, cut, at, learner.shape.padded_vocab_size(cut.tp)).tensors
-    return {name: found.get(name, torch.zeros(()).expand(size)) for name, size in planned.items()}
+def _shard(replica: ModelReplica, cut: ParallelLayout, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
+    """Return the tensors of a kind in one rank's file; parameters without a state (frozen, biases of experts) are zeros without memory."""
+    stored = beginning(file, f"{kind}.")
+    has_biases = replica.shape.moe is not None and replica.shape.moe.expert_bias
+    is_all_trained = not replica.settings.freeze and not has_biases
+    if replica.adapters is not None or is_all_trained:
+        return stored
+    planned = rank_plan(replica.shape, cut, at, replica.shape.padded_vocab_size(cut.tp)).tensors
+    return {name: stored.get(name, torch.zeros(()).expand(size)) for name, size in planned.items()}

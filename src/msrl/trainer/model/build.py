@@ -1,7 +1,4 @@
-"""Megatron's model as we build it: the settings of a shape, its layers, and what wraps them for data parallelism.
-
-Numbers come from the Shape; nothing is typed by hand.
-"""
+"""Construction of Megatron's model from a Shape: its configuration, its layers, and the data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from msrl.config.sections.train import RecomputeConfig
 from msrl.models.megatron import transformer_settings
 from msrl.models.parallel_layout import Coords
 from msrl.models.rules import Replicated, Sharded
@@ -32,18 +30,21 @@ from msrl.models.shape import Mla, Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
 from msrl.trainer.model.attention import CoreAttention
-from msrl.trainer.model.experts import mixture_spec
+from msrl.trainer.model.experts import MixtureLayer, mixture_spec
 from msrl.trainer.model.gpt import PolicyModel
 from msrl.trainer.model.latent_attention import LatentAttention
 from msrl.trainer.model.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
 from msrl.trainer.model.pipeline import Chunks, EmptyLayer, chunks_of
-from msrl.trainer.settings import Layout, Recompute, sequence_multiple
+from msrl.trainer.model.seams import check_seams_once
+from msrl.trainer.settings import Layout, sequence_multiple
+
+NO_RECOMPUTE = RecomputeConfig()
 
 
 def transformer_config(
-    shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, recompute: Recompute | None = None
+    shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, recompute: RecomputeConfig = NO_RECOMPUTE
 ) -> TransformerConfig:
-    """The Megatron settings of a shape."""
+    """Return Megatron's configuration of a shape."""
     settings = {**transformer_settings(shape), "num_layers": layout.num_positions(shape.num_layers)}
     if shape.moe is not None:
         kinds = settings["moe_layer_freq"]
@@ -75,13 +76,13 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         **_recompute_settings(recompute),
     )
-    # Megatron refuses biases of experts that are cut, which it would add once per part; `ExpertOutput` does not.
+    # Megatron refuses biases of experts that are split, which it would add once per shard; `ExpertOutput` adds them once.
     config.add_bias_linear = shape.output_bias
     return config
 
 
-def _recompute_settings(recompute: Recompute | None) -> dict[str, Any]:
-    if recompute is None:
+def _recompute_settings(recompute: RecomputeConfig) -> dict[str, Any]:
+    if recompute.granularity == "none":
         return {}
     if recompute.granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
@@ -89,7 +90,7 @@ def _recompute_settings(recompute: Recompute | None) -> dict[str, Any]:
 
 
 def _uneven(layout: Layout) -> PipelineParallelLayerLayout | None:
-    """Megatron's description of stages of different sizes."""
+    """Return Megatron's description of stages of different sizes."""
     if layout.num_layer_list is None:
         return None
     stages = [["decoder"] * count for count in layout.num_layer_list]
@@ -99,18 +100,26 @@ def _uneven(layout: Layout) -> PipelineParallelLayerLayout | None:
 
 
 def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
-    """What a layer is made of; `layer` counts from 0 over the whole model."""
+    """Return the modules of a layer; `layer` counts from 0 over the whole model."""
+    is_mixture = shape.moe is not None and shape.moe.layers[layer]
     return ModuleSpec(
-        module=PostNormLayer if shape.post_norms else TransformerLayer,
+        module=_layer_class(shape, is_mixture=is_mixture),
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
             self_attention=_attention_spec(shape, layer) if shape.mla is None else _latent_attention_spec(shape, shape.mla),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
-            mlp=mixture_spec(shape.moe) if shape.moe and shape.moe.layers[layer] else GatedMlp,
+            mlp=mixture_spec(shape.moe) if shape.moe is not None and is_mixture else GatedMlp,
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )  # fmt: skip
+
+
+def _layer_class(shape: Shape, *, is_mixture: bool) -> type[TransformerLayer]:
+    if is_mixture:
+        assert not shape.post_norms, "no family has a mixture of experts and norms behind its sublayers"
+        return MixtureLayer
+    return PostNormLayer if shape.post_norms else TransformerLayer
 
 
 def _attention_spec(shape: Shape, layer: int) -> ModuleSpec:
@@ -131,12 +140,18 @@ def _latent_attention_spec(shape: Shape, mla: Mla) -> ModuleSpec:
 
 
 def build_model(
-    shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, padded_vocab_size: int, recompute: Recompute | None = None
+    shape: Shape,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    padded_vocab_size: int,
+    recompute: RecomputeConfig = NO_RECOMPUTE,
 ) -> torch.nn.Module:
-    """This rank's part of the model, weights not yet set: a PolicyModel, or `Chunks` of several under virtual stages.
+    """Return this rank's shard of the model without weights: a PolicyModel, or `Chunks` of several under virtual pipeline stages.
 
-    Parameters have the names of `stage_tensors`.
+    Parameters have the names of `stage_tensors`. Raises MsrlError if Megatron's internals have changed.
     """
+    check_seams_once()
     config = transformer_config(shape, layout, dtype, device, recompute)
     chunks = layout.chunks(shape.num_layers, parallel_state.get_pipeline_model_parallel_rank())
     models = [_build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size) for number, layers in enumerate(chunks)]
@@ -148,7 +163,7 @@ def build_model(
 def _build_chunk(
     shape: Shape, config: TransformerConfig, number: int, num_chunks: int, layers: Sequence[int | None], padded_vocab_size: int
 ) -> PolicyModel:
-    """One virtual stage of this rank; `layers` are its layers by their numbers in the model, None an empty one."""
+    """Return one virtual stage of this rank; `layers` are the numbers of its layers in the model, None an empty position."""
     is_first = parallel_state.is_pipeline_first_stage() and number == 0
     is_last = parallel_state.is_pipeline_last_stage() and number == num_chunks - 1
     specs = [ModuleSpec(module=EmptyLayer) if layer is None else _layer_spec(shape, layer) for layer in layers]
@@ -175,17 +190,17 @@ def _build_chunk(
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Megatron's recomputation passes gradients on only to parameters behind an input that has one, and frozen embeddings give none."""
+    """Make the embeddings require a gradient: Megatron's recomputation needs an input with one, and frozen embeddings have none."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """All that a checkpoint holds of a model: its parameters, and the buffers that are saved (the biases of experts)."""
+    """Return the tensors of a model that checkpoints hold: its parameters, and the saved buffers (biases of experts)."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
-    """Tell Megatron which parameters are cut: it does so itself only where it initialises them, and its gradient norm rests on it."""
+    """Mark the split parameters for Megatron's gradient norm: it marks them itself only where it initializes them."""
     weights = named_weights(model)
     at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
     for placed in stage_tensors(shape, layout, at):
@@ -193,26 +208,29 @@ def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
         if not isinstance(form, Replicated):
             mark_shard(weights[placed.name], form.axis if isinstance(form, Sharded) else 0)
         if placed.rule.expert is not None:
-            # Experts are data parallel over other ranks than the rest; Megatron itself says so only where they are spread over ranks.
+            # Experts are data parallel over other ranks than the rest; Megatron marks them only where they are spread over ranks.
             vars(weights[placed.name]).update(allreduce=False)
             if isinstance(form, Replicated):
                 mark_expert_copy(weights[placed.name])
 
 
 def mark_shard(parameter: Tensor, axis: int) -> None:
-    """What is cut along `axis` over tensor-parallel ranks, or over those of an expert."""
+    """Mark a parameter as split along `axis` over tensor-parallel ranks, or over the ranks of an expert."""
     vars(parameter).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
 
 
 def mark_expert_copy(parameter: Tensor) -> None:
-    """What the parts of one expert hold alike. Megatron takes it for what all tensor-parallel ranks hold alike: it would sum the gradients
-    of different experts, and count those of the first rank's alone."""
+    """Mark a parameter that all shards of one expert hold a copy of.
+
+    Megatron would take it for a copy on all tensor-parallel ranks: it would sum the gradients of different experts, and count only those
+    of the first rank in the norm.
+    """
     is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
     vars(parameter).update(sequence_parallel=False, tensor_model_parallel=is_first, partition_dim=0, partition_stride=1)
 
 
 def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
-    """Leave out of the training what the patterns choose. Raises MsrlError as `models.select.chosen` does, and where nothing is left."""
+    """Freeze the parameters that the patterns select. Raises MsrlError as `models.select.chosen` does."""
     names = chosen(shape, patterns, key="train.freeze")
     parameters = dict(model.named_parameters())
     at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
@@ -222,7 +240,7 @@ def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Seque
 
 
 def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataParallel]:
-    """Megatron's data-parallel wrapper of each virtual stage; gradients are summed, not averaged: losses have global denominators."""
+    """Return Megatron's data-parallel wrapper of each virtual stage; it sums gradients, since losses have global denominators."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -238,10 +256,10 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
 
 
 def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """End the training of what `wrap` gave: its hooks hold it by way of autograd's nodes, where no garbage collector sees it."""
+    """Remove the hooks of `wrap`: they keep the model alive through autograd's nodes, which the garbage collector does not see."""
     for chunk in wrapped:
         for node in cast("list[Any]", chunk.grad_accs):
-            hooks = node.register_hook(lambda *gradients: None).hooks_dict_ref()  # all of the node's
+            hooks = node.register_hook(lambda *gradients: None).hooks_dict_ref()  # all hooks of the node
             hooks.clear()
         chunk.grad_accs = []
 

@@ -1,18 +1,21 @@
-"""Mixtures of experts: the router of ours, and where it stands in Megatron's MoE layer.
+"""Mixtures of experts: our router, and the layer that passes it the groups of tokens whose load is balanced.
 
-Megatron dispatches tokens to the ranks that hold the experts (all-to-all) and runs the experts; what decides is here, exact to the models'
-own definitions. No load-balancing loss is added unless a training asks for it (`balance.py`): the router learns from the task alone, as in
-transformers without `output_router_logits`. Letters: N tokens, E experts, k experts per token, g groups.
+Megatron dispatches tokens to the ranks that hold the experts (all-to-all) and runs the experts. The choice of experts is ours and exact to
+the models' definitions. No load-balancing loss is added unless the training asks for it (`balance.py`): otherwise the router learns from
+the task alone, as in transformers without `output_router_logits`.
+
+Letters: n tokens on this rank, c channels, E experts, k experts per token, g groups of experts, G groups of tokens.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -22,18 +25,23 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_size
 from torch import Tensor
 
 from msrl.models.shape import Moe
+from msrl.trainer.model.packed import PackedSequences
+
+RouteHook = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Called with weights [n, E], logits [n, E], chosen experts [n, E] and groups of tokens [n, G]; returns the weights [n, E]."""
 
 
 def choose_experts(
-    logits: Tensor,  # [N, E]
+    logits: Tensor,  # [n, E]
     moe: Moe,
     bias: Tensor | None = None,  # [E]
-) -> tuple[Tensor, Tensor]:  # [N, k] weights, [N, k] experts
-    """The experts of every token and their weights, in float32 (see `Moe`)."""
+) -> tuple[Tensor, Tensor]:  # [n, k] weights, [n, k] experts
+    """Return the weights and numbers of the experts of every token, in float32 (see `Moe`)."""
     scores = logits.float().softmax(-1) if moe.score == "softmax" else logits.float().sigmoid()
     merit = scores.detach() if bias is None else scores.detach() + bias
     if moe.num_chosen_groups < moe.num_groups:
@@ -46,55 +54,94 @@ def choose_experts(
 
 
 def _in_chosen_groups(merit: Tensor, moe: Moe) -> Tensor:
-    """Which experts are in one of the best groups, [N, E] bool."""
-    best = merit.unflatten(-1, (moe.num_groups, -1)).topk(1 if moe.group_score == "max" else 2, dim=-1).values.sum(-1)  # [N, g]
+    """Return which experts are in one of the best groups, [n, E] bool."""
+    best = merit.unflatten(-1, (moe.num_groups, -1)).topk(1 if moe.group_score == "max" else 2, dim=-1).values.sum(-1)  # [n, g]
     chosen = best.topk(moe.num_chosen_groups, dim=-1).indices
     return torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True).repeat_interleave(moe.num_experts // moe.num_groups, -1)
 
 
 class Router(TopKRouter):
-    """Megatron's router with the choice of `choose_experts`; scores are computed in float32 whatever the type of the weights."""
+    """Megatron's router with the choice of `choose_experts`; scores are computed in float32 whatever the dtype of the weights."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, *, moe: Moe) -> None:
         super().__init__(config, pg_collection)
         self.moe = moe
-        self.attach: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None  # what a training adds (`balance.py`)
+        self.hook: RouteHook | None = None  # of a training that balances experts (`balance.py`), set once
 
-    def gating(self, input: Tensor) -> Tensor:  # [n, 1, c] -> [n, 1, E]
-        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+    def forward(
+        self,
+        input: Tensor,  # [n, 1, c]
+        expert_groups: Tensor | None = None,  # [n, G] bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return weights [n, E], 0 for experts that were not chosen, and the choice [n, E] bool.
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[n, 1, E] logits -> [n, E] weights, 0 for experts that were not chosen, and [n, E] whether they were.
-
-        What Megatron passes on as `padding_mask` is here [n, G], which group of tokens each belongs to (`balance.py`).
+        Replaces TopKRouter.forward of megatron-core 0.16.1, whose second argument is a padding mask.
         """
-        logits = logits.flatten(0, 1)
+        self._maintain_float32_expert_bias()
+        logits = self.gating(input).flatten(0, 1)
         weights, experts = choose_experts(logits, self.moe, self.expert_bias)
         probs = torch.zeros_like(logits).scatter(-1, experts, weights)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, experts, True)
-        if self.attach is not None and padding_mask is not None and torch.is_grad_enabled():  # not in a pass that is made again
-            probs = self.attach(probs, logits, chosen, padding_mask)
+        # Without gradients this is the first pass of a recomputed layer, whose second pass counts.
+        if self.hook is not None and expert_groups is not None and torch.is_grad_enabled():
+            probs = self.hook(probs, logits, chosen, expert_groups)
         return probs, chosen
+
+    def gating(self, input: Tensor) -> Tensor:  # [n, 1, c] -> [n, 1, E]
+        """Return the logits."""
+        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+class MixtureLayer(TransformerLayer):
+    """Megatron's transformer layer whose router gets the groups of tokens of the packed micro-batch."""
+
+    def forward(self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Replace TransformerLayer.forward and MoELayer.forward of megatron-core 0.16.1, which pass only a padding mask to the router."""
+        arguments["packed_seq_params"] = packed_seq_params
+        attended, context = self._forward_attention(hidden_states, **arguments)
+        normed, moe = self._forward_pre_mlp_layernorm(attended), cast("MoELayer", self.mlp)
+        run = functools.partial(_run_experts, moe)
+        if moe.moe_layer_recompute:
+            output = tensor_parallel.checkpoint(run, False, normed, packed_seq_params.expert_groups)
+        else:
+            output = run(normed, packed_seq_params.expert_groups)
+        return cast("Tensor", self._forward_post_mlp((output, None), attended)), context
+
+
+def _run_experts(
+    moe: MoELayer,
+    hidden: Tensor,  # [n, 1, c]
+    expert_groups: Tensor | None,  # [n, G] bool
+) -> Tensor:  # [n, 1, c]
+    """Run the steps of MoELayer.forward of megatron-core 0.16.1, without partial CUDA graphs."""
+    shared = moe.shared_experts_compute(hidden)
+    probs, chosen = cast("Router", moe.router)(hidden, expert_groups)
+    dispatched, probs = moe.preprocess(hidden, probs, chosen)
+    dispatched, probs = moe.dispatch(dispatched, probs)
+    output, _ = moe.routed_experts_compute(dispatched, probs)
+    return moe.postprocess(moe.combine(output), shared)
 
 
 class ExpertOutput(RowParallelLinear):
-    """The second matrix of an expert. Where an expert is cut, each part adds its share of the bias, since their outputs are summed.
+    """Second matrix of an expert. Where an expert is split, each shard adds its share of the bias, since their outputs are summed.
 
     The share has the gradient of the whole bias, so that the copies on the ranks stay equal.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.explicit_expert_comm = True  # the dispatcher sums; where there is nothing to sum, a view would come that no bias goes into
+        self.explicit_expert_comm = True  # the dispatcher sums; with nothing to sum the output would be a view, which takes no bias
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # [n, f] -> [n, c]
         output, bias = super().forward(input_)
-        parts = get_pg_size(self.tp_group)
-        return output, bias if bias is None or parts == 1 else bias + (bias / parts - bias).detach()
+        num_shards = get_pg_size(self.tp_group)
+        if bias is None or num_shards == 1:
+            return output, bias
+        return output, bias + (bias / num_shards - bias).detach()
 
 
 def mixture_spec(moe: Moe) -> ModuleSpec:
-    """The feed-forward part of a layer that is a mixture."""
+    """Return the feed-forward part of a layer that is a mixture of experts."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertOutput)
     return ModuleSpec(

@@ -1,4 +1,8 @@
-"""The policy: Megatron's GPT with the ends that our families and losses need."""
+"""Megatron's GPT with the embedding scale, output layers and forward pass that our families and losses need.
+
+Letters: n tokens of a packed micro-batch on this rank (s of them after the split of sequence parallelism), M positions that the loss mask
+selects, P = M + padding, c channels, V columns of the vocabulary on this rank.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from msrl.models.shape import Shape
+from msrl.trainer.model.outputs import HiddenStates
+from msrl.trainer.model.packed import PackedSequences
 from msrl.trainer.model.padding import pad_tokens
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT whose last stage computes logits only at the M positions that `loss_mask` selects, and at P - M of padding after them.
+    """Megatron's GPT whose last stage computes outputs only at the positions that the loss mask selects.
 
-    From `shape` it takes what Megatron's own has no setting for: the scale of embeddings, and what becomes of output weights and logits.
+    The shape provides what Megatron has no setting for: the scale of embeddings, a score head, and the treatment of output weights and
+    logits.
     """
 
     def __init__(self, *, shape: Shape, **arguments: Any) -> None:
@@ -29,47 +36,59 @@ class PolicyModel(GPTModel):
         if shape.reward_head and self.post_process:
             del self.output_layer
             self.rm_head = _score_head(self.config)
-        self.gives_hidden = False  # in place of logits: for `chunked_logprobs`
 
-    def _preprocess(
+    def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        decoder_input: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """`padding_mask` is what `balance.py` says of this rank's tokens, for the layers; Megatron's own would cut it like tokens."""
-        scale = self._shape.embedding_scale
-        if scale != 1 and self.pre_process and decoder_input is None:
-            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            decoder_input = embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)  # rounded like the weights
-        found = super()._preprocess(input_ids, position_ids, decoder_input, **kwargs)  # pyright: ignore[reportArgumentType]
-        return (*found[:5], padding_mask, *found[6:])
+        tokens: Tensor,  # [1, n]
+        packed: PackedSequences,
+        loss_mask: Tensor,  # [n]
+        *,
+        gives_hidden: bool = False,
+    ) -> Tensor | HiddenStates:
+        """Run this stage.
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, loss_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        Replaces GPTModel.forward of megatron-core 0.16.1, which has the same three steps. Rotary embeddings travel in `packed`.
+
+        Returns:
+            Hidden states [s, 1, c] for the next stage. On the last stage scores [M, 1], logits [P, V], or, with `gives_hidden`,
+            `HiddenStates` in place of logits.
+        """
+        embedded = self._embed(tokens) if self.pre_process else None
+        hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packed)
         if not self.post_process:
-            return hidden_states
-        if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-        hidden = hidden_states.squeeze(1)  # [N, hidden]
-        if loss_mask is not None:
-            hidden = hidden[loss_mask]
+            return hidden
+        selected = self._gathered(hidden).squeeze(1)[loss_mask]  # [M, c]
         if self._shape.reward_head:
-            return self.rm_head(hidden.unsqueeze(1))[0].squeeze(1)  # [M, 1]
-        hidden = pad_tokens(hidden)
-        if self.gives_hidden:
-            return copy_to_tensor_model_parallel_region(hidden)  # [P, hidden]
+            return self.rm_head(selected.unsqueeze(1))[0].squeeze(1)
+        padded = pad_tokens(selected)
+        return self._hidden_states(padded) if gives_hidden else self._logits(padded)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [s, 1, c], scaled where the family scales them."""
+        embedded = self.embedding(input_ids=tokens, position_ids=None)
+        scale = self._shape.embedding_scale
+        if scale == 1:
+            return embedded
+        return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)  # rounded like the weights
+
+    def _gathered(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states [n, 1, c] of all tokens, from those that sequence parallelism leaves on this rank."""
+        if not self.config.sequence_parallel:
+            return hidden
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+
+    def _hidden_states(self, hidden: Tensor) -> HiddenStates:
+        weight = self._output_weight()
+        weight = cast("Tensor", self.output_layer.weight) if weight is None else weight
+        return HiddenStates(copy_to_tensor_model_parallel_region(hidden), weight, self._shape.logit_softcap)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self._output_weight())
         softcap = self._shape.logit_softcap
-        return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)  # [P, vocabulary of this rank]
-
-    def head(self) -> Tensor:
-        """The output weights of this rank, [vocabulary of this rank, hidden]."""
-        return cast("Tensor", _there(self._output_weight(), self.output_layer.weight))
+        return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)
 
     def _output_weight(self) -> Tensor | None:
-        """What takes the place of the output layer's own weight; None: nothing."""
+        """Return the weight that replaces the output layer's own; None: its own."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if self._shape.normalized_head:
             return F.normalize(cast("Tensor", self.output_layer.weight if weight is None else weight))
@@ -77,13 +96,9 @@ class PolicyModel(GPTModel):
 
 
 def _score_head(config: TransformerConfig) -> RowParallelLinear:
-    """MindSpeed's head of reward models: hidden channels are cut over the tensor-parallel ranks, the score is on all of them."""
+    """Return MindSpeed's head of reward models: input channels are split over the tensor-parallel ranks, all of which get the score."""
     plain = copy.copy(config)
     plain.sequence_parallel = False
     return RowParallelLinear(
         config.hidden_size, 1, config=plain, init_method=torch.nn.init.zeros_, bias=True, input_is_parallel=False, skip_bias_add=False
     )
-
-
-def _there(value: Tensor | None, other: Any) -> Any:
-    return other if value is None else value

@@ -1,9 +1,9 @@
-"""LoRA while training (arXiv:2106.09685): W x becomes W x + s B A x with s = alpha / r; W stays, A [r, in] and B [out, r] are trained.
+"""LoRA while training (arXiv:2106.09685): W x becomes W x + s B A x with s = alpha / r; W is frozen, A [r, in] and B [out, r] are trained.
 
-Tensor-parallel: a column-parallel layer has all of A and its own rows of B, a row-parallel one its own columns of A and all of B, as
-`checkpoint/lora_files.py` says of the files; a layer that every rank holds whole has all of both. Adapters stand beside the layers that
-they belong to, which keep their names. q, k and v (gate and up) share one A; where only some of them are adapted, the rows of B of the
-others stay zero. Every expert of a mixture has its own, on the ranks that hold it.
+Under tensor parallelism a column-parallel layer has all of A and its own rows of B, a row-parallel one its own columns of A and all of B,
+as in the files of `checkpoint/adapters`; a replicated layer has all of both. Adapters are submodules of the layers that they adapt, which
+keep their names. q, k and v (gate and up) share one A; where only some of them are adapted, the rows of B of the others stay zero. Every
+expert of a mixture has its own adapter, on the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import Tensor
 from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.mcore.files import read_rank_file
 from msrl.checkpoint.mcore.locate import find_checkpoint
+from msrl.config.sections.train import LoraConfig
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.rules import Layout, Replicated, Sharded
@@ -39,13 +40,12 @@ from msrl.models.select import adapter_problem, is_layer
 from msrl.models.shape import Shape
 from msrl.models.stages import StageTensor, stage_tensors
 from msrl.trainer.model.build import mark_expert_copy, mark_shard
-from msrl.trainer.settings import Lora
 
 Key = tuple[str, str]  # Megatron's name of the base weight, with global layer numbers, and "A" or "B"
 
 
-class _Part(torch.nn.Module):
-    """One of the two factors; `weight` is its whole content, so that names end as in every adapter file."""
+class _Factor(torch.nn.Module):
+    """One of the two factors; its parameter is called `weight`, as in every adapter file."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Part(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """An adapted layer of this rank."""
+    """Adapted layer of this rank."""
 
     linear: torch.nn.Module
     placed: StageTensor
@@ -63,33 +63,36 @@ class Adapted:
         return getattr(self.linear, f"lora_{part}")["default"].weight
 
     def name(self, part: str) -> str:
-        """The name of a factor among the model's parameters."""
+        """Return the name of a factor among the model's parameters."""
         return factor_name(self.placed, part)
 
 
 def factor_name(placed: StageTensor, part: str) -> str:
+    """Return the name of the factor "A" or "B" of a weight among the model's parameters."""
     return f"{placed.name.removesuffix('.weight')}.lora_{part}.default.weight"
 
 
 def factor_layout(layout: Layout, part: str) -> Layout:
-    """How a factor is cut over the ranks of its layer, from how the base weight is."""
+    """Return the tensor layout of a factor, from that of the base weight."""
     if part == "A":
         return layout if _is_row(layout) else Replicated()
     return Replicated() if _is_row(layout) else layout
 
 
 def _is_row(layout: Layout) -> bool:
-    """Whether a weight is cut along its inputs."""
+    """Return True if a weight is split along its inputs."""
     return isinstance(layout, Sharded) and layout.axis == 1
 
 
 class Adapters:
-    """All adapters of a model on this rank."""
+    """Adapters of a model on this rank."""
 
-    def __init__(self, model: torch.nn.Module, shape: Shape, cut: ParallelLayout, at: Coords, settings: Lora, seed: int) -> None:
-        """Freeze the model and put adapters beside the chosen layers. Raises MsrlError when a target chooses nothing."""
-        self.settings, self._shape = settings, shape
-        self._is_on = True
+    def __init__(self, model: torch.nn.Module, shape: Shape, cut: ParallelLayout, at: Coords, settings: LoraConfig, seed: int) -> None:
+        """Freeze the model and add adapters to the target layers. Raises MsrlError for a layer that cannot have one."""
+        assert settings.rank is not None
+        self.settings, self._shape, self.rank = settings, shape, settings.rank
+        self.scale = settings.alpha / settings.rank
+        self._is_enabled = True
         model.requires_grad_(False)
         modules = dict(model.named_modules())
         self.all = tuple(
@@ -108,11 +111,11 @@ class Adapters:
             raise MsrlError(f"train.lora.targets: {placed.rule.mcore} {problem}")
         base: Any = linear.weight
         whole_inputs = base.shape[1] * (placed.num_shards if _is_row(placed.layout) else 1)
-        a = _initial(self.settings.rank, whole_inputs, seed, placed.rule.mcore)
+        a = _initial(self.rank, whole_inputs, seed, placed.rule.mcore)
         a = layouts.split(factor_layout(placed.layout, "A"), a, placed.num_shards)[placed.shard]
-        b = torch.zeros(base.shape[0], self.settings.rank)
+        b = torch.zeros(base.shape[0], self.rank)
         for part, value in (("A", a), ("B", b)):
-            setattr(linear, f"lora_{part}", torch.nn.ModuleDict({"default": _Part(value.to(base.device, base.dtype))}))
+            setattr(linear, f"lora_{part}", torch.nn.ModuleDict({"default": _Factor(value.to(base.device, base.dtype))}))
             _mark(adapted, part)
         self._mask(adapted)
         linear.register_forward_hook(self._hook_of(placed))
@@ -125,7 +128,7 @@ class Adapters:
         return self._row_hook if _is_row(placed.layout) else self._column_hook
 
     def _mask(self, adapted: Adapted) -> None:
-        """Keep the rows of B at zero that belong to layers which are fused with an adapted one."""
+        """Keep those rows of B at zero that belong to layers which are fused with an adapted one."""
         rule = adapted.placed.rule
         chosen = [is_layer(rule.mcore, (), self.settings.targets) or is_layer("", (name,), self.settings.targets) for name in rule.hf]
         if all(chosen):
@@ -136,8 +139,9 @@ class Adapters:
         parameter.register_hook(lambda grad: grad * mask)
 
     def _dropped(self, linear: torch.nn.Module, x: Tensor, *, is_split: bool, draws: tuple[str, ...] = ()) -> Tensor:
-        """Dropout in front of A. Ranks that hold different parts of x draw different numbers: from Megatron's generator named by `draws`,
-        which is that of tensor-parallel ranks unless told.
+        """Apply dropout before A. Ranks that hold different parts of x draw different numbers, from Megatron's generator of that name.
+
+        `draws` is the name; the default is the generator of tensor-parallel ranks.
         """
         if not (self.settings.dropout and linear.training):
             return x
@@ -148,31 +152,33 @@ class Adapters:
             return F.dropout(x, self.settings.dropout)
 
     def _column_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        if not self._is_on:
+        if not self._is_enabled:
             return output
         is_split = linear.config.sequence_parallel
         low = F.linear(self._dropped(linear, inputs[0], is_split=is_split), linear.lora_A["default"].weight)
         low = gather_from_sequence_parallel_region(low) if is_split else copy_to_tensor_model_parallel_region(low)
-        return output[0] + self.settings.scale * F.linear(low, linear.lora_B["default"].weight), output[1]
+        return output[0] + self.scale * F.linear(low, linear.lora_B["default"].weight), output[1]
 
     def _row_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        if not self._is_on:
+        if not self._is_enabled:
             return output
         low = F.linear(self._dropped(linear, inputs[0], is_split=True), linear.lora_A["default"].weight)
         reduce = reduce_scatter_to_sequence_parallel_region if linear.config.sequence_parallel else reduce_from_tensor_model_parallel_region
-        return output[0] + self.settings.scale * F.linear(reduce(low), linear.lora_B["default"].weight), output[1]
+        return output[0] + self.scale * F.linear(reduce(low), linear.lora_B["default"].weight), output[1]
 
     def _whole_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if not self._is_on:
+        if not self._is_enabled:
             return output
         low = F.linear(self._dropped(linear, inputs[0], is_split=linear.config.sequence_parallel), linear.lora_A["default"].weight)
-        return output + self.settings.scale * F.linear(low, linear.lora_B["default"].weight)
+        return output + self.scale * F.linear(low, linear.lora_B["default"].weight)
 
     def _expert_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any], *, is_row: bool) -> tuple[Tensor, Any]:
-        """The parts of an expert see the same tokens, and the dispatcher sums their outputs; so each has a share of the gradient of the
-        factor that all of them hold.
+        """Add the adapter of an expert.
+
+        The shards of an expert see the same tokens and the dispatcher sums their outputs, so each contributes to the gradient of the factor
+        that all of them hold.
         """
-        if not self._is_on:
+        if not self._is_enabled:
             return output
         a, b = linear.lora_A["default"].weight, linear.lora_B["default"].weight
         if is_row:
@@ -180,42 +186,42 @@ class Adapters:
         else:
             a = copy_to_tensor_model_parallel_region(a, linear.tp_group)
         x = self._dropped(linear, inputs[0], is_split=True, draws=(get_expert_parallel_rng_tracker_name(),))
-        return output[0] + self.settings.scale * F.linear(F.linear(x, a), b), output[1]
+        return output[0] + self.scale * F.linear(F.linear(x, a), b), output[1]
 
     @contextmanager
-    def off(self) -> Iterator[None]:
-        """The base model, as long as the block lasts."""
-        self._is_on = False
+    def disabled(self) -> Iterator[None]:
+        """Run the base model without adapters inside the block."""
+        self._is_enabled = False
         try:
             yield
         finally:
-            self._is_on = True
+            self._is_enabled = True
 
     def merged(self, name: str) -> Tensor | None:
-        """A base weight of this rank with its adapter added, the sum taken in float32; None for a weight without one."""
+        """Return a base weight of this rank plus its adapter, added in float32; None for a weight without one."""
         adapted = self._by_name.get(name)
         if adapted is None:
             return None
         base: Any = adapted.linear.weight
         product = adapted.parameter("B").detach().float() @ adapted.parameter("A").detach().float()
-        return torch.add(base.detach().float(), product, alpha=self.settings.scale).to(base.dtype)
+        return torch.add(base.detach().float(), product, alpha=self.scale).to(base.dtype)
 
     def named(self) -> dict[str, torch.nn.Parameter]:
-        """The trained parameters by name."""
+        """Return the trained parameters by name."""
         return {adapted.name(part): adapted.parameter(part) for adapted in self.all for part in "AB"}
 
     def load(self, root: Path, step: int) -> None:
-        """Take the adapters of a checkpoint of any layout. Raises MsrlError when it has not exactly these."""
-        found = find_checkpoint(root, step)
-        files = {at: read_rank_file(path)["model"] for at, path in found.files.items()}
+        """Load the adapters of a checkpoint of any parallel layout. Raises MsrlError if it lacks one or has one of another shape."""
+        checkpoint = find_checkpoint(root, step)
+        files = {at: read_rank_file(path)["model"] for at, path in checkpoint.files.items()}
         with torch.no_grad():
-            for name, value in self.recut(found.cut, files, str(root)).items():
+            for name, value in self.reshard(checkpoint.cut, files, str(root)).items():
                 self.named()[name].copy_(value)
 
-    def recut(self, cut: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
-        """This rank's part of tensors that are named and cut like adapters, from the files of all ranks of a cut.
+    def reshard(self, cut: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
+        """Return this rank's shards of tensors that are named and split like adapters, from the files of all ranks of a layout.
 
-        Raises MsrlError when one is missing or has another shape.
+        Raises MsrlError if one is missing or has another shape.
         """
         shards: dict[Key, dict[int, Tensor]] = {}
         counts: dict[Key, int] = {}
@@ -226,7 +232,7 @@ class Adapters:
                         key = (placed.rule.mcore, part)
                         shards.setdefault(key, {})[placed.shard] = tensors[factor_name(placed, part)]
                         counts[key] = placed.num_shards
-        whole = {key: [found[shard] for shard in sorted(found)] for key, found in shards.items() if len(found) == counts[key]}
+        whole = {key: [parts[shard] for shard in sorted(parts)] for key, parts in shards.items() if len(parts) == counts[key]}
         mine = {a.name(part): _own(a.placed, part, whole, where) for a in self.all for part in "AB"}
         for name, parameter in self.named().items():
             if mine[name].shape != parameter.shape:
@@ -235,11 +241,11 @@ class Adapters:
 
 
 def _mark(adapted: Adapted, part: str) -> None:
-    """Tell Megatron how a factor is cut, and among whom its gradients are summed."""
+    """Mark for Megatron how a factor is split, and over which ranks its gradients are summed."""
     parameter, layout, linear = adapted.parameter(part), factor_layout(adapted.placed.layout, part), cast("Any", adapted.linear)
-    is_cut, is_expert = not isinstance(layout, Replicated), adapted.placed.rule.expert is not None
+    is_split, is_expert = not isinstance(layout, Replicated), adapted.placed.rule.expert is not None
     vars(parameter).update(allreduce=not is_expert)
-    if is_cut:
+    if is_split:
         mark_shard(parameter, int(part == "A"))
     elif is_expert:
         mark_expert_copy(parameter)
@@ -248,16 +254,16 @@ def _mark(adapted: Adapted, part: str) -> None:
 
 
 def _own(placed: StageTensor, part: str, shards: Mapping[Key, Sequence[Tensor]], where: str) -> Tensor:
-    """A rank's part of a factor, from all of its shards in another cut."""
-    found = shards.get((placed.rule.mcore, part))
-    if found is None:
+    """Return a rank's shard of a factor, from all of its shards in another layout."""
+    sources = shards.get((placed.rule.mcore, part))
+    if sources is None:
         raise MsrlError(f"{where}: has no adapter of {placed.rule.mcore}; train.lora.targets must be those that it was trained with")
     layout = factor_layout(placed.layout, part)
-    return layouts.split(layout, layouts.join(layout, found), placed.num_shards)[placed.shard]
+    return layouts.split(layout, layouts.join(layout, sources), placed.num_shards)[placed.shard]
 
 
 def _initial(rank: int, inputs: int, seed: int, name: str) -> Tensor:
-    """A's first values, [r, in], the same in every layout: uniform in +-1 / sqrt(in), as PEFT has them."""
+    """Return the initial A, [r, in], the same in every parallel layout: uniform in +-1 / sqrt(in), as in PEFT."""
     generator = torch.Generator(device="cpu").manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
     bound = 1 / math.sqrt(inputs)
     return torch.rand(rank, inputs, generator=generator, device="cpu") * (2 * bound) - bound

@@ -1,8 +1,8 @@
-"""Pipelines of virtual stages: the module that holds a rank's chunks, and how activations and gradients travel between ranks.
+"""Pipelines of virtual stages: the module that holds the stages of a rank, and the communication of activations and gradients.
 
-Megatron's own communicator puts what goes forward and what goes backward through one group. With two stages both run between the same
-pair of ranks, where messages are matched in order alone: shapes and tensors of the two directions get into each other's place, and
-gradients come out wrong without a word. Here each direction has a group of its own, so that a message has one possible successor.
+Megatron's communicator sends activations and gradients through one process group. With two pipeline stages both directions connect the
+same pair of ranks, and messages are matched by their order alone: shapes and tensors of the two directions are confused, and gradients are
+silently wrong. Here each direction has its own group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUM_DIMENSIONS = 3  # [tokens, 1, hidden]
 
 
 class Chunks(torch.nn.Module):
-    """The virtual stages of a rank as one module, whose parameters' names begin with `model0.`, `model1.`, ..."""
+    """Virtual stages of a rank as one module; their parameters' names begin with `model0.`, `model1.`, ..."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -36,25 +36,25 @@ class Chunks(torch.nn.Module):
 
 
 def chunks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The virtual stages of a rank's model; the model itself where it has none."""
+    """Return the virtual stages of a rank's model; a list of the model itself if it has none."""
     return list(model.children()) if isinstance(model, Chunks) else [model]
 
 
 class EmptyLayer(torch.nn.Module):
-    """A place in the pipeline without a layer: what comes in goes out."""
+    """Empty position of the pipeline, which returns its input."""
 
     def __init__(self, config: TransformerConfig, layer_number: int = 1, **_: object) -> None:
         super().__init__()
         self.config, self.layer_number = config, layer_number
 
     def forward(self, hidden_states: Tensor, context: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor | None]:
-        # A tensor of its own: the schedule frees what a stage has sent on, and keeps what came in for the way back.
+        # A copy: the schedule frees the output of a stage once it is sent, and keeps the input for the backward pass.
         return hidden_states.clone(), context
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction of travel: where messages of a rank go, where its own come from, and the group that carries nothing else."""
+    """One direction: the ranks that this rank sends to and receives from, and the process group of the direction."""
 
     group: dist.ProcessGroup
     target: int
@@ -62,10 +62,10 @@ class _Lane:
 
 
 class Links(P2PCommunicator):
-    """The neighbours of a rank in a pipeline of virtual stages, which is a ring. All ranks make it together.
+    """Communication of a rank with its neighbors in a pipeline of virtual stages, which is a ring. All ranks must create it together.
 
-    A rank waits for what it is to receive and never for what it sent: one that is through with its forward passes sends without
-    receiving, while its neighbour has already turned round.
+    A rank waits for what it receives and never for what it sent: after its last forward pass it sends without receiving, while its neighbor
+    has begun the backward passes.
     """
 
     def __init__(self, config: TransformerConfig, device: torch.device, timeout_s: float) -> None:
@@ -74,12 +74,15 @@ class Links(P2PCommunicator):
         next_rank, previous = cast("int", self.next_rank), cast("int", self.prev_rank)
         forward, backward = _groups(self.pp_group, datetime.timedelta(seconds=timeout_s))
         self._lanes = (_Lane(forward, next_rank, previous), _Lane(backward, previous, next_rank))
-        self._sent: list[tuple[Any, Tensor]] = []  # on the way; the tensors must outlive the schedule's interest in them
+        self._sent: list[tuple[Any, Tensor]] = []  # in flight; keeps the tensors alive
 
     def _communicate(
         self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool, **_: object
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Send to and receive from both neighbours; shapes travel first, since micro-batches differ in length."""
+        """Send to and receive from both neighbors; shapes first, since micro-batches differ in length.
+
+        Overrides P2PCommunicator._communicate of megatron-core 0.16.1.
+        """
         self._sent = [(request, tensor) for request, tensor in self._sent if not request.is_completed()]
         sent = [None if tensor is None else tensor.detach().contiguous() for tensor in (tensor_send_next, tensor_send_prev)]
         shapes = [self._shape(torch.empty(_NUM_DIMENSIONS)) if asked else None for asked in (recv_prev, recv_next)]
@@ -102,7 +105,7 @@ class Links(P2PCommunicator):
         return sizes.to(self._device, torch.int64)
 
     def _post(self, lane: _Lane, out: Tensor | None, room: Tensor | None) -> list[Any]:
-        """Begin to send `out` and to fill `room`; the requests that stand for the latter."""
+        """Begin to send `out` and to fill `room`; return the requests of the latter."""
         operations = [] if out is None else [dist.P2POp(dist.isend, out, lane.target, lane.group)]
         operations += [] if room is None else [dist.P2POp(dist.irecv, room, lane.source, lane.group)]
         requests: list[Any] = dist.batch_isend_irecv(operations) if operations else []
@@ -111,7 +114,7 @@ class Links(P2PCommunicator):
         return requests[-1:] if room is not None else []
 
     def flush(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until everything that was sent has arrived."""
         _wait([request for request, _ in self._sent])
         self._sent.clear()
 
@@ -122,38 +125,38 @@ def _wait(requests: Sequence[Any]) -> None:
 
 
 def _leaf(tensor: Tensor | None) -> Tensor | None:
-    """What was received, as the schedules want it: something to differentiate by."""
+    """Make a received tensor require a gradient, as the schedules expect."""
     return None if tensor is None else tensor.requires_grad_()
 
 
 def _groups(pipeline: dist.ProcessGroup, timeout: datetime.timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two more groups of the ranks of each pipeline; this rank's are returned."""
+    """Create two more groups of the ranks of each pipeline; return this rank's."""
     mine = dist.get_process_group_ranks(pipeline)
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    found: list[dist.ProcessGroup] = []
-    for ranks in sorted({tuple(ranks) for ranks in everybody}):
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, mine)
+    own: list[dist.ProcessGroup] = []
+    for ranks in sorted({tuple(ranks) for ranks in pipelines}):
         for _ in range(2):
             group = dist.new_group(list(ranks), timeout=timeout)
             if list(ranks) == mine:
-                found.append(cast("dist.ProcessGroup", group))
-    return found[0], found[1]
+                own.append(cast("dist.ProcessGroup", group))
+    return own[0], own[1]
 
 
 def _groups_of_schedule() -> ProcessGroupCollection:
-    """The process groups that a schedule with links of its own must be told; the same that it would look up."""
-    found: Any = ProcessGroupCollection()
-    found.tp = parallel_state.get_tensor_model_parallel_group()
-    found.cp = parallel_state.get_context_parallel_group()
-    found.pp = parallel_state.get_pipeline_model_parallel_group()
-    found.embd = parallel_state.get_embedding_group(check_initialized=False)
-    found.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    found.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return found
+    """Return the process groups that a schedule with its own communicator needs; the same that it would look up."""
+    collection: Any = ProcessGroupCollection()
+    collection.tp = parallel_state.get_tensor_model_parallel_group()
+    collection.cp = parallel_state.get_context_parallel_group()
+    collection.pp = parallel_state.get_pipeline_model_parallel_group()
+    collection.embd = parallel_state.get_embedding_group(check_initialized=False)
+    collection.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    collection.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return collection
 
 
 def run(
-    forward_step: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]],
+    forward_step: Callable[[Iterator[Any], torch.nn.Module], tuple[Any, Any]],
     models: Sequence[torch.nn.Module],
     batches: Sequence[MicroBatch],
     *,
@@ -161,11 +164,11 @@ def run(
     links: Links | None,
     forward_only: bool,
 ) -> list[Any]:
-    """Megatron's schedule over the micro-batches, which `forward_step` gets with their numbers; what it returned, on the last stage."""
+    """Run Megatron's schedule over the numbered micro-batches; return the values of each on the last stage."""
     numbered = list(enumerate(batches))
     own = {"p2p_communicator": links, "pg_collection": _groups_of_schedule()} if links else {}
     schedule: Any = get_forward_backward_func(pp_size, len(models) if len(models) > 1 else None)
-    found = schedule(
+    values = schedule(
         forward_step_func=forward_step,
         data_iterator=[iter(numbered) for _ in models] if len(models) > 1 else iter(numbered),
         model=list(models),
@@ -177,4 +180,4 @@ def run(
     )
     if links:
         links.flush()
-    return found
+    return values

@@ -1,7 +1,7 @@
-"""Log-probabilities from hidden states, a few rows of logits at a time: the logits of a micro-batch never exist as a whole.
+"""Log-probabilities from hidden states, one logit chunk at a time: the logits of a micro-batch never exist all at once.
 
-Letters: M positions, c channels, V vocabulary columns of this rank, R rows of a chunk. Logits are made again in the backward pass, so that
-memory is R * V whatever M is, for one more product with the output weights.
+Logits are recomputed in the backward pass, so memory is R * V whatever M is, at the cost of one more product with the output weights.
+Letters: M positions, c channels, V vocabulary columns of this rank, R rows of a logit chunk.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         parts: list[tuple[Tensor | None, ...]] = []
         for start, (h, ids) in zip(range(0, max(len(hidden), 1), num_rows), _chunks(num_rows, hidden, labels), strict=True):
             logits = made_logits(h, weight, softcap)
-            found = measure(logits, ids, columns)
-            divergence = columns.divergence(logits, found[2], other.part(slice(start, start + len(h)))) if other else None
-            parts.append((*found, divergence))
-            del logits  # before the next ones are made
-        logprobs, entropy, normaliser, divergence = (_joined(column) for column in zip(*parts, strict=True))
+            measured = measure(logits, ids, columns)
+            divergence = columns.divergence(logits, measured[2], other.part(slice(start, start + len(h)))) if other else None
+            parts.append((*measured, divergence))
+            del logits  # free them before the next chunk
+        logprobs, entropy, normalizer, divergence = (_joined(column) for column in zip(*parts, strict=True))
         assert logprobs is not None
-        ctx.save_for_backward(hidden, weight, labels, normaliser, entropy, divergence)
+        ctx.save_for_backward(hidden, weight, labels, normalizer, entropy, divergence)
         ctx.columns, ctx.num_rows, ctx.softcap, ctx.other = columns, num_rows, softcap, other
         ctx.set_materialize_grads(False)
         return logprobs, entropy, divergence
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, normaliser, entropy, divergence = ctx.saved_tensors
+        hidden, weight, labels, normalizer, entropy, divergence = ctx.saved_tensors
         per_row = (entropy, *grads, divergence)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -45,16 +45,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for h, ids in _chunks(ctx.num_rows, hidden, labels):
             rows = slice(start, start + len(h))
             logits = made_logits(h, weight, ctx.softcap)
-            slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()  # of the cap, from what it gave
+            slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()  # derivative of the cap, from its output
             mine, *slopes = [None if x is None else x[rows] for x in per_row]
             other = ctx.other.part(rows) if ctx.other else None
-            gradient_in_place(logits, ids, normaliser[rows], mine, ctx.columns, slopes[0], slopes[1], slopes[2], slopes[3], other)
+            gradient_in_place(logits, ids, normalizer[rows], mine, ctx.columns, slopes[0], slopes[1], slopes[2], slopes[3], other)
             if slope is not None:
                 logits.mul_(slope)
             torch.mm(logits, weight, out=grad_hidden[rows])
             _add_product(grad_weight, logits, h)
             start = rows.stop
-            del logits, slope  # before the next ones are made
+            del logits, slope  # free them before the next chunk
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
@@ -63,18 +63,18 @@ def _chunks(num_rows: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return torch.cat(there) if there else None
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors) if tensors else None
 
 
 def made_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-    """The logits of a few rows: hidden @ weight^T, capped where there is a cap."""
+    """Return the logits of a few rows: hidden @ weight^T, capped if the model has a cap."""
     logits = torch.mm(hidden, weight.t())
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _add_product(total: Tensor | None, logits: Tensor, hidden: Tensor) -> None:
-    """total += logits^T hidden, kept in float32."""
+    """Add logits^T hidden to `total`, in float32."""
     if total is None:
         return
     if logits.dtype == total.dtype:
@@ -93,5 +93,5 @@ def chunked_logprobs(
     softcap: float | None = None,
     other: Distribution | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
-    """What `vocab_parallel_logprobs` says of the logits hidden @ weight^T (capped: softcap * tanh(logits / softcap))."""
+    """Return `vocab_parallel_logprobs` of the logits hidden @ weight^T (capped: softcap * tanh(logits / softcap))."""
     return _ChunkedLogprobs.apply(hidden, weight, labels, columns, num_rows, softcap, other)  # pyright: ignore[reportReturnType]

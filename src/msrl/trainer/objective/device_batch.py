@@ -1,4 +1,4 @@
-"""A micro-batch on the device: all of it, or what one rank of a context-parallel group computes of it.
+"""A micro-batch on the device: all of it, or the share of one rank of a context-parallel group.
 
 Letters: N positions of a micro-batch, n of them on this rank (n = N without context parallelism), M positions whose loss mask is set,
 m of them on this rank.
@@ -24,21 +24,21 @@ from msrl.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """What a pass needs. What is computed per position is of this rank; what a loss reads is of the whole micro-batch."""
+    """Inputs of a pass and of its loss. The model's inputs are those of this rank, the loss's fields those of the whole micro-batch."""
 
     tokens: Tensor  # [1, n]
     packed: PackedSequences
     mask: Tensor  # [n]
     labels: Tensor  # [m]
-    rows: Tensor | None  # [m], which of the M positions they are; None without context parallelism, where they are all
+    rows: Tensor | None  # [m] index of each among the M positions; None without context parallelism, where m = M
     sequences: Tensor  # [M], number of the sequence in the micro-batch
     fields: dict[str, Tensor]  # each [M]
-    reference: Distribution | None = None  # of the m positions, where an exact divergence is wanted
+    reference: Distribution | None = None  # of the reference model at the m positions, for an exact divergence
 
     def whole(self, values: Tensor) -> Tensor:
-        """[m, ...] values of this rank as the [M, ...] of all: every context-parallel rank then computes the same loss.
+        """Return the [M, ...] values of all ranks from the [m, ...] of this one, so that context-parallel ranks compute the same loss.
 
-        A gradient comes back to the rank whose position it is.
+        The gradient of a position goes back to the rank that computes it.
         """
         return values if self.rows is None else _Whole.apply(values, self.rows, len(self.sequences))  # pyright: ignore[reportReturnType]
 
@@ -58,15 +58,17 @@ class _Whole(torch.autograd.Function):
         return grads[0][rows], None, None
 
 
-def to_device(batch: MicroBatch, rotary: RotaryTable, device: torch.device, *, cp: int, multiple: int) -> DeviceBatch:
-    """This rank's part of a micro-batch, of which it has a `multiple` of tokens."""
+def to_device(
+    batch: MicroBatch, rotary: RotaryTable, device: torch.device, *, cp: int, multiple: int, reference: Distribution | None = None
+) -> DeviceBatch:
+    """Return this rank's share of a micro-batch; its token count divides by `multiple`."""
     tokens, labels, mask = (torch.from_numpy(array).to(device) for array in (batch.token_ids, batch.labels, batch.loss_mask))
     numbers = np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))[batch.loss_mask]
     sequences = torch.from_numpy(numbers).to(device)
     fields = {name: torch.from_numpy(values).to(device)[mask] for name, values in batch.fields.items()}
     packed = rotary(tuple(np.diff(batch.cu_seqlens).tolist()))
     if cp == 1:
-        return DeviceBatch(tokens[None], packed, mask, labels[mask], None, sequences, fields)
+        return DeviceBatch(tokens[None], packed, mask, labels[mask], None, sequences, fields, reference)
     mine = context.share(packed.lengths, groups.cp_group(), multiple, device)
     is_there, at = mine.rows >= 0, mine.stand_ins
     selected = at[mask[at] & is_there]
@@ -79,11 +81,12 @@ def to_device(batch: MicroBatch, rotary: RotaryTable, device: torch.device, *, c
         rows=numbering[selected],
         sequences=sequences,
         fields=fields,
+        reference=reference,
     )
 
 
 def spread(batch: MicroBatch, values: Tensor) -> Tensor:
-    """[M, ...] values at their [N, ...] positions, 0 elsewhere; on the host."""
-    found = torch.zeros((len(batch.token_ids), *values.shape[1:]), device="cpu")
-    found[torch.from_numpy(batch.loss_mask)] = values.float().cpu()
-    return found
+    """Return [N, ...] with the [M, ...] values at their positions and 0 elsewhere, on the host."""
+    spread_values = torch.zeros((len(batch.token_ids), *values.shape[1:]), device="cpu")
+    spread_values[torch.from_numpy(batch.loss_mask)] = values.float().cpu()
+    return spread_values

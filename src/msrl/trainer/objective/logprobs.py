@@ -1,10 +1,8 @@
-"""Log-probabilities, entropies and divergences from logits whose vocabulary is cut over tensor-parallel ranks.
+"""Log-probabilities, entropies and divergences from logits whose vocabulary is split over tensor-parallel ranks.
 
-Letters: M positions, V vocabulary columns of this rank, c channels, R rows that are worked on at once. Numbers are float32 whatever the
-logits are.
-
-Logits are the largest tensors of a step, so no second tensor of their size is ever made: rows are taken a few at a time, the
-probabilities are computed again in the backward pass, and the gradient is written over the logits, which nobody needs by then.
+Logits are the largest tensors of a step, so no second tensor of their size is allocated: rows are processed R at a time, probabilities are
+recomputed in the backward pass, and the gradient overwrites the logits. Results are float32 for every dtype of the logits.
+Letters: M positions, V vocabulary columns of this rank, c channels, R rows that are processed at once.
 """
 
 from __future__ import annotations
@@ -17,29 +15,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_LEAST = torch.finfo(torch.float32).min  # stands for the largest of no numbers
+_LEAST = torch.finfo(torch.float32).min  # maximum over no columns
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What another model says at the same positions, kept as its last hidden states: logits are made again, R rows at a time."""
+    """Distribution of another model at the same positions, stored as its last hidden states; logits are recomputed, R rows at a time."""
 
     hidden: Tensor  # [M, c], on any device
     project: Callable[[Tensor], Tensor]  # [R, c] -> [R, V]: logits of this rank's part of the vocabulary
-    normaliser: Tensor  # [M], log of the sum over the whole vocabulary of exp(logits / temperature)
+    normalizer: Tensor  # [M], log of the sum over the whole vocabulary of exp(logits / temperature)
 
     def logprobs(self, rows: slice, columns: VocabColumns) -> Tensor:  # [R, V], float32
-        """Log-probabilities of this rank's part of the vocabulary."""
-        return columns.shifted(self.project(self.hidden[rows].to(self.normaliser.device)), self.normaliser[rows])
+        """Return the log-probabilities of this rank's part of the vocabulary."""
+        return columns.shifted(self.project(self.hidden[rows].to(self.normalizer.device)), self.normalizer[rows])
 
     def part(self, rows: slice) -> Distribution:
-        """The same of some positions."""
-        return Distribution(self.hidden[rows], self.project, self.normaliser[rows])
+        """Return the distribution at some of the positions."""
+        return Distribution(self.hidden[rows], self.project, self.normalizer[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class VocabColumns:
-    """What this rank holds of softmax(logits / temperature): token ids from `first` on, of which `num_valid` are no padding."""
+    """Columns of softmax(logits / temperature) on this rank: token ids from `first` on, the first `num_valid` of which are no padding."""
 
     first: int
     num_valid: int
@@ -49,22 +47,22 @@ class VocabColumns:
     group: dist.ProcessGroup
 
     def parts(self, num_rows: int) -> Iterator[slice]:
-        """The rows in runs of R; none where this rank has padding only."""
+        """Return the rows in groups of R; none if this rank holds only padding."""
         starts = range(0, num_rows, self.rows_at_once) if self.num_valid else ()
         return (slice(start, min(start + self.rows_at_once, num_rows)) for start in starts)
 
     def shifted(self, logits: Tensor, by: Tensor) -> Tensor:
-        """logits / temperature - by, of [R, V] and [R]; float32 and never a view of the logits."""
+        """Return logits / temperature - by, of [R, V] and [R], as a new float32 tensor."""
         return torch.add(-by[:, None], logits[:, : self.num_valid], alpha=1 / self.temperature)
 
     def place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each label, [M, 1], and whether this rank has it, [M]."""
+        """Return the column of each label, [M, 1], and True where this rank holds it, [M]."""
         local = labels - self.first
         is_here = (local >= 0) & (local < self.num_valid)
         return local.clamp(0, max(self.num_valid - 1, 0))[:, None], is_here
 
     def sums(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of x = logits / temperature over this rank's columns, [M] each: max x, sum exp(x - max) and sum exp(x - max) (x - max)."""
+        """Return max x, sum exp(x - max) and sum exp(x - max) (x - max) of x = logits / temperature on this rank, [M] each."""
         top, total, weighted = logits.new_full((3, len(logits)), 0.0, dtype=torch.float32)
         top.fill_(_LEAST)
         for rows in self.parts(len(logits)):
@@ -76,17 +74,17 @@ class VocabColumns:
                 weighted[rows] = grown.mul_(shifted).sum(-1)
         return top, total, weighted
 
-    def normaliser(self, logits: Tensor) -> Tensor:
-        """Log of the sum over the whole vocabulary of exp(logits / temperature), [M]."""
+    def normalizer(self, logits: Tensor) -> Tensor:
+        """Return the log of the sum of exp(logits / temperature) over the whole vocabulary, [M]."""
         top, total, _ = self.sums(logits)
         highest = self.all_reduce(top.clone(), dist.ReduceOp.MAX)
         return highest + self.all_reduce(total * (top - highest).exp(), dist.ReduceOp.SUM).log()
 
-    def divergence(self, logits: Tensor, normaliser: Tensor, other: Distribution) -> Tensor:
-        """Sum over the vocabulary of p (log p - log q), [M]."""
-        total = torch.zeros_like(normaliser)
+    def divergence(self, logits: Tensor, normalizer: Tensor, other: Distribution) -> Tensor:
+        """Return the sum over the vocabulary of p (log p - log q), [M]."""
+        total = torch.zeros_like(normalizer)
         for rows in self.parts(len(logits)):
-            surprise = self.shifted(logits[rows], normaliser[rows])
+            surprise = self.shifted(logits[rows], normalizer[rows])
             ratio = other.logprobs(rows, self).neg_().add_(surprise)
             total[rows] = surprise.exp_().mul_(ratio).sum(-1)
         return self.all_reduce(total, dist.ReduceOp.SUM)
@@ -98,10 +96,10 @@ class VocabColumns:
 
 
 def measure(logits: Tensor, labels: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probability of each label, entropy if `columns` asks for it, and log of the normaliser: [M] each, the same on every rank."""
+    """Return the log-probability of each label, the entropy if `columns` wants it, and the log normalizer: [M], equal on all ranks."""
     top, total, weighted = columns.sums(logits)
     highest = columns.all_reduce(top.clone(), dist.ReduceOp.MAX)
-    # From "relative to the largest of this rank" to "relative to the largest of all".
+    # Rescale from the maximum of this rank to the maximum of all ranks.
     below = top - highest
     scale = below.exp()
     local, is_here = columns.place(labels)
@@ -115,24 +113,24 @@ def measure(logits: Tensor, labels: Tensor, columns: VocabColumns) -> tuple[Tens
 
 
 def gradient_in_place(
-    logits: Tensor,  # [M, V]; what they were is lost
+    logits: Tensor,  # [M, V], overwritten
     labels: Tensor,  # [M]
-    normaliser: Tensor,  # [M], as `measure` gave it
-    entropy: Tensor | None,  # [M], as `measure` gave it
+    normalizer: Tensor,  # [M], from `measure`
+    entropy: Tensor | None,  # [M], from `measure`
     columns: VocabColumns,
     for_logprobs: Tensor | None,  # [M]
     for_entropy: Tensor | None,  # [M]
     for_divergence: Tensor | None = None,  # [M]
-    divergence: Tensor | None = None,  # [M], as `Columns.divergence` gave it
+    divergence: Tensor | None = None,  # [M], from `Columns.divergence`
     other: Distribution | None = None,
 ) -> None:
-    """Write the gradient by the logits over them, from those by log-probabilities, entropies and divergences."""
+    """Overwrite the logits with their gradient, given the gradients of log-probabilities, entropies and divergences."""
     local, is_here = columns.place(labels)
-    slope = torch.zeros_like(normaliser) if for_logprobs is None else for_logprobs / columns.temperature
+    slope = torch.zeros_like(normalizer) if for_logprobs is None else for_logprobs / columns.temperature
     at_label = slope.masked_fill(~is_here, 0.0)[:, None]
     for rows in columns.parts(len(logits)):
-        surprise = columns.shifted(logits[rows], normaliser[rows])  # log p
-        # By a logit, the derivative of the entropy is -p (log p + H), that of the divergence p (log p - log q - D).
+        surprise = columns.shifted(logits[rows], normalizer[rows])  # log p
+        # With respect to a logit, the derivative of the entropy is -p (log p + H), that of the divergence p (log p - log q - D).
         factor: Tensor = -slope[rows, None]
         if for_divergence is not None:
             assert divergence is not None and other is not None
@@ -152,19 +150,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, columns: VocabColumns, other: Distribution | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        logprobs, entropy, normaliser = measure(logits, labels, columns)
-        divergence = columns.divergence(logits, normaliser, other) if other else None
-        ctx.save_for_backward(logits, labels, normaliser, entropy, divergence)
+        logprobs, entropy, normalizer = measure(logits, labels, columns)
+        divergence = columns.divergence(logits, normalizer, other) if other else None
+        ctx.save_for_backward(logits, labels, normalizer, entropy, divergence)
         ctx.columns, ctx.other = columns, other
         ctx.set_materialize_grads(False)
         return logprobs, entropy, divergence
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, labels, normaliser, entropy, divergence = ctx.saved_tensors
+        logits, labels, normalizer, entropy, divergence = ctx.saved_tensors
         for_logprobs, for_entropy, for_divergence = grads
         gradient_in_place(
-            logits, labels, normaliser, entropy, ctx.columns, for_logprobs, for_entropy, for_divergence, divergence, ctx.other
+            logits, labels, normalizer, entropy, ctx.columns, for_logprobs, for_entropy, for_divergence, divergence, ctx.other
         )  # fmt: skip
         return logits, None, None, None
 
@@ -172,7 +170,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 def columns_of(
     width: int, *, vocab_size: int, tp_rank: int, temperature: float, with_entropy: bool, elements_at_once: int, group: dist.ProcessGroup
 ) -> VocabColumns:
-    """The columns of a rank that has `width` of them, padding included. Temporary tensors have about `elements_at_once` elements."""
+    """Return the columns of a rank that has `width` of them with padding. Temporary tensors have about `elements_at_once` elements."""
     return VocabColumns(
         first=tp_rank * width,
         num_valid=min(max(vocab_size - tp_rank * width, 0), width),
@@ -189,9 +187,12 @@ def vocab_parallel_logprobs(
     columns: VocabColumns,
     other: Distribution | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
-    """Of p = softmax(logits / temperature) over the true vocabulary: log-probability of each label and, if asked for, entropy of each row,
-    and, if another distribution q is given, the exact divergence, sum of p (log p - log q).
+    """Return log-probabilities, entropies and divergences of p = softmax(logits / temperature) over the unpadded vocabulary.
 
-    Columns that pad the vocabulary are left out, so that the numbers are those of the Hugging Face model.
+    Columns that pad the vocabulary are ignored, so the results equal those of the Hugging Face model.
+
+    Returns:
+        Log-probability of each label; entropy of each row if `columns` wants it; exact divergence, the sum of p (log p - log q), from the
+        other distribution q if there is one.
     """
     return _VocabParallelLogprobs.apply(logits, labels, columns, other)  # pyright: ignore[reportReturnType]

@@ -1,7 +1,7 @@
-"""Losses at the selected positions of a micro-batch: what a rank minimises, with denominators that are global and passed in.
+"""Losses at the selected positions of a micro-batch, with global denominators that are passed in.
 
-Letters: M positions whose loss_mask is set. Each loss returns the scalar to minimise and sums for the report, which are divided by
-`num_tokens` once they have been added up over micro-batches and data-parallel ranks.
+Each loss returns the scalar to minimize and sums for the metrics, which are added up over micro-batches and data-parallel ranks and then
+divided by `num_tokens`. Letters: M positions whose loss mask is set.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _MEANS = ("kl", "entropy")  # reported as means over tokens, whatever the aggreg
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What the model says at the selected positions, differentiable."""
+    """Differentiable outputs of the model at the selected positions."""
 
     logprobs: Tensor  # [M] of the labels
     sequences: Tensor  # [M], number of each position's sequence in the micro-batch, ascending
-    entropy: Tensor | None = None  # [M], if the loss needs it
-    divergence: Tensor | None = None  # [M], exact KL(policy || reference) over the vocabulary, if the loss needs it
+    entropy: Tensor | None = None  # [M] if the loss needs it
+    divergence: Tensor | None = None  # [M] exact KL(policy || reference) over the vocabulary, if the loss needs it
 
 
 class Loss(Protocol):
-    """Something that can be minimised."""
+    """A loss of a language model."""
 
     @property
     def temperature(self) -> float: ...
@@ -65,12 +65,12 @@ class SftLoss:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """rl_coef * (policy loss + kl_coef * KL to the reference) + sft_coef * likelihood of what was good - entropy_coef * entropy.
+    """rl_coef * (policy loss + kl_coef * KL to the reference) + sft_coef * likelihood of good samples - entropy_coef * entropy.
 
-    Each term is a sum over tokens with the field `weights`, which holds the aggregation and its global denominators.
-    The mismatch correction multiplies each token's policy loss and no other term.
-    Without `old_logprobs` in the fields the current ones, detached, take their place (a single update per rollout).
-    The KL estimator `full` is the exact divergence over the vocabulary, which the outputs then have to carry.
+    Each term is a sum over tokens weighted by the field `weights`, which holds the aggregation and its global denominators. The mismatch
+    correction multiplies each token's policy loss and no other term. Without the field `old_logprobs` the current log-probabilities,
+    detached, replace them (a single update per rollout). The KL estimator `full` is the exact divergence over the vocabulary, which the
+    outputs must then contain.
     """
 
     temperature: float
@@ -93,7 +93,7 @@ class PolicyLoss:
         return self.kl_coef > 0 and self.kl_estimator == "full"
 
     def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
-        """Reports `policy_loss`, `sft_loss` and `loss` as they are aggregated, everything else as means over tokens."""
+        """Return the loss and its metrics: `policy_loss`, `sft_loss` and `loss` as aggregated, all others as means over tokens."""
         mask, weights = torch.ones_like(outputs.logprobs, dtype=torch.bool), fields["weights"]
         before = fields.get("old_logprobs", outputs.logprobs.detach())
         factors, sums = self._corrected(before, fields, mask, outputs.sequences)
@@ -112,13 +112,13 @@ class PolicyLoss:
     def _policy(self, tokens: PolicyTokens) -> TokenLosses:
         plugin = registry.load("msrl.algorithms.losses", self.policy_loss, key="algo.policy_loss")
         clip = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual": self.dual}
-        return plugin.policy_loss(tokens, **taken(plugin.policy_loss, clip), **self.options)
+        return plugin.policy_loss(tokens, **required_arguments(plugin.policy_loss, clip), **self.options)
 
     def _further(self, outputs: Outputs, fields: Mapping[str, Tensor], mask: Tensor) -> dict[str, tuple[float, Tensor]]:
-        """Coefficient and values per token of the terms beside the policy loss."""
+        """Return the coefficient and the values per token of the terms besides the policy loss."""
         terms: dict[str, tuple[float, Tensor]] = {}
         if self.needs_divergence:
-            terms["kl"] = (self.rl_coef * self.kl_coef, _there(outputs.divergence))
+            terms["kl"] = (self.rl_coef * self.kl_coef, _required(outputs.divergence))
         elif "reference_logprobs" in fields:
             values = kl.per_token(self.kl_estimator, outputs.logprobs, fields["reference_logprobs"], mask)
             terms["kl"] = (self.rl_coef * self.kl_coef, values)
@@ -129,7 +129,7 @@ class PolicyLoss:
         return terms
 
     def _corrected(self, before: Tensor, fields: Mapping[str, Tensor], mask: Tensor, sequences: Tensor) -> tuple[Tensor, Sums]:
-        """Factors of the policy loss that make up for the sampler being another engine, and how far it is away."""
+        """Return factors of the policy loss that correct for the mismatch with the rollout engine, and its metrics."""
         if "sampler_logprobs" not in fields:
             return torch.ones_like(before), {}
         stats = mismatch_statistics(before, fields["sampler_logprobs"], mask)
@@ -142,29 +142,29 @@ class PolicyLoss:
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """The mean over the tokens of an update, on all ranks, of what `algorithms.value.value_loss` says of each."""
+    """Mean of `algorithms.value.value_loss` over the tokens of an update on all ranks."""
 
     clip: float | None
 
     def __call__(self, values: Tensor, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
-        """`values` and the fields `old_values` and `returns` are [M]."""
-        found = value_loss(values, fields["old_values"], fields["returns"], clip=self.clip)
-        sums = {name: numbers.sum() for name, numbers in found.stats.items()}
-        return found.loss.sum() / num_tokens, {**sums, "value_loss": found.loss.detach().sum()}
+        """Return the loss and its metrics; `values` and the fields `old_values` and `returns` are [M]."""
+        tokens = value_loss(values, fields["old_values"], fields["returns"], clip=self.clip)
+        sums = {name: numbers.sum() for name, numbers in tokens.stats.items()}
+        return tokens.loss.sum() / num_tokens, {**sums, "value_loss": tokens.loss.detach().sum()}
 
 
-def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the given keyword arguments that the function names as required ones."""
+def required_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the keyword arguments that are required parameters of the function."""
     parameters = inspect.signature(function).parameters
-    return {name: value for name, value in given.items() if name in parameters and parameters[name].default is inspect.Parameter.empty}
+    return {name: value for name, value in arguments.items() if name in parameters and parameters[name].default is inspect.Parameter.empty}
 
 
 def _movement(tokens: PolicyTokens) -> dict[str, Tensor]:
-    """How far the updates of this rollout have moved the policy: r - 1 - log r, unbiased for KL(old || new)."""
+    """Return the movement of the policy since the rollout: r - 1 - log r, unbiased for KL(old || new)."""
     log_ratio = tokens.token_log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {"ppo_kl": log_ratio.exp() - 1.0 - log_ratio}
 
 
-def _there(values: Tensor | None) -> Tensor:
-    assert values is not None, "the loss says what it needs"
+def _required(values: Tensor | None) -> Tensor:
+    assert values is not None, "needs_divergence asks for it"
     return values

@@ -12,13 +12,12 @@ from msrl.cluster.rendezvous import Rendezvous
 from msrl.platforms import get
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron
-from msrl.trainer.settings import WorkerSettings
+from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, MicroBatch, Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.rl.weight_transfer import Bucket, pack, unpack
 
 if TYPE_CHECKING:
     from msrl.rollout.engine import EngineSettings
-    from msrl.trainer.critic import Critic
     from msrl.trainer.objective.losses import Loss, ValueLoss
 
 
@@ -46,7 +45,7 @@ class SavePlan:
 class TrainActor:
     """One training rank."""
 
-    def __init__(self, settings: WorkerSettings, rank: int, world_size: int) -> None:
+    def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self._settings, self._rank, self._world_size = settings, rank, world_size
 
     def rendezvous(self) -> str:
@@ -60,33 +59,33 @@ class TrainActor:
         quiet_megatron()
         from msrl.trainer.checkpointing import state as checkpoints
         from msrl.trainer.checkpointing.saver import Saver
-        from msrl.trainer.rank import TrainWorker
+        from msrl.trainer.rank import TrainingRank
 
-        self._worker = TrainWorker(self._settings, self._rank, self._world_size, init_method)
+        self._training_rank = TrainingRank(self._settings, self._rank, self._world_size, init_method)
         if self._rank == 0:
             self._rendezvous.close()
-        extra = checkpoints.load_training_state(self._worker, resume) if resume else {}
-        self._saver = Saver(self._worker, saves.root, saves.hf_dir, in_background=saves.in_background)
-        is_reporter = self._worker.is_last_stage and self._worker.tp_rank == 0
-        multiple = max(learner.sequence_multiple for learner in self._worker.learners())
-        return RankPlace(self._worker.dp_rank, is_reporter, multiple), extra
+        extra = checkpoints.load_training_state(self._training_rank, resume) if resume else {}
+        self._saver = Saver(self._training_rank, saves.root, saves.hf_dir, in_background=saves.in_background)
+        position = self._training_rank.position
+        is_reporter = position.is_last_stage and position.tp_rank == 0
+        return RankPlace(position.dp_rank, is_reporter, self._training_rank.sequence_multiple), extra
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool) -> list[Floats] | None:
-        return self._worker.logprobs(micro_batches, temperature, of_reference=of_reference)
+        return self._training_rank.logprobs(micro_batches, temperature, of_reference=of_reference)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float) -> dict[str, float]:
         with self._saves_come_first():
-            return self._worker.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
+            return self._training_rank.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        return self._critic.values(micro_batches)
+        return self._training_rank.values(micro_batches)
 
     def update_critic(self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: int, lr: float) -> dict[str, float]:
         with self._saves_come_first():
-            return self._critic.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
+            return self._training_rank.train_critic_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def scores(self, micro_batches: Sequence[MicroBatch], name: str) -> list[Floats] | None:
-        return self._worker.scores(name, micro_batches)
+        return self._training_rank.scores(name, micro_batches)
 
     @contextmanager
     def _saves_come_first(self) -> Iterator[None]:
@@ -99,17 +98,12 @@ class TrainActor:
             self._saver.end()
             raise
 
-    @property
-    def _critic(self) -> Critic:
-        assert self._worker.critic is not None, "made without a critic"
-        return self._worker.critic
-
     def weights(self) -> tuple[Bucket, ...]:
         """This stage's weights under their Hugging Face names on its first rank; nothing on the others, which take part."""
         from msrl.trainer.weights import export
 
-        parcels = pack(export(self._worker))
-        self._worker.rest()
+        parcels = pack(export(self._training_rank.policy))
+        self._training_rank.offload()
         return parcels
 
     def save(self, step: int, extra: Mapping[str, Any], retention: Retention) -> list[SavedTraining]:

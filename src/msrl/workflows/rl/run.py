@@ -47,10 +47,10 @@ from msrl.workflows.training.settings import (
     adapted_base,
     hf_files,
     loaded_models,
+    rank_settings,
     retention,
     tokenizer_path,
     weights_path,
-    worker_settings,
     worker_variables,
 )
 
@@ -156,7 +156,7 @@ def _team(job: RLSetup) -> Iterator[tuple[TrainerGroup, EngineGroup, Scorer]]:
     with ExitStack() as stack:
         scorer = stack.enter_context(_scorer(job))
         reward_models = {name: Path(model.path).absolute() for name, model in scorer.rank_models.items()}
-        settings = worker_settings(config, platform.name, resume=job.resume, reference=reference, reward_models=reward_models)
+        settings = rank_settings(config, platform.name, resume=job.resume, reference=reference, reward_models=reward_models)
         session = stack.enter_context(
             ray_session(
                 config.cluster.address, num_devices=job.placement.num_devices, resource_name=platform.ray_resource, env=config.cluster.env

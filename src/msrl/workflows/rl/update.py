@@ -23,7 +23,7 @@ from msrl.config.schema import AlgoConfig, Config
 from msrl.plan.derived import aggregate_constant, needs_critic, updates_per_step
 from msrl.rewards.process import RewardSteps
 from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, select, with_weights
-from msrl.trainer.objective.losses import PolicyLoss, taken
+from msrl.trainer.objective.losses import PolicyLoss, required_arguments
 from msrl.types import Floats, ScoredGroup, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, value_metrics, with_targets
 from msrl.workflows.rl.rollouts import select_informative
@@ -195,7 +195,7 @@ def estimates(algo: AlgoConfig, rewards: TokenRewards, values: Reals | None = No
         rewards = rewards.whitened(advantage.eps)
     options = {name: value for name, value in algo.options.items() if name in registry.options_of(estimate)}
     given = {"eps": advantage.eps, "gamma": advantage.gamma, "lam": advantage.lam, "values": values, "turns": None}
-    return estimate(rewards, **taken(estimate, given), **options)
+    return estimate(rewards, **required_arguments(estimate, given), **options)
 
 
 def samples_of(

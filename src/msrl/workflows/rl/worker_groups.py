@@ -17,7 +17,7 @@ from msrl.config.schema import EngineConfig
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
-from msrl.trainer.settings import WorkerSettings
+from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, Ints, Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.rl.actors import RolloutActor, SavePlan, TrainActor
 
@@ -33,7 +33,7 @@ class TrainerGroup:
     """All ranks. Sequences are given whole; they are spread over the data-parallel ranks and packed here."""
 
     def __init__(
-        self, session: Session, placed: PlacedWorkers, settings: WorkerSettings, num_ranks: int, env: Mapping[str, str], timeout_s: float
+        self, session: Session, placed: PlacedWorkers, settings: RankSettings, num_ranks: int, env: Mapping[str, str], timeout_s: float
     ) -> None:
         actor = ray.remote(runtime_env={"env_vars": dict(env)})(TrainActor)
         self._actors = [session.start(actor, placed, "actor", rank, settings, rank, num_ranks) for rank in range(num_ranks)]

@@ -36,9 +36,9 @@ from msrl.workflows.training.settings import (
     hf_files,
     loaded_models,
     order_state,
+    rank_settings,
     resumed,
     schedule,
-    worker_settings,
     worker_variables,
 )
 
@@ -112,7 +112,7 @@ def prepare(config: Config, platform: str) -> SftSetup:
     resume_checks.say_schedule(resume, rates, start_step)
     return SftSetup(
         config=config,
-        settings=worker_settings(config, platform, resume=resume),
+        settings=rank_settings(config, platform, resume=resume),
         schedule=rates,
         order=order,
         state=state,

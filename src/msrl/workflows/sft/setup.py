@@ -13,7 +13,7 @@ from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
-from msrl.trainer.settings import WorkerSettings
+from msrl.trainer.settings import RankSettings
 from msrl.workflows.sft.rows import Rows, open_rows, split
 from msrl.workflows.sft.text_rows import TextRows, blend_of, open_text
 
@@ -25,7 +25,7 @@ class SftSetup:
     """
 
     config: Config
-    settings: WorkerSettings
+    settings: RankSettings
     schedule: Schedule
     order: RowOrder | BlendOrder
     state: Mapping[str, Any]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.config.messages import written
-from msrl.config.schema import Config, OptimizerConfig
+from msrl.config.schema import Config
 from msrl.data.manifest import read_manifest
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
@@ -17,7 +17,7 @@ from msrl.plan.derived import critic_optimizer, layout_from, model_shape, needs_
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
-from msrl.trainer.settings import Balance, CriticSettings, Layout, Lora, OptimizerSettings, Recompute, WorkerSettings
+from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
 from msrl.types import ChatFormat
 from msrl.workflows.training.best import Best
 
@@ -100,46 +100,78 @@ def resumed(config: Config, root: Path) -> SavedTraining | None:
 
 
 def _is_mixture(config: Config) -> bool:
-    """Whether the model has experts, which need sequence parallelism beside tensor parallelism."""
+    """Return True if the model has experts, which need sequence parallelism with tensor parallelism."""
     shape = model_shape(config)
     return shape is not None and shape.moe is not None
 
 
-def worker_settings(
+def rank_settings(
     config: Config,
     platform: str,
     *,
     resume: SavedTraining | None,
     reference: Path | None = None,
     reward_models: Mapping[str, Path] | None = None,
-) -> WorkerSettings:
-    """What the training ranks are told; `reward_models` are those that they hold, by the names of their sources."""
-    parallel = config.train.parallel
-    weights = resume if config.train.lora.rank is None else None  # a checkpoint of adapters has no other weights
-    return WorkerSettings(
+) -> RankSettings:
+    """Return the settings of the training ranks. `reward_models` are those that the ranks hold, by the names of their sources."""
+    parallel, has_adapters = config.train.parallel, config.train.lora.rank is not None
+    return RankSettings(
         platform=platform,
-        model=weights.root if weights else weights_path(config),
-        hf_dir=hf_files(config),
-        iteration=weights.step if weights else None,
         layout=Layout(**layout_from(parallel).as_json(), sp=parallel.sp or _is_mixture(config), cp=parallel.cp),
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,
-        optimizer=_optimizer(config.train.optimizer),
-        reference=reference,
-        critic=_critic(config),
-        reward_models=reward_models or {},
         deterministic=config.run.deterministic,
-        freeze=config.train.freeze,
-        max_skipped=config.train.max_skipped,
-        bad_batch_dir=run_path(config).absolute() / "bad_batch",
-        recompute=_recompute(config),
-        balance=_balance(config),
-        lora=_lora(config),
-        chunk=config.train.chunk,
-        offload=frozenset(kind for kind, is_on in config.train.offload.model_dump().items() if is_on),
         chat=_chat_format(config),
+        policy=_policy_settings(config, None if has_adapters else resume),  # a checkpoint of adapters has no other weights
+        reference=None if reference is None or has_adapters else _reference_settings(config, reference),
+        critic=_critic_settings(config),
+        reward_models={name: ReplicaSettings(path, offload=config.train.offload) for name, path in (reward_models or {}).items()},
     )
+
+
+def _policy_settings(config: Config, weights: SavedTraining | None) -> ReplicaSettings:
+    """Return the settings of the policy, which starts from `weights` or from the configured model."""
+    train = config.train
+    return ReplicaSettings(
+        model=weights.root if weights else weights_path(config),
+        iteration=weights.step if weights else None,
+        hf_dir=hf_files(config),
+        optimizer=train.optimizer,
+        freeze=train.freeze,
+        lora=train.lora,
+        recompute=train.recompute,
+        router=train.router,
+        offload=train.offload,
+        logit_chunk=train.chunk,
+        max_skipped=train.max_skipped,
+        bad_batch_dir=_bad_batch_dir(config),
+    )
+
+
+def _reference_settings(config: Config, model: Path) -> ReplicaSettings:
+    return ReplicaSettings(model, hf_dir=hf_files(config), offload=config.train.offload, logit_chunk=config.train.chunk)
+
+
+def _critic_settings(config: Config) -> ReplicaSettings | None:
+    if not needs_critic(config):
+        return None
+    load = config.cluster.roles.critic.load
+    model, hf_dir = (weights_path(config), hf_files(config)) if load is None else (Path(load).absolute(), None)
+    return critic_settings(
+        model,
+        critic_optimizer(config),
+        hf_dir=hf_dir,
+        recompute=config.train.recompute,
+        offload=config.train.offload,
+        max_skipped=config.train.max_skipped,
+        bad_batch_dir=_bad_batch_dir(config) / "critic",
+    )
+
+
+def _bad_batch_dir(config: Config) -> Path:
+    """Return the folder for the batch of an update that ended the run."""
+    return run_path(config).absolute() / "bad_batch"
 
 
 def _chat_format(config: Config) -> ChatFormat | None:
@@ -148,40 +180,9 @@ def _chat_format(config: Config) -> ChatFormat | None:
     return ChatFormat(manifest.chat_template, manifest.stop_token_ids) if manifest is not None and manifest.chat_template else None
 
 
-def _critic(config: Config) -> CriticSettings | None:
-    if not needs_critic(config):
-        return None
-    load, optimizer = config.cluster.roles.critic.load, critic_optimizer(config)
-    model, hf_dir = (weights_path(config), hf_files(config)) if load is None else (Path(load).absolute(), None)
-    return CriticSettings(model, hf_dir, _optimizer(optimizer))
-
-
-def _optimizer(section: OptimizerConfig) -> OptimizerSettings:
-    return OptimizerSettings(
-        lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, grad_clip=section.grad_clip
-    )
-
-
 def adapted_base(config: Config) -> Path | None:
     """The weights that a checkpoint's adapters belong to; None where the model itself is trained."""
     return None if config.train.lora.rank is None else weights_path(config)
-
-
-def _lora(config: Config) -> Lora | None:
-    asked = config.train.lora
-    return None if asked.rank is None else Lora(asked.rank, asked.alpha, asked.targets, asked.dropout)
-
-
-def _balance(config: Config) -> Balance | None:
-    asked, shape = config.train.router, model_shape(config)
-    coef = asked.aux_loss_coef if asked.aux_loss_coef != "model" else shape and shape.moe and shape.moe.aux_loss_coef
-    balance = Balance(coef or 0.0, asked.aux_loss_over, asked.z_loss_coef, asked.bias_update_rate)
-    return balance if balance.aux_loss_coef or balance.z_loss_coef or balance.bias_update_rate else None
-
-
-def _recompute(config: Config) -> Recompute | None:
-    asked = config.train.recompute
-    return None if asked.granularity == "none" else Recompute(asked.granularity, asked.method, asked.layers, asked.modules)
 
 
 def retention(config: Config, best: Best | None) -> Retention:

@@ -1,0 +1,82 @@
+"""Internals of megatron-core 0.16.1 that msrl overrides or calls, with the parameters it relies on.
+
+They are no public interface, so another version may change them. `check_seams` compares signatures once, when the first model is built;
+a wrapper that hides its signature, as MindSpeed's patches do, passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from msrl.errors import MsrlError
+
+VERSION = "0.16.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A function of Megatron and the parameters that must keep their names and order."""
+
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+    used_by: str  # the place in msrl
+
+    def is_intact(self) -> bool:
+        """Return True if the function has these parameters, in this order, before any others with defaults."""
+        actual = inspect.signature(self.function).parameters
+        if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in actual.values()):
+            return True
+        known = [name for name in actual if name in self.parameters]
+        required = {name for name, parameter in actual.items() if parameter.default is parameter.empty}
+        return known == list(self.parameters) and required <= set(self.parameters)
+
+
+SEAMS = (
+    Seam(GPTModel.shared_embedding_or_output_weight, ("self",), "model/gpt.py"),
+    Seam(TransformerBlock.forward, ("self", "hidden_states", "attention_mask", "packed_seq_params"), "model/gpt.py"),
+    Seam(TransformerLayer._forward_attention, ("self", "hidden_states", "packed_seq_params"), "model/experts.py"),
+    Seam(TransformerLayer._forward_pre_mlp_layernorm, ("self", "hidden_states"), "model/experts.py"),
+    Seam(TransformerLayer._forward_post_mlp, ("self", "mlp_output_with_bias", "residual"), "model/experts.py"),
+    Seam(MoELayer.shared_experts_compute, ("self", "hidden_states"), "model/experts.py"),
+    Seam(MoELayer.preprocess, ("self", "hidden_states", "probs", "routing_map"), "model/experts.py"),
+    Seam(MoELayer.dispatch, ("self", "hidden_states", "probs"), "model/experts.py"),
+    Seam(MoELayer.routed_experts_compute, ("self", "hidden_states", "probs"), "model/experts.py"),
+    Seam(MoELayer.combine, ("self", "output"), "model/experts.py"),
+    Seam(MoELayer.postprocess, ("self", "output", "shared_expert_output"), "model/experts.py"),
+    Seam(TopKRouter._maintain_float32_expert_bias, ("self",), "model/experts.py"),
+    Seam(
+        P2PCommunicator._communicate,
+        ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape"),
+        "model/pipeline.py",
+    ),
+    Seam(DistributedOptimizer._get_model_param_range_map, ("self", "param"), "optimizer_state.py"),
+)
+
+
+def check_seams(seams: tuple[Seam, ...] = SEAMS) -> None:
+    """Raise MsrlError if the installed Megatron has changed one of the functions."""
+    changed = [f"{seam.function.__qualname__} ({seam.used_by})" for seam in seams if not seam.is_intact()]
+    if changed:
+        raise MsrlError(
+            f"megatron-core={megatron.core.__version__}: msrl relies on other parameters of {', '.join(changed)}."
+            f" Install megatron-core {VERSION}."
+        )
+
+
+@functools.cache
+def check_seams_once() -> None:
+    """Check the seams on the first call in a process."""
+    check_seams()

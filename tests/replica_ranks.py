@@ -1,0 +1,71 @@
+"""A rank with every kind of replica, for `test_replicas.py`. Imported by a rank process by name (`replica_ranks:main`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from msrl.algorithms.packing import micro_batch
+from msrl.config.sections.train import OffloadConfig, OptimizerConfig
+from msrl.trainer.launch import RankContext
+from msrl.trainer.objective.batches import select, with_weights
+from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
+from msrl.types import MicroBatch
+from training_ranks import sequences
+
+if TYPE_CHECKING:
+    from msrl.trainer.rank import TrainingRank
+
+PARAMS = OffloadConfig(params=True)
+
+
+def main(context: RankContext, job: tuple[Path, Path, Path]) -> None:
+    """Reports how the replicas of one rank behave, by what is measured."""
+    from msrl.trainer.rank import TrainingRank
+
+    model, other, scored = job
+    settings = RankSettings(
+        "cpu", Layout(), "float32", seed=0, timeout_s=120,
+        policy=ReplicaSettings(model, optimizer=OptimizerConfig(lr=1e-3), offload=PARAMS),
+        reference=ReplicaSettings(other, offload=PARAMS),
+        critic=critic_settings(scored, OptimizerConfig(lr=1e-3), offload=PARAMS),
+        reward_models={"judge": ReplicaSettings(scored, offload=PARAMS)},
+    )  # fmt: skip
+    rank = TrainingRank(settings, context.rank, context.world_size, context.init_method)
+    first, second = _batch([0, 1, 2]), _batch([3, 4, 5, 6, 7])
+    before = rank.logits([first])
+    report = {
+        "kl": {name: _kl(rank, batches) for name, batches in {"both": [first, second], "twice": [first, second, first]}.items()},
+        "kl alone": [_kl(rank, [batch]) for batch in (first, second)],
+        "tokens": [int(batch.loss_mask.sum()) for batch in (first, second)],
+    }
+    after = rank.logits([first])  # a pass that gave hidden states came between
+    assert before is not None and after is not None
+    report["logits are the same"] = bool((before[0] == after[0]).all())
+    critic, reward_model = rank.values([first]), rank.scores("judge", [first])
+    assert critic is not None and reward_model is not None
+    report["values are the scores"] = np.array_equal(critic[0], reward_model[0])
+    rank.offload()
+    report["bytes after offload"] = [_bytes(replica) for replica in rank.replicas()]
+    report["trained"] = [replica.settings.model.name for replica in rank.trained_replicas()]
+    rank.close()
+    context.report(report)
+
+
+def _batch(indices: list[int]) -> MicroBatch:
+    return micro_batch(*select(with_weights(sequences(0, with_fields=True), "token-mean"), indices))
+
+
+def _kl(rank: TrainingRank, batches: list[MicroBatch]) -> float:
+    """The exact divergence from the reference per token, by a step with the learning rate 0."""
+    from msrl.trainer.objective.losses import PolicyLoss
+
+    loss = PolicyLoss(0.7, kl_coef=0.1, kl_estimator="full")
+    num_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+    return rank.train_step(batches, loss, num_tokens=num_tokens, lr=0.0)["kl"]
+
+
+def _bytes(replica) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in replica.model.parameters())
