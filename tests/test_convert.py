@@ -189,14 +189,14 @@ import os, signal, sys
 from pathlib import Path
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_weights
-from msrl.models.parallel_layout import Cut
+from msrl.models.parallel_layout import ParallelLayout
 written = [0]
 def advance(num_bytes):
     written[0] += 1
     if written[0] == 5:
         os.kill(os.getpid(), signal.SIGKILL)
 source, save = open_weights(Path(sys.argv[1])), Path(sys.argv[2])
-write_mcore(source, save, McoreTarget(Cut(2)), advance) if sys.argv[3] == "mcore" else write_hf(source, save, None, advance)
+write_mcore(source, save, McoreTarget(ParallelLayout(2)), advance) if sys.argv[3] == "mcore" else write_hf(source, save, None, advance)
 """
 
 

@@ -213,7 +213,7 @@ class ParallelLayout:
         return ", ".join([f"tp {self.tp}", f"pp {self.pp}", *(f"{f.name} {self.text(f.name)}" for f in others)])
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of a Cut, for a manifest; `Cut.from_json` reads them."""
+        """The fields of a ParallelLayout, for a manifest; `ParallelLayout.from_json` reads them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(ParallelLayout)}
 
     @staticmethod

@@ -15,7 +15,7 @@ from msrl.types import ChatFormat
 
 @dataclass(frozen=True, slots=True)
 class Layout(ParallelLayout):
-    """Parallel layout of a training: the sizes of `Cut`, sequence parallelism (`sp`), and context parallelism over `cp` ranks."""
+    """Parallel layout of a training: the sizes of `ParallelLayout`, sequence parallelism (`sp`), and context parallelism over `cp` ranks."""
 
     sp: bool = False
     cp: int = 1
