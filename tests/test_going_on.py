@@ -118,13 +118,13 @@ def test_other_weights_are_refused_where_checkpoints_do_not_hold_them(folder: Pa
 
 def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up(folder: Path, capsys: pytest.CaptureFixture[str]):
     saved = saved_with(folder, remembered())
-    resume_checks.say_schedule(saved, RATES, 5)
+    resume_checks.report_schedule(saved, RATES, 5)
     assert not capsys.readouterr().err
-    resume_checks.say_schedule(saved, dataclasses.replace(RATES, num_updates=20), 5)
+    resume_checks.report_schedule(saved, dataclasses.replace(RATES, num_updates=20), 5)
     assert_mentions(capsys.readouterr().err, "9.33e-04", "6.91e-04")
-    resume_checks.say_schedule(None, dataclasses.replace(RATES, num_updates=1), 0)
+    resume_checks.report_schedule(None, dataclasses.replace(RATES, num_updates=1), 0)
     assert_mentions(capsys.readouterr().err, "warm-up", "1 updates", "learning rate", "5.0e-04")
-    resume_checks.say_schedule(None, Schedule("wsd", 1e-3, 0.0, 3, 5, 4), 0)
+    resume_checks.report_schedule(None, Schedule("wsd", 1e-3, 0.0, 3, 5, 4), 0)
     assert_mentions(capsys.readouterr().err, "warm-up", "decay", "5 updates")
 
 

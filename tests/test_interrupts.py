@@ -15,7 +15,7 @@ import pytest
 
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.training import interrupts as module
-from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, was_cut_short
+from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, was_stopped_early
 from support import assert_mentions
 
 ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -124,5 +124,5 @@ def test_output_that_nobody_reads_any_longer_does_not_end_a_run(tmp_path: Path, 
 
 def test_a_training_that_was_asked_to_end_in_its_last_step_is_done():
     last = SavedTraining(Path("checkpoints"), 10)
-    assert was_cut_short(True, None, 10) and was_cut_short(True, SavedTraining(Path("checkpoints"), 9), 10)
-    assert not was_cut_short(True, last, 10) and not was_cut_short(False, None, 10)
+    assert was_stopped_early(True, None, 10) and was_stopped_early(True, SavedTraining(Path("checkpoints"), 9), 10)
+    assert not was_stopped_early(True, last, 10) and not was_stopped_early(False, None, 10)

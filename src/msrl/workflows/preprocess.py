@@ -27,7 +27,7 @@ from msrl.data.tokenizer import TextTokenizer, open_tokenizer, tokenizer_hash
 from msrl.data.writer import DatasetWriter
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest
-from msrl.workflows.training.interrupts import children_deaf_to_interrupts
+from msrl.workflows.training.interrupts import children_ignore_interrupts
 
 _REPORT_EVERY_S = 5.0
 
@@ -140,7 +140,7 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterable[RowBatch], ahead: int
     """Results in the order of the batches, with at most `ahead` batches on their way."""
     waiting: deque[Future[TokenizedRows]] = deque()
     for batch in batches:
-        with children_deaf_to_interrupts():  # the pool starts a worker for a batch while it has fewer than it may
+        with children_ignore_interrupts():  # the pool starts a worker for a batch while it has fewer than it may
             waiting.append(pool.submit(_work, batch))
         if len(waiting) >= ahead:
             yield waiting.popleft().result()

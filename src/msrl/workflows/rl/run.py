@@ -36,10 +36,10 @@ from msrl.workflows.rl.step import Clock, report_of
 from msrl.workflows.rl.update import Prepared, Updater
 from msrl.workflows.rl.worker_groups import EngineGroup, TrainerGroup, engine_environments
 from msrl.workflows.serve.engine import engine_settings
-from msrl.workflows.training.best import outcome
-from msrl.workflows.training.export import export_critic, export_hf, final
+from msrl.workflows.training.best import checkpoint_results
+from msrl.workflows.training.export import export_critic, export_hf, final_checkpoint
 from msrl.workflows.training.integrity import verify_models
-from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output, was_cut_short
+from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output, was_stopped_early
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
@@ -74,12 +74,12 @@ def run(config: Config) -> None:
     with lasting_output(), RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
         started = time.perf_counter()
         workers = (counted(world_size(config), "training rank"), counted(config.rollout.engine.dp, "engine"))
-        log.say(f"starting {' and '.join(workers)} on {job.platform.name}; the run is written to {log.path}")
+        log.note(f"starting {' and '.join(workers)} on {job.platform.name}; the run is written to {log.path}")
         with _team(job) as (trainers, engines, scorer):
-            log.say(f"all started in {duration_text(time.perf_counter() - started)}")
+            log.note(f"all started in {duration_text(time.perf_counter() - started)}")
             with Interrupts() as interrupts, _finishes_saves(trainers):
                 saved = _loop(job, trainers, engines, scorer, log, interrupts)
-        is_stopped = was_cut_short(interrupts.asked, saved, job.num_steps)
+        is_stopped = was_stopped_early(interrupts.asked, saved, job.num_steps)
         log.finish(_results(config, saved, log.path, is_done=not is_stopped))
     if is_stopped:
         raise KeyboardInterrupt
@@ -211,9 +211,9 @@ def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
 
 
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
-    results = outcome(saved, is_done=is_done)
+    results = checkpoint_results(saved, is_done=is_done)
     if saved and is_done and config.checkpoint.export_hf:
-        chosen, said = final(saved, keep_best=config.checkpoint.keep_best)
+        chosen, said = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
         folder = export_hf(chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config))
         results["Hugging Face model"] = f"{folder}{said}"
         shape = critic_shape(config) if needs_critic(config) else None

@@ -25,7 +25,7 @@ from msrl.types import Prompt, SamplingParams
 from msrl.workflows.training import resume_checks as resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.run_log import checkpoint_root
-from msrl.workflows.training.settings import check_order, hf_files, order_state, policy_schedule, resumed, tokenizer_path
+from msrl.workflows.training.settings import check_order, hf_files, order_state, policy_schedule, tokenizer_path
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def prepare(config: Config) -> RLSetup:
     eval_prompts = tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else ()
     _check_rows(config, (prompts.dataset[row] for row in prompts.rows), eval_prompts)
     num_steps = steps_of(config, len(prompts.rows))
-    resume = resumed(config, checkpoint_root(config))
+    resume = checkpoint_to_resume(config, checkpoint_root(config))
     if resume and resume.step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on")
     if resume:
@@ -94,7 +94,7 @@ def prepare(config: Config) -> RLSetup:
         resume_checks.check(resume, state)
     check_room(checkpoint_root(config), resume)
     done = (resume.step if resume else 0) - config.algo.value.warmup_steps
-    resume_checks.say_schedule(resume, rates, max(done, 0) * updates_per_step(config))
+    resume_checks.report_schedule(resume, rates, max(done, 0) * updates_per_step(config))
     return RLSetup(
         config=config,
         platform=platform,

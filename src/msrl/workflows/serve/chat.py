@@ -20,7 +20,7 @@ from msrl.data.render import Renderer
 from msrl.rollout.engine import Engine, Piece, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
 from msrl.workflows.serve.engine import choose_renderer, engine_settings, is_mcore, open_model, running_engine, sampling_of, system_turns
-from msrl.workflows.training.interrupts import children_deaf_to_interrupts
+from msrl.workflows.training.interrupts import children_ignore_interrupts
 
 _LEAVE = ("quit", "exit", "q")
 _FORGET = ("clear", "new")
@@ -47,7 +47,7 @@ def run(config: Config) -> None:
     renderer.prompt(Conversation((*system, Message("user", "?"))))  # a template that cannot show a question is refused now
     _say(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
-        with children_deaf_to_interrupts() if settings.tp > 1 else contextlib.nullcontext():
+        with children_ignore_interrupts() if settings.tp > 1 else contextlib.nullcontext():
             engine = stack.enter_context(running_engine(config, source, settings))
         _say("ask away; `clear` starts anew, `quit` leaves, Ctrl-C stops an answer")
         converse(engine, renderer, system, sampling, read_lines())

@@ -24,20 +24,20 @@ from msrl.workflows.sft.rows import Rows
 from msrl.workflows.sft.setup import SftSetup, check_lengths, row_order, training_rows
 from msrl.workflows.sft.text_rows import TextRows, blend_of
 from msrl.workflows.training import resume_checks as resume_checks
-from msrl.workflows.training.best import outcome
+from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.integrity import verify_models
-from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output, was_cut_short
+from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output, was_stopped_early
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.training.settings import (
     adapted_base,
     check_order,
+    checkpoint_to_resume,
     hf_files,
     loaded_models,
     order_state,
     rank_settings,
-    resumed,
     schedule,
     worker_variables,
 )
@@ -56,13 +56,13 @@ def run(config: Config) -> None:
     saved = job.resume
     verify_models(loaded_models(config, "train-sft", saved))
     with lasting_output(), RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
-        log.say(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
+        log.note(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
         with _ranks(config, job, platform) as ranks:
             messages = ranks.messages()
             next(messages, None)  # Started: until then there is nothing to save
             with Interrupts(ranks.ask_to_stop):
                 last, ends = _followed(messages, log)
-        is_stopped = was_cut_short(ranks.was_asked_to_stop, last, job.num_steps)
+        is_stopped = was_stopped_early(ranks.was_asked_to_stop, last, job.num_steps)
         log.finish({**_results(config, last or saved, log.path, is_done=not is_stopped), **ends})
     if is_stopped:
         raise KeyboardInterrupt
@@ -85,7 +85,7 @@ def _followed(messages: Iterator[Any], log: RunLog) -> tuple[SavedTraining | Non
         if isinstance(message, StepReport):
             log.log(message)
         elif isinstance(message, str):
-            log.say(message)
+            log.note(message)
             ends["end"] = message
         else:
             saved = message
@@ -99,7 +99,7 @@ def prepare(config: Config, platform: str) -> SftSetup:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
     rows = _checked_rows(config, hf_files(config))
     num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * len(rows) / config.train.global_batch)
-    resume = resumed(config, checkpoint_root(config))
+    resume = checkpoint_to_resume(config, checkpoint_root(config))
     start_step = resume.step if resume else 0
     if start_step >= num_steps:
         raise MsrlError(f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on")
@@ -109,7 +109,7 @@ def prepare(config: Config, platform: str) -> SftSetup:
         check_order(resume, order, rows_per_step="train.global_batch")
         resume_checks.check(resume, state)
     check_room(checkpoint_root(config), resume)
-    resume_checks.say_schedule(resume, rates, start_step)
+    resume_checks.report_schedule(resume, rates, start_step)
     return SftSetup(
         config=config,
         settings=rank_settings(config, platform, resume=resume),
@@ -148,11 +148,11 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
 
 
 def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
-    results = outcome(saved, is_done=is_done)
+    results = checkpoint_results(saved, is_done=is_done)
     if saved and is_done and config.checkpoint.export_hf:
-        from msrl.workflows.training.export import export_hf, final
+        from msrl.workflows.training.export import export_hf, final_checkpoint
 
-        chosen, said = final(saved, keep_best=config.checkpoint.keep_best)
+        chosen, said = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
         folder = export_hf(chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config))
         results["Hugging Face model"] = f"{folder}{said}"
     return results

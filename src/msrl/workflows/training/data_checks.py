@@ -1,4 +1,4 @@
-"""Whether preprocessed data is of the model that is to learn from it: its tokenizer, its template, its lengths."""
+"""Checks that preprocessed data fits the model that is trained on it: tokenizer, template, lengths, checksums."""
 
 from __future__ import annotations
 
@@ -18,38 +18,46 @@ from msrl.workflows.training.settings import tokenizer_path
 
 
 def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, prefix: str) -> None:
-    """The data is of this model: its tokens are the model's, its template is the one that was asked for, its rows fit.
+    """Check that tokenizer, template and row lengths of the data fit the model.
 
-    Raises MsrlError. Data of other systems has no manifest; `verify_data` checks its tokens.
+    Data of other systems has no manifest; `verify_data` checks its tokens.
+
+    Raises:
+        MsrlError: if they do not fit.
     """
     if manifest is None:
         return
     shape = load_shape(hf_dir)
     if manifest.num_examples == 0:
-        raise MsrlError(f"data prefix {prefix}: it is empty")
+        raise MsrlError(f"data prefix {prefix}: the dataset is empty. Preprocess rows that pass the handler.")
     if manifest.vocab_size > shape.vocab_size:
         raise MsrlError(
-            f"data prefix {prefix}: its tokenizer has {manifest.vocab_size} tokens, the model in {hf_dir} only {shape.vocab_size};"
-            " preprocess with the tokenizer of the model"
+            f"data prefix {prefix}: the tokenizer has {manifest.vocab_size} tokens, but the model in {hf_dir} has {shape.vocab_size}."
+            " Preprocess with the tokenizer of the model."
         )
     _refuse_other_tokenizer(manifest, config, prefix)
     if config.model.template is not None and manifest.template != config.model.template:
-        raise MsrlError(f"model.template={config.model.template}: {prefix} was preprocessed with template {manifest.template}")
-    if manifest.kind == "pretrain":  # documents of any length are cut into rows
+        raise MsrlError(
+            f"model.template={config.model.template}: {prefix} was preprocessed with template {manifest.template}. Use that template, or preprocess again."
+        )
+    if manifest.kind == "pretrain":  # documents of any length are split into rows
         longest = config.data.seq_length or 0
         if longest > shape.max_position_embeddings:
-            raise MsrlError(f"data.seq_length={longest}: the model takes {shape.max_position_embeddings} tokens; lower it")
+            raise MsrlError(f"data.seq_length={longest}: the model takes at most {shape.max_position_embeddings} tokens. Lower it.")
     elif not manifest.pack and manifest.max_tokens > shape.max_position_embeddings:
         raise MsrlError(
-            f"data prefix {prefix}: its longest example has {manifest.max_tokens} tokens, the model takes {shape.max_position_embeddings};"
-            " preprocess with a shorter seq_length"
+            f"data prefix {prefix}: the longest example has {manifest.max_tokens} tokens, but the model takes {shape.max_position_embeddings}."
+            " Preprocess with a shorter seq_length."
         )
 
 
 def verify_data(dataset: SftDataset | TextDataset | PromptDataset, hf_dir: Path) -> None:
-    """Verify the checksums of a dataset, as far as it has some, and that its token ids are in the vocabulary of the model; reads all of it.
+    """Verify the checksums that a dataset has, and that its token ids are in the vocabulary of the model. Reads all data.
 
-    Ranks that share the vocabulary would train on an id outside of it as if it had no embedding. Raises MsrlError.
+    Ranks that share the vocabulary would silently train on an id outside it as a token without an embedding.
+
+    Raises:
+        MsrlError: with file, row or document, position and token.
     """
     prefix, num_bytes = dataset.prefix, recorded_bytes(dataset.manifest)
     if num_bytes < SHOWN_BYTES:
@@ -68,21 +76,21 @@ def verify_data(dataset: SftDataset | TextDataset | PromptDataset, hf_dir: Path)
 
 
 def _refuse_other_tokenizer(manifest: DatasetManifest, config: Config, prefix: str) -> None:
-    """Raises MsrlError where the data's ids mean other tokens than the model's. Of a model that brings no tokenizer nothing can be told."""
+    """Raise MsrlError if the data was made with another tokenizer. A model without a tokenizer cannot be checked."""
     folder = tokenizer_path(config)
     try:
-        found = _hash_of(folder)
+        model_hash = _tokenizer_hash(folder)
     except MsrlError:
         if config.model.tokenizer is not None:
             raise
         return
-    if manifest.tokenizer_hash != found:
+    if manifest.tokenizer_hash != model_hash:
         raise MsrlError(
-            f"data prefix {prefix}: was preprocessed with another tokenizer than that in {folder}, so its ids mean other tokens;"
-            " preprocess it with that one, or name the data's in model.tokenizer"
+            f"data prefix {prefix}: was preprocessed with another tokenizer than the one in {folder}, so its ids mean other tokens."
+            " Preprocess with that tokenizer, or set model.tokenizer to the tokenizer of the data."
         )
 
 
 @cache
-def _hash_of(folder: Path) -> str:
+def _tokenizer_hash(folder: Path) -> str:
     return tokenizer_hash(open_tokenizer(folder))

@@ -1,4 +1,4 @@
-"""A training checkpoint as Hugging Face folders: the model, and the critic that was trained beside it."""
+"""Export of a training checkpoint to Hugging Face folders: the model and the critic."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from msrl.checkpoint.source import ShardedSource
 
 
-def final(saved: SavedTraining, *, keep_best: bool) -> tuple[SavedTraining, str]:
-    """The checkpoint whose model a training ends with, and what is to be said of it: the one of the best evaluation where that is kept."""
+def final_checkpoint(saved: SavedTraining, *, keep_best: bool) -> tuple[SavedTraining, str]:
+    """Return the checkpoint to export and a note on it: the best evaluation's if `keep_best`, otherwise the last."""
     best = Best.of(saved.state()["extra"]) if keep_best else None
     if best is None or best.step == saved.step or best.step not in saved_steps(saved.root):
         return saved, ""
@@ -29,10 +29,9 @@ def final(saved: SavedTraining, *, keep_best: bool) -> tuple[SavedTraining, str]
 
 
 def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, hf_dir: Path | None = None) -> Path:
-    """Write the model of a checkpoint to `target` (replaced when a run was resumed and exports again).
+    """Write the model of a checkpoint to `target`, replacing an earlier export.
 
-    `base` has the weights that the checkpoint's adapters belong to, where it has adapters alone; `hf_dir` has config and tokenizer for a
-    base that brings none.
+    `base` holds the weights that a checkpoint of adapters belongs to. `hf_dir` holds config and tokenizer for a base without them.
     """
     from msrl.checkpoint.adapters.megatron import read_mcore_lora
     from msrl.checkpoint.adapters.merge import MergedSource
@@ -53,7 +52,7 @@ def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, h
 
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
-    """A folder to write in place of `target`, which stays as it is until the new one is whole."""
+    """Yield a folder that replaces `target` once it is complete."""
     fresh = target.with_name(f"{target.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     yield fresh
@@ -62,7 +61,7 @@ def _replacing(target: Path) -> Iterator[Path]:
 
 
 def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path) -> Path:
-    """Write the critic of a checkpoint, of this shape, as a classifier with one label; `hf_dir` has the config that it started from."""
+    """Write the critic of a checkpoint as a sequence classifier with one label. `hf_dir` holds the config that it started from."""
     from msrl.checkpoint.convert import write_hf
     from msrl.checkpoint.hf.folder import copy_sidecars
 
@@ -77,10 +76,10 @@ def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path
 
 
 def _critic(saved: SavedTraining, shape: Shape, hf_dir: Path) -> ShardedSource:
-    """The critic's weights in the files of all ranks."""
+    """Return the critic's weights from the files of all ranks."""
     from msrl.checkpoint.source import ShardedSource
     from msrl.trainer.checkpointing.publish import critic_weights
 
-    cut = ParallelLayout.from_json(saved.state()["cut"])
-    shards = {at: critic_weights(saved.training_dir, at) for at in cut.ranks()}
-    return ShardedSource(shape, cut, shards, hf_dir, str(saved.training_dir))
+    layout = ParallelLayout.from_json(saved.state()["cut"])
+    shards = {at: critic_weights(saved.training_dir, at) for at in layout.ranks()}
+    return ShardedSource(shape, layout, shards, hf_dir, str(saved.training_dir))

@@ -1,4 +1,4 @@
-"""Verification of everything that a command loads, before engines and ranks are started: each file is read once, on this machine."""
+"""Verification of the files that a command loads, before engines and ranks start. Each file is read once, on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msrl.tracking.progress import progress
 if TYPE_CHECKING:
     from msrl.checkpoint.integrity import FileCheck
 
-SHOWN_BYTES = 1 << 28  # with less to read, progress is not shown: it takes a second or two from slow disks too
+SHOWN_BYTES = 1 << 28  # smaller amounts take at most seconds and show no progress bar
 
 
 def verify_models(folders: Iterable[Path]) -> None:
@@ -23,7 +23,7 @@ def verify_models(folders: Iterable[Path]) -> None:
 
 
 def verify_files(checks: list[FileCheck]) -> None:
-    """Verify files, with a progress bar where there is much to read. Raises MsrlError as `refuse_damaged` does."""
+    """Verify files, with a progress bar if there is much to read. Raises MsrlError as `refuse_damaged` does."""
     from msrl.checkpoint.integrity import refuse_damaged
 
     num_bytes = sum(check.num_bytes for check in checks)

@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGHUP: they end a training after its current step, with a checkpoint.
+"""Ctrl-C, SIGTERM and SIGHUP end a training after its current step, with a checkpoint.
 
-A second Ctrl-C or SIGTERM, or one before the first step, ends it at once. Some senders repeat themselves: timeout(1) sends SIGTERM to its
-command, and then to the command's whole group. So SIGTERM that comes again within a moment is the same one. SIGHUP only asks for the end: a
-terminal that is closed while a training saves must not end it at once. Under nohup(1), SIGHUP stays ignored.
+A second Ctrl-C or SIGTERM, or one before the first step, ends it immediately. timeout(1) sends SIGTERM to its command and then to the
+command's process group, so a repeated SIGTERM within a second counts as one signal. SIGHUP never counts as the second signal: a terminal
+may close while a training saves. Under nohup(1), SIGHUP stays ignored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from msrl.trainer.checkpointing.resume import SavedTraining
 _MOMENT_S = 1.0
 
 
-class _Heard:
-    """When a signal was heard first."""
+class _FirstSignal:
+    """Time of the first signal."""
 
     def __init__(self) -> None:
         self._at: float | None = None
 
     def is_same(self, number: int) -> bool:
-        """Return True if this signal asks for nothing that the first one has not asked for."""
+        """Return True if this signal repeats the first one's request."""
         now = time.monotonic()
         if self._at is None:
             self._at = now
@@ -38,7 +38,7 @@ class _Heard:
 
 
 class _Handlers:
-    """While entered, `handle` answers the signals that ask for the end of the run."""
+    """Context in which `handle` handles the signals that end a run."""
 
     def __enter__(self) -> None:
         numbers = [signal.SIGINT, signal.SIGTERM]
@@ -55,10 +55,10 @@ class _Handlers:
 
 
 class EndAtOnce:
-    """While entered, the signals are a KeyboardInterrupt: there is nothing to save yet."""
+    """Context in which the signals raise KeyboardInterrupt, because there is nothing to save yet."""
 
     def __init__(self) -> None:
-        self._heard = _Heard()
+        self._first = _FirstSignal()
         self._handlers = _Handlers(self._end)
 
     def __enter__(self) -> EndAtOnce:
@@ -69,16 +69,16 @@ class EndAtOnce:
         self._handlers.__exit__()
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        if not self._heard.is_same(number):
+        if not self._first.is_same(number):
             raise KeyboardInterrupt
 
 
 class Interrupts:
-    """While entered, notes the first signal in `asked` (and calls `then`), and lets the second one through as KeyboardInterrupt."""
+    """Context that records the first signal in `asked` and calls `then`; a second signal raises KeyboardInterrupt."""
 
     def __init__(self, then: Callable[[], None] | None = None) -> None:
         self.asked = False
-        self._heard = _Heard()
+        self._first = _FirstSignal()
         self._handlers = _Handlers(self._note)
         self._then = then
 
@@ -90,18 +90,18 @@ class Interrupts:
         self._handlers.__exit__()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._heard.is_same(number):
+        if self._first.is_same(number):
             return
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        print("stopping after this step, with a checkpoint; once more stops at once", file=sys.stderr, flush=True)
+        print("Stopping after this step with a checkpoint. A second signal stops immediately.", file=sys.stderr, flush=True)
         if self._then is not None:
             self._then()
 
 
 class _LastingStream:
-    """A text stream whose reader may end (a closed terminal, a `tee` that the same signal ended): later output is dropped."""
+    """Text stream whose reader may end: a closed terminal, or a `tee` that received the same signal. Later output is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -144,7 +144,7 @@ class _LastingStream:
 
 @contextlib.contextmanager
 def lasting_output() -> Generator[None, None, None]:
-    """Standard output and standard error that do not end the run when nothing reads them any longer."""
+    """Keep the run alive when nothing reads standard output or standard error any longer."""
     before = sys.stdout, sys.stderr
     streams = [_LastingStream(stream) for stream in before]
     sys.stdout, sys.stderr = streams  # pyright: ignore[reportAttributeAccessIssue]
@@ -157,8 +157,8 @@ def lasting_output() -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def children_deaf_to_interrupts() -> Generator[None, None, None]:
-    """Processes that are started within it don't hear Ctrl-C, which a terminal sends to all: only this one decides what it stops."""
+def children_ignore_interrupts() -> Generator[None, None, None]:
+    """Start processes that ignore Ctrl-C, which a terminal sends to the whole group. Only this process decides what it stops."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -166,6 +166,6 @@ def children_deaf_to_interrupts() -> Generator[None, None, None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def was_cut_short(asked: bool, saved: SavedTraining | None, num_steps: int) -> bool:
-    """Whether a training that was asked to end did so before its last step: asked during that one, it is done."""
+def was_stopped_early(asked: bool, saved: SavedTraining | None, num_steps: int) -> bool:
+    """Return True if a signal ended the training before its last step. A signal during the last step does not."""
     return asked and (saved is None or saved.step < num_steps)

@@ -1,4 +1,4 @@
-"""Whether a training fits into the memory of the devices, before any is asked for."""
+"""Check that a training fits into the memory of the devices, before any device is requested."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from msrl.platforms.base import Platform
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a training's memory stands to a device's, when passes are as full as the configuration allows (`memory`, `needed`), and however
-    short they turn out (`least`, `certain`).
+    """Memory of a training compared with the device.
+
+    `memory` and `needed` assume micro-batches as full as the configuration allows, `least` and `certain` the shortest possible ones.
     """
 
     memory: Memory
@@ -28,26 +29,28 @@ class Fit:
 
     @property
     def level(self) -> Literal["ok", "note", "wrong"]:
-        """wrong: it cannot fit; note: it might not, when passes are as full as the configuration allows."""
-        return "wrong" if self.certain > self.total else "note" if self.needed > self.total else "ok"
+        """`wrong`: the training cannot fit. `note`: it may not fit if micro-batches are as full as the configuration allows."""
+        if self.certain > self.total:
+            return "wrong"
+        return "note" if self.needed > self.total else "ok"
 
     @property
     def shown(self) -> Memory:
-        """The one that a message is about."""
+        """Memory that a message describes."""
         return self.least if self.level == "wrong" else self.memory
 
     @property
     def head(self) -> str:
-        """What is needed and what is there."""
+        """Needed and available memory as text."""
         if self.level == "wrong":
-            return f"the run takes {bytes_text(self.certain)} or more, and there are {bytes_text(self.total)}"
-        return f"the run takes at most {bytes_text(self.needed)} of {bytes_text(self.total)}"
+            return f"the run needs at least {bytes_text(self.certain)} of {bytes_text(self.total)}"
+        return f"the run needs at most {bytes_text(self.needed)} of {bytes_text(self.total)}"
 
 
 def fit(config: Config, command: str, platform: Platform, *, longest: int | None = None) -> Fit | None:
-    """The memory of a training on this machine's devices; None where the model or the device's memory cannot be told.
+    """Return the memory of a training on this machine's devices; None if the model or the device's memory is unknown.
 
-    `longest`: tokens of the longest row that is certain to be trained on.
+    `longest` is the length in tokens of the longest row that is certainly trained on.
     """
     shape, total = model_shape(config), platform.memory_bytes()
     if shape is None or total is None:
@@ -62,7 +65,7 @@ def fit(config: Config, command: str, platform: Platform, *, longest: int | None
 
 
 def _least(memory: Memory, config: Config, shape: Shape, command: str, longest: int | None) -> Memory:
-    """With a pass over the longest row alone, or, where no row is certain to be long, without activations."""
+    """Return the memory with a micro-batch of the longest row alone, or without activations if no row length is certain."""
     if longest is None or command == "train-grpo":
         return replace(memory, activations=0, working=0, logits=0, forward=0)
     alone = config.train.model_copy(update={"micro_batch": 1, "max_tokens_per_micro_batch": None})
@@ -77,7 +80,7 @@ def _with_engine(memory: Memory, config: Config, shape: Shape, command: str, pla
 
 
 def _on_machine(memory: Memory, config: Config, platform: Platform) -> int:
-    """Bytes that are counted against `Platform.memory_bytes`."""
+    """Return the bytes that count against `Platform.memory_bytes`."""
     if not platform.shares_main_memory:
         return memory.peak
     ranks, engine = world_size(config) // config.cluster.nodes, config.rollout.engine
@@ -85,40 +88,38 @@ def _on_machine(memory: Memory, config: Config, platform: Platform) -> int:
     return alone.training * ranks + memory.engine * engine.tp * engine.dp
 
 
-def cures(config: Config, found: Fit) -> str:
-    """What would make the largest parts smaller, of what is not done yet."""
-    train, memory = config.train, found.shown
-    helps = {"raise train.parallel.tp or pp": memory.weights + memory.gradients + memory.optimizer}
+def remedies(config: Config, memory_fit: Fit) -> str:
+    """Return the settings that would reduce the largest parts and are not used yet."""
+    train, memory = config.train, memory_fit.shown
+    savings = {"raise train.parallel.tp or pp": memory.weights + memory.gradients + memory.optimizer}
     if not train.offload.optimizer:
-        helps["set train.offload.optimizer"] = memory.optimizer
+        savings["set train.offload.optimizer"] = memory.optimizer
     if train.recompute.granularity != "full":
-        helps["set train.recompute.granularity: full"] = memory.activations
+        savings["set train.recompute.granularity: full"] = memory.activations
     if train.chunk is None:
-        helps["set train.chunk, such as 1024"] = memory.logits
-    if found.level != "wrong" and (train.micro_batch > 1 or train.max_tokens_per_micro_batch is not None):
+        savings["set train.chunk, such as 1024"] = memory.logits
+    if memory_fit.level != "wrong" and (train.micro_batch > 1 or train.max_tokens_per_micro_batch is not None):
         key = "micro_batch" if train.max_tokens_per_micro_batch is None else "max_tokens_per_micro_batch"
-        helps[f"lower train.{key}"] = memory.activations + memory.logits
-    helps["lower rollout.engine.memory_fraction or kv_cache_bytes"] = memory.kv_cache
-    best = sorted((cure for cure, size in helps.items() if size), key=lambda cure: helps[cure], reverse=True)
+        savings[f"lower train.{key}"] = memory.activations + memory.logits
+    savings["lower rollout.engine.memory_fraction or kv_cache_bytes"] = memory.kv_cache
+    best = sorted((remedy for remedy, size in savings.items() if size), key=lambda remedy: savings[remedy], reverse=True)
     return ", or ".join(best[:3])
 
 
 def check_memory(config: Config, command: str, platform: Platform, *, longest: int | None = None) -> None:
-    """Raises MsrlError for a training that cannot fit. On CPU, and where only the fullest passes would not fit, that is said instead."""
-    found = fit(config, command, platform, longest=longest)
-    if found is None or found.level == "ok":
+    """Raise MsrlError for a training that cannot fit. On CPU, or if only full micro-batches would not fit, print a warning."""
+    memory_fit = fit(config, command, platform, longest=longest)
+    if memory_fit is None or memory_fit.level == "ok":
         return
-    parts = ", ".join(
-        f"{name} {bytes_text(size)}" for name, size in (found.least if found.level == "wrong" else found.memory).rows().items()
-    )
-    message = f"memory: {found.head}; {cures(config, found)} (the fullest device: {parts})"
-    if found.level == "wrong" and not platform.shares_main_memory:
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in memory_fit.shown.rows().items())
+    message = f"memory: {memory_fit.head}; {remedies(config, memory_fit)} (the fullest device: {parts})"
+    if memory_fit.level == "wrong" and not platform.shares_main_memory:
         raise MsrlError(message)
     print(f"warning: {message}", file=sys.stderr)
 
 
-def finding(found: Fit, config: Config) -> tuple[Literal["ok", "note", "wrong"], str, str]:
-    """What doctor says: how the training stands to the device, and the table."""
-    cure = "" if found.level == "ok" else f"; {cures(config, found)}"
-    lines = "\n".join(f"         {line}" for line in table(found.memory.rows()))
-    return found.level, "memory", f"{found.head}{cure}; on the fullest device:\n{lines}"
+def finding(memory_fit: Fit, config: Config) -> tuple[Literal["ok", "note", "wrong"], str, str]:
+    """Return level, subject and text of doctor's finding on memory."""
+    remedy = "" if memory_fit.level == "ok" else f"; {remedies(config, memory_fit)}"
+    lines = "\n".join(f"         {line}" for line in table(memory_fit.memory.rows()))
+    return memory_fit.level, "memory", f"{memory_fit.head}{remedy}; on the fullest device:\n{lines}"

@@ -1,4 +1,4 @@
-"""The share of the devices' peak that an update reaches (MFU)."""
+"""Model FLOPs utilization (MFU): the share of the devices' peak that an update reaches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msrl.platforms.base import Platform
 def mfu(
     shape: Shape, config: Config, platform: Platform, rows: Sequence[Sequences], num_trained: int, seconds: float, *, passes: int = 1
 ) -> dict[str, float]:
-    """`perf/mfu` of `passes` times through all ranks' rows in `seconds`; empty where the peak of the device is not known."""
+    """Return `perf/mfu` of `passes` passes over all ranks' rows in `seconds`; empty if the peak of the device is unknown."""
     peak = platform.peak_flops(config.model.dtype)
     if peak is None:
         return {}

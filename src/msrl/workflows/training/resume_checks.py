@@ -1,8 +1,7 @@
-"""What a training that goes on has in common with the one that saved: model, adapters, and the contents of its data; where weights that
-are not in its checkpoints count (the base of adapters, a reference), the contents of these.
+"""Resume checks: a resumed training must have the same model, adapters and data contents as the one that saved the checkpoint.
 
-A checkpoint remembers it beside the order of the rows (`common.order_state`). What is not as it was would make another training of it
-without a word; the schedule of learning rates may change, and that is said.
+Weights that checkpoints do not hold (the base of adapters, a reference) are compared by contents too. A checkpoint stores these values
+beside the order of the rows (`settings.order_state`). The learning rate schedule may change; a change is reported.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.workflows.training.settings import hf_files, weights_path
 
-_SFT_KEYS = ("handler", "seq_length", "too_long", "pack", "eval_fraction")  # of data: they make the rows
+_SFT_KEYS = ("handler", "seq_length", "too_long", "pack", "eval_fraction")  # keys of `data` that determine the rows
 
 
 def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str, Any]:
-    """What a checkpoint of a training by `command` has to hold; reads the beginnings and ends of its data, and of weights that count."""
+    """Return the values that a checkpoint of `command` stores for later checks. Reads the beginning and end of data and weight files."""
     prefixes = {"data.train": config.data.train} if config.data.train else {f"data.blend.{prefix}": prefix for prefix in config.data.blend}
     lora = config.train.lora
     keys: dict[str, Any] = {
@@ -47,7 +46,11 @@ def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str,
 
 
 def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
-    """Raises MsrlError that names every key which is not as it was; `now` is what `remembered` says of the training that goes on."""
+    """Compare a checkpoint with the values that `remembered` returns for the resumed training.
+
+    Raises:
+        MsrlError: with every key that has changed.
+    """
     before: Mapping[str, Any] = saved.state()["extra"].get("remembered", {"keys": {}, "contents": {}})
     keys, contents = now["remembered"]["keys"], now["remembered"]["contents"]
     changed = [
@@ -55,32 +58,30 @@ def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
         for key, value in keys.items()
         if key in before["keys"] and before["keys"][key] != value
     ]
-    changed += [f"{key} (its contents are others)" for key, value in contents.items() if before["contents"].get(key, value) != value]
+    changed += [f"{key} (its contents have changed)" for key, value in contents.items() if before["contents"].get(key, value) != value]
     if changed:
         raise MsrlError(
-            f"checkpoint.resume: step {saved.step} in {saved.root} is of another training, because of {', '.join(changed)};"
-            " set it back, or start a new run with checkpoint.load"
+            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root}, because these have changed: {', '.join(changed)}."
+            " Restore them, or start a new run with checkpoint.load."
         )
 
 
-def say_schedule(saved: SavedTraining | None, schedule: Schedule, next_update: int) -> None:
-    """Say where the next update's learning rate is not what the checkpoint's own schedule has there, and that a run is too short for its
-    warm-up.
-    """
+def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update: int) -> None:
+    """Print a note if the learning rate schedule has changed since the checkpoint, or if the run is shorter than its warm-up."""
     if schedule.warmup_updates + schedule.decay_updates > schedule.num_updates:
         parts = "warm-up" + (" and decay" if schedule.decay_updates else "")
         last = f"its last learning rate is {schedule.at(schedule.num_updates - 1):.1e}"
-        print(f"train.optimizer: {parts} take more than the {schedule.num_updates} updates of this run; {last}", file=sys.stderr)
+        print(f"train.optimizer: {parts} take more updates than the {schedule.num_updates} of this run; {last}", file=sys.stderr)
     before = saved.state()["extra"].get("remembered") if saved else None
     if before is None:
         return
     was, now = Schedule(**before["schedule"]).at(next_update), schedule.at(next_update)
     if was != now:
-        print(f"the schedule of learning rates has changed: the next update has {now:.2e}, where it was to be {was:.2e}", file=sys.stderr)
+        print(f"The learning rate schedule has changed: the next update uses {now:.2e} instead of {was:.2e}", file=sys.stderr)
 
 
 def _weight_files(folder: Path) -> list[tuple[str, Path]]:
-    """The weights of a Hugging Face folder, or of the latest iteration of an mcore checkpoint, by their names."""
+    """Return the weight files of a Hugging Face folder, or of the latest iteration of an mcore checkpoint, with their names."""
     if (folder / TRACKER).is_file():
         folder = iteration_dir(folder, latest_iteration(folder))
         files = [path for path in folder.rglob("*") if path.is_file()]
@@ -96,4 +97,6 @@ def _described(shape: Shape) -> str:
 def _text(value: object) -> str:
     if value is None:
         return "unset"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""What both trainings keep of a run: its folder, its trackers, and the report at the end."""
+"""Log of a run that both trainings use: run folder, trackers and the final report."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from msrl.workflows.training.settings import run_path
 
 
 def checkpoint_root(config: Config) -> Path:
-    """Where the run's checkpoints go; absolute, since workers may run elsewhere."""
+    """Return the folder of the run's checkpoints. It is absolute, because workers may have another working directory."""
     return (Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints").absolute()
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, in words: `1 engine`, `2 engines`."""
+    """Return a count with its noun: `1 engine`, `2 engines`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class RunLog:
-    """An open run: takes the report of every step; on a clean end it writes the summary and the curves."""
+    """An open run: it logs the report of every step, and writes the summary and the curves after a clean end."""
 
     def __init__(self, config: Config, *, num_steps: int, start_step: int, curves: Sequence[str]) -> None:
         self._folder = RunFolder.create(
@@ -42,8 +42,8 @@ class RunLog:
         resumed_step = start_step if config.checkpoint.resume != "none" else None
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
         if metrics.num_dropped:
-            print(f"{metrics.path}: left out {metrics.num_dropped} steps that are done again", file=sys.stderr)
-        self.has_reports = bool(read_metrics(self.path))  # of an attempt that goes on here
+            print(f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the resume", file=sys.stderr)
+        self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
         trackers = [
             metrics,
             StepConsole(num_steps, every_steps=config.log.every_steps),
@@ -51,20 +51,20 @@ class RunLog:
         ]
         self._trackers = Trackers(trackers)
 
-    def say(self, text: str) -> None:
-        """A line on standard error, about what takes long enough to be wondered at."""
+    def note(self, text: str) -> None:
+        """Print a line on standard error before work that takes long."""
         print(text, file=sys.stderr, flush=True)
 
     def log(self, report: StepReport) -> None:
-        """Raises MsrlError where the disk does not take it."""
-        with self._written(f"what step {report.step} reported"):
+        """Log the report of a step. Raises MsrlError if it cannot be written."""
+        with self._writing(f"the report of step {report.step}"):
             self._trackers.log(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Write report.md and the curves, and print where the results are. Raises MsrlError where the disk does not take them."""
+        """Write report.md and the curves, and print the results. Raises MsrlError if they cannot be written."""
         reports = read_metrics(self.path)
         if reports:
-            with self._written("the report", "the training is done and its checkpoints are whole"):
+            with self._writing("the report", "The training is done and its checkpoints are complete."):
                 report = write_report(self.path, summarize(reports), results=results)
                 plot_metrics(reports, self._curves, self.path / "curves.png", title=self.path.name)
             results = {**results, "report": str(report)}
@@ -72,22 +72,22 @@ class RunLog:
             print(f"{name}: {value}")
 
     @contextmanager
-    def _written(self, what: str, advice: str = "make room, and go on with --resume auto") -> Iterator[None]:
-        """Around what writes to the run's folder."""
+    def _writing(self, content: str, advice: str = "Free some space, and resume with --resume auto.") -> Iterator[None]:
+        """Turn an OSError of writing to the run folder into an MsrlError."""
         try:
             yield
         except OSError as error:
-            raise MsrlError(f"{self.path}: {what} could not be written ({error.strerror or error}); {advice}") from error
+            raise MsrlError(f"{self.path}: {content} could not be written ({error.strerror or error}). {advice}") from error
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            with self._written("the last that was reported"):
+            with self._writing("the last reports"):
                 self._trackers.close()
         except MsrlError:
-            if error is None:  # else the same once more, after the first time has been said
+            if error is None:  # otherwise the first error is reported
                 raise
         finally:
             self._folder.close()

@@ -1,4 +1,4 @@
-"""What the training workflows read from the configuration, each in one place."""
+"""Values that the training workflows derive from the configuration: paths, rank settings, schedules, retention."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from msrl.workflows.training.best import Best
 
 
 def weights_path(config: Config) -> Path:
-    """The folder that the weights start from; absolute, since workers may run elsewhere."""
+    """Return the folder of the initial weights. It is absolute, because workers may have another working directory."""
     path = config.checkpoint.load or config.model.path
     if path is None:
-        raise MsrlError("model.path: not set; name a Hugging Face folder or an mcore checkpoint")
+        raise MsrlError("model.path: not set. Name a Hugging Face folder or an mcore checkpoint.")
     return Path(path).absolute()
 
 
 def loaded_models(config: Config, command: str, resume: SavedTraining | None) -> list[Path]:
-    """Return the folders that a training loads weights from, without a checkpoint to resume from: that one is verified by itself."""
+    """Return the folders that a training loads weights from, except the checkpoint to resume from, which is verified elsewhere."""
     is_grpo = command == "train-grpo"
     folders = list[Path]()
     if resume is None or config.train.lora.rank is not None or (is_grpo and needs_reference(config)):
@@ -44,13 +44,13 @@ def loaded_models(config: Config, command: str, resume: SavedTraining | None) ->
 
 
 def hf_files(config: Config) -> Path:
-    """The folder with config.json and tokenizer that goes with the weights: their own, or what a conversion carried along.
+    """Return the folder with the config.json and tokenizer of the weights: their own, or the copy that a conversion made.
 
-    A checkpoint of other systems has neither: then it is `model.path`.
+    For a checkpoint of another system, which has neither, it is `model.path`.
     """
     weights = weights_path(config)
-    places = [weights, weights / "hf", *([Path(config.model.path).absolute()] if config.model.path else [])]
-    return next((place for place in places if (place / "config.json").is_file()), weights / "hf")
+    folders = [weights, weights / "hf", *([Path(config.model.path).absolute()] if config.model.path else [])]
+    return next((folder for folder in folders if (folder / "config.json").is_file()), weights / "hf")
 
 
 def tokenizer_path(config: Config) -> Path:
@@ -58,12 +58,16 @@ def tokenizer_path(config: Config) -> Path:
 
 
 def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
-    """The workflow's own state in a checkpoint: where in the data the run is, follows from it and the step."""
+    """Return the data order for a checkpoint's state. With the step it determines the position in the data."""
     return {"order": asdict(order)}
 
 
 def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_step: str) -> None:
-    """The run that goes on reads the rows that the saved one would have. Raises MsrlError that names what is not as it was."""
+    """Check that a resumed run reads the rows that the saved run would have read next.
+
+    Raises:
+        MsrlError: with every key that has changed.
+    """
     keys = {
         "num_rows": "data.train",
         "weights": "data.blend",
@@ -71,28 +75,28 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
         "seed": "run.seed",
         "shuffle": "data.shuffle",
     }
-    asked = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(order).items()}
-    before = saved.state()["extra"].get("order", asked)
+    current = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(order).items()}
+    before = saved.state()["extra"].get("order", current)
     unit = {"num_rows": " rows", "rows_per_step": " rows"}
     changed = [
         f"{keys[name]} (was {written(before.get(name))}{unit.get(name, '')}, is {written(now)})"
-        for name, now in asked.items()
+        for name, now in current.items()
         if before.get(name) != now
     ]
     if changed:
         raise MsrlError(
-            f"checkpoint.resume: step {saved.step} in {saved.root} would not go on with the rows that come next, because of"
-            f" {', '.join(changed)}; set it back, or start a new run with checkpoint.load"
+            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root} with the same rows, because these have changed:"
+            f" {', '.join(changed)}. Restore them, or start a new run with checkpoint.load."
         )
 
 
 def worker_variables(config: Config, platform: Platform) -> dict[str, str]:
-    """Environment variables of training ranks besides the platform's own: `cluster.env`, and what `run.deterministic` needs."""
+    """Return environment variables of training ranks besides the platform's: `cluster.env`, and those of `run.deterministic`."""
     return {**(platform.deterministic_environment if config.run.deterministic else {}), **config.cluster.env}
 
 
-def resumed(config: Config, root: Path) -> SavedTraining | None:
-    """The checkpoint to go on from, whose files are all as they were written; which one and why is said. Raises MsrlError."""
+def checkpoint_to_resume(config: Config, root: Path) -> SavedTraining | None:
+    """Return the newest complete checkpoint to resume from, or None, and print notes on skipped ones. Raises MsrlError."""
     saved, notes = resume_from(config.checkpoint.resume, root)
     for note in notes:
         print(note, file=sys.stderr, flush=True)
@@ -175,30 +179,30 @@ def _bad_batch_dir(config: Config) -> Path:
 
 
 def _chat_format(config: Config) -> ChatFormat | None:
-    """That of the data, where `msrl preprocess` wrote it by a template that is not the tokenizer's own."""
+    """Return the chat format of data that was preprocessed with a packaged template; None for the tokenizer's own."""
     manifest = read_manifest(config.data.train) if config.data.train is not None else None
     return ChatFormat(manifest.chat_template, manifest.stop_token_ids) if manifest is not None and manifest.chat_template else None
 
 
 def adapted_base(config: Config) -> Path | None:
-    """The weights that a checkpoint's adapters belong to; None where the model itself is trained."""
+    """Return the weights that a checkpoint's adapters belong to; None if the model itself is trained."""
     return None if config.train.lora.rank is None else weights_path(config)
 
 
 def retention(config: Config, best: Best | None) -> Retention:
-    """Which checkpoints stay, the one of the best evaluation among them if asked for."""
+    """Return which checkpoints to keep, with `checkpoint.keep_best` also that of the best evaluation."""
     max_gb = config.checkpoint.max_gb
-    kept = best.step if best is not None and config.checkpoint.keep_best else None
-    return Retention(config.checkpoint.keep, max_gb * 1e9 if max_gb is not None else None, kept)
+    best_step = best.step if best is not None and config.checkpoint.keep_best else None
+    return Retention(config.checkpoint.keep, max_gb * 1e9 if max_gb is not None else None, best_step)
 
 
 def run_path(config: Config) -> Path:
-    """The folder of the run."""
+    """Return the folder of the run."""
     return Path(config.run.dir) / config.run.name
 
 
 def policy_schedule(config: Config, num_steps: int) -> Schedule:
-    """The learning rates of the policy's updates in `num_steps` steps of reinforcement; a critic's warm-up has none."""
+    """Return the schedule of the policy's updates in `num_steps` steps; the critic's warm-up steps have none."""
     return schedule(config, (num_steps - config.algo.value.warmup_steps) * updates_per_step(config))
 
 
