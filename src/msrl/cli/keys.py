@@ -39,9 +39,19 @@ def option_key(command: str, parameter: str) -> str | None:
     return key or (f"{section}.{parameter}" if section else None)
 
 
+def _top_command(ctx: click.Context) -> str:
+    """Return the name of the command below `msrl` that this call belongs to; empty for `msrl` itself."""
+    name = ""
+    node: click.Context | None = ctx
+    while node is not None and node.parent is not None:
+        name = node.info_name or ""
+        node = node.parent
+    return name
+
+
 def configured_command(ctx: typer.Context) -> str:
     """Return the command whose settings the options of this call set: `train-sft` in `msrl train-sft`."""
-    command = "".join(ctx.command_path.split()[1:2])
+    command = _top_command(ctx)
     if command not in _ANY_COMMAND:
         return command
     target = ctx.params.get("command") or "train-sft"
