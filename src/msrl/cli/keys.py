@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import typer
@@ -39,10 +39,10 @@ def option_key(command: str, parameter: str) -> str | None:
     return key or (f"{section}.{parameter}" if section else None)
 
 
-def _top_command(ctx: click.Context) -> str:
+def _top_command(ctx: typer.Context) -> str:
     """Return the name of the command below `msrl` that this call belongs to; empty for `msrl` itself."""
     name = ""
-    node: click.Context | None = ctx
+    node: Any = ctx
     while node is not None and node.parent is not None:
         name = node.info_name or ""
         node = node.parent

@@ -25,7 +25,14 @@ from msrl.types import Prompt, SamplingParams
 from msrl.workflows.training import resume_checks as resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.run_log import checkpoint_root
-from msrl.workflows.training.settings import check_order, hf_files, order_state, policy_schedule, tokenizer_path
+from msrl.workflows.training.settings import (
+    check_order,
+    checkpoint_to_resume,
+    hf_files,
+    order_state,
+    policy_schedule,
+    tokenizer_path,
+)
 
 
 @dataclass(frozen=True)
