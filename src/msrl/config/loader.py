@@ -66,7 +66,11 @@ class Resolved:
 
     def is_set(self, key: str) -> bool:
         """Whether a file, `--set` or a flag gave this key (or a key below it)."""
-        return any(origin.is_given for name, origin in self.origins.items() if name == key or name.startswith(f"{key}."))
+        return any(
+            origin.is_given
+            for name, origin in self.origins.items()
+            if name == key or name.startswith(f"{key}.")
+        )
 
     def value(self, key: str) -> Any:
         """The value in force of a dotted key, lists and free mappings (`cluster.env.NAME`) included."""
@@ -75,15 +79,23 @@ class Resolved:
             if isinstance(value, tuple):
                 value = cast("tuple[Any, ...]", value)[int(part)]
             else:
-                value = cast("dict[str, Any]", value)[part] if isinstance(value, dict) else getattr(value, part)
+                value = (
+                    cast("dict[str, Any]", value)[part]
+                    if isinstance(value, dict)
+                    else getattr(value, part)
+                )
         return value
 
     def mistake(self, key: str, message: str) -> str:
         """`file:line: key=value: message`."""
         value = self.value(key)
         text = "" if value is None else f"={written(value)}"
-        origin = self.origins.get(key) or next((self.origins[name] for name in self.origins if name.startswith(f"{key}.")), DEFAULT)
-        return f"{key}{text}: {message}" if origin == DEFAULT else f"{origin}: {key}{text}: {message}"
+        origin = self.origins.get(key) or next(
+            (self.origins[name] for name in self.origins if name.startswith(f"{key}.")), DEFAULT
+        )
+        return (
+            f"{key}{text}: {message}" if origin == DEFAULT else f"{origin}: {key}{text}: {message}"
+        )
 
 
 def load(
@@ -190,7 +202,11 @@ def _validated(tree: Node) -> tuple[Config | None, list[str]]:
     try:
         return Config.model_validate(plain(tree)), []
     except ValidationError as error:
-        as_text = [finding["loc"] for finding in error.errors(include_url=False) if finding["type"] == "string_type"]
+        as_text = [
+            finding["loc"]
+            for finding in error.errors(include_url=False)
+            if finding["type"] == "string_type"
+        ]
         retold = tree
         for loc in as_text:
             node = node_at(tree, loc)
@@ -206,9 +222,16 @@ def _replace(tree: Node, loc: Sequence[int | str], new: Node) -> Node:
         return new
     key, rest = loc[0], loc[1:]
     if isinstance(tree.value, dict):
-        return Node({**tree.value, str(key): _replace(tree.value[str(key)], rest, new)}, tree.origin)
+        return Node(
+            {**tree.value, str(key): _replace(tree.value[str(key)], rest, new)}, tree.origin
+        )
     if isinstance(tree.value, tuple):
-        return Node(tuple(_replace(item, rest, new) if i == key else item for i, item in enumerate(tree.value)), tree.origin)
+        return Node(
+            tuple(
+                _replace(item, rest, new) if i == key else item for i, item in enumerate(tree.value)
+            ),
+            tree.origin,
+        )
     return tree
 
 
@@ -219,7 +242,9 @@ def _origins(tree: Node, prefix: str = "") -> dict[str, Origin]:
         children = tree.value
     elif isinstance(tree.value, tuple):
         children = {str(i): item for i, item in enumerate(tree.value)}
-    found = {} if (isinstance(tree.value, dict) and children) or not prefix else {prefix: tree.origin}
+    found = (
+        {} if (isinstance(tree.value, dict) and children) or not prefix else {prefix: tree.origin}
+    )
     for key, child in children.items():
         found.update(_origins(child, f"{prefix}.{key}" if prefix else key))
     return found

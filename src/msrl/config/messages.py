@@ -24,7 +24,10 @@ def lines(error: ValidationError, tree: Node) -> list[str]:
     for finding in error.errors(include_url=False):
         loc = finding["loc"] if finding["type"] == "missing" else _within(finding["loc"], tree)
         findings.setdefault(loc, []).append(finding)
-    return [_line(loc, findings[loc], tree) for loc in sorted(findings, key=lambda loc: _place(loc, tree))]
+    return [
+        _line(loc, findings[loc], tree)
+        for loc in sorted(findings, key=lambda loc: _place(loc, tree))
+    ]
 
 
 def _place(loc: Loc, tree: Node) -> tuple[str, int]:
@@ -38,7 +41,12 @@ def node_at(tree: Node, loc: Iterable[int | str]) -> Node | None:
     for key in loc:
         if isinstance(node, Node) and isinstance(node.value, dict):
             node = node.value.get(str(key))
-        elif isinstance(node, Node) and isinstance(node.value, tuple) and isinstance(key, int) and key < len(node.value):
+        elif (
+            isinstance(node, Node)
+            and isinstance(node.value, tuple)
+            and isinstance(key, int)
+            and key < len(node.value)
+        ):
             node = node.value[key]
         else:
             return None
@@ -58,7 +66,13 @@ def written(value: object) -> str:
     elif isinstance(value, (dict, list, tuple, BaseModel)):
         text = flow(cast("object", value))
     else:
-        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        text = (
+            "null"
+            if value is None
+            else str(value).lower()
+            if isinstance(value, bool)
+            else str(value)
+        )
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -74,7 +88,9 @@ def _line(loc: Loc, findings: list[Mapping[str, Any]], tree: Node) -> str:
     node = node_at(tree, loc)
     if node is None:
         parent = node_at(tree, loc[:-1]) or tree
-        return f"{parent.origin}: {key}: is missing" + (f"; {description(loc)}" if description(loc) else "")
+        return f"{parent.origin}: {key}: is missing" + (
+            f"; {description(loc)}" if description(loc) else ""
+        )
     head = f"{node.origin}: {key}" + ("" if isinstance(node.value, dict) else f"={show(node)}")
     later = not_yet(key, node.value)
     if later:
@@ -97,14 +113,24 @@ def _allowed(finding: Mapping[str, Any], loc: Loc) -> str:
         return _WORDS[kind]
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         bound = context.get("gt", context.get("ge", context.get("lt", context.get("le"))))
-        return f"{_BOUNDS[kind]} {bound}" if isinstance(bound, int) else f"{_BOUNDS[kind]} {bound:g}"
+        return (
+            f"{_BOUNDS[kind]} {bound}" if isinstance(bound, int) else f"{_BOUNDS[kind]} {bound:g}"
+        )
     if kind == "literal_error":
-        return " or ".join(_choices(context)) if len(_choices(context)) < 3 else "one of " + ", ".join(_choices(context))
+        return (
+            " or ".join(_choices(context))
+            if len(_choices(context)) < 3
+            else "one of " + ", ".join(_choices(context))
+        )
     if kind in ("too_long", "too_short"):
         return f"a list of {context.get('max_length', context.get('min_length'))} values"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         model = model_at(loc)
-        return f"a section of keys ({', '.join(model.model_fields)})" if model else f"a mapping such as {_example(loc)}"
+        return (
+            f"a section of keys ({', '.join(model.model_fields)})"
+            if model
+            else f"a mapping such as {_example(loc)}"
+        )
     return f"right: {finding['msg']}"
 
 
@@ -134,7 +160,10 @@ _BOUNDS = {
 
 
 def _choices(context: Mapping[str, Any]) -> list[str]:
-    return [part.strip().strip("'") for part in str(context.get("expected", "")).replace(" or ", ", ").split(",")]
+    return [
+        part.strip().strip("'")
+        for part in str(context.get("expected", "")).replace(" or ", ", ").split(",")
+    ]
 
 
 def _hint(finding: Mapping[str, Any], node: Node) -> str:

@@ -42,7 +42,12 @@ class Node:
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _HEX = re.compile(r"0x[0-9a-fA-F]+$")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-_SPECIAL = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
+_SPECIAL = {
+    ".inf": float("inf"),
+    "+.inf": float("inf"),
+    "-.inf": float("-inf"),
+    ".nan": float("nan"),
+}
 _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
@@ -77,7 +82,9 @@ def parse(text: str, name: str, *, located: bool = True) -> Node:
         where = f"{name}:{mark.line + 1}" if mark and located else name
         is_star = "alias" in f"{error.context} {error.problem}"
         hint = "; a text that begins with * stands in quotes, as in '*.bias'" if is_star else ""
-        raise MsrlError(f"{where}: not valid YAML: {error.problem or error.context}{hint}") from None
+        raise MsrlError(
+            f"{where}: not valid YAML: {error.problem or error.context}{hint}"
+        ) from None
     except yaml.YAMLError as error:
         raise MsrlError(f"{name}: not valid YAML: {error}") from None
     if document is None:
@@ -110,7 +117,9 @@ class _Builder:
             if isinstance(node, yaml.MappingNode):
                 return Node(dict(self._entries(node)), origin)
             if isinstance(node, yaml.SequenceNode):
-                return Node(tuple(self.node(item, item.start_mark.line) for item in node.value), origin)
+                return Node(
+                    tuple(self.node(item, item.start_mark.line) for item in node.value), origin
+                )
             plain = isinstance(node, yaml.ScalarNode) and node.style is None
             return Node(scalar(node.value) if plain else node.value, origin, node.value)
         finally:
@@ -132,7 +141,9 @@ class _Builder:
             if not isinstance(key, yaml.ScalarNode):
                 self.errors.append(f"{origin}: a key must be text")
             elif key.value == "<<" and key.style is None:
-                self.errors.append(f"{origin}: merge keys (<<) are not read; name shared files in `defaults:`")
+                self.errors.append(
+                    f"{origin}: merge keys (<<) are not read; name shared files in `defaults:`"
+                )
             elif key.value in seen:
                 first = f"; it stands in line {seen[key.value]} already" if self.lines else ""
                 self.errors.append(f"{origin}: {key.value}: given twice in one section{first}")
@@ -167,7 +178,9 @@ def _merge_items(items: tuple[Node, ...], changes: Mapping[str, Node], origin: O
     new = list(items)
     for key, node in changes.items():
         if int(key) >= len(new):
-            raise MsrlError(f"{origin}: item {key} does not exist; the list has {len(new)} items, counted from 0")
+            raise MsrlError(
+                f"{origin}: item {key} does not exist; the list has {len(new)} items, counted from 0"
+            )
         new[int(key)] = merge(new[int(key)], node)
     return Node(tuple(new), origin)
 
@@ -214,7 +227,9 @@ def from_set(assignment: str) -> Node:
     return at(path, replace(node, text="null") if node.value is None else node)
 
 
-def files_of(path: str, *, inside: Path | None = None, parents: tuple[Path, ...] = ()) -> list[Node]:
+def files_of(
+    path: str, *, inside: Path | None = None, parents: tuple[Path, ...] = ()
+) -> list[Node]:
     """The tree of a file, after those of its `defaults:`, in the order in which they are merged.
 
     `inside` is the folder that a relative path starts from. Raises MsrlError for files that are missing, circular or not sections of keys.
@@ -228,14 +243,19 @@ def files_of(path: str, *, inside: Path | None = None, parents: tuple[Path, ...]
     errors: list[str] = []
     for name in _defaults(entries.get("defaults")):
         try:
-            layers += files_of(str(name.value), inside=file.parent, parents=(*parents, file.resolve()))
+            layers += files_of(
+                str(name.value), inside=file.parent, parents=(*parents, file.resolve())
+            )
         except ManyErrors as error:
             errors += error.messages
         except MsrlError as error:
             errors.append(f"{name.origin}: defaults: {error}")
     if errors:
         raise ManyErrors(errors)
-    return [*layers, Node({key: node for key, node in entries.items() if key != "defaults"}, tree.origin)]
+    return [
+        *layers,
+        Node({key: node for key, node in entries.items() if key != "defaults"}, tree.origin),
+    ]
 
 
 def _defaults(node: Node | None) -> tuple[Node, ...]:
@@ -243,7 +263,9 @@ def _defaults(node: Node | None) -> tuple[Node, ...]:
         return ()
     if isinstance(node.value, tuple) and all(isinstance(item.value, str) for item in node.value):
         return node.value
-    raise MsrlError(f"{node.origin}: defaults: must be a list of files or of packaged names ({', '.join(packaged_names())})")
+    raise MsrlError(
+        f"{node.origin}: defaults: must be a list of files or of packaged names ({', '.join(packaged_names())})"
+    )
 
 
 def find(path: str, inside: Path | None = None) -> Path:
@@ -256,7 +278,9 @@ def find(path: str, inside: Path | None = None) -> Path:
     packaged = PACKAGED / f"{path.removesuffix('.yaml')}.yaml"
     if path.removesuffix(".yaml") in packaged_names():
         return packaged
-    raise MsrlError(f"{file}: there is no such file, nor a packaged configuration of this name; {nearest(path, packaged_names())}")
+    raise MsrlError(
+        f"{file}: there is no such file, nor a packaged configuration of this name; {nearest(path, packaged_names())}"
+    )
 
 
 def named(name: str) -> str:
@@ -268,7 +292,9 @@ def named(name: str) -> str:
     if stem in packaged_names():
         return stem
     known = [*packaged_names(), *(file.stem for file in Path("configs").glob("*.yaml"))]
-    raise MsrlError(f"--config-name={name}: neither ./configs nor msrl has a configuration of this name; {nearest(stem, known)}")
+    raise MsrlError(
+        f"--config-name={name}: neither ./configs nor msrl has a configuration of this name; {nearest(stem, known)}"
+    )
 
 
 def packaged_names() -> tuple[str, ...]:
@@ -288,6 +314,10 @@ def read(file: Path) -> Node:
     if tree.value is None:
         return Node({}, tree.origin)
     if not isinstance(tree.value, dict):
-        other = "" if file.suffix in (".yaml", ".yml") else "; scripts of other systems are read by `msrl config import`"
+        other = (
+            ""
+            if file.suffix in (".yaml", ".yml")
+            else "; scripts of other systems are read by `msrl config import`"
+        )
         raise MsrlError(f"{tree.origin}: must hold sections such as `model:` and `train:`{other}")
     return tree
