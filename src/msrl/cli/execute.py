@@ -54,11 +54,11 @@ def resolve(ctx: typer.Context, fixed: Mapping[str, object] | None = None, comma
     """Return the configuration of this call, checked for `command` if there is one. Raises ManyErrors with all mistakes."""
     from msrl.cli.configuration import load_configuration
     from msrl.config.loader import Flag
-    from msrl.config.sources import named
+    from msrl.config.sources import find_by_name
 
     files: list[str] = [*(ctx.params.get("config") or [])]
     if ctx.params.get("config_name"):
-        files.insert(0, named(ctx.params["config_name"]))
+        files.insert(0, find_by_name(ctx.params["config_name"]))
     flags = [*_flags(ctx), *(Flag(key, value, ctx.info_name or "") for key, value in (fixed or {}).items())]
     return load_configuration(files, ctx.params.get("sets") or [], flags, command)
 

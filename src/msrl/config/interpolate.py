@@ -102,7 +102,7 @@ class Interpolation:
         return Node(value, node.origin, value)
 
     def _replacement(self, node: Node, name: str | None, path: str) -> str | None:
-        """Return the text of a reference, `${` for the escape (name None), or None after an error."""
+        """Return the text of a reference, or None after an error. The escape `$${` has no name."""
         if name is None:
             return "${"
         target = self._target(node, name.strip(), path)
@@ -131,7 +131,9 @@ class Interpolation:
     def _environment(self, node: Node, name: str, path: str) -> Node | None:
         text = self.environment.get(name)
         if text is None:
-            message = f"${{env:{name}}}: this environment variable is not set; export it or write the value"
+            message = (
+                f"${{env:{name}}}: environment variable is not set; export it or write its value"
+            )
             return self._fail(node, path, message)
         if _HEADER.search(path):
             text = f"${{env:{name}}}"
