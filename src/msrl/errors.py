@@ -1,4 +1,6 @@
-"""The errors that are the user's to mend. Anything else that is raised is ours and keeps its traceback."""
+"""The errors that are the user's to mend. Anything else that is raised is ours and keeps its
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from pathlib import Path
 
 
 class MsrlError(Exception):
-    """A mistake in the user's input or environment: one message that says what, where and what to do. The command exits with 2."""
+    """A mistake in the user's input or environment: one message that says what, where and what to
+    do. The command exits with 2.
+    """
 
 
 class ManyErrors(MsrlError):  # noqa: N818 - it is what it says
@@ -20,24 +24,31 @@ class ManyErrors(MsrlError):  # noqa: N818 - it is what it says
         super().__init__("\n".join(self.messages))
 
     def __reduce__(self) -> tuple[type[ManyErrors], tuple[tuple[str, ...]]]:
-        """Itself after its way from a worker: by default it would be made anew of its one text, taken for a sequence."""
+        """Itself after its way from a worker: by default it would be made anew of its one text,
+        taken for a sequence.
+        """
         return type(self), (self.messages,)
 
 
 class VerificationError(Exception):
-    """A result of ours that failed its own proof (a conversion that is not exact, say). The command exits with 1."""
+    """A result of ours that failed its own proof (a conversion that is not exact, say). The command
+    exits with 1.
+    """
 
 
-def similar(word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]] | None = None) -> list[str]:
-    """Return up to three of the known words that `word` may stand for: by sense, by a common part, else by spelling.
+def similar(
+    word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
+    """Return up to three of the known words that `word` may stand for: by sense, by a common part,
+    else by spelling.
 
     Args:
         word: what was written.
         known: the words that exist.
         senses: words that users try, with the known ones of that meaning.
 
-    >>> similar("math", ["format", "math_verify"]), similar("em", ["exact", "code"], {"em": ["exact"]}), similar("rlo", ["rloo"])
-    (['math_verify'], ['exact'], ['rloo'])
+    >>> similar("math", ["format", "math_verify"]), similar("em", ["exact", "code"], {"em":
+    ["exact"]}), similar("rlo", ["rloo"]) (['math_verify'], ['exact'], ['rloo'])
     """
     names = sorted(known)
     plain = word.lower().replace("-", "_")
@@ -54,8 +65,11 @@ def did_you_mean(words: Sequence[str]) -> str:
     return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
 
 
-def nearest(word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]] | None = None) -> str:
-    """Return a hint that offers the known words that are similar, or lists all of them when none is.
+def nearest(
+    word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """Return a hint that offers the known words that are similar, or lists all of them when none
+    is.
 
     >>> nearest("qwen_r2", ["qwen_r1", "llama3"])
     "did you mean 'qwen_r1'?"
@@ -66,12 +80,16 @@ def nearest(word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]]
 
 
 def hub_hint(path: str) -> str:
-    """Return a hint for a missing folder that is named like a model of a hub, as in Qwen/Qwen2.5-0.5B; else nothing.
+    """Return a hint for a missing folder that is named like a model of a hub, as in
+    Qwen/Qwen2.5-0.5B; else nothing.
 
     >>> hub_hint("gone"), hub_hint("./models/gone")
     ('', '')
     """
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) or Path(path).parent.exists():
+    if (
+        not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path)
+        or Path(path).parent.exists()
+    ):
         return ""
     folder = path.rpartition("/")[2]
     return f". Models are folders on disk: download it first, for example with `hf download {path} --local-dir {folder}`"

@@ -1,7 +1,8 @@
 """Plugins by file name: `algorithms/advantages/rloo.py` is `estimator: rloo`.
 
-A plugin is a module of a plugin package; it is imported when it is used. Its main function has the name that the package
-documents, and the keyword-only parameters of that function are the plugin's options (`options:` in the configuration).
+A plugin is a module of a plugin package; it is imported when it is used. Its main function has the
+name that the package documents, and the keyword-only parameters of that function are the plugin's
+options (`options:` in the configuration).
 """
 
 from __future__ import annotations
@@ -21,19 +22,27 @@ from msrl.errors import MsrlError, nearest
 
 
 def names(package: str) -> tuple[str, ...]:
-    """The plugin names of a package such as `msrl.rewards.verifiers`, sorted; importing none of the plugins."""
+    """The plugin names of a package such as `msrl.rewards.verifiers`, sorted; importing none of the
+    plugins.
+    """
     module = importlib.import_module(package)
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_")))
+    return tuple(
+        sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_"))
+    )
 
 
 def no_plugin(package: str, name: str, aliases: Iterable[str] = ()) -> str:
-    """Return the message about a name that no plugin of the package has, with similar ones. A package may list `SENSES` of words."""
+    """Return the message about a name that no plugin of the package has, with similar ones. A
+    package may list `SENSES` of words.
+    """
     senses: Mapping[str, Sequence[str]] = getattr(importlib.import_module(package), "SENSES", {})
     return f"there is no such plugin in {package.removeprefix('msrl.')}; {nearest(name, [*names(package), *aliases], senses)}"
 
 
 def load(package: str, name: str, *, key: str) -> ModuleType:
-    """The module of plugin `name`. Raises MsrlError that names the configuration `key` when there is none."""
+    """The module of plugin `name`. Raises MsrlError that names the configuration `key` when there
+    is none.
+    """
     _require(package, name, key)
     return importlib.import_module(f"{package}.{name}")
 
@@ -44,31 +53,45 @@ def _require(package: str, name: str, key: str) -> None:
 
 
 def declaration(package: str, name: str, *, key: str) -> Declaration:
-    """Return what the file of plugin `name` declares, without importing it. Raises MsrlError like `load`."""
+    """Return what the file of plugin `name` declares, without importing it. Raises MsrlError like
+    `load`.
+    """
     _require(package, name, key)
     return _declaration(package, name)
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The options of a plugin: the keyword-only parameters of its main function that have a default."""
+    """The options of a plugin: the keyword-only parameters of its main function that have a
+    default.
+    """
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
 
 
-def check_options(function: Callable[..., Any], options: Mapping[str, object], *, key: str) -> dict[str, Any]:
-    """`options` as keyword arguments of `function`. Raises MsrlError for a name that it does not take, or a value of another type."""
+def check_options(
+    function: Callable[..., Any], options: Mapping[str, object], *, key: str
+) -> dict[str, Any]:
+    """`options` as keyword arguments of `function`. Raises MsrlError for a name that it does not
+    take, or a value of another type.
+    """
     known = options_of(function)
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise MsrlError(f"{key}.{unknown[0]}: not an option here; {nearest(unknown[0], known) if known else 'it takes none'}")
+        raise MsrlError(
+            f"{key}.{unknown[0]}: not an option here; {nearest(unknown[0], known) if known else 'it takes none'}"
+        )
     mistakes = wrong_values(function, options)
     if mistakes:
-        raise MsrlError("; ".join(f"{key}.{name}={options[name]}: {what}" for name, what in mistakes.items()))
+        raise MsrlError(
+            "; ".join(f"{key}.{name}={options[name]}: {what}" for name, what in mistakes.items())
+        )
     return dict(options)
 
 
 def wrong_values(function: Callable[..., Any], options: Mapping[str, object]) -> dict[str, str]:
-    """Return messages for option values that do not fit the annotations of the plugin's main function, by name."""
+    """Return messages for option values that do not fit the annotations of the plugin's main
+    function, by name.
+    """
     return _wrong_values(get_type_hints(function), options) if options else {}
 
 
@@ -86,7 +109,9 @@ def _wrong_values(types: Mapping[str, Any], options: Mapping[str, object]) -> di
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a plugin's file declares, read from its syntax tree: its imports, which may be heavy, do not run."""
+    """What a plugin's file declares, read from its syntax tree: its imports, which may be heavy, do
+    not run.
+    """
 
     constants: Mapping[str, object]
     aliases: Mapping[str, ast.expr]
@@ -99,20 +124,31 @@ class Declaration:
     def has_parameter(self, function: str, name: str) -> bool:
         """Return True if `function` has a parameter of this name."""
         arguments = self.functions[function].args
-        return name in {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        return name in {
+            argument.arg
+            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        }
 
     def options(self, function: str) -> dict[str, Any]:
-        """Return the types of the options of `function` by name: its keyword-only parameters that have a default."""
+        """Return the types of the options of `function` by name: its keyword-only parameters that
+        have a default.
+        """
         arguments = self.functions[function].args
         pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        return {argument.arg: self._type(argument.annotation) for argument, default in pairs if default is not None}
+        return {
+            argument.arg: self._type(argument.annotation)
+            for argument, default in pairs
+            if default is not None
+        }
 
     def wrong_values(self, function: str, options: Mapping[str, object]) -> dict[str, str]:
         """Return messages for option values that do not fit their annotations, by name."""
         return _wrong_values(self.options(function), options) if options else {}
 
     def _type(self, annotation: ast.expr | None) -> Any:
-        """Return the type that an annotation describes; Any for what is none of Python's plain types, unions and literals."""
+        """Return the type that an annotation describes; Any for what is none of Python's plain
+        types, unions and literals.
+        """
         match annotation:
             case ast.Name(id=name) if name in self.aliases:
                 return self._type(self.aliases[name])

@@ -1,7 +1,8 @@
 """What flows between the stages: frozen, one type per stage, no field filled in later.
 
-Letters: P prompt tokens, R response tokens, T = P + R tokens of a sequence, N tokens of a packed micro-batch, S sequences in it.
-Arrays are numpy: token ids int64, log-probabilities and rewards float32, masks bool.
+Letters: P prompt tokens, R response tokens, T = P + R tokens of a sequence, N tokens of a packed
+micro-batch, S sequences in it. Arrays are numpy: token ids int64, log-probabilities and rewards
+float32, masks bool.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row of a dataset as turns. `answer` is the ground truth that verifiers read; `extra` are further columns to carry."""
+    """One row of a dataset as turns. `answer` is the ground truth that verifiers read; `extra` are
+    further columns to carry.
+    """
 
     messages: tuple[Message, ...]
     answer: str | None = None
@@ -70,8 +73,12 @@ class DatasetManifest:
     eos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     truncated: int = 0
-    chat_template: str = ""  # the template as Jinja; empty where it is the tokenizer's own, and for text
-    files: Mapping[str, FileRecord] = field(default_factory=dict[str, "FileRecord"])  # by what follows the prefix in their names
+    chat_template: str = (
+        ""  # the template as Jinja; empty where it is the tokenizer's own, and for text
+    )
+    files: Mapping[str, FileRecord] = field(
+        default_factory=dict[str, "FileRecord"]
+    )  # by what follows the prefix in their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids that go to the engine as they are. `index` is the row of the dataset; `answer` is the ground truth."""
+    """Token ids that go to the engine as they are. `index` is the row of the dataset; `answer` is
+    the ground truth.
+    """
 
     index: int
     token_ids: Ints  # [P]
@@ -110,7 +119,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine sampled, the end-of-turn token included; `logprobs` are those of the sampling distribution."""
+    """What the engine sampled, the end-of-turn token included; `logprobs` are those of the sampling
+    distribution.
+    """
 
     token_ids: Ints  # [R]
     logprobs: Floats  # [R]
@@ -143,7 +154,9 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One sequence to learn from, or, where `is_learnt` is False, to leave out. Response arrays are aligned with the response tokens."""
+    """One sequence to learn from, or, where `is_learnt` is False, to leave out. Response arrays are
+    aligned with the response tokens.
+    """
 
     prompt_ids: Ints  # [P]
     response_ids: Ints  # [R]
@@ -154,11 +167,13 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences laid end to end. Everything is aligned with the token that is *predicted at* a position: labels[i] follows token_ids[i].
+    """Sequences laid end to end. Everything is aligned with the token that is *predicted at* a
+    position: labels[i] follows token_ids[i].
 
-    A position without a successor in its own sequence has loss_mask False. `fields` holds further per-position numbers of the
-    loss (advantages, weights, old_logprobs, reference_logprobs, sampler_logprobs), 0 where loss_mask is False. The last `num_padding`
-    positions, if any, belong to no sequence of the batch.
+    A position without a successor in its own sequence has loss_mask False. `fields` holds further
+    per-position numbers of the loss (advantages, weights, old_logprobs, reference_logprobs,
+    sampler_logprobs), 0 where loss_mask is False. The last `num_padding` positions, if any, belong
+    to no sequence of the batch.
     """
 
     token_ids: Ints  # [N]
@@ -171,7 +186,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step (or one iteration of reinforcement) did; metric names are `group/name`."""
+    """What one optimizer step (or one iteration of reinforcement) did; metric names are
+    `group/name`.
+    """
 
     step: int
     metrics: Mapping[str, float]

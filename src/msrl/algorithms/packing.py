@@ -1,8 +1,10 @@
-"""Packing of sequences into micro-batches without padding between them, and balancing of work over ranks.
+"""Packing of sequences into micro-batches without padding between them, and balancing of work over
+ranks.
 
-T tokens of a sequence, S sequences of a micro-batch, N tokens of it. A micro-batch is aligned with the position that predicts:
-`labels[i]` is the token after `token_ids[i]`, and per-token values [T] (loss mask, advantages, log-probabilities) are stored at the
-position before their token. The last position of a sequence predicts nothing.
+T tokens of a sequence, S sequences of a micro-batch, N tokens of it. A micro-batch is aligned with
+the position that predicts: `labels[i]` is the token after `token_ids[i]`, and per-token values [T]
+(loss mask, advantages, log-probabilities) are stored at the position before their token. The last
+position of a sequence predicts nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, Trainin
 
 
 class Sequences(NamedTuple):
-    """Arguments of `micro_batch`, in the order of its parameters: `micro_batch(*rl_sequences(samples))`."""
+    """Arguments of `micro_batch`, in the order of its parameters:
+    `micro_batch(*rl_sequences(samples))`.
+    """
 
     token_ids: tuple[Ints, ...]  # S of [T]
     loss_masks: tuple[Bools, ...]  # S of [T]
@@ -27,10 +31,11 @@ class Sequences(NamedTuple):
 
 
 def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
-    """Return indices of `lengths` in bins of at most `capacity` tokens (first-fit decreasing: at most 11/9 of the optimum + 1 bins).
+    """Return indices of `lengths` in bins of at most `capacity` tokens (first-fit decreasing: at
+    most 11/9 of the optimum + 1 bins).
 
-    The result is deterministic: equal lengths keep their original order, every bin lists its items in that order, and bins are sorted by
-    their first item.
+    The result is deterministic: equal lengths keep their original order, every bin lists its items
+    in that order, and bins are sorted by their first item.
 
     Raises:
         MsrlError: if one sequence alone exceeds the capacity.
@@ -55,15 +60,19 @@ def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
 
 
 def balanced(lengths: Sequence[int], num_parts: int) -> tuple[tuple[int, ...], ...]:
-    """Return indices of `lengths` in `num_parts` parts of equal count and nearly equal total length, each in original order.
+    """Return indices of `lengths` in `num_parts` parts of equal count and nearly equal total
+    length, each in original order.
 
-    Each round assigns the next longest items, one per part: the longest of a round goes to the part with the smallest total.
+    Each round assigns the next longest items, one per part: the longest of a round goes to the part
+    with the smallest total.
 
     Raises:
         MsrlError: if the count is not divisible by `num_parts`.
     """
     if num_parts < 1 or len(lengths) % num_parts:
-        raise MsrlError(f"{len(lengths)} sequences do not divide into {num_parts} equal parts: change the batch or the data-parallel size")
+        raise MsrlError(
+            f"{len(lengths)} sequences do not divide into {num_parts} equal parts: change the batch or the data-parallel size"
+        )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
@@ -81,13 +90,17 @@ def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
 
 
 def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
-    """Return prompts with their responses as sequences to pack. The loss mask selects the responses of samples that are trained on.
+    """Return prompts with their responses as sequences to pack. The loss mask selects the responses
+    of samples that are trained on.
 
     Fields: `advantages` and `sampler_logprobs`, 0 on the prompt.
     """
     return Sequences(
         tuple(np.concatenate((s.prompt_ids, s.response_ids)) for s in samples),
-        tuple((np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids)) & s.is_trained for s in samples),
+        tuple(
+            (np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids)) & s.is_trained
+            for s in samples
+        ),
         {
             "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
             "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),
@@ -104,8 +117,9 @@ def micro_batch(
 ) -> MicroBatch:
     """Concatenate sequences into a micro-batch. Every field is 0 at masked positions.
 
-    Padding up to `pad_to_multiple` (sequence parallelism needs a multiple of TP) forms one more segment with loss_mask False. It repeats
-    the last token, because a token outside the data may have an untrained embedding.
+    Padding up to `pad_to_multiple` (sequence parallelism needs a multiple of TP) forms one more
+    segment with loss_mask False. It repeats the last token, because a token outside the data may
+    have an untrained embedding.
 
     Raises:
         ValueError: if there are no sequences, an empty sequence, or arrays of different lengths.
@@ -117,11 +131,16 @@ def micro_batch(
     segments = [*lengths, padding] if padding else lengths
     mask = _shifted(loss_masks, padding, np.bool_)
     return MicroBatch(
-        token_ids=np.concatenate((*token_ids, np.full(padding, token_ids[-1][-1]))).astype(np.int64, copy=False),
+        token_ids=np.concatenate((*token_ids, np.full(padding, token_ids[-1][-1]))).astype(
+            np.int64, copy=False
+        ),
         labels=_shifted(token_ids, padding, np.int64),
         loss_mask=mask,
         cu_seqlens=np.cumsum([0, *segments], dtype=np.int32),
-        fields={name: np.where(mask, _shifted(values, padding, np.float32), np.float32(0)) for name, values in fields.items()},
+        fields={
+            name: np.where(mask, _shifted(values, padding, np.float32), np.float32(0))
+            for name, values in fields.items()
+        },
         num_padding=padding,
     )
 
@@ -130,7 +149,8 @@ def per_token(
     values: Floats,  # [N] aligned with the positions of a micro-batch
     cu_seqlens: NDArray[np.int32],  # [S + 1]
 ) -> tuple[Floats, ...]:  # S of [T]
-    """Return values of a micro-batch (for example log-probabilities) by token of each segment; 0 for a segment's first token.
+    """Return values of a micro-batch (for example log-probabilities) by token of each segment; 0
+    for a segment's first token.
 
     This is the inverse of the alignment in `micro_batch`. A padding segment comes last.
     """
@@ -139,7 +159,9 @@ def per_token(
 
 
 def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
-    """Shift every array one position forward, fill its last position with 0, and append `padding` zeros."""
+    """Shift every array one position forward, fill its last position with 0, and append `padding`
+    zeros.
+    """
     zero = np.zeros(1, dtype)
     pieces = [piece for array in arrays for piece in (array[1:], zero)]
     return np.concatenate((*pieces, np.zeros(padding, dtype))).astype(dtype, copy=False)
@@ -147,13 +169,21 @@ def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
 
 def _behind_prompt(sample: TrainingSample, values: Floats) -> Floats:
     if len(values) != len(sample.response_ids):
-        raise ValueError(f"{len(values)} values for a response of {len(sample.response_ids)} tokens")
-    return np.concatenate((np.zeros(len(sample.prompt_ids), np.float32), values)).astype(np.float32, copy=False)
+        raise ValueError(
+            f"{len(values)} values for a response of {len(sample.response_ids)} tokens"
+        )
+    return np.concatenate((np.zeros(len(sample.prompt_ids), np.float32), values)).astype(
+        np.float32, copy=False
+    )
 
 
 def _check(lengths: Sequence[int], aligned: Mapping[str, Sequence[NDArray]]) -> None:
     if not lengths or min(lengths) == 0:
-        raise ValueError("a micro-batch needs at least one sequence, and every sequence at least one token")
+        raise ValueError(
+            "a micro-batch needs at least one sequence, and every sequence at least one token"
+        )
     for name, arrays in aligned.items():
         if [len(array) for array in arrays] != list(lengths):
-            raise ValueError(f"{name} is not aligned with the tokens: lengths {[len(a) for a in arrays]} for {list(lengths)}")
+            raise ValueError(
+                f"{name} is not aligned with the tokens: lengths {[len(a) for a in arrays]} for {list(lengths)}"
+            )

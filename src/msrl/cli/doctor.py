@@ -40,7 +40,15 @@ def doctor(
         imports=imports,
     )
     if json:
-        typer.echo(jsonlib.dumps([{"level": finding.level, "what": finding.what, "text": finding.text} for finding in findings], indent=2))
+        typer.echo(
+            jsonlib.dumps(
+                [
+                    {"level": finding.level, "what": finding.what, "text": finding.text}
+                    for finding in findings
+                ],
+                indent=2,
+            )
+        )
     else:
         typer.echo("\n".join(map(str, findings)))
     if any(finding.level == "wrong" for finding in findings):
@@ -58,7 +66,9 @@ def _resolved(ctx: typer.Context) -> tuple[Resolved | None, tuple[str, ...]]:
 
 
 def _platform(option: str | None, resolved: Resolved | None) -> str:
-    """Return the platform to check: that of the option, else of the configuration. Mistaken ones are reported with the configuration."""
+    """Return the platform to check: that of the option, else of the configuration. Mistaken ones
+    are reported with the configuration.
+    """
     from msrl.config.facts import key_facts
 
     facts = key_facts("cluster.platform")

@@ -1,4 +1,6 @@
-"""Common steps of the commands: load the configuration, print the plan of a dry run, or import the workflow and run it."""
+"""Common steps of the commands: load the configuration, print the plan of a dry run, or import the
+workflow and run it.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,15 @@ WORKFLOWS = {
 _UNKNOWN_LENGTHS = "peak memory of the fullest device, without activations: set data.seq_length or train.max_tokens_per_micro_batch"
 
 
-def execute(ctx: typer.Context, command: str, *, fixed: Mapping[str, object] | None = None, plan: str | None = None) -> None:
-    """Run `msrl.workflows.<command>` on the configuration of this call, or print its plan under `--dry-run`.
+def execute(
+    ctx: typer.Context,
+    command: str,
+    *,
+    fixed: Mapping[str, object] | None = None,
+    plan: str | None = None,
+) -> None:
+    """Run `msrl.workflows.<command>` on the configuration of this call, or print its plan under
+    `--dry-run`.
 
     Args:
         ctx: the call; its options override the keys that `cli/keys.py` names.
@@ -40,7 +49,9 @@ def execute(ctx: typer.Context, command: str, *, fixed: Mapping[str, object] | N
     """
     set_verbosity(ctx.params.get("verbose", False))
     resolved = resolve(ctx, fixed or {}, command)
-    show_translations(resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose")))
+    show_translations(
+        resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose"))
+    )
     warn(resolved, command)
     if ctx.params.get("dry_run"):
         show_plan(resolved, command)
@@ -50,8 +61,12 @@ def execute(ctx: typer.Context, command: str, *, fixed: Mapping[str, object] | N
     importlib.import_module(WORKFLOWS[command]).run(resolved.config)
 
 
-def resolve(ctx: typer.Context, fixed: Mapping[str, object] | None = None, command: str | None = None) -> Resolved:
-    """Return the configuration of this call, checked for `command` if there is one. Raises ManyErrors with all mistakes."""
+def resolve(
+    ctx: typer.Context, fixed: Mapping[str, object] | None = None, command: str | None = None
+) -> Resolved:
+    """Return the configuration of this call, checked for `command` if there is one. Raises
+    ManyErrors with all mistakes.
+    """
     from msrl.cli.configuration import load_configuration
     from msrl.config.loader import Flag
     from msrl.config.sources import find_by_name
@@ -59,7 +74,10 @@ def resolve(ctx: typer.Context, fixed: Mapping[str, object] | None = None, comma
     files: list[str] = [*(ctx.params.get("config") or [])]
     if ctx.params.get("config_name"):
         files.insert(0, find_by_name(ctx.params["config_name"]))
-    flags = [*_flags(ctx), *(Flag(key, value, ctx.info_name or "") for key, value in (fixed or {}).items())]
+    flags = [
+        *_flags(ctx),
+        *(Flag(key, value, ctx.info_name or "") for key, value in (fixed or {}).items()),
+    ]
     return load_configuration(files, ctx.params.get("sets") or [], flags, command)
 
 
@@ -83,9 +101,13 @@ def _flags(ctx: typer.Context) -> Iterator[Flag]:
         key = option_key(command, name)
         if value is None or key is None:
             continue
-        option = parameter.opts[0] if parameter.opts[0].startswith("-") else (parameter.metavar or name)
+        option = (
+            parameter.opts[0] if parameter.opts[0].startswith("-") else (parameter.metavar or name)
+        )
         if key_facts(key) is None:
-            raise MsrlError(f"{option}: not an option of {command}. Leave it out, or choose another command with --for.")
+            raise MsrlError(
+                f"{option}: not an option of {command}. Leave it out, or choose another command with --for."
+            )
         _check_encoding(option, value)
         yield Flag(key, value, option)
 
@@ -108,23 +130,34 @@ def _plain(value: Any) -> object:
 
 def set_verbosity(verbose: bool) -> None:
     """Log warnings, or everything, to standard error. Worker processes read MSRL_VERBOSE."""
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
     if verbose:
         os.environ["MSRL_VERBOSE"] = "1"
 
 
 def show_translations(resolved: Resolved, *, every_key: bool) -> None:
-    """Report on standard error how files of other systems were translated: key by key, or in one line per file."""
+    """Report on standard error how files of other systems were translated: key by key, or in one
+    line per file.
+    """
     from msrl.importers.report import full, summary
     from msrl.importers.translation import Translation
 
     for translation in cast("tuple[Translation, ...]", resolved.translations):
-        lines = full(translation) if every_key else [f"{summary(translation)}. --dry-run lists every key."]
+        lines = (
+            full(translation)
+            if every_key
+            else [f"{summary(translation)}. --dry-run lists every key."]
+        )
         typer.echo("\n".join(lines), err=True)
 
 
 def show_plan(resolved: Resolved, command: str) -> None:
-    """Print the keys that are set with their origins, the values derived from them, and the memory they need."""
+    """Print the keys that are set with their origins, the values derived from them, and the memory
+    they need.
+    """
     from msrl.config.loader import DEFAULT
     from msrl.config.show import flow
     from msrl.memory.estimate import memory_rows, table
@@ -141,6 +174,8 @@ def show_plan(resolved: Resolved, command: str) -> None:
         typer.echo(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}")
     memory = memory_rows(resolved.config, command)
     if memory:
-        typer.echo("peak memory of the fullest device" if "activations" in memory else _UNKNOWN_LENGTHS)
+        typer.echo(
+            "peak memory of the fullest device" if "activations" in memory else _UNKNOWN_LENGTHS
+        )
     for line in table(memory):
         typer.echo(f"  {line}")

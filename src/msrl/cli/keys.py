@@ -23,13 +23,33 @@ _TRAINING = {
 }
 _ENGINE = {"tp": "rollout.engine.tp"}
 _KEYS = {"train-sft": _TRAINING, "train-grpo": _TRAINING, "generate": _ENGINE, "chat": _ENGINE}
-_SECTIONS = {"convert-ckpt": "convert", "preprocess": "preprocess", "generate": "generate", "chat": "chat"}
-_NO_KEYS = frozenset({"config", "config_name", "sets", "dry_run", "verbose", "json", "command", "folder", "more_input", "help"})
+_SECTIONS = {
+    "convert-ckpt": "convert",
+    "preprocess": "preprocess",
+    "generate": "generate",
+    "chat": "chat",
+}
+_NO_KEYS = frozenset(
+    {
+        "config",
+        "config_name",
+        "sets",
+        "dry_run",
+        "verbose",
+        "json",
+        "command",
+        "folder",
+        "more_input",
+        "help",
+    }
+)
 _ANY_COMMAND = ("config", "doctor")  # their options are those of the command that --for names
 
 
 def option_key(command: str, parameter: str) -> str | None:
-    """Return the dotted key that a parameter of a command sets, or None for a parameter that is no setting."""
+    """Return the dotted key that a parameter of a command sets, or None for a parameter that is no
+    setting.
+    """
     if parameter in _NO_KEYS:
         return None
     if parameter in _ALL_COMMANDS:
@@ -40,9 +60,13 @@ def option_key(command: str, parameter: str) -> str | None:
 
 
 def configured_command(ctx: typer.Context) -> str:
-    """Return the command whose settings the options of this call set: `train-sft` in `msrl train-sft`."""
+    """Return the command whose settings the options of this call set: `train-sft` in `msrl
+    train-sft`.
+    """
     command = "".join(ctx.command_path.split()[1:2])
     if command not in _ANY_COMMAND:
         return command
     target = ctx.params.get("command") or "train-sft"
-    return str(getattr(target, "value", target))  # some versions of typer hold the enum here, others its text
+    return str(
+        getattr(target, "value", target)
+    )  # some versions of typer hold the enum here, others its text

@@ -1,6 +1,8 @@
-"""Options of all commands, declared once. An option sets the configuration key of the same meaning, or nothing if not given.
+"""Options of all commands, declared once. An option sets the configuration key of the same meaning,
+or nothing if not given.
 
-Defaults, ranges and choices that belong to a configuration key stand in the schema alone: the help reads them from there.
+Defaults, ranges and choices that belong to a configuration key stand in the schema alone: the help
+reads them from there.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class CommandName(str, Enum):
 
 def _option(*names: str, panel: str | None = None, values: Any = None, **settings: Any) -> Any:
     """Return a typer option in a panel of the help, whose values `values` completes."""
-    return typer.Option(*names, rich_help_panel=panel, autocompletion=values, show_default=False, **settings)
+    return typer.Option(
+        *names, rich_help_panel=panel, autocompletion=values, show_default=False, **settings
+    )
 
 
 # Shared by all commands.
@@ -73,29 +77,60 @@ Sets = Annotated[
         help="Set one configuration key, as in train.steps=10. Repeatable. Overrides files.",
     ),
 ]  # fmt: skip
-DryRun = Annotated[bool, _option("--dry-run", help="Check the configuration and print the plan without starting anything.")]
+DryRun = Annotated[
+    bool,
+    _option(
+        "--dry-run", help="Check the configuration and print the plan without starting anything."
+    ),
+]
 Platform = Annotated[
     str | None,
-    _option("--platform", metavar="NAME", values=complete.choices("cluster.platform"), help="Kind of device to run on."),
+    _option(
+        "--platform",
+        metavar="NAME",
+        values=complete.choices("cluster.platform"),
+        help="Kind of device to run on.",
+    ),
 ]
-Verbose = Annotated[bool, _option("--verbose", "-v", help="Print the logs of Megatron, vLLM and Ray too.")]
+Verbose = Annotated[
+    bool, _option("--verbose", "-v", help="Print the logs of Megatron, vLLM and Ray too.")
+]
 Json = Annotated[bool, _option("--json", help="Print JSON.")]
 
 # Settings of the trainings, and of several commands.
 TrainModel = Annotated[
     str | None,
-    _option("--model", metavar="DIR", panel=SETTINGS, help="Model to train: a Hugging Face folder or an mcore checkpoint."),
+    _option(
+        "--model",
+        metavar="DIR",
+        panel=SETTINGS,
+        help="Model to train: a Hugging Face folder or an mcore checkpoint.",
+    ),
 ]
 Data = Annotated[
     str | None,
-    _option("--data", metavar="PREFIX", panel=SETTINGS, help="Training data: the output prefix given to `msrl preprocess`."),
+    _option(
+        "--data",
+        metavar="PREFIX",
+        panel=SETTINGS,
+        help="Training data: the output prefix given to `msrl preprocess`.",
+    ),
 ]
 Name = Annotated[
     str | None,
-    _option("--name", metavar="NAME", panel=SETTINGS, help="Name of the run. Its files are written to runs/NAME."),
+    _option(
+        "--name",
+        metavar="NAME",
+        panel=SETTINGS,
+        help="Name of the run. Its files are written to runs/NAME.",
+    ),
 ]
-Steps = Annotated[int | None, _option("--steps", metavar="N", panel=SETTINGS, help="Number of training steps.")]
-LearningRate = Annotated[float | None, _option("--lr", metavar="X", panel=SETTINGS, help="Peak learning rate.")]
+Steps = Annotated[
+    int | None, _option("--steps", metavar="N", panel=SETTINGS, help="Number of training steps.")
+]
+LearningRate = Annotated[
+    float | None, _option("--lr", metavar="X", panel=SETTINGS, help="Peak learning rate.")
+]
 Tp = Annotated[
     int | None,
     _option(
@@ -121,15 +156,31 @@ Resume = Annotated[
 # Conversion.
 Load = Annotated[
     str | None,
-    _option("--load", "--load-dir", metavar="DIR", panel=CHECKPOINT, help="Checkpoint to read. Required here or in a file."),
+    _option(
+        "--load",
+        "--load-dir",
+        metavar="DIR",
+        panel=CHECKPOINT,
+        help="Checkpoint to read. Required here or in a file.",
+    ),
 ]
 Save = Annotated[
     str | None,
-    _option("--save", "--save-dir", metavar="DIR", panel=CHECKPOINT, help="New or empty folder to write. Required here or in a file."),
+    _option(
+        "--save",
+        "--save-dir",
+        metavar="DIR",
+        panel=CHECKPOINT,
+        help="New or empty folder to write. Required here or in a file.",
+    ),
 ]
 InspectDir = Annotated[
     str | None,
-    typer.Argument(metavar="DIR", help="Checkpoint to inspect: an mcore or Hugging Face folder.", show_default=False),
+    typer.Argument(
+        metavar="DIR",
+        help="Checkpoint to inspect: an mcore or Hugging Face folder.",
+        show_default=False,
+    ),
 ]
 Vpp = Annotated[
     int | None,
@@ -140,11 +191,21 @@ Vpp = Annotated[
 ]  # fmt: skip
 LayerList = Annotated[
     str | None,
-    _option("--num-layer-list", metavar="N,N,...", panel=PARALLEL, help="Number of layers of each pipeline stage. Default: equal stages."),
+    _option(
+        "--num-layer-list",
+        metavar="N,N,...",
+        panel=PARALLEL,
+        help="Number of layers of each pipeline stage. Default: equal stages.",
+    ),
 ]
 NoopLayers = Annotated[
     str | None,
-    _option("--noop-layers", metavar="N,N,...", panel=PARALLEL, help="Pipeline positions that hold no layer, from 0. Default: none."),
+    _option(
+        "--noop-layers",
+        metavar="N,N,...",
+        panel=PARALLEL,
+        help="Pipeline positions that hold no layer, from 0. Default: none.",
+    ),
 ]
 Ep = Annotated[
     int | None,
@@ -225,7 +286,11 @@ Orm = Annotated[
 ]  # fmt: skip
 Verify = Annotated[
     bool | None,
-    _option("--verify/--no-verify", panel=FORMAT, help="Verify the result: bitwise round trip, and logits in fp32."),
+    _option(
+        "--verify/--no-verify",
+        panel=FORMAT,
+        help="Verify the result: bitwise round trip, and logits in fp32.",
+    ),
 ]
 
 # Preprocessing.
@@ -272,11 +337,31 @@ OutputPrefix = Annotated[
         help="Path that all written file names start with, as in data/sft. Required here or in a file.",
     ),
 ]  # fmt: skip
-SeqLength = Annotated[int | None, _option("--seq-length", metavar="N", panel=ROWS, help="Maximum row length in tokens. Default: no limit.")]
-Pack = Annotated[bool | None, _option("--pack/--no-pack", panel=ROWS, help="Pack several examples into rows of --seq-length tokens.")]
+SeqLength = Annotated[
+    int | None,
+    _option(
+        "--seq-length",
+        metavar="N",
+        panel=ROWS,
+        help="Maximum row length in tokens. Default: no limit.",
+    ),
+]
+Pack = Annotated[
+    bool | None,
+    _option(
+        "--pack/--no-pack",
+        panel=ROWS,
+        help="Pack several examples into rows of --seq-length tokens.",
+    ),
+]
 MapKeys = Annotated[
     str | None,
-    _option("--map-keys", metavar="JSON", panel=INPUT, help='Column names of the input, as in {"prompt": "question"}.'),
+    _option(
+        "--map-keys",
+        metavar="JSON",
+        panel=INPUT,
+        help='Column names of the input, as in {"prompt": "question"}.',
+    ),
 ]
 TooLongRows = Annotated[
     str | None,
@@ -292,8 +377,15 @@ Thinking = Annotated[
         help="For templates with thinking: --no-enable-thinking gives the model an empty thought. Default: the template's.",
     ),
 ]  # fmt: skip
-Workers = Annotated[int | None, _option("--workers", metavar="N", panel=OUTPUT, help="Number of worker processes.")]
-Overwrite = Annotated[bool | None, _option("--overwrite/--no-overwrite", panel=OUTPUT, help="Replace existing data of the same prefix.")]
+Workers = Annotated[
+    int | None, _option("--workers", metavar="N", panel=OUTPUT, help="Number of worker processes.")
+]
+Overwrite = Annotated[
+    bool | None,
+    _option(
+        "--overwrite/--no-overwrite", panel=OUTPUT, help="Replace existing data of the same prefix."
+    ),
+]
 AppendEod = Annotated[
     bool | None,
     _option(
@@ -305,11 +397,22 @@ AppendEod = Annotated[
 # Generation.
 Model = Annotated[
     str | None,
-    _option("--model", metavar="DIR", panel=MODEL, help="Hugging Face folder or mcore checkpoint. Required here or in a file."),
+    _option(
+        "--model",
+        metavar="DIR",
+        panel=MODEL,
+        help="Hugging Face folder or mcore checkpoint. Required here or in a file.",
+    ),
 ]
 EngineTp = Annotated[
     int | None,
-    _option("--tp", "--tensor-model-parallel-size", metavar="N", panel=MODEL, help="Tensor-parallel size of the engine, in devices."),
+    _option(
+        "--tp",
+        "--tensor-model-parallel-size",
+        metavar="N",
+        panel=MODEL,
+        help="Tensor-parallel size of the engine, in devices.",
+    ),
 ]
 ChatTemplate = Annotated[
     str | None,
@@ -318,21 +421,48 @@ ChatTemplate = Annotated[
         help="Prompt template, by name or by path of a YAML file. Default: the tokenizer's chat template.",
     ),
 ]  # fmt: skip
-PromptText = Annotated[str | None, _option("--prompt", metavar="TEXT", panel=PROMPTS, help="A single prompt. Give it or --input.")]
+PromptText = Annotated[
+    str | None,
+    _option("--prompt", metavar="TEXT", panel=PROMPTS, help="A single prompt. Give it or --input."),
+]
 InputFile = Annotated[
     str | None,
-    _option("--input", metavar="FILE", panel=PROMPTS, help="JSONL file with prompt or messages in every row."),
+    _option(
+        "--input",
+        metavar="FILE",
+        panel=PROMPTS,
+        help="JSONL file with prompt or messages in every row.",
+    ),
 ]
 OutputFile = Annotated[
     str | None,
-    _option("--output", metavar="FILE", panel=PROMPTS, help="JSONL file to write. Default: standard output."),
+    _option(
+        "--output",
+        metavar="FILE",
+        panel=PROMPTS,
+        help="JSONL file to write. Default: standard output.",
+    ),
 ]
 Engine = Annotated[
     str | None,
-    _option("--engine", metavar="NAME", panel=MODEL, values=complete.choices("generate.engine"), help="Inference engine."),
+    _option(
+        "--engine",
+        metavar="NAME",
+        panel=MODEL,
+        values=complete.choices("generate.engine"),
+        help="Inference engine.",
+    ),
 ]
-System = Annotated[str | None, _option("--system", metavar="TEXT", panel=PROMPTS, help="System message. Default: the template's.")]
-Raw = Annotated[bool | None, _option("--raw/--no-raw", panel=PROMPTS, help="Use prompts as they are, without a template.")]
+System = Annotated[
+    str | None,
+    _option(
+        "--system", metavar="TEXT", panel=PROMPTS, help="System message. Default: the template's."
+    ),
+]
+Raw = Annotated[
+    bool | None,
+    _option("--raw/--no-raw", panel=PROMPTS, help="Use prompts as they are, without a template."),
+]
 ComputeDtype = Annotated[
     str | None,
     _option(
@@ -340,18 +470,36 @@ ComputeDtype = Annotated[
         help="Data type of weights and activations. Default: the checkpoint's.",
     ),
 ]  # fmt: skip
-MaxTokens = Annotated[int | None, _option("--max-tokens", metavar="N", panel=SAMPLING, help="Maximum response length in tokens.")]
+MaxTokens = Annotated[
+    int | None,
+    _option("--max-tokens", metavar="N", panel=SAMPLING, help="Maximum response length in tokens."),
+]
 Temperature = Annotated[
     float | None,
-    _option("--temperature", metavar="X", panel=SAMPLING, help="Sampling temperature. 0 decodes greedily."),
+    _option(
+        "--temperature",
+        metavar="X",
+        panel=SAMPLING,
+        help="Sampling temperature. 0 decodes greedily.",
+    ),
 ]
 TopP = Annotated[
     float | None,
-    _option("--top-p", metavar="X", panel=SAMPLING, help="Sample from the smallest set of tokens with this probability. 1 disables it."),
+    _option(
+        "--top-p",
+        metavar="X",
+        panel=SAMPLING,
+        help="Sample from the smallest set of tokens with this probability. 1 disables it.",
+    ),
 ]
 TopK = Annotated[
     int | None,
-    _option("--top-k", metavar="N", panel=SAMPLING, help="Sample from this many of the likeliest tokens. -1 disables it."),
+    _option(
+        "--top-k",
+        metavar="N",
+        panel=SAMPLING,
+        help="Sample from this many of the likeliest tokens. -1 disables it.",
+    ),
 ]
 MinP = Annotated[
     float | None,
@@ -360,16 +508,45 @@ MinP = Annotated[
         help="Drop tokens below this fraction of the likeliest token's probability. 0 disables it.",
     ),
 ]  # fmt: skip
-NumSamples = Annotated[int | None, _option("--num-samples", metavar="N", panel=SAMPLING, help="Number of responses per prompt.")]
-Seed = Annotated[int | None, _option("--seed", metavar="N", panel=SAMPLING, help="Seed of sampling. Default: run.seed, which is 0.")]
+NumSamples = Annotated[
+    int | None,
+    _option("--num-samples", metavar="N", panel=SAMPLING, help="Number of responses per prompt."),
+]
+Seed = Annotated[
+    int | None,
+    _option(
+        "--seed",
+        metavar="N",
+        panel=SAMPLING,
+        help="Seed of sampling. Default: run.seed, which is 0.",
+    ),
+]
 Stop = Annotated[
     list[str] | None,
-    _option("--stop", metavar="TEXT", panel=SAMPLING, help="Text that ends a response. Repeatable. Default: the template's."),
+    _option(
+        "--stop",
+        metavar="TEXT",
+        panel=SAMPLING,
+        help="Text that ends a response. Repeatable. Default: the template's.",
+    ),
 ]
 
 # Cluster.
-Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address that `msrl cluster up` printed.", show_default=False)]
-Host = Annotated[str, _option("--host", metavar="HOST", panel=NETWORK, help="Address of this machine for the other machines.")]
+Address = Annotated[
+    str,
+    typer.Argument(
+        metavar="HOST:PORT", help="Address that `msrl cluster up` printed.", show_default=False
+    ),
+]
+Host = Annotated[
+    str,
+    _option(
+        "--host",
+        metavar="HOST",
+        panel=NETWORK,
+        help="Address of this machine for the other machines.",
+    ),
+]
 NodeHost = Annotated[
     str | None,
     _option(
@@ -379,14 +556,39 @@ NodeHost = Annotated[
 ]  # fmt: skip
 Port = Annotated[
     int,
-    _option("--port", metavar="N", min=1, max=65535, panel=NETWORK, help="Port for nodes and runs, from 1 to 65535."),
+    _option(
+        "--port",
+        metavar="N",
+        min=1,
+        max=65535,
+        panel=NETWORK,
+        help="Port for nodes and runs, from 1 to 65535.",
+    ),
 ]
-DashboardHost = Annotated[str, _option("--dashboard-host", metavar="HOST", panel=NETWORK, help="Address that the dashboard listens on.")]
+DashboardHost = Annotated[
+    str,
+    _option(
+        "--dashboard-host",
+        metavar="HOST",
+        panel=NETWORK,
+        help="Address that the dashboard listens on.",
+    ),
+]
 DashboardPort = Annotated[
     int,
-    _option("--dashboard-port", metavar="N", min=1, max=65535, panel=NETWORK, help="Port of the dashboard, from 1 to 65535."),
+    _option(
+        "--dashboard-port",
+        metavar="N",
+        min=1,
+        max=65535,
+        panel=NETWORK,
+        help="Port of the dashboard, from 1 to 65535.",
+    ),
 ]
-Devices = Annotated[int | None, _option("--devices", metavar="N", min=1, help="Number of devices to offer. Default: all.")]
+Devices = Annotated[
+    int | None,
+    _option("--devices", metavar="N", min=1, help="Number of devices to offer. Default: all."),
+]
 
 # Configuration and doctor.
 For = Annotated[
@@ -398,14 +600,28 @@ For = Annotated[
 ]  # fmt: skip
 From = Annotated[
     SystemName,
-    _option("--from", metavar="SYSTEM", help=f"System that the file or the flags belong to: {', '.join(SystemName)}. Required."),
+    _option(
+        "--from",
+        metavar="SYSTEM",
+        help=f"System that the file or the flags belong to: {', '.join(SystemName)}. Required.",
+    ),
 ]
 Foreign = Annotated[
     list[str],
-    typer.Argument(metavar="FILE|FLAGS...", help="YAML file, shell script, or the words of a command.", show_default=False),
+    typer.Argument(
+        metavar="FILE|FLAGS...",
+        help="YAML file, shell script, or the words of a command.",
+        show_default=False,
+    ),
 ]
 NativeFile = Annotated[
     str | None,
     _option("--output", "-o", metavar="FILE", help="YAML file to write. Default: standard output."),
 ]
-Imports = Annotated[bool, _option("--imports/--no-imports", help="Import every library in a separate process. Default: --imports.")]
+Imports = Annotated[
+    bool,
+    _option(
+        "--imports/--no-imports",
+        help="Import every library in a separate process. Default: --imports.",
+    ),
+]

@@ -1,4 +1,6 @@
-"""Shared code of the estimators that compare the completions of one prompt. P prompts, G completions per prompt."""
+"""Shared code of the estimators that compare the completions of one prompt. P prompts, G
+completions per prompt.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,8 @@ def group_totals(rewards: TokenRewards, estimator: str) -> Reals:  # [P, G]
 
 
 def centered(totals: Reals) -> Reals:  # [P, G] -> [P, G]
-    """Return the distance from the group's mean; exactly 0 in a group of equal rewards, whose mean may be rounded."""
+    """Return the distance from the group's mean; exactly 0 in a group of equal rewards, whose mean
+    may be rounded.
+    """
     equal = totals.max(axis=1, keepdims=True) == totals.min(axis=1, keepdims=True)
     return (totals - totals.mean(axis=1, keepdims=True)) * ~equal
