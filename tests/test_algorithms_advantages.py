@@ -50,7 +50,7 @@ def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
     sizes = rewards.lengths
     turns = Turns(np.ones_like(sizes), sizes.ravel(), np.repeat(np.arange(len(sizes)), sizes.shape[1]))
     given = {"eps": 1e-9, "gamma": 0.5, "lam": 0.5, "values": np.arange(1, sizes.sum() + 1) / 10, "turns": turns, **options}
-    return function(rewards, **taken(function, given), **{k: v for k, v in options.items() if k in registry.options_of(function)})
+    return function(rewards, **taken(function, given), **{k: v for k, v in options.items() if k in registry.plugin_options(function)})
 
 
 def rewards(scores, lengths=None, extra=None) -> TokenRewards:

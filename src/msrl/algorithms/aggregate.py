@@ -1,5 +1,6 @@
-"""Aggregation of token losses. Each token's weight is known before the update is split, so
-splitting never changes the result.
+"""Aggregation of token losses.
+
+Each token's weight is known before the update is split, so splitting never changes the result.
 
 S sequences of an update over all ranks and micro-batches, n_i loss tokens of sequence i, N tokens
 of a micro-batch.
@@ -24,8 +25,9 @@ def sequence_weights(
     *,
     constant: float | None = None,
 ) -> NDArray[np.float64]:  # [S]
-    """Return the weight of each token of every sequence. The aggregated loss is the sum of weight
-    times loss over all tokens.
+    """Return the weight of each token of every sequence.
+
+    The aggregated loss is the sum of weight times loss over all tokens.
 
     token-mean: 1 / sum of n (arXiv:2503.14476). seq-mean-token-mean: 1 / (S n_i)
     (arXiv:2402.03300). seq-mean-token-sum: 1 / S. seq-sum-over-constant: 1 / constant
@@ -54,7 +56,8 @@ def weighted_sum(
     weights: Tensor,  # [N]
     mask: Tensor,  # [N] bool
 ) -> Tensor:  # scalar
-    """Return this micro-batch's share of the aggregated loss. Values at masked positions are
-    ignored, even NaN.
+    """Return this micro-batch's share of the aggregated loss.
+
+    Values at masked positions are ignored, even NaN.
     """
     return (values.masked_fill(~mask, 0.0) * weights.masked_fill(~mask, 0.0)).sum()

@@ -1,5 +1,6 @@
-"""Estimators of KL(policy || reference) per token from log-probabilities of sampled tokens
-(http://joschu.net/blog/kl-approx.html).
+"""Estimators of KL(policy || reference) per token from sampled tokens.
+
+Source: http://joschu.net/blog/kl-approx.html.
 
 N tokens; d = policy logprob - reference logprob. k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1
 + d. As in verl and ROLL, k3 clamps d to +-20 and its value to 10, so that coefficients keep their

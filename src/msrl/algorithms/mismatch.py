@@ -1,5 +1,6 @@
-"""Mismatch between the log-probabilities of trainer and sampler, and importance weights that
-correct it. N tokens.
+"""Mismatch between the log-probabilities of trainer and sampler. N tokens.
+
+Importance weights correct it.
 
 w = exp(trainer logprob - sampler logprob), both of the policy that sampled. Weights are per token
 or the product over a sequence, truncated from above (truncated importance sampling,

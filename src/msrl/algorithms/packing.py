@@ -1,5 +1,6 @@
-"""Packing of sequences into micro-batches without padding between them, and balancing of work over
-ranks.
+"""Packing of sequences into micro-batches, and balancing of work over ranks.
+
+There is no padding between the sequences of a micro-batch.
 
 T tokens of a sequence, S sequences of a micro-batch, N tokens of it. A micro-batch is aligned with
 the position that predicts: `labels[i]` is the token after `token_ids[i]`, and per-token values [T]
@@ -21,9 +22,7 @@ from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, Trainin
 
 
 class Sequences(NamedTuple):
-    """Arguments of `micro_batch`, in the order of its parameters:
-    `micro_batch(*rl_sequences(samples))`.
-    """
+    """Arguments of `micro_batch` in order: `micro_batch(*rl_sequences(samples))`."""
 
     token_ids: tuple[Ints, ...]  # S of [T]
     loss_masks: tuple[Bools, ...]  # S of [T]
@@ -31,8 +30,9 @@ class Sequences(NamedTuple):
 
 
 def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
-    """Return indices of `lengths` in bins of at most `capacity` tokens (first-fit decreasing: at
-    most 11/9 of the optimum + 1 bins).
+    """Return indices of `lengths` in bins of at most `capacity` tokens.
+
+    First-fit decreasing needs at most 11/9 of the optimum + 1 bins.
 
     The result is deterministic: equal lengths keep their original order, every bin lists its items
     in that order, and bins are sorted by their first item.
@@ -59,29 +59,29 @@ def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(sorted(items)) for items in contents))
 
 
-def balanced(lengths: Sequence[int], num_parts: int) -> tuple[tuple[int, ...], ...]:
-    """Return indices of `lengths` in `num_parts` parts of equal count and nearly equal total
-    length, each in original order.
+def balanced(lengths: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
+    """Return indices of `lengths` in shares of equal count and nearly equal total length.
 
-    Each round assigns the next longest items, one per part: the longest of a round goes to the part
-    with the smallest total.
+    Every share lists its indices in their original order. Each round assigns the next longest
+    items, one per share: the longest of a round goes to the share with the smallest total.
 
     Raises:
-        MsrlError: if the count is not divisible by `num_parts`.
+        MsrlError: the count is not divisible by `num_shares`.
     """
-    if num_parts < 1 or len(lengths) % num_parts:
+    if num_shares < 1 or len(lengths) % num_shares:
         raise MsrlError(
-            f"{len(lengths)} sequences do not divide into {num_parts} equal parts: change the batch or the data-parallel size"
+            f"{len(lengths)} sequences do not divide into {num_shares} equal shares. "
+            "Change the batch size or the data-parallel size."
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    for start in range(0, len(order), num_parts):
-        emptiest_first = sorted(range(num_parts), key=lambda p: (loads[p], p))
-        for part, index in zip(emptiest_first, order[start : start + num_parts], strict=True):
-            parts[part].append(index)
-            loads[part] += lengths[index]
-    return tuple(tuple(sorted(part)) for part in parts)
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    loads = [0] * num_shares
+    for start in range(0, len(order), num_shares):
+        emptiest_first = sorted(range(num_shares), key=lambda p: (loads[p], p))
+        for share, index in zip(emptiest_first, order[start : start + num_shares], strict=True):
+            shares[share].append(index)
+            loads[share] += lengths[index]
+    return tuple(tuple(sorted(share)) for share in shares)
 
 
 def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
@@ -90,8 +90,9 @@ def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
 
 
 def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
-    """Return prompts with their responses as sequences to pack. The loss mask selects the responses
-    of samples that are trained on.
+    """Return prompts with their responses as sequences to pack.
+
+    The loss mask selects the responses of samples that are trained on.
 
     Fields: `advantages` and `sampler_logprobs`, 0 on the prompt.
     """
@@ -149,8 +150,9 @@ def per_token(
     values: Floats,  # [N] aligned with the positions of a micro-batch
     cu_seqlens: NDArray[np.int32],  # [S + 1]
 ) -> tuple[Floats, ...]:  # S of [T]
-    """Return values of a micro-batch (for example log-probabilities) by token of each segment; 0
-    for a segment's first token.
+    """Return values of a micro-batch (for example log-probabilities) by token of each segment.
+
+    The value of the first token of a segment is 0.
 
     This is the inverse of the alignment in `micro_batch`. A padding segment comes last.
     """
@@ -159,8 +161,9 @@ def per_token(
 
 
 def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
-    """Shift every array one position forward, fill its last position with 0, and append `padding`
-    zeros.
+    """Shift every array one position forward and append `padding` zeros.
+
+    The last position of every array becomes 0.
     """
     zero = np.zeros(1, dtype)
     pieces = [piece for array in arrays for piece in (array[1:], zero)]
@@ -185,5 +188,6 @@ def _check(lengths: Sequence[int], aligned: Mapping[str, Sequence[NDArray]]) -> 
     for name, arrays in aligned.items():
         if [len(array) for array in arrays] != list(lengths):
             raise ValueError(
-                f"{name} is not aligned with the tokens: lengths {[len(a) for a in arrays]} for {list(lengths)}"
+                f"{name} is not aligned with the tokens: "
+                f"lengths {[len(array) for array in arrays]} for {list(lengths)}"
             )

@@ -1,10 +1,11 @@
-"""pass@k: the probability that one of k answers is right, estimated from n >= k answers with c
-right ones. P prompts.
+"""Probability pass@k that one of k responses is correct. P prompts.
+
+It is estimated from n >= k responses with c correct ones:
 
     pass@k = 1 - C(n - c, k) / C(n, k)
 
 The estimate is unbiased for every k up to n (arXiv:2107.03374, section 2.1). pass@1 is the share of
-right answers, also called mean@n.
+correct responses, also called mean@n.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Training samples from scored groups. P prompts, G completions per prompt, N tokens of all
-responses end to end.
+"""Training samples from scored groups.
+
+P prompts, G completions per prompt, N tokens of all responses, concatenated.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def reward_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.float64]:  # [P, 
 def score_matrix(
     groups: Sequence[ScoredGroup], source: str | None
 ) -> NDArray[np.float64]:  # [P, G]
-    """Return the score of one reward source for every completion; the total reward if `source` is
-    None or does not score a row.
+    """Return the score of one reward source for every completion.
+
+    The score is the total reward if `source` is None or does not score a row.
     """
     if source is None:
         return reward_matrix(groups)

@@ -1,5 +1,6 @@
-"""Input of the policy losses: the tokens of a micro-batch with their likelihood ratios. N tokens, S
-sequences.
+"""Input of the policy losses: tokens of a micro-batch with their likelihood ratios.
+
+N tokens, S sequences.
 
 The ratio of token t is r_t = exp(logprob - old logprob). The ratio of its sequence has the value s
 = exp(mean over tokens of log r) and is differentiated by the token's own log-probability: sg[s]
@@ -27,7 +28,9 @@ class PolicyTokens:
 
     logprobs: Tensor  # [N], differentiable
     token_log_ratio: Tensor  # [N], differentiable; log r of each token
-    log_ratio: Tensor  # [N], differentiable by the token's own logprob; of the token or of its sequence, clamped to +-20
+    # Log-ratio of the token or of its sequence, clamped to +-20 and differentiable by the token's
+    # own log-probability.
+    log_ratio: Tensor  # [N]
     advantages: Tensor  # [N]
     mask: Tensor  # [N] bool
     sequences: Tensor  # [N], number of the sequence that a token belongs to, ascending
@@ -43,8 +46,9 @@ class PolicyTokens:
         *,
         ratio: Ratio = "token",
     ) -> PolicyTokens:
-        """Compute ratios. Log-ratios are clamped to +-20 to prevent overflow; beyond the clamp a
-        ratio has no gradient.
+        """Compute ratios. Log-ratios are clamped to +-20 to prevent overflow.
+
+        Beyond the clamp, a ratio has no gradient.
         """
         clean, old = (
             precise(logprobs).masked_fill(~mask, 0.0),
@@ -66,17 +70,16 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """Result of a policy loss: the loss of every token, and detached per-token statistics whose
-    means are reported.
-    """
+    """Loss of every token, and detached per-token statistics whose means are reported."""
 
     loss: Tensor  # [N], differentiable, 0 at masked positions
     stats: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N]
 
 
 def precise(values: Tensor) -> Tensor:
-    """Return `values` in float32 or float64: half precision has too few digits for a difference of
-    log-probabilities.
+    """Return `values` in float32 or float64.
+
+    Half precision has too few digits for a difference of log-probabilities.
     """
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
@@ -84,7 +87,7 @@ def precise(values: Tensor) -> Tensor:
 def _sequence_log_ratio(
     logprobs: Tensor, token_log_ratio: Tensor, mask: Tensor, sequences: Tensor
 ) -> Tensor:  # [N] each -> [N]
-    """Return log(sg[s] pi_t / sg[pi_t]), whose value is exactly log s: the difference added is 0."""
+    """Return log(sg[s] pi_t / sg[pi_t]). Its value is exactly log s: the added term is 0."""
     return sequence_means(token_log_ratio.detach(), mask, sequences) + (
         logprobs - logprobs.detach()
     )
@@ -110,7 +113,7 @@ def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  #
 
 
 def sequence_means(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]
-    """Return the mean over the unmasked tokens of each sequence, repeated at each of its positions."""
+    """Return the mean over the unmasked tokens of each sequence, at each of its positions."""
     return sequence_sums(values, mask, sequences) / sequence_sums(
         mask.to(values.dtype), mask, sequences
     ).clamp(min=1.0)

@@ -33,7 +33,8 @@ class Turns:
             or self.states.shape != (num_turns,)
         ):
             raise ValueError(
-                f"{self.lengths.shape} lengths and {self.states.shape} states for {num_turns} turns of {self.counts.shape}"
+                f"{self.lengths.shape} lengths and {self.states.shape} states "
+                f"for {num_turns} turns of {self.counts.shape}"
             )
 
     @property
@@ -51,8 +52,9 @@ class Turns:
         )
 
     def returns(self, rewards: TokenRewards, gamma: float) -> Reals:  # [K]
-        """Return the discounted return of every turn in its episode; each later turn counts `gamma`
-        times as much.
+        """Return the discounted return of every turn in its episode.
+
+        Each later turn counts `gamma` times as much.
         """
         return discounted(self.rewards(rewards.per_token()), self.counts.ravel(), gamma)
 
@@ -65,6 +67,7 @@ def require_turns(turns: Turns | None, estimator: str) -> Turns:
     """Return `turns`. Raises MsrlError if the rollouts have no turns."""
     if turns is None:
         raise MsrlError(
-            f"algo.advantage.estimator={estimator}: needs episodes of several turns, but rollouts have one. Use another estimator."
+            f"algo.advantage.estimator={estimator}: needs episodes of several turns, "
+            "but rollouts have one. Use another estimator."
         )
     return turns

@@ -90,8 +90,9 @@ def down(ctx: typer.Context, dry_run: o.DryRun = False, verbose: o.Verbose = Fal
 
 
 def _run(ctx: typer.Context, action: str, **arguments: object) -> None:
-    """Call `msrl.workflows.cluster.<action>` with the configuration, which holds platform and
-    devices, and the other options.
+    """Call `msrl.workflows.cluster.<action>` with the configuration and the options.
+
+    The options --platform and --devices are part of the configuration.
     """
     set_verbosity(ctx.params.get("verbose", False))
     resolved = resolve(ctx, command="cluster")

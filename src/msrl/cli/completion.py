@@ -1,6 +1,4 @@
-"""Shell completion of option values: configuration keys and their values, files, names of plugins
-and templates.
-"""
+"""Shell completion of option values: keys, choices, files, plugins and templates."""
 
 from __future__ import annotations
 
@@ -33,12 +31,10 @@ def assignments(incomplete: str) -> list[Candidate]:
 
     matches = [name for name in settable_keys() if name.startswith(key)]
     candidates = [(f"{name}=", facts.description) for name in matches if (facts := key_facts(name))]
-    if (
-        len(matches) == 1
-    ):  # more than one candidate, so that the shell adds no space after the equals sign
-        candidates += [(f"{matches[0]}={word}", text) for word, text in _values(matches[0])] or [
-            (f"{matches[0]}=null", "Not set")
-        ]
+    if len(matches) == 1:
+        # With a single candidate, the shell would add a space after the equals sign.
+        values = _values(matches[0]) or [("null", "Not set")]
+        candidates += [(f"{matches[0]}={word}", text) for word, text in values]
     return candidates
 
 
@@ -89,7 +85,7 @@ def _starting(candidates: Iterable[Candidate], incomplete: str) -> list[Candidat
 
 
 def _values(key: str) -> list[Candidate]:
-    """Return the values to suggest for a key: its choices, the plugins of its kind, or its default."""
+    """Return the values to suggest for a key: its choices, plugins or default."""
     from msrl.config.facts import key_facts
 
     facts = key_facts(key)
@@ -114,8 +110,9 @@ def _template_values() -> list[Candidate]:
 
 
 def _yaml_files(incomplete: str) -> list[str]:
-    """Return YAML files and folders whose path starts with `incomplete`; a folder that matches
-    alone is replaced by its content.
+    """Return YAML files and folders whose path starts with `incomplete`.
+
+    If only one folder matches, its content is returned instead.
     """
     folder, _, name = incomplete.rpartition("/")
     prefix = f"{folder}/" if "/" in incomplete else ""
@@ -132,13 +129,15 @@ def _yaml_files(incomplete: str) -> list[str]:
 
 
 def complete_bash(run: Callable[[], Any]) -> None:
-    """Answer a completion request of bash by `run`, which reads the request from the environment
-    and ends the process.
+    """Answer a completion request of bash.
 
-    Bash splits words at `=` and `:`, and replaces only what follows the last of them. The request
-    gets the words as they were typed; from the answer, what bash keeps is removed.
+    Bash splits words at `=` and `:`, and replaces only the text after the last of them. The request
+    gets the complete words, and the text before the last `=` or `:` is removed from the answers.
+
+    Args:
+        run: reads the request from the environment, prints the answers and ends the process.
     """
-    words, current, kept = rejoined(
+    words, current, prefix = rejoined(
         os.environ.get("COMP_WORDS", "").split("\n"), int(os.environ.get("COMP_CWORD", "0"))
     )
     os.environ["COMP_WORDS"] = "\n".join(words)
@@ -148,24 +147,24 @@ def complete_bash(run: Callable[[], Any]) -> None:
         with contextlib.redirect_stdout(answer):
             run()
     finally:
-        lines = (line.removeprefix(kept) for line in answer.getvalue().splitlines())
+        lines = (line.removeprefix(prefix) for line in answer.getvalue().splitlines())
         sys.stdout.write("".join(f"{line}\n" for line in lines if line))
 
 
 def rejoined(words: list[str], current: int) -> tuple[list[str], int, str]:
-    """Return the words with those that bash split at `=` or `:` joined again, the index of the
-    current one, and its kept beginning.
+    """Join words that bash split at `=` or `:`.
+
+    Return the words, the index of the current word, and the prefix of it that bash keeps.
 
     >>> rejoined(["msrl", "--set", "=", "run.name", "=", "a"], 5)
     (['msrl', '--set', 'run.name=a'], 2, 'run.name=')
     """
     joined: list[str] = []
-    position, kept, is_open = len(words), "", False
+    position, prefix, is_open = len(words), "", False
     for index, word in enumerate(words):
         is_break = bool(word) and not word.strip("=:")
-        if (
-            is_break and joined and joined[-1].startswith("--")
-        ):  # the value of an option is a word of its own
+        is_option_value = is_break and bool(joined) and joined[-1].startswith("--")
+        if is_option_value:  # start a new word for the value
             joined.append("")
             before = word = ""
         else:
@@ -173,5 +172,5 @@ def rejoined(words: list[str], current: int) -> tuple[list[str], int, str]:
             joined.append(before + word)
         is_open = is_break
         if index == current:
-            position, kept = len(joined) - 1, before + (word if is_break else "")
-    return joined, min(position, len(joined)), kept
+            position, prefix = len(joined) - 1, before + (word if is_break else "")
+    return joined, min(position, len(joined)), prefix

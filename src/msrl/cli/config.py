@@ -41,9 +41,7 @@ def show(
     platform: o.Platform = None,
     json: o.Json = False,
 ) -> None:
-    """Print the effective configuration with the origin of every value, and the values derived from
-    it.
-    """
+    """Print the effective configuration with the origins of values, and derived values."""
     from msrl.checks.validate import guess
     from msrl.config.show import to_yaml
     from msrl.memory.estimate import memory_rows
@@ -53,22 +51,15 @@ def show(
     target = command.value if command else guess(resolved) or ""
     warn(resolved, target)
     memory = {
-        f"bytes of the fullest device, {part}": size
-        for part, size in memory_rows(resolved.config, target).items()
+        f"bytes of the fullest device, {name}": size
+        for name, size in memory_rows(resolved.config, target).items()
     }
     rows = {**derived(resolved.config, target), **memory}
     if json:
         origins = {key: str(origin) for key, origin in resolved.origins.items()}
-        typer.echo(
-            jsonlib.dumps(
-                {
-                    "config": resolved.config.model_dump(mode="json"),
-                    "origins": origins,
-                    "derived": rows,
-                },
-                indent=2,
-            )
-        )
+        values = resolved.config.model_dump(mode="json")
+        report = {"config": values, "origins": origins, "derived": rows}
+        typer.echo(jsonlib.dumps(report, indent=2))
         return
     typer.echo(to_yaml(resolved.config, resolved.origins), nl=False)
     for title, value in rows.items():
@@ -102,7 +93,7 @@ def validate(
     resolved = resolve(ctx)
     target = command.value if command else guess(resolved)
     if target is None:
-        typer.echo("the configuration is valid, but sets nothing that a command reads")
+        typer.echo("the configuration is valid, but it sets no key that a command reads")
         return
     check(resolved, target)
     warn(resolved, target)
@@ -127,8 +118,9 @@ def schema() -> None:
     ),
 )
 def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -> None:
-    """Translate a file or command of another system to YAML of msrl, and report how each key was
-    translated.
+    """Translate a file or command of another system to a YAML file of msrl.
+
+    A report lists how each key was translated.
     """
     from pathlib import Path
 

@@ -50,9 +50,7 @@ def hf2mcore(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Convert a Hugging Face folder to an mcore checkpoint, split for tensor, pipeline and expert
-    parallelism.
-    """
+    """Convert a Hugging Face folder to an mcore checkpoint in any parallel layout."""
     execute(
         ctx,
         "convert-ckpt",
@@ -140,9 +138,7 @@ def hf2hf(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Rewrite a Hugging Face folder: merge a LoRA adapter, change the data type, or turn torch
-    files into safetensors.
-    """
+    """Rewrite a Hugging Face folder as safetensors, optionally with a merged LoRA adapter."""
     execute(ctx, "convert-ckpt", fixed={"convert.command": "hf2hf"})
 
 

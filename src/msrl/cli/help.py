@@ -1,5 +1,6 @@
-"""Help of all commands: panels of options that never cut a name off, defaults and ranges from the
-schema, examples at the end.
+"""Help of all commands: panels of options, and examples at the end.
+
+Names of options are never truncated. Defaults, ranges and choices come from the schema.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ _NAME, _VALUE, _DIM = "bold cyan", "yellow", "dim"
 
 
 class Command(TyperCommand):
-    """A command with panels in its help, and with hints in the messages about wrong arguments."""
+    """Command with help panels, and with suggestions in errors about arguments."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of this command."""
         formatter.write(_render(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. An error about one of them says what it may have been meant for."""
-        ctx.allow_extra_args = True  # so that the words that are too many can be named below
+        """Parse the arguments. Error messages suggest what was probably meant."""
+        ctx.allow_extra_args = True  # the check below reports them with a suggestion
         try:
-            rest = super().parse_args(ctx, args)
+            remaining = super().parse_args(ctx, args)
         except Exception as error:
             hints.explain_option(
                 error,
@@ -48,19 +49,20 @@ class Command(TyperCommand):
             raise
         if ctx.args and not ctx.resilient_parsing:
             ctx.fail(hints.extra_words(ctx.args, [parameter.name for parameter in self.params]))
-        return rest
+        return remaining
 
 
 class Group(TyperGroup):
-    """A group of commands with panels in its help, and with suggestions for unknown commands."""
+    """Group of commands with help panels, and with suggestions for unknown commands."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of this group."""
         formatter.write(_render(self, ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first argument names, and the rest. An unknown name is
-        answered with similar ones.
+        """Return the command of the first argument, and the remaining arguments.
+
+        The error about an unknown command suggests similar ones.
         """
         is_unknown = self.get_command(ctx, args[0]) is None and not args[0].startswith("-")
         if is_unknown and not ctx.resilient_parsing:
@@ -74,9 +76,7 @@ def examples(*commands: str) -> str:
 
 
 def _render(command: Any, ctx: Any) -> str:
-    """Return the help of a command as text, colored if standard output is a terminal that takes
-    colors.
-    """
+    """Return the help of a command as text, colored on a terminal that supports colors."""
     from rich.console import Console
 
     output = StringIO()
@@ -106,8 +106,9 @@ def _render(command: Any, ctx: Any) -> str:
 
 
 def _panels(command: Any, ctx: Any, console: Console) -> dict[str, list[RenderableType]]:
-    """Return the lines of every panel by its title: commands first, then arguments, then options,
-    the general ones last.
+    """Return the lines of every panel by its title.
+
+    The order is: commands, arguments, options, general options.
     """
     panels: dict[str, list[RenderableType]] = {}
     entries = [*_command_entries(command, ctx), *_parameter_entries(command, ctx)]
@@ -161,9 +162,7 @@ def _argument_text(parameter: Any) -> Text:
 
 
 def _option_label(parameter: Any) -> Text:
-    """Return the names in the left column: short, first long, and negative name, with the
-    placeholder of the value.
-    """
+    """Return the left column: short, first long and negative name, and placeholder of the value."""
     from rich.text import Text
 
     short = [name for name in parameter.opts if not name.startswith("--")]
@@ -188,8 +187,9 @@ def _option_text(parameter: Any, ctx: Any) -> Text:
 
 
 def _facts(parameter: Any, ctx: Any) -> Iterator[str]:
-    """Yield choices, range and default of an option, from the schema where the option sets a
-    configuration key.
+    """Yield choices, range and default of an option.
+
+    They come from the schema if the option sets a configuration key.
     """
     key = option_key(configured_command(ctx), parameter.name)
     if key is None:
@@ -217,9 +217,7 @@ def _default_text(default: object) -> str:
 
 
 def _entry(console: Console, label: Text, text: Text, column: int) -> Iterator[Text]:
-    """Yield the lines of an entry: label and text beside each other, or below each other where the
-    label is long.
-    """
+    """Yield the lines of an entry: the text beside its label, or below a long label."""
     from rich.text import Text
 
     inner = console.width - 4

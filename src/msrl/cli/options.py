@@ -1,8 +1,7 @@
-"""Options of all commands, declared once. An option sets the configuration key of the same meaning,
-or nothing if not given.
+"""Options of all commands, declared once.
 
-Defaults, ranges and choices that belong to a configuration key stand in the schema alone: the help
-reads them from there.
+An option sets the configuration key of the same meaning, or nothing if it is absent. The help reads
+defaults, ranges and choices of configuration keys from the schema.
 """
 
 from __future__ import annotations
@@ -60,14 +59,16 @@ Files = Annotated[
     list[str] | None,
     _option(
         "--config", "-c", metavar="FILE", panel=CONFIGURATION, values=complete.config_files,
-        help="YAML file, or the name of a packaged configuration. Repeat it to merge several: later files override earlier ones.",
+        help="YAML file, or the name of a packaged configuration. "
+        "Repeat it to merge several: later files override earlier ones.",
     ),
 ]  # fmt: skip
 ConfigName = Annotated[
     str | None,
     _option(
         "--config-name", metavar="NAME", panel=CONFIGURATION, values=complete.config_names,
-        help="Configuration by name, from ./configs or packaged with msrl. It is merged before the files of -c.",
+        help="Configuration by name, from ./configs or packaged with msrl. "
+        "It is merged before the files of -c.",
     ),
 ]  # fmt: skip
 Sets = Annotated[
@@ -134,14 +135,16 @@ LearningRate = Annotated[
 Tp = Annotated[
     int | None,
     _option(
-        "--tp", "--tensor-model-parallel-size", "--target-tensor-parallel-size", metavar="N", panel=PARALLEL,
+        "--tp", "--tensor-model-parallel-size", "--target-tensor-parallel-size", metavar="N",
+        panel=PARALLEL,
         help="Tensor-parallel size, in devices.",
     ),
 ]  # fmt: skip
 Pp = Annotated[
     int | None,
     _option(
-        "--pp", "--pipeline-model-parallel-size", "--target-pipeline-parallel-size", metavar="N", panel=PARALLEL,
+        "--pp", "--pipeline-model-parallel-size", "--target-pipeline-parallel-size", metavar="N",
+        panel=PARALLEL,
         help="Pipeline-parallel size, in stages.",
     ),
 ]  # fmt: skip
@@ -149,7 +152,8 @@ Resume = Annotated[
     str | None,
     _option(
         "--resume", metavar="auto|none|PATH", values=complete.resume,
-        help="Resume from a checkpoint: auto takes the newest complete one of the run, PATH a given one.",
+        help="Resume from a checkpoint: auto takes the newest complete one of the run, PATH a "
+        "given one.",
     ),
 ]  # fmt: skip
 
@@ -210,7 +214,8 @@ NoopLayers = Annotated[
 Ep = Annotated[
     int | None,
     _option(
-        "--ep", "--expert-model-parallel-size", "--target-expert-parallel-size", metavar="N", panel=PARALLEL,
+        "--ep", "--expert-model-parallel-size", "--target-expert-parallel-size", metavar="N",
+        panel=PARALLEL,
         help="Expert-parallel size, in devices.",
     ),
 ]  # fmt: skip
@@ -238,7 +243,8 @@ TpExtendEp = Annotated[
 Dtype = Annotated[
     str | None,
     _option(
-        "--dtype", "--params-dtype", metavar="TYPE", panel=FORMAT, values=complete.choices("convert.dtype"),
+        "--dtype", "--params-dtype", metavar="TYPE", panel=FORMAT,
+        values=complete.choices("convert.dtype"),
         help="Data type of the written tensors.",
     ),
 ]  # fmt: skip
@@ -246,14 +252,16 @@ CheckpointFormat = Annotated[
     str | None,
     _option(
         "--format", metavar="NAME", panel=FORMAT, values=complete.choices("convert.format"),
-        help="Checkpoint format: one file per rank (mindspeed) or Megatron's distributed format (dist).",
+        help="Checkpoint format: one file per rank (mindspeed) or Megatron's distributed format "
+        "(dist).",
     ),
 ]  # fmt: skip
 Names = Annotated[
     str | None,
     _option(
         "--names", metavar="NAME", panel=FORMAT, values=complete.choices("convert.names"),
-        help="Tensor names: Megatron's local layers, Transformer Engine's, or those before megatron-core (legacy).",
+        help="Tensor names: Megatron's local layers, Transformer Engine's, or those before "
+        "megatron-core (legacy).",
     ),
 ]  # fmt: skip
 PadVocab = Annotated[
@@ -312,7 +320,8 @@ Tokenizer = Annotated[
 Handler = Annotated[
     str | None,
     _option(
-        "--handler", "--handler-name", metavar="NAME", panel=INPUT, values=complete.choices("preprocess.handler"),
+        "--handler", "--handler-name", metavar="NAME", panel=INPUT,
+        values=complete.choices("preprocess.handler"),
         help="Dataset handler, which reads a row as a conversation. Required here or in a file.",
     ),
 ]  # fmt: skip
@@ -334,7 +343,8 @@ OutputPrefix = Annotated[
     str | None,
     _option(
         "--output-prefix", metavar="PREFIX", panel=OUTPUT,
-        help="Path that all written file names start with, as in data/sft. Required here or in a file.",
+        help="Path that all written file names start with, as in data/sft. "
+        "Required here or in a file.",
     ),
 ]  # fmt: skip
 SeqLength = Annotated[
@@ -374,7 +384,8 @@ Thinking = Annotated[
     bool | None,
     _option(
         "--enable-thinking/--no-enable-thinking", panel=ROWS,
-        help="For templates with thinking: --no-enable-thinking gives the model an empty thought. Default: the template's.",
+        help="For templates with thinking: --no-enable-thinking gives the model an empty thought. "
+        "Default: the template's.",
     ),
 ]  # fmt: skip
 Workers = Annotated[
@@ -418,7 +429,8 @@ ChatTemplate = Annotated[
     str | None,
     _option(
         "--template", "--prompt-type", metavar="NAME", panel=MODEL, values=complete.template_names,
-        help="Prompt template, by name or by path of a YAML file. Default: the tokenizer's chat template.",
+        help="Prompt template, by name or by path of a YAML file. "
+        "Default: the tokenizer's chat template.",
     ),
 ]  # fmt: skip
 PromptText = Annotated[
@@ -551,7 +563,8 @@ NodeHost = Annotated[
     str | None,
     _option(
         "--host", metavar="HOST", panel=NETWORK,
-        help="Address of this machine for the other machines. Default: the one that reaches the head node.",
+        help="Address of this machine for the other machines. "
+        "Default: the one that reaches the head node.",
     ),
 ]  # fmt: skip
 Port = Annotated[
@@ -595,7 +608,8 @@ For = Annotated[
     CommandName | None,
     _option(
         "--for", metavar="COMMAND", panel=CONFIGURATION,
-        help=f"Command to check for: {', '.join(CommandName)}. Default: the one that the configured sections suggest.",
+        help=f"Command to check for: {', '.join(CommandName)}. "
+        "Default: the one that the configured sections suggest.",
     ),
 ]  # fmt: skip
 From = Annotated[

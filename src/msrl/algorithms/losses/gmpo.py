@@ -1,5 +1,6 @@
-"""GMPO (arXiv:2507.20673, equation 5): the geometric mean of a sequence's clipped token ratios. N
-tokens, S sequences.
+"""GMPO (arXiv:2507.20673, equation 5). N tokens, S sequences.
+
+The ratio is the geometric mean of a sequence's clipped token ratios.
 
 The loss of a sequence is -A exp(mean over tokens of s min(s log r, s clip(log r, -low, high))) with
 s the sign of A. `algo.clip` has widths in log space (0.4 in the paper). Every token of the sequence

@@ -19,8 +19,9 @@ OWN_RATIO = True
 def policy_loss(
     tokens: PolicyTokens, *, level: Literal["sequence", "token"] = "sequence", cap: float = 1.0
 ) -> TokenLosses:
-    """Return token losses. `level: token` truncates each token's ratio instead. Statistic: `taper`,
-    the mean weight.
+    """Return token losses. `level: token` truncates each token's ratio instead.
+
+    Statistic: `taper`, the mean weight.
     """
     log_ratio = tokens.token_log_ratio.detach()
     if level == "sequence":
