@@ -1,4 +1,6 @@
-"""What ranks do to show that no loss depends on how its batch is spread: one step of every loss, ratio and aggregation."""
+"""What ranks do to show that no loss depends on how its batch is spread: one step of every loss,
+ratio and aggregation.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from msrl import registry
 from msrl.algorithms.aggregate import MODES, Mode
 from msrl.algorithms.packing import Sequences, balanced
 from msrl.trainer.launch import RankContext
-from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens, select, with_weights
+from msrl.trainer.objective.batches import (
+    BatchLimits,
+    micro_batches,
+    num_loss_tokens,
+    select,
+    with_weights,
+)
 from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
 
 PACKAGE = "msrl.algorithms.losses"
@@ -21,7 +29,9 @@ MASKED_OUT = 3  # a sample of the batch that has no part in the loss
 
 @dataclass(frozen=True)
 class Product:
-    """How the batch is spread: over `dp` ranks, in micro-batches of at most `max_tokens`, its samples in this order."""
+    """How the batch is spread: over `dp` ranks, in micro-batches of at most `max_tokens`, its
+    samples in this order.
+    """
 
     name: str
     model: Path
@@ -52,8 +62,16 @@ class ProductResult:
 
 def combinations() -> list[tuple[str, str, Mode]]:
     """Every policy loss with each ratio that it takes and each aggregation."""
-    own = {name: getattr(registry.load(PACKAGE, name, key=""), "OWN_RATIO", False) for name in registry.names(PACKAGE)}
-    return [(name, ratio, mode) for name in own for ratio in (("token",) if own[name] else ("token", "sequence")) for mode in MODES]
+    own = {
+        name: getattr(registry.load(PACKAGE, name, key=""), "OWN_RATIO", False)
+        for name in registry.names(PACKAGE)
+    }
+    return [
+        (name, ratio, mode)
+        for name in own
+        for ratio in (("token",) if own[name] else ("token", "sequence"))
+        for mode in MODES
+    ]
 
 
 def walk(context: RankContext, case: Product, init_method: str) -> ProductResult:
@@ -61,7 +79,9 @@ def walk(context: RankContext, case: Product, init_method: str) -> ProductResult
     from msrl.trainer.rank import TrainWorker
 
     optimizer = OptimizerSettings(lr=1e-3, grad_clip=None)
-    settings = WorkerSettings("cpu", case.model, Layout(), "float32", seed=0, timeout_s=120, optimizer=optimizer)
+    settings = WorkerSettings(
+        "cpu", case.model, Layout(), "float32", seed=0, timeout_s=120, optimizer=optimizer
+    )
     worker = TrainWorker(settings, context.rank, case.world, init_method)
     steps = {combination: _step(worker, case, *combination) for combination in combinations()}
     worker.close()
@@ -88,7 +108,14 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     part = balanced(lengths, worker.dp_size)[worker.dp_rank]
     limits = BatchLimits(1, case.max_tokens, worker.sequence_multiple)
     groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
-    report = worker.train_step(micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0)
-    found = {key: tensor.double().numpy().ravel() for key, tensor in whole_gradients(worker).items()}
+    report = worker.train_step(
+        micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0
+    )
+    found = {
+        key: tensor.double().numpy().ravel() for key, tensor in whole_gradients(worker).items()
+    }
     random = np.random.default_rng(0)
-    return Step(report, {key: float(found[key] @ random.normal(size=found[key].size)) for key in sorted(found)})
+    return Step(
+        report,
+        {key: float(found[key] @ random.normal(size=found[key].size)) for key in sorted(found)},
+    )

@@ -1,4 +1,6 @@
-"""Every estimator against numbers worked out by hand and against plain loops, at the edges, and what goes before and after it."""
+"""Every estimator against numbers worked out by hand and against plain loops, at the edges, and
+what goes before and after it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,16 @@ from support import mentions
 
 PACKAGE = "msrl.algorithms.advantages"
 ESTIMATORS = registry.names(PACKAGE)
-TURNS = [name for name in ESTIMATORS if getattr(registry.load(PACKAGE, name, key=""), "NEEDS_TURNS", False)]
-COMPARING = [name for name in ESTIMATORS if getattr(registry.load(PACKAGE, name, key=""), "COMPARES_GROUPS", False)]
+TURNS = [
+    name
+    for name in ESTIMATORS
+    if getattr(registry.load(PACKAGE, name, key=""), "NEEDS_TURNS", False)
+]
+COMPARING = [
+    name
+    for name in ESTIMATORS
+    if getattr(registry.load(PACKAGE, name, key=""), "COMPARES_GROUPS", False)
+]
 # Rewards 1, 0, 0, 1 for responses of 1, 2, 1, 1 tokens, with gamma 0.5. By hand: mean 0.5, unbiased deviation sqrt(4 * 0.25 / 3) = 0.57735.
 LENGTHS = [[1, 2, 1, 1]]
 TOKENS = np.array([1.0, -1.0, -1.0, -1.0, 1.0])
@@ -45,23 +55,44 @@ GOLDEN = {
 
 
 def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
-    """An estimator's advantages: values are 0.1, 0.2 and so on, and every response is one turn, unless given."""
+    """An estimator's advantages: values are 0.1, 0.2 and so on, and every response is one turn,
+    unless given.
+    """
     function = registry.load(PACKAGE, name, key="algo.advantage.estimator").advantages
     sizes = rewards.lengths
-    turns = Turns(np.ones_like(sizes), sizes.ravel(), np.repeat(np.arange(len(sizes)), sizes.shape[1]))
-    given = {"eps": 1e-9, "gamma": 0.5, "lam": 0.5, "values": np.arange(1, sizes.sum() + 1) / 10, "turns": turns, **options}
-    return function(rewards, **taken(function, given), **{k: v for k, v in options.items() if k in registry.plugin_options(function)})
+    turns = Turns(
+        np.ones_like(sizes), sizes.ravel(), np.repeat(np.arange(len(sizes)), sizes.shape[1])
+    )
+    given = {
+        "eps": 1e-9,
+        "gamma": 0.5,
+        "lam": 0.5,
+        "values": np.arange(1, sizes.sum() + 1) / 10,
+        "turns": turns,
+        **options,
+    }
+    return function(
+        rewards,
+        **taken(function, given),
+        **{k: v for k, v in options.items() if k in registry.plugin_options(function)},
+    )
 
 
 def rewards(scores, lengths=None, extra=None) -> TokenRewards:
     scores = np.asarray(scores, dtype=np.float64)
-    return TokenRewards(scores, np.ones(scores.shape, np.int64) if lengths is None else np.asarray(lengths, np.int64), extra)
+    return TokenRewards(
+        scores,
+        np.ones(scores.shape, np.int64) if lengths is None else np.asarray(lengths, np.int64),
+        extra,
+    )
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_has_a_golden_row_and_reproduces_it(name):
     assert name in GOLDEN, f"algorithms/advantages/{name}.py has no golden row in this test"
-    np.testing.assert_allclose(estimate(name, rewards([[1, 0, 0, 1]], LENGTHS)), GOLDEN[name], rtol=0, atol=1e-8)
+    np.testing.assert_allclose(
+        estimate(name, rewards([[1, 0, 0, 1]], LENGTHS)), GOLDEN[name], rtol=0, atol=1e-8
+    )
 
 
 def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
@@ -79,17 +110,25 @@ def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
         deviation = math.sqrt(sum((t - mean) ** 2 for t in totals) / (len(totals) - 1))
         for i, given in enumerate(tokens):
             if name in ("group_norm", "gigpo"):
-                rows += [(totals[i] - mean) / (deviation + 1e-9) * (2 if name == "gigpo" else 1)] * len(given)
+                rows += [
+                    (totals[i] - mean) / (deviation + 1e-9) * (2 if name == "gigpo" else 1)
+                ] * len(given)
             elif name == "step_reinforce":
                 rows += [totals[i]] * len(given)
             elif name == "gae":
                 values = [(len(rows) + 1 + t) / 10 for t in range(len(given))] + [0.0]
                 deltas = [given[t] + gamma * values[t + 1] - values[t] for t in range(len(given))]
-                rows += [sum((gamma * 0.5) ** (k - t) * deltas[k] for k in range(t, len(given))) for t in range(len(given))]
+                rows += [
+                    sum((gamma * 0.5) ** (k - t) * deltas[k] for k in range(t, len(given)))
+                    for t in range(len(given))
+                ]
             elif name == "rloo":
                 rows += [totals[i] - (sum(totals) - totals[i]) / (len(totals) - 1)] * len(given)
             elif name in ("reinforce", "reinforce_pp"):
-                rows += [sum(gamma ** (k - t) * given[k] for k in range(t, len(given))) for t in range(len(given))]
+                rows += [
+                    sum(gamma ** (k - t) * given[k] for k in range(t, len(given)))
+                    for t in range(len(given))
+                ]
             else:
                 rows += [totals[i] - mean] * len(given)
     if name in ("reinforce_pp", "reinforce_baseline"):
@@ -105,7 +144,9 @@ def test_every_estimator_equals_plain_loops_with_penalties_on_tokens(name):
     scores, lengths = random.normal(size=(5, 4)), random.integers(1, 9, (5, 4))
     extra = random.normal(size=int(lengths.sum()))
     got = estimate(name, rewards(scores, lengths, extra), gamma=0.9)
-    np.testing.assert_allclose(got, by_loops(name, scores, lengths, extra, 0.9), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(
+        got, by_loops(name, scores, lengths, extra, 0.9), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1.1, -1e9, 1e-30])
@@ -131,25 +172,45 @@ def test_one_group_does_not_touch_another_and_precision_is_kept(name):
 
 
 def test_gae_is_the_exponentially_weighted_mean_of_all_n_step_advantages():
-    """The definition (arXiv:1506.02438, equation 16), which the sum over deltas is derived from: (1 - l) sum over n of l^(n-1) A^(n)."""
+    """The definition (arXiv:1506.02438, equation 16), which the sum over deltas is derived from: (1
+    - l) sum over n of l^(n-1) A^(n).
+    """
     random = np.random.default_rng(3)
     lengths, gamma, lam = np.array([[7, 1, 4]]), 0.9, 0.8
-    given, values = rewards(random.normal(size=(1, 3)), lengths, random.normal(size=12)), random.normal(size=12)
+    given, values = (
+        rewards(random.normal(size=(1, 3)), lengths, random.normal(size=12)),
+        random.normal(size=12),
+    )
     got, start = estimate("gae", given, gamma=gamma, lam=lam, values=values), 0
     for size in lengths.ravel():
         r, v = given.per_token()[start : start + size], np.append(values[start : start + size], 0.0)
         for t in range(size):
-            n_step = [sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n] - v[t] for n in range(1, size - t + 1)]
-            weights = [(1 - lam) * lam ** (n - 1) for n in range(1, size - t)] + [lam ** (size - t - 1)]
-            assert got[start + t] == pytest.approx(sum(w * a for w, a in zip(weights, n_step, strict=True)), rel=1e-12)
+            n_step = [
+                sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n] - v[t]
+                for n in range(1, size - t + 1)
+            ]
+            weights = [(1 - lam) * lam ** (n - 1) for n in range(1, size - t)] + [
+                lam ** (size - t - 1)
+            ]
+            assert got[start + t] == pytest.approx(
+                sum(w * a for w, a in zip(weights, n_step, strict=True)), rel=1e-12
+            )
         start += size
 
 
 def test_gae_needs_no_second_completion_and_trusts_rewards_or_the_critic_as_lambda_says():
     given = rewards([[1.0], [0.0]], [[2], [1]])
     values = np.array([0.5, 0.25, 0.125])
-    assert estimate("gae", given, gamma=1.0, lam=1.0, values=values).tolist() == [0.5, 0.75, -0.125]  # R - V
-    assert estimate("gae", given, gamma=1.0, lam=0.0, values=values).tolist() == [-0.25, 0.75, -0.125]  # r + V' - V
+    assert estimate("gae", given, gamma=1.0, lam=1.0, values=values).tolist() == [
+        0.5,
+        0.75,
+        -0.125,
+    ]  # R - V
+    assert estimate("gae", given, gamma=1.0, lam=0.0, values=values).tolist() == [
+        -0.25,
+        0.75,
+        -0.125,
+    ]  # r + V' - V
 
 
 def turns_of(counts, lengths, states) -> Turns:
@@ -157,8 +218,10 @@ def turns_of(counts, lengths, states) -> Turns:
 
 
 def test_gigpo_by_hand_over_anchor_states_of_several_episodes():
-    """Two prompts of two episodes. State 5 is met three times under the first prompt, twice of them by the first episode; under the second
-    prompt it is another state. Rewards 1, 0 and 1, 1; turns of 1, 2, 1 | 2 and 1 | 1, 1 tokens; step_gamma 0.5."""
+    """Two prompts of two episodes. State 5 is met three times under the first prompt, twice of them
+    by the first episode; under the second prompt it is another state. Rewards 1, 0 and 1, 1; turns
+    of 1, 2, 1 | 2 and 1 | 1, 1 tokens; step_gamma 0.5.
+    """
     turns = turns_of([[3, 1], [1, 2]], [1, 2, 1, 2, 1, 1, 1], [5, 6, 5, 5, 5, 5, 7])
     given = rewards([[1.0, 0.0], [1.0, 1.0]], [[4, 2], [1, 2]])
     episode = 1 / math.sqrt(2)  # (1 - 0.5) / sqrt(0.5)
@@ -168,7 +231,13 @@ def test_gigpo_by_hand_over_anchor_states_of_several_episodes():
     # returns of the second prompt's: 1, 0.5, 1. In state 5: 1, 0.5; equal rewards of its episodes give 0.
     other = 0.25 / math.sqrt(0.125)
     omega = 0.3
-    expected = [episode + omega * state[0], episode, episode, episode + omega * state[1], *[-episode + omega * state[2]] * 2]
+    expected = [
+        episode + omega * state[0],
+        episode,
+        episode,
+        episode + omega * state[1],
+        *[-episode + omega * state[2]] * 2,
+    ]
     expected += [omega * other, -omega * other, 0.0]
     got = estimate("gigpo", given, turns=turns, omega=omega, step_gamma=0.5)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-7)
@@ -177,9 +246,14 @@ def test_gigpo_by_hand_over_anchor_states_of_several_episodes():
 
 
 def test_returns_of_turns_discount_by_turn_and_not_by_token():
-    turns, given = turns_of([[3]], [2, 1, 2], [0, 1, 2]), rewards([[1.0]], [[5]], np.array([0.0, 0.5, 0.0, 0.0, 0.0]))
+    turns, given = (
+        turns_of([[3]], [2, 1, 2], [0, 1, 2]),
+        rewards([[1.0]], [[5]], np.array([0.0, 0.5, 0.0, 0.0, 0.0])),
+    )
     got = estimate("step_reinforce", given, turns=turns, step_gamma=0.5)
-    np.testing.assert_allclose(got, [0.75, 0.75, 0.5, 1.0, 1.0])  # 0.5 + 0.5 (0 + 0.5 * 1), 0.5 * 1, 1
+    np.testing.assert_allclose(
+        got, [0.75, 0.75, 0.5, 1.0, 1.0]
+    )  # 0.5 + 0.5 (0 + 0.5 * 1), 0.5 * 1, 1
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -215,7 +289,9 @@ def test_whitening_has_mean_zero_and_deviation_one_and_nothing_to_say_of_equal_n
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_baseline"])
 def test_z_scores_over_the_step_are_those_of_what_is_learnt_from(name):
-    """What is left out, whatever it got, moves neither mean nor deviation of the others, and gets 0."""
+    """What is left out, whatever it got, moves neither mean nor deviation of the others, and gets
+    0.
+    """
     random = np.random.default_rng(2)
     scores, lengths = random.normal(size=(4, 3)), random.integers(1, 5, (4, 3))
     learnt = np.ones((4, 3), bool)
@@ -233,12 +309,16 @@ def test_masks_leave_out_truncated_equal_and_too_easy_or_hard():
     truncated = np.array([[False, True], [False, False], [False, False]])
     everything = {"drop_truncated": False, "drop_equal_groups": False}
     assert trained_samples(scores, truncated, **everything).all()
-    assert trained_samples(scores, truncated, **{**everything, "drop_truncated": True}).tolist() == [
+    assert trained_samples(
+        scores, truncated, **{**everything, "drop_truncated": True}
+    ).tolist() == [
         [True, False],
         [True, True],
         [True, True],
     ]
-    assert trained_samples(scores, truncated, **{**everything, "drop_equal_groups": True}).tolist() == [
+    assert trained_samples(
+        scores, truncated, **{**everything, "drop_equal_groups": True}
+    ).tolist() == [
         [True, True],
         [False, False],
         [True, True],
@@ -257,7 +337,9 @@ def test_sample_weights_by_hand_have_mean_one_over_what_is_kept():
     both = sample_weights(lengths, keep, by_length=True, difficulties=np.array([0.0, 2.0]))
     np.testing.assert_allclose(both[keep], np.array([0.75, 0.5, 1.0]) / 0.75)
     assert sample_weights(lengths, np.zeros_like(keep), by_length=True).shape == (2, 2)
-    assert np.isfinite(sample_weights(np.full((1, 2), 3), np.ones((1, 2), bool), by_length=True)).all()
+    assert np.isfinite(
+        sample_weights(np.full((1, 2), 3), np.ones((1, 2), bool), by_length=True)
+    ).all()
 
 
 def test_the_adaptive_controller_moves_towards_the_target_by_a_fifth_at_most():
@@ -270,11 +352,19 @@ def test_the_adaptive_controller_moves_towards_the_target_by_a_fifth_at_most():
 
 def scored_group(totals, lengths, finish="stop"):
     completions = tuple(
-        Completion(np.arange(n, dtype=np.int64), np.full(n, -0.5, np.float32), finish_reason=finish, policy_version=0, text="")
+        Completion(
+            np.arange(n, dtype=np.int64),
+            np.full(n, -0.5, np.float32),
+            finish_reason=finish,
+            policy_version=0,
+            text="",
+        )
         for n in lengths
     )
     prompt = Prompt(index=0, token_ids=np.array([7, 8], dtype=np.int64))
-    return ScoredGroup(RolloutGroup(prompt, completions), tuple(Reward(total, {}) for total in totals))
+    return ScoredGroup(
+        RolloutGroup(prompt, completions), tuple(Reward(total, {}) for total in totals)
+    )
 
 
 def test_every_completion_becomes_a_sample_with_its_own_advantages():

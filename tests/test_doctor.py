@@ -1,4 +1,6 @@
-"""msrl doctor: every finding at once, the versions that it knows are pyproject's, and memory worked out by hand."""
+"""msrl doctor: every finding at once, the versions that it knows are pyproject's, and memory worked
+out by hand.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_this_machine_is_well(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert msrl("doctor", "--no-imports", "--platform", "cpu") == 0
     out = capsys.readouterr().out
-    assert re.search(r"^ok {5}platform: cpu$", out, re.M) and re.search(r"^ok {5}devices: \d+ of cpu, [\d.]+ GB .*memory$", out, re.M)
+    assert re.search(r"^ok {5}platform: cpu$", out, re.M) and re.search(
+        r"^ok {5}devices: \d+ of cpu, [\d.]+ GB .*memory$", out, re.M
+    )
     assert all(re.search(rf"^ok {{5}}{package}: \d", out, re.M) for package in get("cpu").stack)
 
 
@@ -79,22 +83,44 @@ def test_versions_that_fit_are_those_of_the_extras():
         assert set(packages) - set(own) <= {"vllm"}  # from source on NPU
 
 
-def test_every_mistake_is_reported_together_with_exit_code_2(folder: Path, capsys: pytest.CaptureFixture[str]):
-    sets = ["--set", "rollout.samples_per_prompt=1", "--set", "data.train=gone", "--set", "rollout.max_response_tokens=600"]
-    assert msrl("doctor", "--no-imports", "--platform", "cpu", "-c", "grpo.yaml", *sets, "--json") == 2
+def test_every_mistake_is_reported_together_with_exit_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    sets = [
+        "--set",
+        "rollout.samples_per_prompt=1",
+        "--set",
+        "data.train=gone",
+        "--set",
+        "rollout.max_response_tokens=600",
+    ]
+    assert (
+        msrl("doctor", "--no-imports", "--platform", "cpu", "-c", "grpo.yaml", *sets, "--json") == 2
+    )
     wrong = [one["text"] for one in json.loads(capsys.readouterr().out) if one["level"] == "wrong"]
     assert len(wrong) == 3
-    assert any("data.train=gone" in text for text in wrong) and any("max_response_tokens=600" in text for text in wrong)
+    assert any("data.train=gone" in text for text in wrong) and any(
+        "max_response_tokens=600" in text for text in wrong
+    )
     assert msrl("doctor", "--no-imports", "-c", "grpo.yaml", "--set", "train.stps=1") == 2
-    assert_mentions(capsys.readouterr().out, "wrong  configuration: --set: train.stps=1", "key", "'steps'")
+    assert_mentions(
+        capsys.readouterr().out, "wrong  configuration: --set: train.stps=1", "key", "'steps'"
+    )
 
 
 def test_memory_of_training_reference_and_engine_is_added_up(folder: Path):
     # 4 layers of hidden 64, ffn 96, 8 heads of 8 in 4 groups with biases, 1001 tied rows, in fp32: 4 bytes of weights, 4 of gradients,
     # 8 of moments and 4 of the reference for each parameter.
-    resolved = load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", "rollout.engine.kv_cache_bytes=1000000"])
-    found = {what: (level, text) for level, what, text in config_findings(resolved, "train-grpo", Small())}
-    parameters = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 64 * 96 + 2 * 64) + 1001 * 64 + 64
+    resolved = load(
+        ["grpo.yaml"], ["algo.kl.loss.coef=0.1", "rollout.engine.kv_cache_bytes=1000000"]
+    )
+    found = {
+        what: (level, text)
+        for level, what, text in config_findings(resolved, "train-grpo", Small())
+    }
+    parameters = (
+        4 * (2 * 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 64 * 96 + 2 * 64) + 1001 * 64 + 64
+    )
     training, engine = parameters * (4 + 4 + 8 + 4), parameters * 4 + 10**6
     assert found["memory"][0] == "wrong"
     assert_mentions(found["memory"][1], f"{(training + engine) / 1e6:.1f} MB", "1.0 MB")
@@ -106,16 +132,28 @@ def test_memory_of_training_reference_and_engine_is_added_up(folder: Path):
     assert level == "ok"
     assert_mentions(text, f"{10**6 // 1024:,} tokens", 10**6 // (1024 * 128))
     little = load(["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000"])
-    assert ("wrong", "KV cache") in [(level, what) for level, what, _ in config_findings(little, "train-grpo", Small())]
+    assert ("wrong", "KV cache") in [
+        (level, what) for level, what, _ in config_findings(little, "train-grpo", Small())
+    ]
 
 
 def test_devices_of_a_run_are_counted_against_the_machine(folder: Path):
-    resolved = load(["grpo.yaml"], ["cluster.devices_per_node=8", "rollout.engine.kv_cache_bytes=1000000"])
-    found = [(level, text) for level, what, text in config_findings(resolved, "train-grpo", Small()) if what == "devices"]
+    resolved = load(
+        ["grpo.yaml"], ["cluster.devices_per_node=8", "rollout.engine.kv_cache_bytes=1000000"]
+    )
+    found = [
+        (level, text)
+        for level, what, text in config_findings(resolved, "train-grpo", Small())
+        if what == "devices"
+    ]
     ((level, text),) = found
     assert level == "wrong"
     assert_mentions(text, 8, 4, "cluster.devices_per_node", "cluster.nodes")
-    on_cores = [level for level, what, _ in config_findings(resolved, "train-grpo", get("cpu")) if what == "devices"]
+    on_cores = [
+        level
+        for level, what, _ in config_findings(resolved, "train-grpo", get("cpu"))
+        if what == "devices"
+    ]
     assert on_cores in (["note"], ["ok"])
 
 
@@ -125,10 +163,14 @@ def test_a_library_that_does_not_import_is_named_with_its_error(monkeypatch: pyt
     imports = {one.what: one for one in findings if one.what.startswith("import ")}
     assert imports["import json"].level == "ok"
     broken = imports["import msrl_no_such_library"]
-    assert broken.level == "wrong" and broken.text.startswith("ModuleNotFoundError: No module named 'msrl_no_such_library'")
+    assert broken.level == "wrong" and broken.text.startswith(
+        "ModuleNotFoundError: No module named 'msrl_no_such_library'"
+    )
 
 
-def test_a_platform_that_is_not_here_is_wrong_only_when_it_is_asked_for(capsys: pytest.CaptureFixture[str]):
+def test_a_platform_that_is_not_here_is_wrong_only_when_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+):
     assert msrl("doctor", "--no-imports", "--platform", "npu") == 2
     assert re.search(r"^wrong  platform: cluster.platform=npu: ", capsys.readouterr().out, re.M)
 
@@ -143,7 +185,14 @@ def test_a_training_that_cannot_fit_is_refused_before_it_starts_and_one_that_mig
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     # Weights, gradients and moments of 141,000 parameters in fp32 are 2.3 MB; a row of 500 tokens has 500 x 1001 logits, 2 MB.
-    config = load(sets=["model.path=model", "model.dtype=float32", "train.micro_batch=8", "data.seq_length=500"]).config
+    config = load(
+        sets=[
+            "model.path=model",
+            "model.dtype=float32",
+            "train.micro_batch=8",
+            "data.seq_length=500",
+        ]
+    ).config
     with pytest.raises(
         MsrlError,
         match=mentions("memory", "1.0 MB", "train.recompute.granularity: full"),
@@ -163,10 +212,17 @@ def test_a_training_that_cannot_fit_is_refused_before_it_starts_and_one_that_mig
 
 
 def test_where_the_engine_sleeps_its_memory_and_that_of_a_pass_are_not_needed_at_once(folder: Path):
-    config = load(["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000000", "train.offload.optimizer=true"]).config
-    awake, asleep = fit(config, "train-grpo", Sized(10**9)), fit(config, "train-grpo", Sleeping(10**9))
+    config = load(
+        ["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000000", "train.offload.optimizer=true"]
+    ).config
+    awake, asleep = (
+        fit(config, "train-grpo", Sized(10**9)),
+        fit(config, "train-grpo", Sleeping(10**9)),
+    )
     assert awake is not None and asleep is not None
     engine, memory = asleep.memory.engine, asleep.memory
     assert engine == 100_000_000 + memory.weights
     assert awake.needed - engine == memory.training
-    assert asleep.needed == memory.generating == engine + memory.weights + memory.gradients  # moments wait in the machine's memory
+    assert (
+        asleep.needed == memory.generating == engine + memory.weights + memory.gradients
+    )  # moments wait in the machine's memory

@@ -1,4 +1,6 @@
-"""Learning, not only running: GRPO, GSPO and RLOO gain on held-out problems from one fine-tuned start, and turned signs are found out."""
+"""Learning, not only running: GRPO, GSPO and RLOO gain on held-out problems from one fine-tuned
+start, and turned signs are found out.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ def start(runner: Runner) -> float:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "rloo"])
-def test_a_preset_answers_ten_points_more_held_out_problems_than_its_start(runner: Runner, start: float, preset: str):
+def test_a_preset_answers_ten_points_more_held_out_problems_than_its_start(
+    runner: Runner, start: float, preset: str
+):
     reached = accuracy(runner, preset, 0, STEPS)
-    assert evaluations(runner, f"{preset}-0-{STEPS}")[0] == pytest.approx(start), "evaluations answer as `msrl generate` does"
+    assert evaluations(runner, f"{preset}-0-{STEPS}")[0] == pytest.approx(start), (
+        "evaluations answer as `msrl generate` does"
+    )
     assert learnt(start, [reached])
 
 

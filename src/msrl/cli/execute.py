@@ -125,7 +125,7 @@ def _plain(value: Any) -> object:
     """Return the value of an option, of an enum its value, or None for an absent option."""
     if isinstance(value, Enum):
         return value.value
-    is_empty = isinstance(value, (list, tuple)) and not value
+    is_empty = value in ([], ())  # repeatable option that does not occur
     return None if is_empty else value
 
 
