@@ -1,6 +1,4 @@
-"""KL estimators against the exact divergence and by hand, and the correction of training against
-sampling.
-"""
+"""KL estimators against the exact divergence and hand calculation, and mismatch correction."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ def test_kl_estimators_by_hand(estimator, expected):
 
 @pytest.mark.parametrize("estimator", kl.ESTIMATORS)
 def test_estimators_by_monte_carlo_against_the_exact_kl(estimator):
-    """200,000 tokens drawn from the policy. k1 and k3 are unbiased; k2 is near for near policies,
-    abs is an upper bound.
+    """200,000 tokens are sampled from the policy.
+
+    k1 and k3 are unbiased, k2 is close for similar policies, and abs is an upper bound.
     """
     drawn = torch.from_numpy(np.random.default_rng(0).choice(3, 200_000, p=POLICY))
     logprobs = (torch.from_numpy(np.log(p))[drawn] for p in (POLICY, REFERENCE))
@@ -67,8 +66,9 @@ def test_unbiased_estimators_average_to_the_exact_kl_of_two_categoricals(estimat
 
 @pytest.mark.parametrize("estimator", kl.ESTIMATORS)
 def test_as_a_penalty_in_rewards_k1_alone_has_the_gradient_of_the_divergence(estimator):
-    """By the logits: of the exact KL p (log p / q - KL), of the policy gradient sum over tokens of
-    p k (one-hot - p).
+    """Gradients by the logits.
+
+    The exact KL has p (log p / q - KL), the policy gradient sums p k (one-hot - p) over tokens.
     """
     logprobs = (torch.from_numpy(np.log(p)) for p in (POLICY, REFERENCE))
     penalty = kl.per_token(estimator, *logprobs, torch.ones(3, dtype=torch.bool)).numpy()

@@ -1,6 +1,4 @@
-"""Packing: what is where in a micro-batch, bins and balance, and the loss of a batch under every
-way of packing it.
-"""
+"""Packing: positions in a micro-batch, bins, balance, and the loss under different packings."""
 
 import numpy as np
 import pytest
@@ -146,10 +144,10 @@ def test_a_sequence_longer_than_the_capacity_is_refused():
 def test_balanced_parts_have_equal_counts_and_nearly_equal_lengths():
     assert balanced([8, 1, 7, 2], 2) == ((0, 1), (2, 3))
     lengths = np.random.default_rng(2).integers(1, 2000, 256).tolist()
-    parts = balanced(lengths, 8)
-    assert {len(p) for p in parts} == {32}
-    assert sorted(i for p in parts for i in p) == list(range(256))
-    loads = [sum(lengths[i] for i in p) for p in parts]
+    shares = balanced(lengths, 8)
+    assert {len(p) for p in shares} == {32}
+    assert sorted(i for p in shares for i in p) == list(range(256))
+    loads = [sum(lengths[i] for i in p) for p in shares]
     assert max(loads) - min(loads) < 0.02 * np.mean(loads)
 
 
@@ -173,8 +171,9 @@ def random_samples(count=12):
 
 
 def packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio):
-    """The loss of a table of logits by (token, next token) under one packing: a model without
-    context, but a real gradient.
+    """Return the loss of a table of logits by (token, next token) under one packing.
+
+    This is a model without context, but with a real gradient.
     """
     table = (torch.arange(2500, dtype=torch.float64).reshape(50, 50) * 0.37).sin().requires_grad_()
     num_tokens = sum(len(s.response_ids) for s in samples)

@@ -1,5 +1,6 @@
-"""`algo.ratio: sequence` where advantages, weights or filters differ by token, through the
-trainer's policy loss in float64.
+"""`algo.ratio: sequence` with advantages, weights or filters that differ by token.
+
+The tests use the trainer's policy loss in float64.
 
 The oracle of the clipped loss is the equation of GSPO-token (arXiv:2507.18071, section 4.3),
 written here token by token and differentiated by autograd. S sequences, N tokens of all of them end
@@ -34,9 +35,7 @@ PER_TOKEN = {
 
 
 def losses() -> list[tuple[str, str]]:
-    """Every policy loss with each ratio that it takes, where it takes advantages that differ by
-    token.
-    """
+    """Return every policy loss with each ratio, if it supports advantages that differ by token."""
     modules = {name: registry.load(PACKAGE, name, key="") for name in registry.names(PACKAGE)}
     return [
         (name, ratio)
@@ -144,19 +143,20 @@ def correction_factors(batch: Batch, correction: Correction) -> Tensor:  # [N]
 def gspo_token(
     batch: Batch, weights: Tensor, factors: Tensor, dual: float | None
 ) -> tuple[float, Tensor]:
-    """The paper's equation with s_{i,t} = sg[s_i] pi_t / sg[pi_t]; `weights` in place of its 1 / (G
-    |y_i|).
+    """Return the paper's objective with s_{i,t} = sg[s_i] pi_t / sg[pi_t].
+
+    `weights` replace its 1 / (G |y_i|).
     """
     leaf = batch.logprobs.clone().requires_grad_()
     objective = torch.zeros((), dtype=torch.float64)
     start = 0
     for size in batch.sizes:
-        places = range(start, start + size)
+        positions = range(start, start + size)
         likelihood = torch.exp(leaf[start : start + size].sum()) / torch.exp(
             batch.old[start : start + size].sum()
         )
         s_i = (likelihood ** (1.0 / size)).detach()
-        for t in places:
+        for t in positions:
             pi = torch.exp(leaf[t])
             s_it = s_i * pi / pi.detach()
             term = torch.minimum(
@@ -170,8 +170,9 @@ def gspo_token(
 
 
 def gspo(batch: Batch) -> tuple[float, Tensor]:
-    """Equation 5 of the paper, of whole sequences: the mean of min(s_i A_i, clip(s_i) A_i), s_i
-    differentiable.
+    """Return equation 5 of the paper for sequences.
+
+    It is the mean of min(s_i A_i, clip(s_i) A_i) with differentiable s_i.
     """
     leaf = batch.logprobs.clone().requires_grad_()
     terms = list[Tensor]()
@@ -233,9 +234,7 @@ def test_the_gradient_on_policy_is_the_policy_gradient_of_each_tokens_advantage(
 @pytest.mark.parametrize("correction", ["filter", "both", "sequence"])
 @pytest.mark.parametrize(("name", "ratio"), losses())
 def test_filtered_tokens_have_no_gradient_at_all(name: str, ratio: str, correction: str):
-    """The wide clip takes no gradient away, so that what is left out is left out by the filter
-    alone.
-    """
+    """The clip range is wide enough to keep all gradients, so only the filter removes tokens."""
     batch = make_batch(spread=0.1)
     _, gradient = evaluate(
         batch,
@@ -291,13 +290,13 @@ def test_no_split_into_micro_batches_changes_value_or_gradient(name: str, ratio:
     batch = make_batch(seed=2)
     weights, correction = batch.weights(mode), PER_TOKEN["both"]
     value, gradient = evaluate(batch, mode, policy_loss=name, ratio=ratio, correction=correction)
-    for parts in ([[0], [1], [2], [3], [4], [5]], [[5, 2], [4, 0, 3, 1]], [[3, 1, 5, 0, 2, 4]]):
+    for groups in ([[0], [1], [2], [3], [4], [5]], [[5, 2], [4, 0, 3, 1]], [[3, 1, 5, 0, 2, 4]]):
         total = 0.0
-        for numbers in parts:
-            places = torch.cat(
+        for numbers in groups:
+            positions = torch.cat(
                 [torch.nonzero(batch.sequences == number).flatten() for number in numbers]
             )
-            leaf = batch.logprobs[places].requires_grad_()
+            leaf = batch.logprobs[positions].requires_grad_()
             own = torch.repeat_interleave(
                 torch.arange(len(numbers)),
                 torch.tensor([batch.sizes[number] for number in numbers]),
@@ -308,7 +307,7 @@ def test_no_split_into_micro_batches_changes_value_or_gradient(name: str, ratio:
                 "sampler_logprobs": batch.sampler,
                 "advantages": batch.advantages,
             }
-            fields = {key: column[places] for key, column in columns.items()}
+            fields = {key: column[positions] for key, column in columns.items()}
             loss = PolicyLoss(
                 1.0,
                 policy_loss=name,
@@ -320,6 +319,6 @@ def test_no_split_into_micro_batches_changes_value_or_gradient(name: str, ratio:
             share, _ = loss(Outputs(leaf, own), fields, len(weights))
             total += share.item()
             torch.testing.assert_close(
-                differentiate(share, leaf), gradient[places], rtol=1e-10, atol=1e-15
+                differentiate(share, leaf), gradient[positions], rtol=1e-10, atol=1e-15
             )
         assert total == pytest.approx(value, rel=1e-11)

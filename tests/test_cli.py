@@ -1,6 +1,4 @@
-"""The command line: flags meet the configuration, exit codes, messages, and what a fresh `msrl
---help` does not import.
-"""
+"""Command line: options and configuration, exit codes, messages, imports of `msrl --help`."""
 
 from __future__ import annotations
 
@@ -26,23 +24,25 @@ from support import assert_each_mentions, assert_mentions
 
 COMMANDS = [
     [], ["preprocess"], ["train-sft"], ["train-grpo"], ["generate"], ["chat"],
-    ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"], ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"],
-    ["convert-ckpt", "hf2hf"], ["convert-ckpt", "lora2hf"],
+    ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"],
+    ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"], ["convert-ckpt", "hf2hf"],
+    ["convert-ckpt", "lora2hf"],
     ["cluster"], ["cluster", "up"], ["cluster", "join"], ["cluster", "status"], ["cluster", "down"],
-    ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"], ["config", "import"], ["doctor"],
+    ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"],
+    ["config", "import"], ["doctor"],
 ]  # fmt: skip
 HEAVY = ("torch", "vllm", "megatron", "ray", "transformers")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that trainings need."""
+    """Return a working directory with the inputs of trainings."""
     monkeypatch.chdir(tmp_path)
     return make_working_folder(tmp_path)
 
 
 def msrl(*arguments: str) -> int:
-    """Runs the console script in this process; its exit code."""
+    """Run the console script in this process and return its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["msrl", *arguments])
         try:
@@ -55,7 +55,7 @@ def msrl(*arguments: str) -> int:
 def reached(
     monkeypatch: pytest.MonkeyPatch, workflow: str, run: Callable[..., object] | None = None
 ) -> list[Any]:
-    """Puts a recorder in the place of a workflow's module; what it was called with."""
+    """Replace a workflow's module by a recorder and return the recorded configurations."""
     calls: list[Any] = []
 
     def record(config: Config, **arguments: object) -> None:
@@ -177,7 +177,7 @@ def test_preprocess_takes_several_files_and_renamed_columns(
     calls = reached(monkeypatch, "preprocess")
     for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
         (folder / name).write_text("", encoding="utf-8")
-    given = [
+    arguments = [
         "--input",
         "a.jsonl",
         "b.jsonl",
@@ -200,7 +200,7 @@ def test_preprocess_takes_several_files_and_renamed_columns(
         "2",
     ]
     more += ["--kind", "prompts", "--too-long", "truncate"]
-    assert msrl("preprocess", *given, *more, "--map-keys", '{"prompt": "question"}') == 0
+    assert msrl("preprocess", *arguments, *more, "--map-keys", '{"prompt": "question"}') == 0
     preprocess = calls[0].preprocess
     assert sorted(preprocess.input) == ["a.jsonl", "b.jsonl", "c.jsonl"]
     assert (preprocess.tokenizer, preprocess.handler, preprocess.template, preprocess.kind) == (
@@ -350,7 +350,8 @@ def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
     assert "  train.parallel.tp: 2  # --set\n" in out
     assert "  data parallel: 2\n" in out
     assert_mentions(out, "rank 3", "tp 1 dp 1 pp 0")
-    # 91,009 parameters of a rank: 4 layers of (12,288 + 3 * 3,072 + 64) weights, biases of qkv 64, norms 128; the embedding; a norm.
+    # A rank has 91,009 parameters: 4 layers of (12,288 + 3 * 3,072 + 64) weights, 64 biases of qkv
+    # and 128 of norms, the embedding and a norm.
     assert re.search(r"^peak memory\b.*device", out, re.M)
     assert re.search(r"^  optimizer +[\d.]+ MB$", out, re.M) and re.search(
         r"^  .*training +[\d.]+ MB$", out, re.M
@@ -462,7 +463,8 @@ def test_config_schema_describes_every_key(capsys: pytest.CaptureFixture[str]):
 
 def test_the_console_script_ends_with_the_code_and_no_traceback(folder: Path):
     done = subprocess.run(
-        [sys.executable, "-m", "msrl", "convert-ckpt", "hf2mcore", "--load", "gone", "--save", "new"],
+        [sys.executable, "-m", "msrl", "convert-ckpt", "hf2mcore", "--load", "gone",
+         "--save", "new"],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONWARNINGS": "error"},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
@@ -506,8 +508,8 @@ def test_flags_of_the_trainings_override_files_and_set(
     dumped = calls[0].model_dump()
     for key, value in TRAINING_FLAGS.values():
         actual: Any = dumped
-        for part in key.split("."):
-            actual = actual[part]
+        for name in key.split("."):
+            actual = actual[name]
         assert actual == value, key
 
 

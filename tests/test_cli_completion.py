@@ -1,5 +1,6 @@
-"""Shell completion through the scripts that msrl prints: bash runs them, zsh and fish are asked as
-their scripts do.
+"""Shell completion with the scripts that msrl prints.
+
+bash runs its script. For zsh and fish, the tests send the requests of their scripts.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from msrl.config.presets import PRESETS
 from msrl.config.templates import template_names
 
 BASH = shutil.which("bash")
-needs_bash = pytest.mark.skipif(BASH is None, reason="there is no bash here")
+needs_bash = pytest.mark.skipif(BASH is None, reason="bash is not installed")
 
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A home of its own and an `msrl` on the path, in a folder with some files."""
+    """Return an environment with a new home and `msrl` on the path, in a folder with some files."""
     program = tmp_path / "bin" / "msrl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m msrl "$@"\n', encoding="utf-8")
@@ -42,7 +43,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 
 
 def in_bash(script: str, environment: dict[str, str]) -> str:
-    """The output of a script that bash runs as its own process."""
+    """Return the output of a script that bash runs in a separate process."""
     done = subprocess.run(
         [str(BASH), "-c", f"{script}\ntrue"],
         capture_output=True,
@@ -98,7 +99,8 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
 @needs_bash
 def test_bash_completes_through_the_script_that_msrl_prints(environment: dict[str, str]):
     requests = "\n".join(
-        f"COMP_WORDS=(msrl {' '.join(repr(word) for word in words)}); COMP_CWORD={len(words)}; COMPREPLY=(); _msrl_completion msrl\n"
+        f"COMP_WORDS=(msrl {' '.join(repr(word) for word in words)}); COMP_CWORD={len(words)}; "
+        "COMPREPLY=(); _msrl_completion msrl\n"
         'printf "%s\\n" "${COMPREPLY[@]}"; echo --end'
         for words, _ in CASES.values()
     )
@@ -148,7 +150,8 @@ def test_other_shells_complete_whole_words(
 def test_completion_imports_nothing_heavy(environment: dict[str, str]):
     program = (
         "import atexit, json, sys\n"
-        "atexit.register(lambda: print(json.dumps(sorted({'torch', 'transformers', 'vllm', 'ray'} & set(sys.modules)))))\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'ray'}\n"
+        "atexit.register(lambda: print(json.dumps(sorted(heavy & set(sys.modules)))))\n"
         "from msrl.cli.app import main\n"
         "main()\n"
     )

@@ -1,6 +1,4 @@
-"""Evaluation while training: what counts as right, pass@k against counting by hand, what the `eval`
-section refuses.
-"""
+"""Evaluation during training: correct responses, pass@k by counting, and refused settings."""
 
 from __future__ import annotations
 
@@ -51,10 +49,10 @@ def prompt(**extra: str) -> Prompt:
     return Prompt(0, np.array([1, 2]), "4", extra)
 
 
-def scored(given: Prompt, *scores: dict[str, float]) -> ScoredGroup:
+def scored(row: Prompt, *scores: dict[str, float]) -> ScoredGroup:
     empty = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "stop", 0, "")
     return ScoredGroup(
-        RolloutGroup(given, (empty,) * len(scores)), tuple(Reward(0.0, one) for one in scores)
+        RolloutGroup(row, (empty,) * len(scores)), tuple(Reward(0.0, score) for score in scores)
     )
 
 
@@ -102,9 +100,10 @@ def test_a_report_counts_steps_and_not_the_evaluation_before_them():
         StepReport(1, {"train/loss": 2.0}),
         StepReport(2, {"eval/pass@1": 0.3}),
     ]
-    found = summarize(reports)
-    assert (found.first_step, found.last_step, found.num_steps) == (1, 2, 2)
-    assert (found.movements["eval/pass@1"].first, found.movements["eval/pass@1"].last) == (0.1, 0.3)
+    summary = summarize(reports)
+    assert (summary.first_step, summary.last_step, summary.num_steps) == (1, 2, 2)
+    movement = summary.movements["eval/pass@1"]
+    assert (movement.first, movement.last) == (0.1, 0.3)
 
 
 @pytest.fixture
@@ -141,7 +140,10 @@ EVERY = ("data.eval=held", "eval.every_steps=5")
     ("command", "sets", "fragments"),
     [
         ("grpo", (*EVERY, *SAMPLED), None),
-        ("grpo", (*EVERY, "eval.source=acc", "checkpoint.keep_best=true", "eval.at_start=true"), None),
+        (
+            "grpo", (*EVERY, "eval.source=acc", "checkpoint.keep_best=true", "eval.at_start=true"),
+            None,
+        ),
         ("grpo", ("eval.at_start=true",), ("eval.at_start=true", "data.eval")),
         (
             "grpo", (*EVERY, "eval.samples_per_prompt=4"),
@@ -160,9 +162,15 @@ EVERY = ("data.eval=held", "eval.every_steps=5")
             "grpo", (*EVERY, "eval.max_response_tokens=100", "rollout.engine.max_model_len=128"),
             ("rollout.engine.max_model_len=128", "eval.max_response_tokens", "164 tokens"),
         ),
-        ("grpo", (*EVERY, "eval.source=accuracy"), ("eval.source=accuracy", "reward.sources", "acc")),
+        (
+            "grpo", (*EVERY, "eval.source=accuracy"),
+            ("eval.source=accuracy", "reward.sources", "acc"),
+        ),
         ("grpo", ("eval.patience=2",), ("eval.patience=2", "eval.every_steps")),
-        ("sft", (*EVERY, "eval.sampling.temperature=0.5"), ("eval.sampling.temperature=0.5", "train-grpo")),
+        (
+            "sft", (*EVERY, "eval.sampling.temperature=0.5"),
+            ("eval.sampling.temperature=0.5", "train-grpo"),
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_an_evaluation_is_one_line(

@@ -1,7 +1,6 @@
-"""What a step's groups become before and between its updates, number by number: a stand-in answers
-in place of the ranks. And what is known of a run before it starts.
+"""Updates of a train-grpo step, with a fake in place of the ranks, and checks before a run.
 
-Real ranks run the same in `test_train_grpo.py`.
+`test_train_grpo.py` runs the same with real ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from training_runs import write_rows
 
 
 class Ranks:
-    """Log-probabilities of -1 by the policy and of -1.5 by the reference; updates report what is
-    wanted, and their losses are kept.
+    """Fake ranks with log-probabilities of -1 (policy) and -1.5 (reference).
+
+    Updates return the given report, and their losses are recorded.
     """
 
     def __init__(self, **report: float) -> None:
@@ -69,7 +69,7 @@ def make_updater(ranks: Ranks, *sets: str, state: dict[str, Any] | None = None) 
 
 
 def group(index: int, *rewards: float) -> ScoredGroup:
-    """Answers of 1, 2 and so on tokens."""
+    """Return a scored group with responses of 1, 2 and so on tokens."""
     sizes = range(1, len(rewards) + 1)
     answers = tuple(
         Completion(np.full(n, 5), np.full(n, -1.0, np.float32), "stop", 0, "") for n in sizes
@@ -81,11 +81,11 @@ def group(index: int, *rewards: float) -> ScoredGroup:
 
 
 def advantages(prepared: Prepared) -> list[float]:
-    """The first token's, by sample."""
+    """Return the advantage of the first token of every sample."""
     return [float(sample.advantages[0]) for sample in prepared.samples]
 
 
-def test_z_scores_over_the_step_leave_out_what_the_filter_left_out(folder: Path):
+def test_z_scores_over_the_step_exclude_filtered_groups(folder: Path):
     sets = ("algo.preset=reinforce_pp", "algo.kl.reward.coef=0.0", "rollout.filter.kind=all_equal")
     prepared = make_updater(Ranks(), *sets).prepare(
         [group(0, 9.0, 9.0), group(1, 1.0, 0.0)], Clock()
@@ -97,10 +97,10 @@ def test_z_scores_over_the_step_leave_out_what_the_filter_left_out(folder: Path)
     assert [sample.is_trained for sample in prepared.samples] == [False, False, True, True]
 
 
-def test_groups_in_whose_place_others_were_asked_count_in_the_statistics_of_rewards_and_nowhere_else(
+def test_dropped_groups_count_in_the_statistics_of_rewards_only(
     folder: Path,
 ):
-    """Rewards 1, 0 and 3, 3 are learnt, 8, 8 were left out: mean 23 / 6."""
+    """Rewards 1, 0 and 3, 3 are trained on, 8, 8 were dropped: mean 23 / 6."""
     sets = (
         "algo.advantage.estimator=reinforce",
         "reward.norm={center: batch}",
@@ -125,7 +125,7 @@ ADAPTIVE = (
 )
 
 
-def step_of(updater: Updater) -> dict[str, float]:
+def run_step(updater: Updater) -> dict[str, float]:
     return updater.update(
         updater.prepare([group(0, 1.0, 0.0), group(1, 1.0, 0.0)], Clock()), 0, Clock()
     )
@@ -135,13 +135,13 @@ def step_of(updater: Updater) -> dict[str, float]:
 def test_an_update_without_a_finite_divergence_leaves_the_adaptive_coefficient_as_it_was(
     folder: Path, measured: float
 ):
-    """4 samples in a horizon of 4: a fifth more, where there is a divergence."""
+    """4 samples in a horizon of 4 change the factor by a fifth, if there is a divergence."""
     ranks = Ranks(kl=measured, skipped=1.0)
     updater = make_updater(ranks, *ADAPTIVE, state={"kl_factor": 1.5})
-    step_of(updater)
+    run_step(updater)
     assert updater.state()["kl_factor"] == 1.5
     ranks.report = {"kl": 9.0}
-    step_of(updater)
+    run_step(updater)
     assert updater.state()["kl_factor"] == pytest.approx(1.8) and [
         loss.kl_coef for loss in ranks.losses
     ] == pytest.approx([0.15] * 2)
@@ -150,15 +150,15 @@ def test_an_update_without_a_finite_divergence_leaves_the_adaptive_coefficient_a
 def test_a_coefficient_that_is_fixed_from_now_on_is_the_one_of_the_configuration(folder: Path):
     ranks = Ranks(kl=9.0)
     updater = make_updater(ranks, ADAPTIVE[0], state={"kl_factor": 1.5})
-    step_of(updater)
+    run_step(updater)
     assert [loss.kl_coef for loss in ranks.losses] == [0.1] and updater.state()["kl_factor"] == 1.0
 
 
 @pytest.mark.parametrize(
-    ("level", "said"), [(None, "missing"), ("hard", "'hard'"), ("nan", "'nan'")]
+    ("level", "keyword"), [(None, "missing"), ("hard", "'hard'"), ("nan", "'nan'")]
 )
 def test_a_difficulty_that_is_no_number_is_named_before_the_run_starts(
-    folder: Path, level: str | None, said: str
+    folder: Path, level: str | None, keyword: str
 ):
     from msrl.cli.app import app
 
@@ -175,7 +175,7 @@ def test_a_difficulty_that_is_no_number_is_named_before_the_run_starts(
         "response": "answer",
         **({} if level is None else {"extra.difficulty": "level"}),
     }
-    given = [
+    arguments = [
         "--input",
         source,
         "--tokenizer",
@@ -187,10 +187,10 @@ def test_a_difficulty_that_is_no_number_is_named_before_the_run_starts(
         "--map-keys",
         json.dumps(keys),
     ]
-    app(["preprocess", *given, "--output-prefix", "hard"], standalone_mode=False)
+    app(["preprocess", *arguments, "--output-prefix", "hard"], standalone_mode=False)
     sets = ("data.train=hard", "algo.sample_weight.difficulty=true", "cluster.platform=cpu")
     with pytest.raises(
-        MsrlError, match=mentions("extra.difficulty", f"prompt {int(level is not None)}", said)
+        MsrlError, match=mentions("extra.difficulty", f"prompt {int(level is not None)}", keyword)
     ):
         prepare(load(["grpo.yaml"], sets, command="train-grpo").config)
 

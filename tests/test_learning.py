@@ -1,6 +1,4 @@
-"""Learning, not only running: GRPO, GSPO and RLOO gain on held-out problems from one fine-tuned
-start, and turned signs are found out.
-"""
+"""Learning curves: GRPO, GSPO and RLOO improve on held-out problems, flipped signs do not."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 @pytest.fixture(scope="module")
 def start(runner: Runner) -> float:
-    """Held-out accuracy of the fine-tuned model, as `msrl generate` answers."""
+    """Return the held-out accuracy of the fine-tuned model, measured by `msrl generate`."""
     return sft_accuracy(runner)
 
 
