@@ -52,7 +52,7 @@ def not_yet(key: str, value: object = None) -> str | None:
 
     List indices in the key are ignored.
     """
-    plain = ".".join(part for part in key.split(".") if not part.isdigit())
+    plain = ".".join(name for name in key.split(".") if not name.isdigit())
     if isinstance(value, str) and value in NOT_YET_VALUES.get(plain, ()):
         return "not in this version yet"
     if plain in NOT_YET:
