@@ -87,7 +87,7 @@ def validate(
     pp: o.Pp = None,
     platform: o.Platform = None,
 ) -> None:
-    """Check the configuration as its command would, and report all mistakes at once."""
+    """Check the configuration as its command would, and report all errors at once."""
     from msrl.checks.validate import check, guess
 
     resolved = resolve(ctx)

@@ -102,7 +102,7 @@ class DataConfig(Section):
         default=False, description="Pack several examples into rows of data.seq_length tokens."
     )
     shuffle: Bool = Field(
-        default=True, description="Shuffle the rows anew in every epoch, seeded by run.seed."
+        default=True, description="Shuffle the rows again in every epoch, seeded by run.seed."
     )
 
 
@@ -146,7 +146,7 @@ class CriticConfig(Section):
 
 
 class RolesConfig(Section):
-    """Models besides the policy. All models share the training devices."""
+    """Models in addition to the policy. All models share the training devices."""
 
     critic: CriticConfig = Field(
         default=CriticConfig(),
@@ -185,7 +185,9 @@ class ClusterConfig(Section):
     env: dict[str, Annotated[str, Strict()]] = Field(
         default_factory=dict[str, str], description="Environment variables of all workers."
     )
-    roles: RolesConfig = Field(default=RolesConfig(), description="Models besides the policy.")
+    roles: RolesConfig = Field(
+        default=RolesConfig(), description="Models in addition to the policy."
+    )
 
 
 _ASYNC = Field(
@@ -226,7 +228,7 @@ class CheckpointConfig(_WithAsync):
     keep_best: Bool = Field(
         default=False,
         description="Save a checkpoint after every evaluation with a new best result, and keep "
-        "the best one besides the newest.",
+        "the best one in addition to the newest.",
     )
     resume: Text = Field(
         default="none",
