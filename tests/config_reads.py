@@ -1,4 +1,7 @@
-"""Which keys of the configuration the source reads, by following values of its sections through annotations and assignments."""
+"""Search for the configuration keys that the source code reads.
+
+It follows values of sections through annotations and assignments.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from pydantic import BaseModel
 from msrl.config.schema import Config
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "msrl"
-# Of config/ only what computes with values: its checks and importers look at every key by name.
+# Modules of config/ that compute with values. Checks and importers name every key.
 OF_CONFIG = {"derived.py", "plugins.py", "general.py", "algo.py"}
 Types = frozenset[type[BaseModel]]
 NONE: Types = frozenset()
 
 
 def sections(model: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
-    """A section's class and those of all sections in it, items of lists too."""
+    """Yield the class of a section and of all sections in it, including items of lists."""
     yield model
     for field in model.model_fields.values():
         for inner in _models(field.annotation):
@@ -30,41 +33,51 @@ def sections(model: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
 def _models(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for part in get_args(annotation) for model in _models(part)]
+    return [model for argument in get_args(annotation) for model in _models(argument)]
 
 
 CLASSES = {model.__name__: model for model in sections()}
 
 
-def leaves(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Every key that has more than one value: dotted, the class of its section, its name there."""
+def leaves(
+    model: type[BaseModel] = Config, prefix: str = ""
+) -> Iterator[tuple[str, type[BaseModel], str]]:
+    """Yield every key that has more than one value, with the class of its section and its name."""
     for name, field in model.model_fields.items():
         inner = _models(field.annotation)
         if inner:
-            yield from (found for one in inner for found in leaves(one, f"{prefix}{name}."))
+            for section in inner:
+                yield from leaves(section, f"{prefix}{name}.")
         elif not (get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1):
             yield f"{prefix}{name}", model, name
 
 
 class Reads(ast.NodeVisitor):
-    """Walks modules twice: what functions return and attributes hold is known at the second walk."""
+    """Visitor of modules.
+
+    Two passes are needed: return values and attributes are known in the second pass.
+    """
 
     def __init__(self) -> None:
-        self.found: set[tuple[type[BaseModel], str]] = set()
+        self.keys: set[tuple[type[BaseModel], str]] = set()
         self.returned: dict[str, Types] = defaultdict(lambda: NONE)
-        self.held: dict[str, Types] = defaultdict(lambda: NONE)  # by an attribute of this name, of whatever object
+        # Types by name of an attribute of any object.
+        self.held: dict[str, Types] = defaultdict(lambda: NONE)
         self.local: dict[str, Types] = {}
         self.owner: Types = NONE
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        before, self.owner = self.owner, frozenset({CLASSES[node.name]} if node.name in CLASSES else ())
+        before = self.owner
+        self.owner = frozenset({CLASSES[node.name]} if node.name in CLASSES else ())
         self.generic_visit(node)
         self.owner = before
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         before, self.local = self.local, dict(self.local)
         for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-            self.local[argument.arg] = self.owner if argument.arg == "self" else annotated(argument.annotation)
+            self.local[argument.arg] = (
+                self.owner if argument.arg == "self" else annotated(argument.annotation)
+            )
         self.returned[node.name] |= annotated(node.returns)
         for _ in range(2):  # a name may be used above its last assignment, in a loop
             self.generic_visit(node)
@@ -83,7 +96,9 @@ class Reads(ast.NodeVisitor):
     def visit_comprehension(self, node: ast.comprehension) -> None:
         self._bind(node.target, node.iter)
         if isinstance(node.target, ast.Tuple):  # names and values of a section
-            self.found |= {(model, key) for model in self.types(node.iter) for key in model.model_fields}
+            self.keys |= {
+                (model, key) for model in self.types(node.iter) for key in model.model_fields
+            }
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
@@ -91,9 +106,13 @@ class Reads(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            for one, given in zip(target.elts, value.elts, strict=True):
-                self._bind(one, given)
+        if (
+            isinstance(target, ast.Tuple)
+            and isinstance(value, ast.Tuple)
+            and len(target.elts) == len(value.elts)
+        ):
+            for element, item in zip(target.elts, value.elts, strict=True):
+                self._bind(element, item)
         elif isinstance(target, ast.Name):
             self.local[target.id] = self.types(value)
         elif isinstance(target, ast.Attribute):
@@ -102,19 +121,28 @@ class Reads(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.generic_visit(node)
         for model in self.types(node.value):
-            self.found |= {(model, name) for name in model.model_fields if name == node.attr}
+            self.keys |= {(model, name) for name in model.model_fields if name == node.attr}
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         function = node.func
         if isinstance(function, ast.Name) and function.id == "getattr":
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
-            self.found |= {(model, key) for model in self.types(node.args[0]) for key in model.model_fields if name in (None, key)}
+            self.keys |= {
+                (model, key)
+                for model in self.types(node.args[0])
+                for key in model.model_fields
+                if name in (None, key)
+            }
         if isinstance(function, ast.Attribute) and function.attr == "model_dump":
-            self.found |= {(model, key) for model in self.types(function.value) - {Config} for key in model.model_fields}
+            self.keys |= {
+                (model, key)
+                for model in self.types(function.value) - {Config}
+                for key in model.model_fields
+            }
 
     def types(self, node: ast.expr) -> Types:
-        """The sections that an expression may be."""
+        """Return the sections that an expression may be."""
         if isinstance(node, ast.Name):
             return self.local.get(node.id, NONE)
         if isinstance(node, ast.Attribute):
@@ -122,27 +150,34 @@ class Reads(ast.NodeVisitor):
             inside = [_models(field.annotation) for field in fields if field is not None]
             return frozenset(model for models in inside for model in models) or self.held[node.attr]
         if isinstance(node, ast.Call):
-            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            return self.returned[name]
+            if isinstance(node.func, ast.Name):
+                return self.returned[node.func.id]
+            return self.returned[node.func.attr] if isinstance(node.func, ast.Attribute) else NONE
         if isinstance(node, (ast.IfExp, ast.BoolOp)):
-            parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
-            return frozenset(model for part in parts for model in self.types(part))
+            choices = [node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
+            return frozenset(model for choice in choices for model in self.types(choice))
         return NONE
 
 
 def annotated(node: ast.expr | None) -> Types:
-    """The sections that an annotation names."""
-    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} if node is not None else set()
+    """Return the sections that an annotation names."""
+    if node is None:
+        return NONE
+    names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
     return frozenset(CLASSES[name] for name in names & set(CLASSES))
 
 
 def reads() -> set[tuple[type[BaseModel], str]]:
-    """Every field of a section's class that the source reads."""
-    files = [file for file in SOURCE.rglob("*.py") if "config" not in file.relative_to(SOURCE).parts or file.name in OF_CONFIG]
+    """Return every field of a section's class that the source reads."""
+    files = [
+        file
+        for file in SOURCE.rglob("*.py")
+        if "config" not in file.relative_to(SOURCE).parts or file.name in OF_CONFIG
+    ]
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     walker = Reads()
     for _ in range(2):
         for tree in trees:
             walker.local = {}
             walker.visit(tree)
-    return walker.found
+    return walker.keys

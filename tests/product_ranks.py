@@ -1,4 +1,8 @@
-"""What ranks do to show that no loss depends on how its batch is spread: one step of every loss, ratio and aggregation."""
+"""Work of ranks in tests of all policy losses, ratios and aggregations.
+
+Each rank runs one step of every combination, to show that no loss depends on the split of its
+batch.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,26 @@ from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens, select, with_weights
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
+from msrl.trainer.objective.batches import (
+    BatchLimits,
+    micro_batches,
+    num_loss_tokens,
+    select,
+    with_weights,
+)
+from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
 
 PACKAGE = "msrl.algorithms.losses"
-MASKED_OUT = 3  # a sample of the batch that has no part in the loss
+MASKED_OUT = 3  # sample of the batch that is excluded from the loss
 
 
 @dataclass(frozen=True)
 class Product:
-    """How the batch is spread: over `dp` ranks, in micro-batches of at most `max_tokens`, its samples in this order."""
+    """Distribution of the batch.
+
+    It is split over `dp` ranks, in micro-batches of at most `max_tokens`, with samples in this
+    order.
+    """
 
     name: str
     model: Path
@@ -37,7 +53,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Step:
-    """One step's report, and every gradient tensor as its product with the same random numbers."""
+    """Report of one step, and every gradient as its product with the same random numbers."""
 
     report: Mapping[str, float]
     gradients: Mapping[str, float]
@@ -45,20 +61,28 @@ class Step:
 
 @dataclass(frozen=True)
 class ProductResult:
-    """By loss, ratio and aggregation."""
+    """Steps by loss, ratio and aggregation."""
 
     name: str
     steps: Mapping[tuple[str, str, Mode], Step]
 
 
 def combinations() -> list[tuple[str, str, Mode]]:
-    """Every policy loss with each ratio that it takes and each aggregation."""
-    own = {name: getattr(registry.load(PACKAGE, name, key=""), "OWN_RATIO", False) for name in registry.names(PACKAGE)}
-    return [(name, ratio, mode) for name in own for ratio in (("token",) if own[name] else ("token", "sequence")) for mode in MODES]
+    """Return every policy loss with each ratio that it supports and each aggregation."""
+    own = {
+        name: getattr(registry.load(PACKAGE, name, key=""), "OWN_RATIO", False)
+        for name in registry.names(PACKAGE)
+    }
+    return [
+        (name, ratio, mode)
+        for name in own
+        for ratio in (("token",) if own[name] else ("token", "sequence"))
+        for mode in MODES
+    ]
 
 
 def walk(context: RankContext, case: Product, init_method: str) -> ProductResult:
-    """A step of each combination, with a learning rate of 0."""
+    """Run a step of each combination, with a learning rate of 0."""
     from msrl.trainer.rank import TrainingRank
 
     policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-3, grad_clip=None))
@@ -82,8 +106,15 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     from msrl.trainer.objective.losses import PolicyLoss
 
     loss = PolicyLoss(
-        0.7, policy_loss=name, ratio=ratio, clip_low=0.1, clip_high=0.2, kl_coef=0.05, entropy_coef=0.01, sft_coef=0.1
-    )  # fmt: skip
+        0.7,
+        policy_loss=name,
+        ratio=ratio,
+        clip_low=0.1,
+        clip_high=0.2,
+        kl_coef=0.05,
+        entropy_coef=0.01,
+        sft_coef=0.1,
+    )
     batch = with_weights(_batch(case.order), mode, constant=1000.0)
     lengths = [len(ids) for ids in batch.token_ids]
     part = balanced(lengths, worker.position.dp_size)[worker.position.dp_rank]
@@ -92,4 +123,8 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     report = worker.train_step(micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0)
     found = {key: tensor.double().numpy().ravel() for key, tensor in whole_gradients(worker.policy).items()}
     random = np.random.default_rng(0)
-    return Step(report, {key: float(found[key] @ random.normal(size=found[key].size)) for key in sorted(found)})
+    products: dict[str, float] = {}
+    for key, tensor in sorted(whole_gradients(worker).items()):
+        gradient = tensor.double().numpy().ravel()
+        products[key] = float(gradient @ random.normal(size=gradient.size))
+    return Step(report, products)

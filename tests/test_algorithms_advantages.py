@@ -1,4 +1,4 @@
-"""Every estimator against numbers worked out by hand and against plain loops, at the edges, and what goes before and after it."""
+"""Advantage estimators against hand calculation, plain loops and edge cases."""
 
 from __future__ import annotations
 
@@ -21,9 +21,18 @@ from support import mentions
 
 PACKAGE = "msrl.algorithms.advantages"
 ESTIMATORS = registry.names(PACKAGE)
-TURNS = [name for name in ESTIMATORS if getattr(registry.load(PACKAGE, name, key=""), "NEEDS_TURNS", False)]
-COMPARING = [name for name in ESTIMATORS if getattr(registry.load(PACKAGE, name, key=""), "COMPARES_GROUPS", False)]
-# Rewards 1, 0, 0, 1 for responses of 1, 2, 1, 1 tokens, with gamma 0.5. By hand: mean 0.5, unbiased deviation sqrt(4 * 0.25 / 3) = 0.57735.
+TURNS = [
+    name
+    for name in ESTIMATORS
+    if getattr(registry.load(PACKAGE, name, key=""), "NEEDS_TURNS", False)
+]
+COMPARING = [
+    name
+    for name in ESTIMATORS
+    if getattr(registry.load(PACKAGE, name, key=""), "COMPARES_GROUPS", False)
+]
+# Rewards 1, 0, 0, 1 for responses of 1, 2, 1, 1 tokens, with gamma 0.5.
+# By hand: mean 0.5, unbiased deviation sqrt(4 * 0.25 / 3) = 0.57735.
 LENGTHS = [[1, 2, 1, 1]]
 TOKENS = np.array([1.0, -1.0, -1.0, -1.0, 1.0])
 OVER_TOKENS = TOKENS * 0.5 + 0.1  # distance from the mean 0.4 of the returns 1 0 0 0 1
@@ -33,67 +42,100 @@ GOLDEN = {
     "cpgd": TOKENS * 0.5,
     "rloo": TOKENS * (2 / 3),  # 1 - (0 + 0 + 1) / 3 and 0 - (1 + 0 + 1) / 3
     "reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
-    # group mean off: 0.5 -0.5 -0.5 -0.5 0.5, over five tokens mean -0.1, variance (2 * 0.36 + 3 * 0.16) / 4 = 0.3
+    # minus the group mean: 0.5 -0.5 -0.5 -0.5 0.5. Over five tokens: mean -0.1, variance
+    # (2 * 0.36 + 3 * 0.16) / 4 = 0.3.
     "reinforce_baseline": (TOKENS * 0.5 + 0.1) / math.sqrt(0.3),
     "reinforce_pp": OVER_TOKENS / math.sqrt(0.3),
-    # lambda 0.5, values 0.1 to 0.5: deltas 1 - 0.1, 0.5 * 0.3 - 0.2, 0 - 0.3, 0 - 0.4, 1 - 0.5, the second plus a quarter of the third
+    # lambda 0.5, values 0.1 to 0.5: deltas 1 - 0.1, 0.5 * 0.3 - 0.2, 0 - 0.3, 0 - 0.4, 1 - 0.5.
+    # The second advantage adds a quarter of the third delta.
     "gae": np.array([0.9, -0.125, -0.3, -0.4, 0.5]),
-    # every response is one turn here, and begins in the state of its prompt: twice what group_norm says, and the returns
+    # Every response is one turn here and begins in the state of its prompt: gigpo is twice
+    # group_norm, and step_reinforce is the return.
     "gigpo": 2 * TOKENS * 0.5 / math.sqrt(1 / 3),
     "step_reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
 }
 
 
 def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
-    """An estimator's advantages: values are 0.1, 0.2 and so on, and every response is one turn, unless given."""
+    """Return the advantages of an estimator.
+
+    By default, values are 0.1, 0.2 and so on, and every response is one turn.
+    """
     function = registry.load(PACKAGE, name, key="algo.advantage.estimator").advantages
     sizes = rewards.lengths
-    turns = Turns(np.ones_like(sizes), sizes.ravel(), np.repeat(np.arange(len(sizes)), sizes.shape[1]))
-    given = {"eps": 1e-9, "gamma": 0.5, "lam": 0.5, "values": np.arange(1, sizes.sum() + 1) / 10, "turns": turns, **options}
+    turns = Turns(
+        np.ones_like(sizes), sizes.ravel(), np.repeat(np.arange(len(sizes)), sizes.shape[1])
+    )
+    values = {
+        "eps": 1e-9,
+        "gamma": 0.5,
+        "lam": 0.5,
+        "values": np.arange(1, sizes.sum() + 1) / 10,
+        "turns": turns,
+        **options,
+    }
     return function(
-        rewards, **required_arguments(function, given), **{k: v for k, v in options.items() if k in registry.options_of(function)}
+        rewards,
+        **required_arguments(function, values),
+        **{k: v for k, v in options.items() if k in registry.plugin_options(function)},
     )
 
 
 def rewards(scores, lengths=None, extra=None) -> TokenRewards:
     scores = np.asarray(scores, dtype=np.float64)
-    return TokenRewards(scores, np.ones(scores.shape, np.int64) if lengths is None else np.asarray(lengths, np.int64), extra)
+    return TokenRewards(
+        scores,
+        np.ones(scores.shape, np.int64) if lengths is None else np.asarray(lengths, np.int64),
+        extra,
+    )
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_has_a_golden_row_and_reproduces_it(name):
     assert name in GOLDEN, f"algorithms/advantages/{name}.py has no golden row in this test"
-    np.testing.assert_allclose(estimate(name, rewards([[1, 0, 0, 1]], LENGTHS)), GOLDEN[name], rtol=0, atol=1e-8)
+    np.testing.assert_allclose(
+        estimate(name, rewards([[1, 0, 0, 1]], LENGTHS)), GOLDEN[name], rtol=0, atol=1e-8
+    )
 
 
 def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
-    """The formulas once more, in plain Python over nested lists."""
-    rows, place = [], 0
+    """Return the advantages by the same formulas, in plain Python over nested lists."""
+    rows, start = [], 0
     for group, sizes in zip(scores, lengths, strict=True):
         tokens = []
         for score, size in zip(group, sizes, strict=True):
-            given = [float(x) for x in extra[place : place + size]]
-            given[-1] += float(score)
-            tokens.append(given)
-            place += size
-        totals = [sum(given) for given in tokens]
+            response = [float(x) for x in extra[start : start + size]]
+            response[-1] += float(score)
+            tokens.append(response)
+            start += size
+        totals = [sum(response) for response in tokens]
         mean = sum(totals) / len(totals)
         deviation = math.sqrt(sum((t - mean) ** 2 for t in totals) / (len(totals) - 1))
-        for i, given in enumerate(tokens):
+        for i, response in enumerate(tokens):
             if name in ("group_norm", "gigpo"):
-                rows += [(totals[i] - mean) / (deviation + 1e-9) * (2 if name == "gigpo" else 1)] * len(given)
+                rows += [
+                    (totals[i] - mean) / (deviation + 1e-9) * (2 if name == "gigpo" else 1)
+                ] * len(response)
             elif name == "step_reinforce":
-                rows += [totals[i]] * len(given)
+                rows += [totals[i]] * len(response)
             elif name == "gae":
-                values = [(len(rows) + 1 + t) / 10 for t in range(len(given))] + [0.0]
-                deltas = [given[t] + gamma * values[t + 1] - values[t] for t in range(len(given))]
-                rows += [sum((gamma * 0.5) ** (k - t) * deltas[k] for k in range(t, len(given))) for t in range(len(given))]
+                values = [(len(rows) + 1 + t) / 10 for t in range(len(response))] + [0.0]
+                deltas = [
+                    response[t] + gamma * values[t + 1] - values[t] for t in range(len(response))
+                ]
+                rows += [
+                    sum((gamma * 0.5) ** (k - t) * deltas[k] for k in range(t, len(response)))
+                    for t in range(len(response))
+                ]
             elif name == "rloo":
-                rows += [totals[i] - (sum(totals) - totals[i]) / (len(totals) - 1)] * len(given)
+                rows += [totals[i] - (sum(totals) - totals[i]) / (len(totals) - 1)] * len(response)
             elif name in ("reinforce", "reinforce_pp"):
-                rows += [sum(gamma ** (k - t) * given[k] for k in range(t, len(given))) for t in range(len(given))]
+                rows += [
+                    sum(gamma ** (k - t) * response[k] for k in range(t, len(response)))
+                    for t in range(len(response))
+                ]
             else:
-                rows += [totals[i] - mean] * len(given)
+                rows += [totals[i] - mean] * len(response)
     if name in ("reinforce_pp", "reinforce_baseline"):
         mean = sum(rows) / len(rows)
         deviation = math.sqrt(sum((x - mean) ** 2 for x in rows) / (len(rows) - 1))
@@ -107,7 +149,9 @@ def test_every_estimator_equals_plain_loops_with_penalties_on_tokens(name):
     scores, lengths = random.normal(size=(5, 4)), random.integers(1, 9, (5, 4))
     extra = random.normal(size=int(lengths.sum()))
     got = estimate(name, rewards(scores, lengths, extra), gamma=0.9)
-    np.testing.assert_allclose(got, by_loops(name, scores, lengths, extra, 0.9), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(
+        got, by_loops(name, scores, lengths, extra, 0.9), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1.1, -1e9, 1e-30])
@@ -133,55 +177,88 @@ def test_one_group_does_not_touch_another_and_precision_is_kept(name):
 
 
 def test_gae_is_the_exponentially_weighted_mean_of_all_n_step_advantages():
-    """The definition (arXiv:1506.02438, equation 16), which the sum over deltas is derived from: (1 - l) sum over n of l^(n-1) A^(n)."""
+    """GAE equals its definition (arXiv:1506.02438, equation 16): a mean of n-step advantages.
+
+    The definition is (1 - l) sum over n of l^(n-1) A^(n).
+    """
     random = np.random.default_rng(3)
     lengths, gamma, lam = np.array([[7, 1, 4]]), 0.9, 0.8
-    given, values = rewards(random.normal(size=(1, 3)), lengths, random.normal(size=12)), random.normal(size=12)
-    got, start = estimate("gae", given, gamma=gamma, lam=lam, values=values), 0
+    token_rewards = rewards(random.normal(size=(1, 3)), lengths, random.normal(size=12))
+    values = random.normal(size=12)
+    got, start = estimate("gae", token_rewards, gamma=gamma, lam=lam, values=values), 0
     for size in lengths.ravel():
-        r, v = given.per_token()[start : start + size], np.append(values[start : start + size], 0.0)
+        r, v = (
+            token_rewards.per_token()[start : start + size],
+            np.append(values[start : start + size], 0.0),
+        )
         for t in range(size):
-            n_step = [sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n] - v[t] for n in range(1, size - t + 1)]
-            weights = [(1 - lam) * lam ** (n - 1) for n in range(1, size - t)] + [lam ** (size - t - 1)]
-            assert got[start + t] == pytest.approx(sum(w * a for w, a in zip(weights, n_step, strict=True)), rel=1e-12)
+            n_step = [
+                sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * v[t + n] - v[t]
+                for n in range(1, size - t + 1)
+            ]
+            weights = [(1 - lam) * lam ** (n - 1) for n in range(1, size - t)] + [
+                lam ** (size - t - 1)
+            ]
+            assert got[start + t] == pytest.approx(
+                sum(w * a for w, a in zip(weights, n_step, strict=True)), rel=1e-12
+            )
         start += size
 
 
 def test_gae_needs_no_second_completion_and_trusts_rewards_or_the_critic_as_lambda_says():
-    given = rewards([[1.0], [0.0]], [[2], [1]])
+    token_rewards = rewards([[1.0], [0.0]], [[2], [1]])
     values = np.array([0.5, 0.25, 0.125])
-    assert estimate("gae", given, gamma=1.0, lam=1.0, values=values).tolist() == [0.5, 0.75, -0.125]  # R - V
-    assert estimate("gae", given, gamma=1.0, lam=0.0, values=values).tolist() == [-0.25, 0.75, -0.125]  # r + V' - V
+    from_rewards = estimate("gae", token_rewards, gamma=1.0, lam=1.0, values=values)
+    assert from_rewards.tolist() == [0.5, 0.75, -0.125]  # R - V
+    from_critic = estimate("gae", token_rewards, gamma=1.0, lam=0.0, values=values)
+    assert from_critic.tolist() == [-0.25, 0.75, -0.125]  # r + V' - V
 
 
-def turns_of(counts, lengths, states) -> Turns:
+def make_turns(counts, lengths, states) -> Turns:
     return Turns(np.array(counts), np.array(lengths), np.array(states))
 
 
 def test_gigpo_by_hand_over_anchor_states_of_several_episodes():
-    """Two prompts of two episodes. State 5 is met three times under the first prompt, twice of them by the first episode; under the second
-    prompt it is another state. Rewards 1, 0 and 1, 1; turns of 1, 2, 1 | 2 and 1 | 1, 1 tokens; step_gamma 0.5."""
-    turns = turns_of([[3, 1], [1, 2]], [1, 2, 1, 2, 1, 1, 1], [5, 6, 5, 5, 5, 5, 7])
-    given = rewards([[1.0, 0.0], [1.0, 1.0]], [[4, 2], [1, 2]])
+    """Two prompts of two episodes each.
+
+    State 5 occurs three times under the first prompt, twice in the first episode. Under the second
+    prompt it is another state. Rewards are 1, 0 and 1, 1. Turns have 1, 2, 1 | 2 and 1 | 1, 1
+    tokens. step_gamma is 0.5.
+    """
+    turns = make_turns([[3, 1], [1, 2]], [1, 2, 1, 2, 1, 1, 1], [5, 6, 5, 5, 5, 5, 7])
+    token_rewards = rewards([[1.0, 0.0], [1.0, 1.0]], [[4, 2], [1, 2]])
     episode = 1 / math.sqrt(2)  # (1 - 0.5) / sqrt(0.5)
-    # returns of the first prompt's turns: 0.25, 0.5, 1 and 0. In state 5: 0.25, 1, 0 with mean 5/12; state 6 has one turn.
+    # Returns of the first prompt's turns: 0.25, 0.5, 1 and 0. In state 5: 0.25, 1, 0, mean 5/12.
+    # State 6 has one turn.
     deviation = math.sqrt(sum((x - 5 / 12) ** 2 for x in (0.25, 1.0, 0.0)) / 2)
     state = [(x - 5 / 12) / deviation for x in (0.25, 1.0, 0.0)]
-    # returns of the second prompt's: 1, 0.5, 1. In state 5: 1, 0.5; equal rewards of its episodes give 0.
+    # Returns of the second prompt's turns: 1, 0.5, 1. In state 5: 1, 0.5. Equal rewards of its
+    # episodes give 0.
     other = 0.25 / math.sqrt(0.125)
     omega = 0.3
-    expected = [episode + omega * state[0], episode, episode, episode + omega * state[1], *[-episode + omega * state[2]] * 2]
+    expected = [
+        episode + omega * state[0],
+        episode,
+        episode,
+        episode + omega * state[1],
+        *[-episode + omega * state[2]] * 2,
+    ]
     expected += [omega * other, -omega * other, 0.0]
-    got = estimate("gigpo", given, turns=turns, omega=omega, step_gamma=0.5)
+    got = estimate("gigpo", token_rewards, turns=turns, omega=omega, step_gamma=0.5)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-7)
-    plain = estimate("gigpo", given, turns=turns, omega=omega, step_gamma=0.5, normalise=False)
+    plain = estimate(
+        "gigpo", token_rewards, turns=turns, omega=omega, step_gamma=0.5, normalise=False
+    )
     np.testing.assert_allclose(plain[:2], [0.5 + omega * (0.25 - 5 / 12), 0.5], atol=1e-12)
 
 
 def test_returns_of_turns_discount_by_turn_and_not_by_token():
-    turns, given = turns_of([[3]], [2, 1, 2], [0, 1, 2]), rewards([[1.0]], [[5]], np.array([0.0, 0.5, 0.0, 0.0, 0.0]))
-    got = estimate("step_reinforce", given, turns=turns, step_gamma=0.5)
-    np.testing.assert_allclose(got, [0.75, 0.75, 0.5, 1.0, 1.0])  # 0.5 + 0.5 (0 + 0.5 * 1), 0.5 * 1, 1
+    turns = make_turns([[3]], [2, 1, 2], [0, 1, 2])
+    token_rewards = rewards([[1.0]], [[5]], np.array([0.0, 0.5, 0.0, 0.0, 0.0]))
+    got = estimate("step_reinforce", token_rewards, turns=turns, step_gamma=0.5)
+    np.testing.assert_allclose(
+        got, [0.75, 0.75, 0.5, 1.0, 1.0]
+    )  # 0.5 + 0.5 (0 + 0.5 * 1), 0.5 * 1, 1
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -189,7 +266,7 @@ def test_what_compares_turns_says_that_it_needs_several(name):
     with pytest.raises(MsrlError, match=mentions(f"estimator={name}", "turns")):
         estimate(name, rewards([[1.0, 0.0]]), turns=None)
     with pytest.raises(ValueError, match=mentions("rewards", "turns", "3")):
-        estimate(name, rewards([[1.0, 0.0]]), turns=turns_of([[1, 1]], [1, 2], [0, 0]))
+        estimate(name, rewards([[1.0, 0.0]]), turns=make_turns([[1, 1]], [1, 2], [0, 0]))
 
 
 def test_discounting_stays_within_a_sequence():
@@ -217,16 +294,16 @@ def test_whitening_has_mean_zero_and_deviation_one_and_nothing_to_say_of_equal_n
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_baseline"])
 def test_z_scores_over_the_step_are_those_of_what_is_learnt_from(name):
-    """What is left out, whatever it got, moves neither mean nor deviation of the others, and gets 0."""
+    """Samples that are not trained on do not change mean and deviation, and get 0."""
     random = np.random.default_rng(2)
     scores, lengths = random.normal(size=(4, 3)), random.integers(1, 5, (4, 3))
-    learnt = np.ones((4, 3), bool)
-    learnt[1] = False
+    trained = np.ones((4, 3), bool)
+    trained[1] = False
     scores[1] = [50.0, -50.0, 0.0]
-    kept = rewards(scores[learnt].reshape(3, 3), lengths[learnt].reshape(3, 3))
-    all_of_them = TokenRewards(scores, lengths, trained=learnt)
-    got, here = estimate(name, all_of_them), all_of_them.everywhere(learnt)
-    np.testing.assert_allclose(got[here], estimate(name, kept), rtol=1e-12)
+    selected = rewards(scores[trained].reshape(3, 3), lengths[trained].reshape(3, 3))
+    all_of_them = TokenRewards(scores, lengths, trained=trained)
+    got, here = estimate(name, all_of_them), all_of_them.everywhere(trained)
+    np.testing.assert_allclose(got[here], estimate(name, selected), rtol=1e-12)
     assert got[here].std(ddof=1) == pytest.approx(1.0) and not got[~here].any()
 
 
@@ -235,12 +312,16 @@ def test_masks_leave_out_truncated_equal_and_too_easy_or_hard():
     truncated = np.array([[False, True], [False, False], [False, False]])
     everything = {"drop_truncated": False, "drop_equal_groups": False}
     assert trained_samples(scores, truncated, **everything).all()
-    assert trained_samples(scores, truncated, **{**everything, "drop_truncated": True}).tolist() == [
+    assert trained_samples(
+        scores, truncated, **{**everything, "drop_truncated": True}
+    ).tolist() == [
         [True, False],
         [True, True],
         [True, True],
     ]
-    assert trained_samples(scores, truncated, **{**everything, "drop_equal_groups": True}).tolist() == [
+    assert trained_samples(
+        scores, truncated, **{**everything, "drop_equal_groups": True}
+    ).tolist() == [
         [True, True],
         [False, False],
         [True, True],
@@ -259,7 +340,9 @@ def test_sample_weights_by_hand_have_mean_one_over_what_is_kept():
     both = sample_weights(lengths, keep, by_length=True, difficulties=np.array([0.0, 2.0]))
     np.testing.assert_allclose(both[keep], np.array([0.75, 0.5, 1.0]) / 0.75)
     assert sample_weights(lengths, np.zeros_like(keep), by_length=True).shape == (2, 2)
-    assert np.isfinite(sample_weights(np.full((1, 2), 3), np.ones((1, 2), bool), by_length=True)).all()
+    assert np.isfinite(
+        sample_weights(np.full((1, 2), 3), np.ones((1, 2), bool), by_length=True)
+    ).all()
 
 
 def test_the_adaptive_controller_moves_towards_the_target_by_a_fifth_at_most():
@@ -272,11 +355,19 @@ def test_the_adaptive_controller_moves_towards_the_target_by_a_fifth_at_most():
 
 def scored_group(totals, lengths, finish="stop"):
     completions = tuple(
-        Completion(np.arange(n, dtype=np.int64), np.full(n, -0.5, np.float32), finish_reason=finish, policy_version=0, text="")
+        Completion(
+            np.arange(n, dtype=np.int64),
+            np.full(n, -0.5, np.float32),
+            finish_reason=finish,
+            policy_version=0,
+            text="",
+        )
         for n in lengths
     )
     prompt = Prompt(index=0, token_ids=np.array([7, 8], dtype=np.int64))
-    return ScoredGroup(RolloutGroup(prompt, completions), tuple(Reward(total, {}) for total in totals))
+    return ScoredGroup(
+        RolloutGroup(prompt, completions), tuple(Reward(total, {}) for total in totals)
+    )
 
 
 def test_every_completion_becomes_a_sample_with_its_own_advantages():

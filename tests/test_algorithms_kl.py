@@ -1,4 +1,4 @@
-"""KL estimators against the exact divergence and by hand, and the correction of training against sampling."""
+"""KL estimators against the exact divergence and hand calculation, and mismatch correction."""
 
 from __future__ import annotations
 
@@ -19,17 +19,28 @@ EXACT = float((POLICY * np.log(POLICY / REFERENCE)).sum())
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
-    [("k1", [0.5, -1.0]), ("abs", [0.5, 1.0]), ("k2", [0.125, 0.5]), ("k3", [math.exp(-0.5) - 0.5, math.e - 2.0])],
+    [
+        ("k1", [0.5, -1.0]),
+        ("abs", [0.5, 1.0]),
+        ("k2", [0.125, 0.5]),
+        ("k3", [math.exp(-0.5) - 0.5, math.e - 2.0]),
+    ],
 )
 def test_kl_estimators_by_hand(estimator, expected):
-    policy, reference = torch.tensor([-1.0, -3.0], dtype=torch.float64), torch.tensor([-1.5, -2.0], dtype=torch.float64)
+    policy, reference = (
+        torch.tensor([-1.0, -3.0], dtype=torch.float64),
+        torch.tensor([-1.5, -2.0], dtype=torch.float64),
+    )
     got = kl.per_token(estimator, policy, reference, torch.ones(2, dtype=torch.bool))
     assert got.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("estimator", kl.ESTIMATORS)
 def test_estimators_by_monte_carlo_against_the_exact_kl(estimator):
-    """200,000 tokens drawn from the policy. k1 and k3 are unbiased; k2 is near for near policies, abs is an upper bound."""
+    """200,000 tokens are sampled from the policy.
+
+    k1 and k3 are unbiased, k2 is close for similar policies, and abs is an upper bound.
+    """
     drawn = torch.from_numpy(np.random.default_rng(0).choice(3, 200_000, p=POLICY))
     logprobs = (torch.from_numpy(np.log(p))[drawn] for p in (POLICY, REFERENCE))
     values = kl.per_token(estimator, *logprobs, torch.ones(len(drawn), dtype=torch.bool))
@@ -47,25 +58,37 @@ def test_estimators_by_monte_carlo_against_the_exact_kl(estimator):
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_unbiased_estimators_average_to_the_exact_kl_of_two_categoricals(estimator):
     logprobs = (torch.from_numpy(np.log(p)) for p in (POLICY, REFERENCE))
-    per_token = kl.per_token(estimator, *logprobs, torch.ones(3, dtype=torch.bool))  # every outcome once; weighted by its probability
+    per_token = kl.per_token(
+        estimator, *logprobs, torch.ones(3, dtype=torch.bool)
+    )  # every outcome once; weighted by its probability
     assert float((torch.from_numpy(POLICY) * per_token).sum()) == pytest.approx(EXACT, rel=1e-12)
 
 
 @pytest.mark.parametrize("estimator", kl.ESTIMATORS)
 def test_as_a_penalty_in_rewards_k1_alone_has_the_gradient_of_the_divergence(estimator):
-    """By the logits: of the exact KL p (log p / q - KL), of the policy gradient sum over tokens of p k (one-hot - p)."""
+    """Gradients by the logits.
+
+    The exact KL has p (log p / q - KL), the policy gradient sums p k (one-hot - p) over tokens.
+    """
     logprobs = (torch.from_numpy(np.log(p)) for p in (POLICY, REFERENCE))
     penalty = kl.per_token(estimator, *logprobs, torch.ones(3, dtype=torch.bool)).numpy()
-    exact, policy_gradient = POLICY * (np.log(POLICY / REFERENCE) - EXACT), POLICY * (penalty - POLICY @ penalty)
+    exact, policy_gradient = (
+        POLICY * (np.log(POLICY / REFERENCE) - EXACT),
+        POLICY * (penalty - POLICY @ penalty),
+    )
     assert np.allclose(policy_gradient, exact) == (estimator == "k1")
     if estimator != "k1":
-        assert exact[2] < 0 < policy_gradient[2], "the third token is too rare already, and is made rarer"
+        assert exact[2] < 0 < policy_gradient[2], (
+            "the third token is too rare already, and is made rarer"
+        )
 
 
 @pytest.mark.parametrize("estimator", kl.ESTIMATORS)
 def test_kl_is_zero_and_without_gradient_where_masked(estimator):
     policy = torch.tensor([-1.0, math.nan, -math.inf], requires_grad=True)
-    got = kl.per_token(estimator, policy, torch.tensor([-2.0, -1.0, math.nan]), torch.tensor([True, False, False]))
+    got = kl.per_token(
+        estimator, policy, torch.tensor([-2.0, -1.0, math.nan]), torch.tensor([True, False, False])
+    )
     got.sum().backward()
     assert policy.grad is not None
     assert got[1:].tolist() == [0.0, 0.0]
@@ -75,13 +98,21 @@ def test_kl_is_zero_and_without_gradient_where_masked(estimator):
 
 @pytest.mark.parametrize("estimator", kl.ESTIMATORS)
 def test_the_gradient_of_every_estimator_equals_finite_differences(estimator):
-    reference, mask = torch.tensor([-2.0, -0.5, -1.0], dtype=torch.float64), torch.ones(3, dtype=torch.bool)
+    reference, mask = (
+        torch.tensor([-2.0, -0.5, -1.0], dtype=torch.float64),
+        torch.ones(3, dtype=torch.bool),
+    )
     policy = torch.tensor([-1.0, -1.2, -1.3], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: kl.per_token(estimator, x, reference, mask), policy)
 
 
 def test_k3_is_cut_at_ten_and_stays_finite():
-    got = kl.per_token("k3", torch.tensor([-500.0, -3.0]), torch.tensor([-1.0, -1.0]), torch.ones(2, dtype=torch.bool))
+    got = kl.per_token(
+        "k3",
+        torch.tensor([-500.0, -3.0]),
+        torch.tensor([-1.0, -1.0]),
+        torch.ones(2, dtype=torch.bool),
+    )
     assert got.tolist() == pytest.approx([10.0, math.exp(2) - 3.0])
 
 
@@ -92,7 +123,11 @@ def test_an_unknown_kl_estimator_is_refused_by_name():
 
 # Two sequences: ratios trainer : sampler of 2 and 1/2, then of 4 and a masked one.
 TRAINER = torch.log(torch.tensor([2.0, 0.5, 4.0, math.nan], dtype=torch.float64))
-SAMPLER, MASK, NUMBERS = torch.zeros(4, dtype=torch.float64), torch.tensor([True, True, True, False]), torch.tensor([0, 0, 1, 1])
+SAMPLER, MASK, NUMBERS = (
+    torch.zeros(4, dtype=torch.float64),
+    torch.tensor([True, True, True, False]),
+    torch.tensor([0, 0, 1, 1]),
+)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +151,16 @@ def test_corrections_by_hand(correction, weights, truncated, filtered):
 
 def test_the_diagnosis_by_hand_and_against_the_exact_divergences():
     stats = mismatch_statistics(TRAINER, SAMPLER, MASK)
-    assert stats["sampler_logprob_difference"].tolist() == pytest.approx([math.log(2), math.log(2), math.log(4), 0.0])
+    assert stats["sampler_logprob_difference"].tolist() == pytest.approx(
+        [math.log(2), math.log(2), math.log(4), 0.0]
+    )
     assert stats["sampler_chi2"].tolist() == pytest.approx([3.0, -0.75, 15.0, 0.0])
-    trainer, sampler = (torch.from_numpy(np.log(p)) for p in (REFERENCE, POLICY))  # drawn from the sampler
+    trainer, sampler = (
+        torch.from_numpy(np.log(p)) for p in (REFERENCE, POLICY)
+    )  # drawn from the sampler
     exact = mismatch_statistics(trainer, sampler, torch.ones(3, dtype=torch.bool))
-    means = {name: float((torch.from_numpy(POLICY) * values).sum()) for name, values in exact.items()}
+    means = {
+        name: float((torch.from_numpy(POLICY) * values).sum()) for name, values in exact.items()
+    }
     assert means["sampler_kl"] == pytest.approx(EXACT)
     assert means["sampler_chi2"] == pytest.approx(float((REFERENCE**2 / POLICY).sum() - 1))

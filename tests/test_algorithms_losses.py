@@ -1,4 +1,7 @@
-"""Every policy loss against plain loops in float64, finite differences of its gradient, poison in masked places, every split and order."""
+"""Policy losses against plain loops, finite differences and NaN at masked positions.
+
+Losses do not depend on splits and order.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,20 @@ PACKAGE = "msrl.algorithms.losses"
 LOSSES = registry.names(PACKAGE)
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual": None}
 RATIOS = {
-    name: ["token"] if getattr(registry.load(PACKAGE, name, key=""), "OWN_RATIO", False) else ["token", "sequence"] for name in LOSSES
+    name: ["token"]
+    if getattr(registry.load(PACKAGE, name, key=""), "OWN_RATIO", False)
+    else ["token", "sequence"]
+    for name in LOSSES
 }
 BOTH = [(name, ratio) for name in LOSSES for ratio in RATIOS[name]]
 SIZES = [5, 1, 9, 3, 12]
 
 
 class Batch:
-    """Five sequences with gaps in their masks: float64 arrays, and the number of the sequence of each position."""
+    """Five sequences with gaps in their masks.
+
+    Fields are float64 arrays, and `sequences` has the number of the sequence of each position.
+    """
 
     def __init__(self, seed: int = 0, spread: float = 0.4) -> None:
         random = np.random.default_rng(seed)
@@ -45,19 +54,23 @@ class Batch:
         return sequence_weights(counts, mode, constant=17.0)[self.sequences]  # type: ignore[arg-type]
 
     def pick(self, positions: np.ndarray) -> Batch:
-        """Some positions, whole sequences, in this order; sequences are numbered anew."""
-        part = Batch.__new__(Batch)
+        """Return some positions, in complete sequences, in this order. Sequences are renumbered."""
+        subset = Batch.__new__(Batch)
         for name in ("old", "new", "advantages", "mask"):
-            setattr(part, name, getattr(self, name)[positions])
+            setattr(subset, name, getattr(self, name)[positions])
         changes = np.diff(self.sequences[positions]) != 0
-        part.sequences = np.concatenate(([0], changes.cumsum()))
-        return part
+        subset.sequences = np.concatenate(([0], changes.cumsum()))
+        return subset
 
 
-def loss_of(name: str, batch: Batch, weights: np.ndarray, ratio: str = "token", **options: Any) -> tuple[float, np.ndarray, dict[str, Any]]:
-    """Aggregated loss, its gradient by the log-probabilities, and the sums of what is reported."""
+def aggregated_loss(
+    name: str, batch: Batch, weights: np.ndarray, ratio: str = "token", **options: Any
+) -> tuple[float, np.ndarray, dict[str, Any]]:
+    """Return aggregated loss, gradient by the log-probabilities, and sums of the statistics."""
     leaf = torch.tensor(batch.new, requires_grad=True)
-    old, advantages, mask, sequences = (torch.tensor(x) for x in (batch.old, batch.advantages, batch.mask, batch.sequences))
+    old, advantages, mask, sequences = (
+        torch.tensor(x) for x in (batch.old, batch.advantages, batch.mask, batch.sequences)
+    )
     tokens = PolicyTokens.of(leaf, old, advantages, mask, sequences, ratio=ratio)  # type: ignore[arg-type]
     function = registry.load(PACKAGE, name, key="").policy_loss
     own = {key: value for key, value in options.items() if key not in CLIP}
@@ -65,11 +78,20 @@ def loss_of(name: str, batch: Batch, weights: np.ndarray, ratio: str = "token", 
     loss = weighted_sum(result.loss, torch.tensor(weights), mask)
     loss.backward()
     assert leaf.grad is not None
-    return loss.item(), leaf.grad.numpy(), {key: value.sum().item() for key, value in result.stats.items()}
+    return (
+        loss.item(),
+        leaf.grad.numpy(),
+        {key: value.sum().item() for key, value in result.stats.items()},
+    )
 
 
-def token_loss_by_hand(name: str, d: float, a: float, lp: float, whole: list[float], low: float, high: float) -> float:
-    """The loss of a token; d is its log ratio by the axis, `whole` are the log ratios of all tokens of its sequence."""
+def token_loss_by_hand(  # noqa: PLR0911 - one formula per loss
+    name: str, d: float, a: float, lp: float, whole: list[float], low: float, high: float
+) -> float:
+    """Return the loss of a token.
+
+    `d` is its log-ratio by `ratio`, and `whole` has the log-ratios of all tokens of its sequence.
+    """
     r = math.exp(d)
     if name == "ppo":
         return -min(r * a, min(max(r, 1 - low), 1 + high) * a)
@@ -82,23 +104,27 @@ def token_loss_by_hand(name: str, d: float, a: float, lp: float, whole: list[flo
     if name == "topr":
         return -(min(math.exp(sum(whole)), 1.0) if a < 0 else 1.0) * a * lp
     if name == "cpgd":
-        cut = min(max(d, math.log(1 - low)), math.log(1 + high))
+        clipped = min(max(d, math.log(1 - low)), math.log(1 + high))
         drift = r - 1 - d if r - 1 <= 0.2 else 0.2 - math.log(1.2) + 0.2 * (d - math.log(1.2))
-        return -min(d * a, cut * a) + 0.01 * drift
+        return -min(d * a, clipped * a) + 0.01 * drift
     assert name == "gmpo", f"algorithms/losses/{name}.py has no formula in this test"
     s = (a > 0) - (a < 0)
     terms = [s * min(s * x, s * min(max(x, -low), high)) for x in whole]
     return -a * math.exp(sum(terms) / len(terms))
 
 
-def by_loops(name: str, batch: Batch, weights: np.ndarray, ratio: str, low: float = 0.2, high: float = 0.28) -> float:
+def by_loops(
+    name: str, batch: Batch, weights: np.ndarray, ratio: str, low: float = 0.2, high: float = 0.28
+) -> float:
     total = 0.0
     for s in range(int(batch.sequences.max()) + 1):
-        places = [i for i in range(len(batch.new)) if batch.sequences[i] == s and batch.mask[i]]
-        logs = [float(batch.new[i] - batch.old[i]) for i in places]
-        for i, own in zip(places, logs, strict=True):
+        positions = [i for i in range(len(batch.new)) if batch.sequences[i] == s and batch.mask[i]]
+        logs = [float(batch.new[i] - batch.old[i]) for i in positions]
+        for i, own in zip(positions, logs, strict=True):
             d = own if ratio == "token" else sum(logs) / len(logs)
-            total += weights[i] * token_loss_by_hand(name, d, float(batch.advantages[i]), float(batch.new[i]), logs, low, high)
+            total += weights[i] * token_loss_by_hand(
+                name, d, float(batch.advantages[i]), float(batch.new[i]), logs, low, high
+            )
     return total
 
 
@@ -106,16 +132,19 @@ def by_loops(name: str, batch: Batch, weights: np.ndarray, ratio: str, low: floa
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
 def test_every_loss_ratio_and_aggregation_equals_plain_loops(name, ratio, mode):
     batch = Batch()
-    value, _, _ = loss_of(name, batch, batch.weights(mode), ratio)
+    value, _, _ = aggregated_loss(name, batch, batch.weights(mode), ratio)
     assert value == pytest.approx(by_loops(name, batch, batch.weights(mode), ratio), rel=1e-10)
 
 
 def stopped(name: str, batch: Batch, weights: np.ndarray, ratio: str, at: np.ndarray) -> float:
-    """The loss at other log-probabilities; a weight that counts as a constant of the gradient stays that of `batch`."""
+    """Return the loss at other log-probabilities.
+
+    Weights that are constants of the gradient remain those of `batch`.
+    """
     if name not in ("tis", "cispo", "topr"):
         moved = batch.pick(np.arange(len(batch.new)))
         moved.new = at
-        return loss_of(name, moved, weights, ratio)[0]
+        return aggregated_loss(name, moved, weights, ratio)[0]
     fixed = loss_per_logprob(name, batch, ratio)
     return float((weights * fixed * at)[batch.mask].sum())
 
@@ -124,11 +153,13 @@ def loss_per_logprob(name: str, batch: Batch, ratio: str) -> np.ndarray:
     """-weight * A of the losses that are linear in the log-probability."""
     result = np.zeros(len(batch.new))
     for s in range(len(SIZES)):
-        places = [i for i in range(len(batch.new)) if batch.sequences[i] == s and batch.mask[i]]
-        logs = [float(batch.new[i] - batch.old[i]) for i in places]
-        for i, own in zip(places, logs, strict=True):
+        positions = [i for i in range(len(batch.new)) if batch.sequences[i] == s and batch.mask[i]]
+        logs = [float(batch.new[i] - batch.old[i]) for i in positions]
+        for i, own in zip(positions, logs, strict=True):
             d = own if ratio == "token" else sum(logs) / len(logs)
-            result[i] = token_loss_by_hand(name, d, float(batch.advantages[i]), 1.0, logs, 0.2, 0.28)
+            result[i] = token_loss_by_hand(
+                name, d, float(batch.advantages[i]), 1.0, logs, 0.2, 0.28
+            )
     return result
 
 
@@ -137,12 +168,14 @@ def loss_per_logprob(name: str, batch: Batch, ratio: str) -> np.ndarray:
 def test_the_gradient_of_every_loss_equals_finite_differences(name, ratio, mode):
     batch, step = Batch(seed=3), 1e-6
     weights = batch.weights(mode)
-    _, gradient, _ = loss_of(name, batch, weights, ratio)
+    _, gradient, _ = aggregated_loss(name, batch, weights, ratio)
     for i in range(len(batch.new)):
         high, low = batch.new.copy(), batch.new.copy()
         high[i] += step
         low[i] -= step
-        numeric = (stopped(name, batch, weights, ratio, high) - stopped(name, batch, weights, ratio, low)) / (2 * step)
+        numeric = (
+            stopped(name, batch, weights, ratio, high) - stopped(name, batch, weights, ratio, low)
+        ) / (2 * step)
         assert gradient[i] == pytest.approx(numeric, rel=1e-5, abs=1e-8)
     assert np.abs(gradient).max() > 1e-3
 
@@ -152,15 +185,17 @@ def test_the_gradient_of_every_loss_equals_finite_differences(name, ratio, mode)
 def test_neither_split_nor_order_of_the_sequences_changes_loss_or_gradient(name, ratio, mode):
     batch = Batch()
     weights = batch.weights(mode)
-    value, gradient, _ = loss_of(name, batch, weights, ratio)
+    value, gradient, _ = aggregated_loss(name, batch, weights, ratio)
     for order in ([[0], [1], [2], [3], [4]], [[4, 2], [0, 3, 1]], [[3, 1, 4, 0, 2]]):
-        found, gradients = 0.0, np.zeros_like(gradient)
+        total, gradients = 0.0, np.zeros_like(gradient)
         for numbers in order:
-            places = np.concatenate([np.flatnonzero(batch.sequences == s) for s in numbers])
-            share, slope, _ = loss_of(name, batch.pick(places), weights[places], ratio)
-            found += share
-            gradients[places] = slope
-        assert found == pytest.approx(value, rel=1e-11)
+            positions = np.concatenate([np.flatnonzero(batch.sequences == s) for s in numbers])
+            share, slope, _ = aggregated_loss(
+                name, batch.pick(positions), weights[positions], ratio
+            )
+            total += share
+            gradients[positions] = slope
+        assert total == pytest.approx(value, rel=1e-11)
         np.testing.assert_allclose(gradients, gradient, rtol=1e-10, atol=1e-15)
 
 
@@ -170,14 +205,14 @@ def test_neither_split_nor_order_of_the_sequences_changes_loss_or_gradient(name,
 def test_what_stands_in_masked_places_reaches_neither_loss_nor_gradient(name, ratio, poison, mode):
     batch = Batch()
     weights = batch.weights(mode)
-    clean = loss_of(name, batch, weights, ratio)
+    clean = aggregated_loss(name, batch, weights, ratio)
     for field in ("new", "old", "advantages"):
         dirty = batch.pick(np.arange(len(batch.new)))
         dirty.sequences = batch.sequences
         values = getattr(batch, field).copy()
         values[~batch.mask] = poison
         setattr(dirty, field, values)
-        value, gradient, stats = loss_of(name, dirty, weights, ratio)
+        value, gradient, stats = aggregated_loss(name, dirty, weights, ratio)
         assert value == clean[0] and stats == clean[2]
         np.testing.assert_array_equal(gradient, clean[1])
 
@@ -187,13 +222,25 @@ def test_what_stands_in_masked_places_reaches_neither_loss_nor_gradient(name, ra
 def test_padding_of_any_width_changes_nothing(name, ratio, mode):
     batch = Batch()
     weights = batch.weights(mode)
-    value, gradient, stats = loss_of(name, batch, weights, ratio)
+    value, gradient, stats = aggregated_loss(name, batch, weights, ratio)
     last = int(batch.sequences[-1])
     for width in (1, 7, 64):
         wide = Batch()
-        for field, filler in (("new", math.nan), ("old", 3.0), ("advantages", 1.0), ("mask", False), ("sequences", last)):
-            setattr(wide, field, np.concatenate((getattr(batch, field), np.full(width, filler, getattr(batch, field).dtype))))
-        padded = loss_of(name, wide, np.concatenate((weights, np.ones(width))), ratio)
+        for field, filler in (
+            ("new", math.nan),
+            ("old", 3.0),
+            ("advantages", 1.0),
+            ("mask", False),
+            ("sequences", last),
+        ):
+            setattr(
+                wide,
+                field,
+                np.concatenate(
+                    (getattr(batch, field), np.full(width, filler, getattr(batch, field).dtype))
+                ),
+            )
+        padded = aggregated_loss(name, wide, np.concatenate((weights, np.ones(width))), ratio)
         assert padded[0] == pytest.approx(value, rel=1e-12) and padded[2] == pytest.approx(stats)
         np.testing.assert_allclose(padded[1][:-width], gradient, rtol=1e-12)
         assert not padded[1][-width:].any()
@@ -205,7 +252,9 @@ def test_factors_of_the_advantages_are_factors_of_the_policy_loss(name, ratio):
     batch, doubled = Batch(), Batch()
     doubled.advantages = batch.advantages * 2.5
     weights = batch.weights("token-mean")
-    assert loss_of(name, doubled, weights, ratio, **options)[0] == pytest.approx(2.5 * loss_of(name, batch, weights, ratio, **options)[0])
+    assert aggregated_loss(name, doubled, weights, ratio, **options)[0] == pytest.approx(
+        2.5 * aggregated_loss(name, batch, weights, ratio, **options)[0]
+    )
 
 
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
@@ -213,24 +262,30 @@ def test_the_first_update_of_every_loss_is_the_policy_gradient(name, ratio):
     batch = Batch()
     batch.old = batch.new
     weights = batch.weights("token-mean")
-    _, gradient, _ = loss_of(name, batch, weights, ratio)
-    np.testing.assert_allclose(gradient, -weights * batch.advantages * batch.mask, rtol=1e-12, atol=1e-16)
+    _, gradient, _ = aggregated_loss(name, batch, weights, ratio)
+    np.testing.assert_allclose(
+        gradient, -weights * batch.advantages * batch.mask, rtol=1e-12, atol=1e-16
+    )
 
 
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
 def test_overflowing_ratios_leave_finite_numbers_and_no_tokens_leave_zero(name, ratio):
     batch = Batch()
     batch.new = batch.old + np.where(np.arange(len(batch.old)) % 2, 300.0, -300.0)
-    value, gradient, stats = loss_of(name, batch, batch.weights("token-mean"), ratio)
-    assert math.isfinite(value) and np.isfinite(gradient).all() and all(map(math.isfinite, stats.values()))
+    value, gradient, stats = aggregated_loss(name, batch, batch.weights("token-mean"), ratio)
+    assert (
+        math.isfinite(value)
+        and np.isfinite(gradient).all()
+        and all(map(math.isfinite, stats.values()))
+    )
     empty = batch.pick(np.arange(4))
     empty.mask = np.zeros(4, bool)
-    value, gradient, _ = loss_of(name, empty, np.ones(4), ratio)
+    value, gradient, _ = aggregated_loss(name, empty, np.ones(4), ratio)
     assert value == 0.0 and not gradient.any()
     nothing = batch.pick(np.arange(1))
     for field in ("new", "old", "advantages", "mask", "sequences"):
         setattr(nothing, field, getattr(nothing, field)[:0])
-    assert loss_of(name, nothing, np.ones(0), ratio)[0] == 0.0
+    assert aggregated_loss(name, nothing, np.ones(0), ratio)[0] == 0.0
 
 
 def two_tokens(logs: list[float], advantage: float) -> Batch:
@@ -243,45 +298,53 @@ def two_tokens(logs: list[float], advantage: float) -> Batch:
 
 def test_clip_higher_is_asymmetric_and_its_fraction_is_counted():
     batch = two_tokens(list(np.log([1.5, 0.5, 1.25])), 1.0)
-    value, gradient, stats = loss_of("ppo", batch, np.ones(3))
+    value, gradient, stats = aggregated_loss("ppo", batch, np.ones(3))
     assert value == pytest.approx(-1.28 - 0.5 - 1.25)
     assert gradient.tolist() == pytest.approx([0.0, -0.5, -1.25]) and stats["clip_fraction"] == 1
     batch = two_tokens(list(np.log([1.5, 0.5])), -1.0)
-    assert loss_of("ppo", batch, np.ones(2))[0] == pytest.approx(1.5 + 0.8)
+    assert aggregated_loss("ppo", batch, np.ones(2))[0] == pytest.approx(1.5 + 0.8)
 
 
 def test_dual_clip_caps_the_loss_at_exactly_c_and_counts_it():
-    value, gradient, stats = loss_of("ppo", two_tokens(list(np.log([5.0, 2.0])), -1.0), np.ones(2), dual=3.0)
+    value, gradient, stats = aggregated_loss(
+        "ppo", two_tokens(list(np.log([5.0, 2.0])), -1.0), np.ones(2), dual=3.0
+    )
     assert value == pytest.approx(3.0 + 2.0)
     assert gradient.tolist() == pytest.approx([0.0, 2.0])
     assert stats["dual_clip_fraction"] == 1
     with pytest.raises(ValueError, match=mentions("dual clip", "1.1")):
-        loss_of("ppo", two_tokens([0.0], 1.0), np.ones(1), dual=1.1)
+        aggregated_loss("ppo", two_tokens([0.0], 1.0), np.ones(1), dual=1.1)
 
 
 def test_gspo_spreads_the_gradient_of_the_sequence_evenly_over_its_tokens():
     batch = two_tokens([0.3, -0.1], 2.0)  # s = exp(0.1), inside of the clip
-    value, gradient, _ = loss_of("ppo", batch, np.full(2, 0.5), "sequence")
+    value, gradient, _ = aggregated_loss("ppo", batch, np.full(2, 0.5), "sequence")
     assert value == pytest.approx(-2.0 * math.exp(0.1))
     assert gradient.tolist() == pytest.approx([-math.exp(0.1)] * 2)
 
 
 def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
-    batch = two_tokens([0.9, -0.3], 1.0)  # 0.9 is cut at 0.28, -0.3 counts although below -0.2: it hurts already
-    value, gradient, stats = loss_of("gmpo", batch, np.full(2, 0.5))
+    batch = two_tokens(
+        [0.9, -0.3], 1.0
+    )  # 0.9 is cut at 0.28, -0.3 counts although below -0.2: it hurts already
+    value, gradient, stats = aggregated_loss("gmpo", batch, np.full(2, 0.5))
     assert value == pytest.approx(-math.sqrt(math.exp(0.28) * math.exp(-0.3)))
     assert gradient.tolist() == pytest.approx([0.0, value / 2]) and stats["clip_fraction"] == 1
 
 
 def test_topr_tapers_negative_sequences_by_the_product_of_their_ratios_only():
     batch = two_tokens([-0.3, -0.4], -1.0)
-    _, gradient, stats = loss_of("topr", batch, np.ones(2))
-    assert gradient.tolist() == pytest.approx([math.exp(-0.7)] * 2) and stats["taper"] == pytest.approx(2 * math.exp(-0.7))
-    assert loss_of("topr", batch, np.ones(2), level="token")[1].tolist() == pytest.approx([math.exp(-0.3), math.exp(-0.4)])
+    _, gradient, stats = aggregated_loss("topr", batch, np.ones(2))
+    assert gradient.tolist() == pytest.approx([math.exp(-0.7)] * 2) and stats[
+        "taper"
+    ] == pytest.approx(2 * math.exp(-0.7))
+    assert aggregated_loss("topr", batch, np.ones(2), level="token")[1].tolist() == pytest.approx(
+        [math.exp(-0.3), math.exp(-0.4)]
+    )
     batch.advantages = -batch.advantages
-    assert loss_of("topr", batch, np.ones(2))[1].tolist() == [-1.0, -1.0]
+    assert aggregated_loss("topr", batch, np.ones(2))[1].tolist() == [-1.0, -1.0]
     with pytest.raises(ValueError, match=mentions("level=word", "sequence")):
-        loss_of("topr", batch, np.ones(2), level="word")
+        aggregated_loss("topr", batch, np.ones(2), level="word")
 
 
 def test_the_drift_of_cpgd_has_the_gradient_of_the_kl_until_its_cap():
@@ -296,7 +359,13 @@ def test_the_drift_of_cpgd_has_the_gradient_of_the_kl_until_its_cap():
 def test_half_precision_is_computed_in_single():
     new = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16)
     numbers = torch.zeros(2, dtype=torch.int64)
-    tokens = PolicyTokens.of(new, new.clone(), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bool), numbers)
+    tokens = PolicyTokens.of(
+        new,
+        new.clone(),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.bool),
+        numbers,
+    )
     assert tokens.log_ratio.dtype == tokens.advantages.dtype == torch.float32
 
 
@@ -305,7 +374,12 @@ def test_sums_and_means_of_sequences_leave_masked_positions_out():
     numbers = torch.tensor([0, 0, 0, 1])
     assert sequence_sums(values, mask, numbers).tolist() == [3.0, 3.0, 0.0, 5.0]
     assert sequence_means(values, mask, numbers).tolist() == [1.5, 1.5, 0.0, 5.0]
-    assert sequence_sums(values, mask, torch.tensor([0, 0, 2, 3])).tolist() == [3.0, 3.0, 0.0, 5.0], "a sequence without positions"
+    assert sequence_sums(values, mask, torch.tensor([0, 0, 2, 3])).tolist() == [
+        3.0,
+        3.0,
+        0.0,
+        5.0,
+    ], "a sequence without positions"
 
 
 def test_the_weights_of_the_four_aggregations_by_hand():

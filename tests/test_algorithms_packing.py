@@ -1,4 +1,4 @@
-"""Packing: what is where in a micro-batch, bins and balance, and the loss of a batch under every way of packing it."""
+"""Packing: positions in a micro-batch, bins, balance, and the loss under different packings."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,14 @@ import torch
 
 from msrl.algorithms.aggregate import weighted_sum
 from msrl.algorithms.losses.ppo import policy_loss
-from msrl.algorithms.packing import balanced, bins, micro_batch, per_token, rl_sequences, sft_sequences
+from msrl.algorithms.packing import (
+    balanced,
+    bins,
+    micro_batch,
+    per_token,
+    rl_sequences,
+    sft_sequences,
+)
 from msrl.algorithms.tokens import PolicyTokens
 from msrl.errors import MsrlError
 from msrl.types import RenderedExample, TrainingSample
@@ -37,22 +44,37 @@ def test_two_sequences_lie_end_to_end_and_predict_only_within_themselves():
     assert batch.loss_mask.tolist() == [True, True, False, True, False, False, False, False]
     assert batch.fields["advantages"].tolist() == [1, 2, 0, 3, 0, 0, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 3, 5, 8]
-    dtypes = (batch.token_ids.dtype, batch.labels.dtype, batch.loss_mask.dtype, batch.cu_seqlens.dtype, batch.fields["advantages"].dtype)
+    dtypes = (
+        batch.token_ids.dtype,
+        batch.labels.dtype,
+        batch.loss_mask.dtype,
+        batch.cu_seqlens.dtype,
+        batch.fields["advantages"].dtype,
+    )
     assert dtypes == (np.int64, np.int64, np.bool_, np.int32, np.float32)
 
 
 def test_no_padding_segment_where_none_is_needed():
-    assert micro_batch([ints(1, 2), ints(3, 4)], [bools(1, 1), bools(1, 1)], pad_to_multiple=2).cu_seqlens.tolist() == [0, 2, 4]
+    assert micro_batch(
+        [ints(1, 2), ints(3, 4)], [bools(1, 1), bools(1, 1)], pad_to_multiple=2
+    ).cu_seqlens.tolist() == [0, 2, 4]
 
 
 def test_masked_tokens_carry_zero_in_the_fields_whatever_stood_there():
-    batch = micro_batch([ints(1, 2, 3)], [bools(False, False, True)], {"x": [floats(np.nan, np.nan, 5)]})
+    batch = micro_batch(
+        [ints(1, 2, 3)], [bools(False, False, True)], {"x": [floats(np.nan, np.nan, 5)]}
+    )
     assert batch.fields["x"].tolist() == [0, 5, 0]
 
 
 @pytest.mark.parametrize(
     ("ids", "masks", "fields"),
-    [([], [], {}), ([ints()], [bools()], {}), ([ints(1, 2)], [bools(True)], {}), ([ints(1)], [bools(True)], {"x": [floats(1, 2)]})],
+    [
+        ([], [], {}),
+        ([ints()], [bools()], {}),
+        ([ints(1, 2)], [bools(True)], {}),
+        ([ints(1)], [bools(True)], {"x": [floats(1, 2)]}),
+    ],
 )
 def test_what_does_not_fit_together_is_refused(ids, masks, fields):
     with pytest.raises(ValueError, match=mentions("token")):
@@ -65,13 +87,21 @@ def test_sft_examples_keep_their_mask():
 
 
 def test_a_sample_that_is_masked_out_is_packed_and_teaches_nothing():
-    sample = TrainingSample(ints(1, 2), ints(3, 4), advantages=floats(7, 8), sampler_logprobs=floats(-1, -2), is_trained=False)
+    sample = TrainingSample(
+        ints(1, 2),
+        ints(3, 4),
+        advantages=floats(7, 8),
+        sampler_logprobs=floats(-1, -2),
+        is_trained=False,
+    )
     batch = micro_batch(*rl_sequences([sample]))
     assert batch.token_ids.tolist() == [1, 2, 3, 4] and not batch.loss_mask.any()
 
 
 def test_samples_learn_exactly_their_response_with_their_numbers():
-    sample = TrainingSample(ints(1, 2), ints(3, 4, 5), advantages=floats(7, 8, 9), sampler_logprobs=floats(-1, -2, -3))
+    sample = TrainingSample(
+        ints(1, 2), ints(3, 4, 5), advantages=floats(7, 8, 9), sampler_logprobs=floats(-1, -2, -3)
+    )
     batch = micro_batch(*rl_sequences([sample, sample]))
     assert batch.labels[batch.loss_mask].tolist() == [3, 4, 5, 3, 4, 5]
     assert batch.fields["advantages"][batch.loss_mask].tolist() == [7, 8, 9, 7, 8, 9]
@@ -80,7 +110,10 @@ def test_samples_learn_exactly_their_response_with_their_numbers():
 
 def test_numbers_of_positions_come_back_as_numbers_of_tokens():
     numbers = [floats(0, 1, 2), floats(0, 3), floats(0)]
-    ids, masks = [np.arange(len(n)) for n in numbers], [np.ones(len(n), dtype=bool) for n in numbers]
+    ids, masks = (
+        [np.arange(len(n)) for n in numbers],
+        [np.ones(len(n), dtype=bool) for n in numbers],
+    )
     batch = micro_batch(ids, masks, {"x": numbers}, pad_to_multiple=8)
     back = per_token(batch.fields["x"], batch.cu_seqlens)
     assert [b.tolist() for b in back[:3]] == [n.tolist() for n in numbers]
@@ -96,7 +129,9 @@ def test_bins_hold_everything_once_within_capacity_and_near_the_optimum():
     lengths = np.random.default_rng(1).integers(1, 513, 400).tolist()
     packed = bins(lengths, 1024)
     assert sorted(i for items in packed for i in items) == list(range(400))
-    assert all(sum(lengths[i] for i in items) <= 1024 and list(items) == sorted(items) for items in packed)
+    assert all(
+        sum(lengths[i] for i in items) <= 1024 and list(items) == sorted(items) for items in packed
+    )
     assert len(packed) <= np.ceil(sum(lengths) / 1024) * 11 / 9 + 1
     assert packed == bins(lengths, 1024)
 
@@ -109,10 +144,10 @@ def test_a_sequence_longer_than_the_capacity_is_refused():
 def test_balanced_parts_have_equal_counts_and_nearly_equal_lengths():
     assert balanced([8, 1, 7, 2], 2) == ((0, 1), (2, 3))
     lengths = np.random.default_rng(2).integers(1, 2000, 256).tolist()
-    parts = balanced(lengths, 8)
-    assert {len(p) for p in parts} == {32}
-    assert sorted(i for p in parts for i in p) == list(range(256))
-    loads = [sum(lengths[i] for i in p) for p in parts]
+    shares = balanced(lengths, 8)
+    assert {len(p) for p in shares} == {32}
+    assert sorted(i for p in shares for i in p) == list(range(256))
+    loads = [sum(lengths[i] for i in p) for p in shares]
     assert max(loads) - min(loads) < 0.02 * np.mean(loads)
 
 
@@ -136,17 +171,30 @@ def random_samples(count=12):
 
 
 def packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio):
-    """The loss of a table of logits by (token, next token) under one packing: a model without context, but a real gradient."""
+    """Return the loss of a table of logits by (token, next token) under one packing.
+
+    This is a model without context, but with a real gradient.
+    """
     table = (torch.arange(2500, dtype=torch.float64).reshape(50, 50) * 0.37).sin().requires_grad_()
     num_tokens = sum(len(s.response_ids) for s in samples)
     total = 0.0
     for group in groups:
-        batch = micro_batch(*rl_sequences([samples[i] for i in group]), pad_to_multiple=pad_to_multiple)
+        batch = micro_batch(
+            *rl_sequences([samples[i] for i in group]), pad_to_multiple=pad_to_multiple
+        )
         labels, mask = torch.from_numpy(batch.labels), torch.from_numpy(batch.loss_mask)
-        logprobs = table[torch.from_numpy(batch.token_ids)].log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        logprobs = (
+            table[torch.from_numpy(batch.token_ids)]
+            .log_softmax(-1)
+            .gather(1, labels[:, None])[:, 0]
+        )
         fields = {name: torch.from_numpy(values) for name, values in batch.fields.items()}
-        numbers = torch.from_numpy(np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens)))
-        tokens = PolicyTokens.of(logprobs, fields["sampler_logprobs"], fields["advantages"], mask, numbers, ratio=ratio)
+        numbers = torch.from_numpy(
+            np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))
+        )
+        tokens = PolicyTokens.of(
+            logprobs, fields["sampler_logprobs"], fields["advantages"], mask, numbers, ratio=ratio
+        )
         values = policy_loss(tokens, clip_low=0.2, clip_high=0.2, dual=None).loss
         loss = weighted_sum(values, torch.full_like(values, 1 / num_tokens), mask)
         loss.backward()
@@ -160,7 +208,12 @@ def test_neither_packing_nor_padding_changes_the_loss_or_the_gradient(ratio):
     samples = random_samples()
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
     expected, gradient = packed_loss_and_gradient(samples, [range(12)], 1, ratio)
-    for groups in (bins(lengths, 20), bins(lengths, 33), balanced(lengths, 4), [[i] for i in range(12)]):
+    for groups in (
+        bins(lengths, 20),
+        bins(lengths, 33),
+        balanced(lengths, 4),
+        [[i] for i in range(12)],
+    ):
         for pad_to_multiple in (1, 8):
             loss, other = packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio)
             assert loss == pytest.approx(expected, rel=1e-12)

@@ -1,4 +1,4 @@
-"""The critic's loss and what is reported of it: by hand, by finite differences, and whatever the order and the padding are."""
+"""Value loss and its statistics: hand calculation, finite differences, order and padding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ def reals(*numbers: float) -> torch.Tensor:
 
 
 def test_the_value_loss_is_half_the_larger_of_two_squares():
-    """Values 1, 1, -1, 0.1 that were all 0, returns 2, 0.5, 0, 0, clip 0.3. By hand the clipped values are 0.3, 0.3, -0.3, 0.1."""
-    found = value_loss(reals(1, 1, -1, 0.1), torch.zeros(4), reals(2, 0.5, 0, 0), clip=0.3)
-    assert found.loss.tolist() == pytest.approx([1.7**2 / 2, 0.5**2 / 2, 1 / 2, 0.1**2 / 2])
-    assert found.stats["value_clip_fraction"].tolist() == [1, 0, 0, 0]
+    """Values 1, 1, -1, 0.1 (old values 0), returns 2, 0.5, 0, 0, clip 0.3.
+
+    By hand, the clipped values are 0.3, 0.3, -0.3, 0.1.
+    """
+    clipped = value_loss(reals(1, 1, -1, 0.1), torch.zeros(4), reals(2, 0.5, 0, 0), clip=0.3)
+    assert clipped.loss.tolist() == pytest.approx([1.7**2 / 2, 0.5**2 / 2, 1 / 2, 0.1**2 / 2])
+    assert clipped.stats["value_clip_fraction"].tolist() == [1, 0, 0, 0]
     plain = value_loss(reals(1, 1, -1, 0.1), torch.zeros(4), reals(2, 0.5, 0, 0), clip=None)
-    assert plain.loss.tolist() == pytest.approx([1 / 2, 0.5**2 / 2, 1 / 2, 0.1**2 / 2]) and not plain.stats
+    assert (
+        plain.loss.tolist() == pytest.approx([1 / 2, 0.5**2 / 2, 1 / 2, 0.1**2 / 2])
+        and not plain.stats
+    )
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
@@ -28,7 +34,9 @@ def test_gradients_of_the_value_loss_are_those_of_finite_differences(clip):
     torch.manual_seed(0)
     values, old, returns = (torch.randn(40, dtype=torch.float64) for _ in range(3))
     values.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: value_loss(x, old, returns, clip=clip).loss.sum(), values)
+    assert torch.autograd.gradcheck(
+        lambda x: value_loss(x, old, returns, clip=clip).loss.sum(), values
+    )
 
 
 def test_a_value_beyond_the_clip_that_goes_away_from_its_return_still_learns():
@@ -48,10 +56,15 @@ def test_the_loss_of_an_update_is_a_mean_over_all_tokens_however_they_are_split_
     loss = ValueLoss(0.2)
     whole, sums = loss(values, fields, 30)
     order = torch.from_numpy(random.permutation(30))
-    parts = [loss(values[rows], {name: field[rows] for name, field in fields.items()}, 30) for rows in order.split([7, 1, 22])]
-    assert sum(part for part, _ in parts).item() == pytest.approx(whole.item(), rel=1e-12)
+    pieces = [
+        loss(values[rows], {name: field[rows] for name, field in fields.items()}, 30)
+        for rows in order.split([7, 1, 22])
+    ]
+    assert sum(value for value, _ in pieces).item() == pytest.approx(whole.item(), rel=1e-12)
     for name, total in sums.items():
-        assert sum(part[name] for _, part in parts).item() == pytest.approx(total.item(), rel=1e-12)
+        assert sum(shares[name] for _, shares in pieces).item() == pytest.approx(
+            total.item(), rel=1e-12
+        )
     assert whole.item() == pytest.approx(sums["value_loss"].item() / 30)
 
 

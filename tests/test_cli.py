@@ -1,4 +1,4 @@
-"""The command line: flags meet the configuration, exit codes, messages, and what a fresh `msrl --help` does not import."""
+"""Command line: options and configuration, exit codes, messages, imports of `msrl --help`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ from support import assert_each_mentions, assert_mentions
 
 COMMANDS = [
     [], ["preprocess"], ["train-sft"], ["train-grpo"], ["generate"], ["chat"],
-    ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"], ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"],
-    ["convert-ckpt", "hf2hf"], ["convert-ckpt", "lora2hf"],
+    ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"],
+    ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"], ["convert-ckpt", "hf2hf"],
+    ["convert-ckpt", "lora2hf"],
     ["cluster"], ["cluster", "up"], ["cluster", "join"], ["cluster", "status"], ["cluster", "down"],
-    ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"], ["config", "import"], ["doctor"],
+    ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"],
+    ["config", "import"], ["doctor"],
 ]  # fmt: skip
 HEAVY = ("torch", "vllm", "megatron", "ray", "transformers")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that trainings need."""
+    """Return a working directory with the inputs of trainings."""
     monkeypatch.chdir(tmp_path)
     return make_working_folder(tmp_path)
 
 
 def msrl(*arguments: str) -> int:
-    """Runs the console script in this process; its exit code."""
+    """Run the console script in this process and return its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["msrl", *arguments])
         try:
@@ -50,19 +52,25 @@ def msrl(*arguments: str) -> int:
     return 0
 
 
-def reached(monkeypatch: pytest.MonkeyPatch, workflow: str, run: Callable[..., object] | None = None) -> list[Any]:
-    """Puts a recorder in the place of a workflow's module; what it was called with."""
+def reached(
+    monkeypatch: pytest.MonkeyPatch, workflow: str, run: Callable[..., object] | None = None
+) -> list[Any]:
+    """Replace a workflow's module by a recorder and return the recorded configurations."""
     calls: list[Any] = []
 
     def record(config: Config, **arguments: object) -> None:
         calls.append((config, arguments) if arguments else config)
 
     functions = dict.fromkeys(("run", "up", "join", "status", "down"), run or record)
-    monkeypatch.setitem(sys.modules, WORKFLOWS[workflow.replace("_", "-")], SimpleNamespace(**functions))
+    monkeypatch.setitem(
+        sys.modules, WORKFLOWS[workflow.replace("_", "-")], SimpleNamespace(**functions)
+    )
     return calls
 
 
-def test_a_flag_of_mindspeeds_is_answered_with_the_command_that_reads_its_scripts(capsys: pytest.CaptureFixture[str]):
+def test_a_flag_of_mindspeeds_is_answered_with_the_command_that_reads_its_scripts(
+    capsys: pytest.CaptureFixture[str],
+):
     for flag, is_known in (("--use-mcore-models", True), ("--lode", False)):
         assert msrl("convert-ckpt", "hf2mcore", flag) == 2
         assert ("msrl config import --from mindspeed-llm" in capsys.readouterr().err) is is_known
@@ -85,9 +93,17 @@ def test_help_in_a_fresh_process_is_quick_and_imports_nothing_heavy():
         f"print('IMPORTED', sorted(set({HEAVY!r}) & set(sys.modules)))\n"
     )
     seconds: list[float] = []
-    for command in (["--help"], ["--help"], ["convert-ckpt", "hf2mcore", "--help"], ["train-grpo", "--help"], ["--version"]):
+    for command in (
+        ["--help"],
+        ["--help"],
+        ["convert-ckpt", "hf2mcore", "--help"],
+        ["train-grpo", "--help"],
+        ["--version"],
+    ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, *command], capture_output=True, text=True, check=True
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.stdout.splitlines()[-1] == "IMPORTED []", done.stdout
@@ -104,36 +120,101 @@ def test_version_names_the_stack_that_is_installed(capsys: pytest.CaptureFixture
 def test_flags_overlay_the_keys_of_their_section(folder: Path, monkeypatch: pytest.MonkeyPatch):
     calls = reached(monkeypatch, "convert_ckpt")
     (folder / "c.yaml").write_text("convert: {load: model, tp: 4, dtype: fp16}\n", encoding="utf-8")
-    arguments = ["convert-ckpt", "hf2mcore", "-c", "c.yaml", "--set", "convert.pp=2", "--save-dir", "out", "--platform", "cpu"]
-    assert msrl(*arguments, "--target-tensor-parallel-size", "2", "--no-verify", "--names", "te") == 0
+    arguments = [
+        "convert-ckpt",
+        "hf2mcore",
+        "-c",
+        "c.yaml",
+        "--set",
+        "convert.pp=2",
+        "--save-dir",
+        "out",
+        "--platform",
+        "cpu",
+    ]
+    assert (
+        msrl(*arguments, "--target-tensor-parallel-size", "2", "--no-verify", "--names", "te") == 0
+    )
     convert = calls[0].convert
-    assert (convert.command, convert.load, convert.save, convert.tp, convert.pp) == ("hf2mcore", "model", "out", 2, 2)
-    assert (convert.dtype, convert.names, convert.verify, calls[0].cluster.platform) == ("fp16", "te", False, "cpu")
+    assert (convert.command, convert.load, convert.save, convert.tp, convert.pp) == (
+        "hf2mcore",
+        "model",
+        "out",
+        2,
+        2,
+    )
+    assert (convert.dtype, convert.names, convert.verify, calls[0].cluster.platform) == (
+        "fp16",
+        "te",
+        False,
+        "cpu",
+    )
 
 
-def test_every_subcommand_of_conversion_sets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_subcommand_of_conversion_sets_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     calls = reached(monkeypatch, "convert_ckpt")
     make_mcore(folder / "mcore")
-    assert msrl("convert-ckpt", "inspect", "mcore") == msrl("convert-ckpt", "inspect", "--load", "mcore") == 0
+    assert (
+        msrl("convert-ckpt", "inspect", "mcore")
+        == msrl("convert-ckpt", "inspect", "--load", "mcore")
+        == 0
+    )
     assert msrl("convert-ckpt", "inspect", "mcore", "--load", "mcore") == 2
-    assert msrl("convert-ckpt", "mcore2hf", "--load", "mcore", "--save", "a", "--hf-config", "model") == 0
+    assert (
+        msrl("convert-ckpt", "mcore2hf", "--load", "mcore", "--save", "a", "--hf-config", "model")
+        == 0
+    )
     assert msrl("convert-ckpt", "reshard", "--load", "mcore", "--save", "b", "--pp", "2") == 0
     assert [call.convert.command for call in calls] == ["inspect", "inspect", "mcore2hf", "reshard"]
     assert calls[0].convert.load == calls[1].convert.load == "mcore"
 
 
-def test_preprocess_takes_several_files_and_renamed_columns(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_preprocess_takes_several_files_and_renamed_columns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     calls = reached(monkeypatch, "preprocess")
     for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
         (folder / name).write_text("", encoding="utf-8")
-    given = ["--input", "a.jsonl", "b.jsonl", "--input", "c.jsonl", "--tokenizer-name-or-path", "model", "--handler-name", "alpaca"]
-    more = ["--prompt-type", "qwen", "--output-prefix", "out/x", "--seq-length", "64", "--pack", "--workers", "2"]
+    arguments = [
+        "--input",
+        "a.jsonl",
+        "b.jsonl",
+        "--input",
+        "c.jsonl",
+        "--tokenizer-name-or-path",
+        "model",
+        "--handler-name",
+        "alpaca",
+    ]
+    more = [
+        "--prompt-type",
+        "qwen",
+        "--output-prefix",
+        "out/x",
+        "--seq-length",
+        "64",
+        "--pack",
+        "--workers",
+        "2",
+    ]
     more += ["--kind", "prompts", "--too-long", "truncate"]
-    assert msrl("preprocess", *given, *more, "--map-keys", '{"prompt": "question"}') == 0
+    assert msrl("preprocess", *arguments, *more, "--map-keys", '{"prompt": "question"}') == 0
     preprocess = calls[0].preprocess
     assert sorted(preprocess.input) == ["a.jsonl", "b.jsonl", "c.jsonl"]
-    assert (preprocess.tokenizer, preprocess.handler, preprocess.template, preprocess.kind) == ("model", "alpaca", "qwen", "prompts")
-    assert (preprocess.seq_length, preprocess.pack, preprocess.workers, preprocess.map_keys) == (64, True, 2, {"prompt": "question"})
+    assert (preprocess.tokenizer, preprocess.handler, preprocess.template, preprocess.kind) == (
+        "model",
+        "alpaca",
+        "qwen",
+        "prompts",
+    )
+    assert (preprocess.seq_length, preprocess.pack, preprocess.workers, preprocess.map_keys) == (
+        64,
+        True,
+        2,
+        {"prompt": "question"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,37 +232,90 @@ def test_column_names_that_are_no_mapping_are_refused(
     assert_mentions(capsys.readouterr().err, *message)
 
 
-def test_generation_flags_reach_their_keys_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_generation_flags_reach_their_keys_as_they_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     calls = reached(monkeypatch, "generate")
-    sampling = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--num-samples", "2", "--seed", "3"]
+    sampling = [
+        "--temperature",
+        "0.5",
+        "--top-p",
+        "0.9",
+        "--top-k",
+        "5",
+        "--min-p",
+        "0.1",
+        "--num-samples",
+        "2",
+        "--seed",
+        "3",
+    ]
     sampling += ["--stop", "a", "--stop", "b"]
-    assert msrl("generate", "--model", "model", "--prompt", "2 ${run.name} $${", "--dtype", "float32", "--max-tokens", "7", *sampling) == 0
+    assert (
+        msrl(
+            "generate",
+            "--model",
+            "model",
+            "--prompt",
+            "2 ${run.name} $${",
+            "--dtype",
+            "float32",
+            "--max-tokens",
+            "7",
+            *sampling,
+        )
+        == 0
+    )
     generate = calls[0].generate
-    assert (generate.prompt, generate.max_tokens, generate.temperature) == ("2 ${run.name} $${", 7, 0.5)
+    assert (generate.prompt, generate.max_tokens, generate.temperature) == (
+        "2 ${run.name} $${",
+        7,
+        0.5,
+    )
     assert (generate.top_p, generate.top_k) == (0.9, 5)
-    assert (generate.min_p, generate.num_samples, generate.seed, generate.stop, generate.dtype) == (0.1, 2, 3, ("a", "b"), "float32")
+    assert (generate.min_p, generate.num_samples, generate.seed, generate.stop, generate.dtype) == (
+        0.1,
+        2,
+        3,
+        ("a", "b"),
+        "float32",
+    )
 
 
-def test_training_takes_a_configuration_by_name_and_a_resume(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_training_takes_a_configuration_by_name_and_a_resume(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     calls = reached(monkeypatch, "train_grpo")
     (folder / "configs").mkdir()
     (folder / "configs" / "mine.yaml").write_text(GRPO + "run: {name: mine}\n", encoding="utf-8")
     assert msrl("train-grpo", "--config-name", "mine", "--resume", "auto") == 0
     assert msrl("train-grpo", "--config-name", "mine.yaml", "--set", "run.name=other") == 0
-    assert [(call.run.name, call.checkpoint.resume) for call in calls] == [("mine", "auto"), ("other", "none")]
+    assert [(call.run.name, call.checkpoint.resume) for call in calls] == [
+        ("mine", "auto"),
+        ("other", "none"),
+    ]
 
 
 def test_an_unknown_configuration_name_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert msrl("train-grpo", "--config-name", "grp") == 2
-    assert_each_mentions(capsys.readouterr().err.splitlines(), ("--config-name=grp", "./configs", "'grpo'"))
+    assert_each_mentions(
+        capsys.readouterr().err.splitlines(), ("--config-name=grp", "./configs", "'grpo'")
+    )
 
 
-def test_cluster_commands_pass_on_what_they_are_given(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cluster_commands_pass_on_what_they_are_given(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     calls = reached(monkeypatch, "cluster")
     assert msrl("cluster", "up", "--port", "7000", "--devices", "2", "--platform", "cpu") == 0
     config, arguments = calls.pop()
     assert (config.cluster.platform, config.cluster.devices_per_node) == ("cpu", 2)
-    assert arguments == {"host": "127.0.0.1", "port": 7000, "dashboard_host": "127.0.0.1", "dashboard_port": 8260}
+    assert arguments == {
+        "host": "127.0.0.1",
+        "port": 7000,
+        "dashboard_host": "127.0.0.1",
+        "dashboard_port": 8260,
+    }
     assert msrl("cluster", "join", "10.0.0.1:7000") == 0
     assert calls.pop()[1] == {"address": "10.0.0.1:7000", "host": None}
     assert msrl("cluster", "status", "--json") == 0
@@ -197,30 +331,58 @@ def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
     command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     calls = reached(monkeypatch, command.replace("-", "_"))
-    assert msrl(command, "-c", "grpo.yaml", "--set", "cluster.devices_per_node=4", "--set", "train.parallel.tp=2", "--dry-run") == 0
+    assert (
+        msrl(
+            command,
+            "-c",
+            "grpo.yaml",
+            "--set",
+            "cluster.devices_per_node=4",
+            "--set",
+            "train.parallel.tp=2",
+            "--dry-run",
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert_mentions(out.splitlines()[0], command, "configuration")
     assert "  train.steps: 10  # grpo.yaml:3\n" in out
     assert "  train.parallel.tp: 2  # --set\n" in out
     assert "  data parallel: 2\n" in out
     assert_mentions(out, "rank 3", "tp 1 dp 1 pp 0")
-    # 91,009 parameters of a rank: 4 layers of (12,288 + 3 * 3,072 + 64) weights, biases of qkv 64, norms 128; the embedding; a norm.
+    # A rank has 91,009 parameters: 4 layers of (12,288 + 3 * 3,072 + 64) weights, 64 biases of qkv
+    # and 128 of norms, the embedding and a norm.
     assert re.search(r"^peak memory\b.*device", out, re.M)
-    assert re.search(r"^  optimizer +[\d.]+ MB$", out, re.M) and re.search(r"^  .*training +[\d.]+ MB$", out, re.M)
+    assert re.search(r"^  optimizer +[\d.]+ MB$", out, re.M) and re.search(
+        r"^  .*training +[\d.]+ MB$", out, re.M
+    )
     assert not calls
 
 
-def test_mistakes_go_to_standard_error_and_exit_with_2(folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert msrl("train-sft", "-c", "sft.yaml", "--set", "train.stps=3", "--set", "model.dtype=fp8") == 2
+def test_mistakes_go_to_standard_error_and_exit_with_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert (
+        msrl("train-sft", "-c", "sft.yaml", "--set", "train.stps=3", "--set", "model.dtype=fp8")
+        == 2
+    )
     captured = capsys.readouterr()
     assert captured.out == ""
     assert_each_mentions(
-        captured.err.splitlines(), ("--set: model.dtype=fp8", "float32", "bfloat16"), ("--set: train.stps=3", "key", "'steps'")
+        captured.err.splitlines(),
+        ("--set: model.dtype=fp8", "float32", "bfloat16"),
+        ("--set: train.stps=3", "key", "'steps'"),
     )
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["train-sft", "--nonsense"], ["convert-ckpt", "hf2mcore", "--tp", "two"], ["cluster", "join"]]
+    "arguments",
+    [
+        ["nonsense"],
+        ["train-sft", "--nonsense"],
+        ["convert-ckpt", "hf2mcore", "--tp", "two"],
+        ["cluster", "join"],
+    ],
 )
 def test_misused_commands_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     assert msrl(*arguments) == 2
@@ -236,7 +398,12 @@ def test_misused_commands_exit_with_2(arguments: list[str], capsys: pytest.Captu
     ],
 )
 def test_exit_codes_of_what_a_workflow_raises(
-    error: BaseException, code: int, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    message: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     def fail(config: Config) -> None:
         raise error
@@ -255,7 +422,9 @@ def test_our_own_mistakes_keep_their_traceback(folder: Path, monkeypatch: pytest
         msrl("train-sft", "-c", "sft.yaml")
 
 
-def test_config_show_prints_origins_and_arithmetic(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_config_show_prints_origins_and_arithmetic(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert msrl("config", "show", "-c", "grpo.yaml", "--set", "run.seed=4") == 0
     out = capsys.readouterr().out
     assert re.search(r"^  seed: 4 +# --set$", out, re.MULTILINE)
@@ -269,7 +438,9 @@ def test_config_show_prints_origins_and_arithmetic(folder: Path, capsys: pytest.
     assert shown["derived"]["samples per step"] == 32
 
 
-def test_config_validate_checks_as_the_command_would(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_config_validate_checks_as_the_command_would(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert msrl("config", "validate", "-c", "grpo.yaml") == 0
     assert_each_mentions(capsys.readouterr().out.splitlines(), ("configuration", "train-grpo"))
     assert msrl("config", "validate", "-c", "sft.yaml", "--for", "train-grpo") == 2
@@ -280,14 +451,20 @@ def test_config_schema_describes_every_key(capsys: pytest.CaptureFixture[str]):
     assert msrl("config", "schema") == 0
     schema = json.loads(capsys.readouterr().out)
     assert set(schema["properties"]) == set(Config.model_fields)
-    for name, section in schema["$defs"].items():
+    sections = schema["$defs"]
+    for name, section in sections.items():
         assert section["additionalProperties"] is False
-        assert all(key.get("description") for key in section["properties"].values()), name
+        for key, value in section["properties"].items():
+            # pydantic drops a description that equals the one of the referenced section.
+            reference = sections.get(value.get("$ref", "").rpartition("/")[2], {})
+            description = value.get("description") or reference.get("description")
+            assert description and description.endswith("."), f"{name}.{key}"
 
 
 def test_the_console_script_ends_with_the_code_and_no_traceback(folder: Path):
     done = subprocess.run(
-        [sys.executable, "-m", "msrl", "convert-ckpt", "hf2mcore", "--load", "gone", "--save", "new"],
+        [sys.executable, "-m", "msrl", "convert-ckpt", "hf2mcore", "--load", "gone",
+         "--save", "new"],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONWARNINGS": "error"},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
@@ -303,52 +480,91 @@ TRAINING_FLAGS = {
     "--tp": ("train.parallel.tp", 2),
     "--pp": ("train.parallel.pp", 2),
 }
-TRAINING_ARGUMENTS = [word for flag, (_, value) in TRAINING_FLAGS.items() for word in (flag, str(value))]
+TRAINING_ARGUMENTS = [
+    word for flag, (_, value) in TRAINING_FLAGS.items() for word in (flag, str(value))
+]
 
 
 @pytest.mark.parametrize("command", ["train-sft", "train-grpo"])
-def test_flags_of_the_trainings_override_files_and_set(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_flags_of_the_trainings_override_files_and_set(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     calls = reached(monkeypatch, command.replace("-", "_"))
-    (folder / "c.yaml").write_text("train: {steps: 3, optimizer: {lr: 1e-6}}\nrun: {name: of_file}\n", encoding="utf-8")
+    (folder / "c.yaml").write_text(
+        "train: {steps: 3, optimizer: {lr: 1e-6}}\nrun: {name: of_file}\n", encoding="utf-8"
+    )
     base = "sft.yaml" if command == "train-sft" else "grpo.yaml"
-    files = ["-c", base, "-c", "c.yaml", "--set", "train.steps=4", "--set", "cluster.devices_per_node=4"]
+    files = [
+        "-c",
+        base,
+        "-c",
+        "c.yaml",
+        "--set",
+        "train.steps=4",
+        "--set",
+        "cluster.devices_per_node=4",
+    ]
     assert msrl(command, *files, *TRAINING_ARGUMENTS) == 0
     dumped = calls[0].model_dump()
     for key, value in TRAINING_FLAGS.values():
         actual: Any = dumped
-        for part in key.split("."):
-            actual = actual[part]
+        for name in key.split("."):
+            actual = actual[name]
         assert actual == value, key
 
 
 @pytest.mark.parametrize("command", ["train-sft", "train-grpo"])
-def test_config_show_names_the_flag_that_set_a_key(command: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_config_show_names_the_flag_that_set_a_key(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
     base = "sft.yaml" if command == "train-sft" else "grpo.yaml"
-    arguments = ["-c", base, "--for", command, "--set", "cluster.devices_per_node=4", *TRAINING_ARGUMENTS]
+    arguments = [
+        "-c",
+        base,
+        "--for",
+        command,
+        "--set",
+        "cluster.devices_per_node=4",
+        *TRAINING_ARGUMENTS,
+    ]
     assert msrl("config", "show", *arguments, "--json") == 0
     origins = json.loads(capsys.readouterr().out)["origins"]
-    assert {flag: origins[key] for flag, (key, _) in TRAINING_FLAGS.items()} == {flag: flag for flag in TRAINING_FLAGS}
+    assert {flag: origins[key] for flag, (key, _) in TRAINING_FLAGS.items()} == {
+        flag: flag for flag in TRAINING_FLAGS
+    }
     assert msrl("config", "show", *arguments) == 0
     assert re.search(r"^    lr: 0.0003 +# --lr$", capsys.readouterr().out, re.M)
     assert msrl("config", "validate", *arguments) == 0
 
 
-def test_the_plan_of_a_dry_run_names_the_flag_that_set_a_key(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_plan_of_a_dry_run_names_the_flag_that_set_a_key(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert msrl("train-sft", "-c", "sft.yaml", "--lr", "3e-4", "--dry-run") == 0
     assert "  train.optimizer.lr: 0.0003  # --lr\n" in capsys.readouterr().out
 
 
-def test_config_show_takes_the_flags_of_the_command_it_is_for(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_config_show_takes_the_flags_of_the_command_it_is_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert msrl("config", "show", "--for", "chat", "--model", "model", "--tp", "2", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["config"]["chat"]["model"], shown["origins"]["chat.model"]) == ("model", "--model")
-    assert (shown["config"]["rollout"]["engine"]["tp"], shown["origins"]["rollout.engine.tp"]) == (2, "--tp")
+    assert (shown["config"]["chat"]["model"], shown["origins"]["chat.model"]) == (
+        "model",
+        "--model",
+    )
+    assert (shown["config"]["rollout"]["engine"]["tp"], shown["origins"]["rollout.engine.tp"]) == (
+        2,
+        "--tp",
+    )
     assert msrl("config", "show", "--for", "chat", "--lr", "1e-5") == 2
-    assert capsys.readouterr().err.startswith("--lr: not an option of chat")
+    assert capsys.readouterr().err.startswith("--lr: chat")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_tp_of_generate_and_chat_is_the_engines(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tp_of_generate_and_chat_is_the_engines(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     calls = reached(monkeypatch, command)
     prompt = ["--prompt", "x"] if command == "generate" else []
     assert msrl(command, "--model", "model", "--tp", "2", *prompt) == 0
@@ -379,10 +595,25 @@ def test_tp_of_generate_and_chat_is_the_engines(command: str, folder: Path, monk
         (["doctor", "--no-imports", "--platform", "gpu"], "'cuda'"),
         (["train-sft", "--model", "Qwen/Qwen2.5-0.5B"], "folders on disk"),
         (["generate", "--model", "Qwen/Qwen2.5-0.5B", "--prompt", "x"], "folders on disk"),
-        (["convert-ckpt", "hf2mcore", "--load", "Qwen/Qwen2.5-0.5B", "--save", "out"], "folders on disk"),
+        (
+            ["convert-ckpt", "hf2mcore", "--load", "Qwen/Qwen2.5-0.5B", "--save", "out"],
+            "folders on disk",
+        ),
         (["preprocess", "--tokenizer", "Qwen/Qwen2.5-0.5B"], "folders on disk"),
-        (["train-grpo", "-c", "grpo.yaml", "--set", "reward.sources=[{model: Qwen/Qwen2.5-0.5B}]"], "folders on disk"),
-        (["train-grpo", "-c", "grpo.yaml", "--set", "reward.sources=[{verifier: math}]"], "'math_verify_reward', 'math_17k_acc' or 'acc'"),
+        (
+            [
+                "train-grpo",
+                "-c",
+                "grpo.yaml",
+                "--set",
+                "reward.sources=[{model: Qwen/Qwen2.5-0.5B}]",
+            ],
+            "folders on disk",
+        ),
+        (
+            ["train-grpo", "-c", "grpo.yaml", "--set", "reward.sources=[{verifier: math}]"],
+            "'math_verify_reward', 'math_17k_acc' or 'acc'",
+        ),
     ],
 )
 def test_mistakes_are_answered_with_what_was_probably_meant(
@@ -393,7 +624,9 @@ def test_mistakes_are_answered_with_what_was_probably_meant(
     assert suggestion in captured.err + captured.out
 
 
-def test_a_missing_folder_that_is_no_hub_id_is_not_taken_for_one(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_missing_folder_that_is_no_hub_id_is_not_taken_for_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     for path in ("gone", "./models/gone", "/models/gone", "data/gone/deep"):
         assert msrl("train-sft", "-c", "sft.yaml", "--model", path) == 2
         assert "folders on disk" not in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""Shell completion through the scripts that msrl prints: bash runs them, zsh and fish are asked as their scripts do."""
+"""Shell completion with the scripts that msrl prints.
+
+bash runs its script. For zsh and fish, the tests send the requests of their scripts.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from msrl.config.presets import PRESETS
 from msrl.config.templates import template_names
 
 BASH = shutil.which("bash")
-needs_bash = pytest.mark.skipif(BASH is None, reason="there is no bash here")
+needs_bash = pytest.mark.skipif(BASH is None, reason="bash is not installed")
 
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A home of its own and an `msrl` on the path, in a folder with some files."""
+    """Return an environment with a new home and `msrl` on the path, in a folder with some files."""
     program = tmp_path / "bin" / "msrl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m msrl "$@"\n', encoding="utf-8")
@@ -32,12 +35,22 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     for name in ("mine.yaml", "notes.txt", "configs/local.yaml"):
         (work / name).write_text("", encoding="utf-8")
     monkeypatch.chdir(work)
-    return {**os.environ, "HOME": str(tmp_path), "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+    return {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+    }
 
 
 def in_bash(script: str, environment: dict[str, str]) -> str:
-    """The output of a script that bash runs as its own process."""
-    done = subprocess.run([str(BASH), "-c", f"{script}\ntrue"], capture_output=True, text=True, check=True, env=environment)
+    """Return the output of a script that bash runs in a separate process."""
+    done = subprocess.run(
+        [str(BASH), "-c", f"{script}\ntrue"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
     assert "Traceback" not in done.stderr
     return done.stdout
 
@@ -46,8 +59,14 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
     "a command": (["train-g"], {"train-grpo"}),
     "a subcommand": (["convert-ckpt", "hf"], {"hf2mcore", "hf2hf"}),
     "an option": (["train-sft", "--lr"], {"--lr"}),
-    "a key, with its default": (["train-sft", "--set", "train.optimizer.lr"], {"train.optimizer.lr=", "train.optimizer.lr=1e-05"}),
-    "a key in one word with its option": (["train-sft", "--set", "=", "run.na"], {"run.name=", "run.name=run"}),
+    "a key, with its default": (
+        ["train-sft", "--set", "train.optimizer.lr"],
+        {"train.optimizer.lr=", "train.optimizer.lr=1e-05"},
+    ),
+    "a key in one word with its option": (
+        ["train-sft", "--set", "=", "run.na"],
+        {"run.name=", "run.name=run"},
+    ),
     "a preset": (["train-grpo", "--set", "algo.preset", "="], {*PRESETS}),
     "the beginning of a preset": (["train-grpo", "--set", "algo.preset", "=", "dap"], {"dapo"}),
     "a boolean": (["train-sft", "--set", "data.pack", "=", ""], {"true", "false"}),
@@ -56,14 +75,23 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
         ["train-grpo", "--set", "reward.sources.0.verifier", "=", ""],
         {*registry.names("msrl.rewards.verifiers")},
     ),
-    "a template": (["preprocess", "--template", "qwen_"], {name for name in template_names() if name.startswith("qwen_")}),
+    "a template": (
+        ["preprocess", "--template", "qwen_"],
+        {name for name in template_names() if name.startswith("qwen_")},
+    ),
     "a template of a key": (["train-sft", "--set", "model.template", "=", "lla"], {"llama3"}),
     "a handler": (["preprocess", "--handler", "alp"], {"alpaca"}),
     "a platform": (["chat", "--platform", ""], {"auto", "cpu", "cuda", "npu"}),
-    "a file or a packaged configuration": (["train-grpo", "-c", ""], {"grpo", "sft", "mine.yaml", "configs/"}),
+    "a file or a packaged configuration": (
+        ["train-grpo", "-c", ""],
+        {"grpo", "sft", "mine.yaml", "configs/"},
+    ),
     "a file in a folder": (["train-grpo", "-c", "configs/"], {"configs/local.yaml"}),
     "a configuration by name": (["train-grpo", "--config-name", ""], {"local", "grpo", "sft"}),
-    "a command to check for": (["config", "validate", "--for", "train-"], {"train-sft", "train-grpo"}),
+    "a command of --for": (
+        ["config", "validate", "--for", "train-"],
+        {"train-sft", "train-grpo"},
+    ),
     "a folder, which is left to bash": (["chat", "--model", "x"], set()),
 }
 
@@ -71,11 +99,14 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
 @needs_bash
 def test_bash_completes_through_the_script_that_msrl_prints(environment: dict[str, str]):
     requests = "\n".join(
-        f"COMP_WORDS=(msrl {' '.join(repr(word) for word in words)}); COMP_CWORD={len(words)}; COMPREPLY=(); _msrl_completion msrl\n"
+        f"COMP_WORDS=(msrl {' '.join(repr(word) for word in words)}); COMP_CWORD={len(words)}; "
+        "COMPREPLY=(); _msrl_completion msrl\n"
         'printf "%s\\n" "${COMPREPLY[@]}"; echo --end'
         for words, _ in CASES.values()
     )
-    answers = in_bash(f'eval "$(msrl --show-completion)"\n{requests}', environment).split("--end\n")[:-1]
+    answers = in_bash(f'eval "$(msrl --show-completion)"\n{requests}', environment).split(
+        "--end\n"
+    )[:-1]
     assert {name: {*answer.split()} for name, answer in zip(CASES, answers, strict=True)} == {
         name: values for name, (_, values) in CASES.items()
     }
@@ -95,25 +126,44 @@ def test_install_completion_writes_the_script_of_the_shell(environment: dict[str
         ("zsh", "msrl train-grpo --set algo.preset=dap", "algo.preset=dapo"),
         ("zsh", "msrl train-grpo --set=algo.preset=dap", "algo.preset=dapo"),
         ("fish", "msrl train-grpo --set train.optimizer.lr", "train.optimizer.lr=1e-05"),
-        ("fish", "msrl train-grpo --set ", "reward.sources.0.verifier="),  # explanations of all keys are printed
+        (
+            "fish",
+            "msrl train-grpo --set ",
+            "reward.sources.0.verifier=",
+        ),  # explanations of all keys are printed
     ],
 )
-def test_other_shells_complete_whole_words(shell: str, line: str, expected: str, environment: dict[str, str]):
-    request = {"_MSRL_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    done = subprocess.run(["msrl"], capture_output=True, text=True, check=False, env={**environment, **request})
+def test_other_shells_complete_whole_words(
+    shell: str, line: str, expected: str, environment: dict[str, str]
+):
+    request = {
+        "_MSRL_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = subprocess.run(
+        ["msrl"], capture_output=True, text=True, check=False, env={**environment, **request}
+    )
     assert expected in done.stdout and not done.stderr
 
 
 def test_completion_imports_nothing_heavy(environment: dict[str, str]):
     program = (
         "import atexit, json, sys\n"
-        "atexit.register(lambda: print(json.dumps(sorted({'torch', 'transformers', 'vllm', 'ray'} & set(sys.modules)))))\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'ray'}\n"
+        "atexit.register(lambda: print(json.dumps(sorted(heavy & set(sys.modules)))))\n"
         "from msrl.cli.app import main\n"
         "main()\n"
     )
     words = "msrl\ntrain-grpo\n--set\nreward.sources.0.verifier\n=\nmath"
     request = {"_MSRL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "5"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**environment, **request})
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment, **request},
+    )
     *answers, modules = done.stdout.splitlines()
     assert answers == ["math_17k_acc", "math_verify_reward"] and json.loads(modules) == []
 
@@ -130,5 +180,7 @@ def test_completion_imports_nothing_heavy(environment: dict[str, str]):
         (["msrl", "a", ""], 2, (["msrl", "a", ""], 2, "")),
     ],
 )
-def test_words_that_bash_split_are_joined(words: list[str], current: int, expected: tuple[list[str], int, str]):
+def test_words_that_bash_split_are_joined(
+    words: list[str], current: int, expected: tuple[list[str], int, str]
+):
     assert rejoined(words, current) == expected

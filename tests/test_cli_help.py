@@ -1,4 +1,4 @@
-"""Help of the commands: every name in full at 80 columns, panels, defaults and ranges, examples that parse, colors only on a terminal."""
+"""Help of the commands: complete names at 80 columns, panels, defaults, ranges and examples."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from test_cli import COMMANDS, msrl
 ROOT: Any = typer.main.get_command(app)
 
 
-def command_of(names: list[str]) -> Any:
-    """The click command of a path of names."""
+def find_command(names: list[str]) -> Any:
+    """Return the click command of a path of names."""
     command = ROOT
     for name in names:
         command = command.commands[name]
     return command
 
 
-def help_of(names: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The help of a command as printed in this process."""
+def help_text(names: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the help of a command, printed in this process."""
     assert msrl(*names, "--help") == 0
     return capsys.readouterr().out
 
 
 def all_commands(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The paths of all commands below one."""
+    """Return the paths of all commands below a command."""
     below = getattr(command, "commands", {})
     return [path, *(inner for name in below for inner in all_commands(below[name], (*path, name)))]
 
@@ -46,10 +46,12 @@ def test_the_list_of_commands_is_complete():
 
 
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
-def test_help_shows_every_name_in_full_at_80_columns(names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_help_shows_every_name_in_full_at_80_columns(
+    names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("COLUMNS", "80")
-    text = help_of(names, capsys)
-    command = command_of(names)
+    text = help_text(names, capsys)
+    command = find_command(names)
     assert text.startswith("Usage: msrl") and "…" not in text
     assert all(len(line) <= 80 for line in text.splitlines())
     words = set(re.findall(r"[^\s│|,]+", text.partition("\nExamples:\n")[0]))
@@ -59,45 +61,67 @@ def test_help_shows_every_name_in_full_at_80_columns(names: list[str], capsys: p
 
 
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
-def test_help_cuts_no_name_off_on_a_narrow_terminal(names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_help_cuts_no_name_off_on_a_narrow_terminal(
+    names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("COLUMNS", "40")
-    text = help_of(names, capsys).partition("\nExamples:\n")[0]
+    text = help_text(names, capsys).partition("\nExamples:\n")[0]
     assert all(len(line) <= 40 for line in text.splitlines())
     joined = re.sub(r"\s*│\n│\s*|\s", "", text)
-    assert all(name in joined for parameter in command_of(names).params for name in parameter.opts if name.startswith("--"))
+    assert all(
+        name in joined
+        for parameter in find_command(names).params
+        for name in parameter.opts
+        if name.startswith("--")
+    )
 
 
-@pytest.mark.parametrize("names", [names for names in COMMANDS if not hasattr(command_of(names), "commands")], ids=" ".join)
+@pytest.mark.parametrize(
+    "names",
+    [names for names in COMMANDS if not hasattr(find_command(names), "commands")],
+    ids=" ".join,
+)
 def test_texts_of_options_are_sentences_and_every_command_has_examples(names: list[str]):
-    command = command_of(names)
+    command = find_command(names)
     assert command.epilog
-    for option in (parameter for parameter in command.params if parameter.param_type_name == "option"):
+    for option in (
+        parameter for parameter in command.params if parameter.param_type_name == "option"
+    ):
         assert option.is_flag or option.metavar, option.name
-        assert option.help[0].isupper() and option.help.endswith(".") and ";" not in option.help, option.name
+        assert option.help[0].isupper() and option.help.endswith(".") and ";" not in option.help, (
+            option.name
+        )
 
 
-def test_defaults_ranges_and_choices_come_from_the_schema(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_defaults_ranges_and_choices_come_from_the_schema(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("COLUMNS", "200")
-    training = help_of(["train-sft"], capsys)
+    training = help_text(["train-sft"], capsys)
     lr = key_facts("train.optimizer.lr")
     assert lr is not None and re.search(rf"--lr X .*above 0.*default: {lr.default}", training)
     assert re.search(r"--tp N .*at least 1.*default: 1\]", training)
     assert re.search(r"--platform NAME .*auto\|cpu\|cuda\|npu.*default: auto", training)
-    tokens = [re.search(r"--max-tokens N .*default: (\d+)", help_of([name], capsys)) for name in ("generate", "chat")]
-    assert [match and match[1] for match in tokens] == [
-        str(facts.default) for key in ("generate", "chat") if (facts := key_facts(f"{key}.max_tokens"))
+    tokens = [
+        re.search(r"--max-tokens N .*default: (\d+)", help_text([name], capsys))
+        for name in ("generate", "chat")
     ]
-    assert re.search(r"--port N .*default: 6344", help_of(["cluster", "up"], capsys))
+    assert [match and match[1] for match in tokens] == [
+        str(facts.default)
+        for key in ("generate", "chat")
+        if (facts := key_facts(f"{key}.max_tokens"))
+    ]
+    assert re.search(r"--port N .*default: 6344", help_text(["cluster", "up"], capsys))
 
 
 def test_options_stand_in_panels(capsys: pytest.CaptureFixture[str]):
-    titles = re.findall(r"^╭─ ([\w ]+) ─", help_of(["convert-ckpt", "hf2mcore"], capsys), re.M)
+    titles = re.findall(r"^╭─ ([\w ]+) ─", help_text(["convert-ckpt", "hf2mcore"], capsys), re.M)
     assert titles == ["Checkpoint", "Parallel layout", "Format", "Configuration", "General"]
 
 
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
 def test_examples_of_the_help_parse(names: list[str]):
-    lines = (command_of(names).epilog or "").replace("\\\n", " ").splitlines()
+    lines = (find_command(names).epilog or "").replace("\\\n", " ").splitlines()
     for line in lines:
         words = shlex.split(line.partition(" > ")[0])
         assert words.pop(0) == "msrl"
@@ -109,9 +133,13 @@ def test_examples_of_the_help_parse(names: list[str]):
 
 
 def shown_on_a_terminal(**environment: str) -> str:
-    """What `msrl --help` writes to a terminal of 80 columns."""
+    """Return the output of `msrl --help` on a terminal of 80 columns."""
     own, other = pty.openpty()
-    settings = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI", "GITHUB_ACTIONS")}
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NO_COLOR", "FORCE_COLOR", "CI", "GITHUB_ACTIONS")
+    }
     settings |= {"COLUMNS": "80", "TERM": "xterm-256color", **environment}
     program = [sys.executable, "-m", "msrl", "--help"]
     with subprocess.Popen(program, stdout=other, stderr=other, env=settings) as process:
@@ -134,14 +162,16 @@ def test_colors_need_a_terminal_and_no_refusal(capsys: pytest.CaptureFixture[str
     assert "\x1b[" in shown_on_a_terminal()
     assert "\x1b[" not in shown_on_a_terminal(NO_COLOR="1")
     assert "\x1b[" not in shown_on_a_terminal(TERM="dumb")
-    assert "\x1b[" not in help_of([], capsys)
+    assert "\x1b[" not in help_text([], capsys)
 
 
 def test_help_has_plain_borders_where_the_encoding_has_no_others():
     done = subprocess.run(
         [sys.executable, "-m", "msrl", "chat", "--help"],
-        capture_output=True, check=True, env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"},
-    )  # fmt: skip
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"},
+    )
     assert b"\\u" not in done.stdout and b"+- Sampling -" in done.stdout
 
 
@@ -150,9 +180,11 @@ def test_every_option_of_a_command_with_a_section_is_a_key_of_the_schema():
 
     keys = {*settable_keys()}
     for names in all_commands(ROOT):
-        command = command_of([*names])
+        command = find_command([*names])
         for parameter in command.params if names and not hasattr(command, "commands") else ():
-            key = option_key(names[0] if names[0] not in ("config", "doctor") else "train-sft", parameter.name)
+            key = option_key(
+                names[0] if names[0] not in ("config", "doctor") else "train-sft", parameter.name
+            )
             assert key is None or key in keys, (names, parameter.name)
 
 
@@ -161,8 +193,12 @@ def test_the_documentation_lists_the_other_names_of_options_and_their_keys():
 
     text = (Path(__file__).parents[1] / "docs" / "command-line.md").read_text(encoding="utf-8")
     for names in all_commands(ROOT):
-        for parameter in command_of([*names]).params:
-            missing = [name for name in parameter.opts if len(parameter.opts) > 1 and name.startswith("--") and f"`{name}`" not in text]
+        for parameter in find_command([*names]).params:
+            missing = [
+                name
+                for name in parameter.opts
+                if len(parameter.opts) > 1 and name.startswith("--") and f"`{name}`" not in text
+            ]
             assert not missing or parameter.opts[-1] in ("-c", "-v", "-h", "-o"), missing
     rows = re.findall(r"^\| `--(\w+)` \| `([\w.]+)` \|", text, re.M)
     assert [(name, option_key("train-sft", name)) for name, _ in rows] == rows and len(rows) == 9

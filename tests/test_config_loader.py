@@ -1,4 +1,4 @@
-"""The loader: layers, defaults, references, and every mistake at once with its place."""
+"""Loader: layers, defaults, references, and all errors at once with their location."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support import assert_each_mentions, assert_mentions
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, so that messages name short paths."""
+    """Change to an empty working directory, so that messages contain short paths."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -46,39 +46,65 @@ def test_without_any_source_the_defaults_are_in_force():
 def test_later_layers_win_key_by_key(folder: Path):
     write(folder / "a.yaml", "train:\n  steps: 5\n  micro_batch: 2\nrun: {name: first}\n")
     write(folder / "b.yaml", "train:\n  steps: 7\n")
-    resolved = load(["a.yaml", "b.yaml"], ["run.name=third"], [Flag("train.micro_batch", 4, "--micro-batch")])
-    assert (resolved.config.train.steps, resolved.config.train.micro_batch, resolved.config.run.name) == (7, 4, "third")
-    origins = {key: str(resolved.origins[key]) for key in ("train.steps", "train.micro_batch", "run.name", "run.seed")}
-    assert origins == {"train.steps": "b.yaml:2", "train.micro_batch": "--micro-batch", "run.name": "--set", "run.seed": "default"}
+    resolved = load(
+        ["a.yaml", "b.yaml"], ["run.name=third"], [Flag("train.micro_batch", 4, "--micro-batch")]
+    )
+    assert (
+        resolved.config.train.steps,
+        resolved.config.train.micro_batch,
+        resolved.config.run.name,
+    ) == (7, 4, "third")
+    origins = {
+        key: str(resolved.origins[key])
+        for key in ("train.steps", "train.micro_batch", "run.name", "run.seed")
+    }
+    assert origins == {
+        "train.steps": "b.yaml:2",
+        "train.micro_batch": "--micro-batch",
+        "run.name": "--set",
+        "run.seed": "default",
+    }
 
 
-def test_defaults_are_laid_under_the_file_that_names_them(folder: Path):
+def test_defaults_are_merged_before_the_file_that_lists_them(folder: Path):
     write(folder / "base" / "model.yaml", "model: {path: base, dtype: float32}\n")
     write(folder / "base" / "both.yaml", "defaults: [model.yaml]\nmodel: {tokenizer: tok}\n")
     write(folder / "main.yaml", "defaults: [sft, base/both.yaml]\nmodel: {path: mine}\n")
     config = load(["main.yaml"]).config
-    assert (config.model.path, config.model.dtype, config.model.tokenizer) == ("mine", "float32", "tok")
+    assert (config.model.path, config.model.dtype, config.model.tokenizer) == (
+        "mine",
+        "float32",
+        "tok",
+    )
     assert config.train.optimizer.schedule == "cosine", "from the packaged file sft"
 
 
-def test_defaults_that_lead_back_are_refused(folder: Path):
+def test_defaults_that_include_their_own_file_are_refused(folder: Path):
     write(folder / "a.yaml", "defaults: [b.yaml]\n")
     write(folder / "b.yaml", "defaults: [a.yaml]\n")
     assert_each_mentions(mistakes("a.yaml"), ("b.yaml:1: defaults: a.yaml", "itself"))
 
 
-def test_a_missing_default_names_the_file_that_asks_for_it(folder: Path):
+def test_the_error_about_a_missing_default_names_the_file_that_lists_it(folder: Path):
     write(folder / "a.yaml", "run: {name: x}\ndefaults:\n  - gone.yaml\n")
     (line,) = mistakes("a.yaml")
     assert_mentions(line, "a.yaml:3: defaults: gone.yaml", "file", "packaged")
 
 
-def test_a_list_is_replaced_whole_and_its_items_can_be_set(folder: Path):
-    write(folder / "a.yaml", "reward:\n  sources:\n    - {verifier: acc}\n    - {verifier: format, weight: 0.5}\n")
+def test_a_list_replaces_a_list_and_its_items_can_be_set(folder: Path):
+    write(
+        folder / "a.yaml",
+        "reward:\n  sources:\n    - {verifier: acc}\n    - {verifier: format, weight: 0.5}\n",
+    )
     config = load(["a.yaml"], ["reward.sources.1.weight=0.1"]).config
-    assert [(source.verifier, source.weight) for source in config.reward.sources] == [("acc", 1.0), ("format", 0.1)]
+    assert [(source.verifier, source.weight) for source in config.reward.sources] == [
+        ("acc", 1.0),
+        ("format", 0.1),
+    ]
     assert load(["a.yaml"], ["reward.sources=[{verifier: acc}]"]).config.reward.sources[1:] == ()
-    assert_each_mentions(mistakes("a.yaml", sets=("reward.sources.2.weight=1",)), ("--set", "item 2", "2 items"))
+    assert_each_mentions(
+        mistakes("a.yaml", sets=("reward.sources.2.weight=1",)), ("--set", "item 2", "2 items")
+    )
 
 
 def test_an_empty_section_keeps_what_is_under_it(folder: Path):
@@ -86,19 +112,23 @@ def test_an_empty_section_keeps_what_is_under_it(folder: Path):
     assert load(["a.yaml"]).config.train.optimizer == Config().train.optimizer
 
 
-def test_null_takes_away_what_earlier_layers_gave(folder: Path):
+def test_null_resets_the_values_of_earlier_layers(folder: Path):
     write(folder / "a.yaml", "data: {blend: {a: 1.0, b: 2.0}}\neval: {every_steps: 5}\n")
     write(folder / "b.yaml", "data: {blend: null}\neval: ~\n")
     for resolved in (load(["a.yaml", "b.yaml"]), load(["a.yaml"], ["data.blend=null", "eval="])):
         assert resolved.config.data.blend == {} and resolved.config.eval == Config().eval
         assert not resolved.is_set("data.blend") and not resolved.is_set("eval")
     assert load(["a.yaml", "b.yaml"], ["data.blend.c=1.0"]).config.data.blend == {"c": 1.0}
-    assert plain(merge(parse("a: {b: {c: 1}}", "1"), parse("a: {b: null}", "2"))) == {"a": {"b": None}}, "where there is no default"
+    assert plain(merge(parse("a: {b: {c: 1}}", "1"), parse("a: {b: null}", "2"))) == {
+        "a": {"b": None}
+    }, "where there is no default"
     preset = load(sets=["algo.preset=dapo", "algo.clip.high=0.5", "algo.clip=null"]).config
-    assert preset.algo.clip == load(sets=["algo.preset=dapo"]).config.algo.clip, "the preset's, not the schema's"
+    assert preset.algo.clip == load(sets=["algo.preset=dapo"]).config.algo.clip, (
+        "the preset's, not the schema's"
+    )
 
 
-def test_what_is_set_wrongly_is_named_with_the_form_that_it_must_have():
+def test_errors_about_wrong_values_show_the_required_form():
     sets = (
         "data.blend=[[1.0, a]]",
         "cluster={nodes:2}",
@@ -118,35 +148,54 @@ def test_what_is_set_wrongly_is_named_with_the_form_that_it_must_have():
     )
 
 
-def test_references_take_values_types_and_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_references_take_values_types_and_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("STEPS", "12")
     monkeypatch.setenv("WHO", "2024")
     write(
         folder / "a.yaml",
-        "run: {name: 'try-${env:WHO}-${train.steps}', dir: '${env:WHO}', seed: '${rollout.samples_per_prompt}'}\n"
+        "run: {name: 'try-${env:WHO}-${train.steps}', dir: '${env:WHO}', "
+        "seed: '${rollout.samples_per_prompt}'}\n"
         "train:\n  steps: ${env:STEPS}\n  optimizer: {lr: 1e-4, min_lr: '${train.optimizer.lr}'}\n"
         "checkpoint: {load: 'a$${b}'}\n",
     )
     config = load(["a.yaml"]).config
     assert (config.run.name, config.run.dir, config.run.seed) == ("try-2024-12", "2024", 8)
-    assert (config.train.steps, config.train.optimizer.min_lr, config.checkpoint.load) == (12, 1e-4, "a${b}")
+    assert (config.train.steps, config.train.optimizer.min_lr, config.checkpoint.load) == (
+        12,
+        1e-4,
+        "a${b}",
+    )
 
 
-def test_a_token_in_a_header_is_proven_and_written_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_token_in_a_header_is_checked_and_never_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("TOKEN", "s3cret")
     headers = "{Authorization: 'Bearer ${env:TOKEN}', X-Key: '${env:TOKEN}', X-Run: '${run.name}'}"
-    write(folder / "a.yaml", f"run: {{name: r}}\nreward:\n  sources:\n    - {{url: 'http://a', options: {{headers: {headers}}}}}\n")
+    write(
+        folder / "a.yaml",
+        f"run: {{name: r}}\nreward:\n  sources:\n"
+        f"    - {{url: 'http://a', options: {{headers: {headers}}}}}\n",
+    )
     config = load(["a.yaml"]).config
     (source,) = config.reward.sources
-    assert source.options["headers"] == {"Authorization": "Bearer ${env:TOKEN}", "X-Key": "${env:TOKEN}", "X-Run": "r"}
+    assert source.options["headers"] == {
+        "Authorization": "Bearer ${env:TOKEN}",
+        "X-Key": "${env:TOKEN}",
+        "X-Run": "r",
+    }
     assert "s3cret" not in to_yaml(config)
     write(folder / "b.yaml", to_yaml(config))
     assert load(["b.yaml"]).config == config
     monkeypatch.delenv("TOKEN")
-    assert any("${env:TOKEN}" in line and "environment variable" in line for line in mistakes("a.yaml"))
+    assert any(
+        "${env:TOKEN}" in line and "environment variable" in line for line in mistakes("a.yaml")
+    )
 
 
-def test_references_that_miss_or_go_round_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_and_cyclic_references_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NOT_THERE", raising=False)
     write(
         folder / "a.yaml",
@@ -159,13 +208,16 @@ def test_references_that_miss_or_go_round_are_named(folder: Path, monkeypatch: p
         ("a.yaml:2: run.dir=${env:NOT_THERE}: ${env:NOT_THERE}", "environment variable"),
         ("a.yaml:3: run.name=${run.dirr}: ${run.dirr}", "key", "'run.dir'"),
         ("a.yaml:5: model.path=${model.tokenizer}", "model.path -> model.tokenizer -> model.path"),
-        ("a.yaml:6: model.tokenizer=${model.path}", "model.tokenizer -> model.path -> model.tokenizer"),
+        (
+            "a.yaml:6: model.tokenizer=${model.path}",
+            "model.tokenizer -> model.path -> model.tokenizer",
+        ),
         ("a.yaml:8: data.train=${train}: ${train}", "section"),
         ("a.yaml:9: data.eval=x${run.name", "closed"),
     )
 
 
-def test_all_mistakes_of_a_configuration_are_said_at_once(folder: Path):
+def test_all_errors_of_a_configuration_are_reported_at_once(folder: Path):
     write(
         folder / "grpo.yaml",
         "rollout:\n"
@@ -188,7 +240,11 @@ def test_all_mistakes_of_a_configuration_are_said_at_once(folder: Path):
         "log: 3\n",
     )
     assert_each_mentions(
-        mistakes("grpo.yaml", sets=("train.parallel.sp=1", "steps"), flags=(Flag("convert.tp", 0, "--tp"),)),
+        mistakes(
+            "grpo.yaml",
+            sets=("train.parallel.sp=1", "steps"),
+            flags=(Flag("convert.tp", 0, "--tp"),),
+        ),
         ("--set steps", "key=value"),
         ("--set: train.parallel.sp=1", "true or false"),
         ("--tp: convert.tp=0", 1),
@@ -209,7 +265,7 @@ def test_all_mistakes_of_a_configuration_are_said_at_once(folder: Path):
     )
 
 
-def test_a_key_given_twice_is_refused_with_both_lines(folder: Path):
+def test_a_duplicate_key_is_refused_with_both_lines(folder: Path):
     write(folder / "a.yaml", "train:\n  steps: 1\n  micro_batch: 1\n  steps: 2\n")
     assert_each_mentions(mistakes("a.yaml"), ("a.yaml:4: steps", "twice", "line 2"))
 
@@ -229,7 +285,9 @@ def test_a_key_given_twice_is_refused_with_both_lines(folder: Path):
         ("defaults: sft\n", ("a.yaml:1: defaults", "list", "grpo, sft")),
     ],
 )
-def test_what_is_not_a_configuration_is_refused_by_line(folder: Path, text: str, fragments: tuple[str, ...]):
+def test_files_that_are_no_configuration_are_refused_with_the_line(
+    folder: Path, text: str, fragments: tuple[str, ...]
+):
     write(folder / "a.yaml", text)
     assert_each_mentions(mistakes("a.yaml"), fragments)
 
@@ -238,15 +296,19 @@ def test_files_that_cannot_be_read_are_named(folder: Path):
     (folder / "latin.yaml").write_bytes(b"run: {name: \xe9}\n")
     (folder / "empty.yaml").write_text("", encoding="utf-8")
     assert_each_mentions(
-        mistakes("latin.yaml", "grpp", "."), ("latin.yaml", "UTF-8"), ("grpp", "file", "'grpo'"), ("folder", "configuration")
+        mistakes("latin.yaml", "grpp", "."),
+        ("latin.yaml", "UTF-8"),
+        ("grpp", "file", "'grpo'"),
+        ("folder", "configuration"),
     )
     assert load(["empty.yaml"]).config == Config()
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-5", 1e-5), ("1.5E3", 1500.0), (".5", 0.5), ("010", 10), ("0x10", 16), ("1_000", 1000), ("no", "no"), ("on", "on"), ("TRUE", True),
-     ("tRUE", "tRUE"), ("~", None), ("12:30", "12:30"), ("2024-01-01", "2024-01-01"), ("1e", "1e"), ("-", "-"), ("+3", 3)],
+    [("1e-5", 1e-5), ("1.5E3", 1500.0), (".5", 0.5), ("010", 10), ("0x10", 16), ("1_000", 1000),
+     ("no", "no"), ("on", "on"), ("TRUE", True), ("tRUE", "tRUE"), ("~", None), ("12:30", "12:30"),
+     ("2024-01-01", "2024-01-01"), ("1e", "1e"), ("-", "-"), ("+3", 3)],
 )  # fmt: skip
 def test_scalars_are_those_of_yaml_1_2(text: str, value: object):
     got = scalar(text)
@@ -254,7 +316,10 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: object):
 
 
 def test_quoted_numbers_stay_text_and_written_ones_become_it_where_text_is_wanted(folder: Path):
-    write(folder / "a.yaml", "run: {name: 007}\ncluster: {env: {OMP_NUM_THREADS: 2, FLAG: true}}\ntrain: {steps: '3'}\n")
+    write(
+        folder / "a.yaml",
+        "run: {name: 007}\ncluster: {env: {OMP_NUM_THREADS: 2, FLAG: true}}\ntrain: {steps: '3'}\n",
+    )
     assert_each_mentions(mistakes("a.yaml"), ("a.yaml:3: train.steps=3",))
     config = load(["a.yaml"], ["train.steps=3"]).config
     assert config.run.name == "007"
@@ -264,12 +329,16 @@ def test_quoted_numbers_stay_text_and_written_ones_become_it_where_text_is_wante
 def test_a_yaml_written_back_loads_as_the_same_configuration(folder: Path):
     write(
         folder / "a.yaml",
-        "run: {name: 'no: \"x\" # y'}\nreward: {sources: [{verifier: acc, options: {a b: [1, null]}}]}\ntrain: {optimizer: {lr: 3e-7}}\n",
+        "run: {name: 'no: \"x\" # y'}\n"
+        "reward: {sources: [{verifier: acc, options: {a b: [1, null]}}]}\n"
+        "train: {optimizer: {lr: 3e-7}}\n",
     )
     resolved = load(["a.yaml"])
     for text in (to_yaml(resolved.config), to_yaml(resolved.config, resolved.origins)):
         assert load([write(folder / "b.yaml", text)]).config == resolved.config
-        assert Config.model_validate(yaml.safe_load(text)) == resolved.config, "other parsers read it alike"
+        assert Config.model_validate(yaml.safe_load(text)) == resolved.config, (
+            "other parsers read the same"
+        )
     assert "lr: 3.0e-07" in to_yaml(resolved.config)
     assert "# a.yaml:3" in to_yaml(resolved.config, resolved.origins)
 
@@ -285,21 +354,30 @@ def test_every_packaged_configuration_loads():
         load([name])
 
 
-def test_every_key_named_as_not_yet_is_refused_as_such():
+def test_every_unsupported_key_is_refused():
     for key in NOT_YET:
         path = key.replace("reward.sources.", "reward.sources.0.")
         (line,) = mistakes(sets=("reward.sources=[{verifier: acc}]", f"{path}=1"))
         assert_mentions(line, f"--set: {path}=1", "version")
     for key, values in NOT_YET_VALUES.items():
-        for value in values if key != "algo.advantage.estimator" else ():  # the names of plugins are looked at by a command's checks
+        for value in (
+            values if key != "algo.advantage.estimator" else ()
+        ):  # checked with the command
             path = key.replace("reward.sources.", "reward.sources.0.")
             sets = (f"{path}={[value] if key == 'log.trackers' else value}",)
-            (line,) = mistakes(sets=("reward.sources=[{verifier: acc}]", *sets) if path != key else sets)
+            (line,) = mistakes(
+                sets=("reward.sources=[{verifier: acc}]", *sets) if path != key else sets
+            )
             assert_mentions(line, path, "version")
 
 
 def test_parse_reports_every_bad_key_of_a_file():
     with pytest.raises(ManyErrors) as caught:
         parse("a: 1\na: 2\n[b]: 3\nc: !x 4\n", "f.yaml")
-    assert_each_mentions(caught.value.messages, ("f.yaml:2: a", "twice", "line 1"), ("f.yaml:3", "key", "text"), ("f.yaml:4: !x", "tags"))
+    assert_each_mentions(
+        caught.value.messages,
+        ("f.yaml:2: a", "twice", "line 1"),
+        ("f.yaml:3", "key", "text"),
+        ("f.yaml:4: !x", "tags"),
+    )
     assert plain(parse("a: &x [1]\nb: *x", "f.yaml")) == {"a": [1], "b": [1]}

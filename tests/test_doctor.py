@@ -1,4 +1,4 @@
-"""msrl doctor: every finding at once, the versions that it knows are pyproject's, and memory worked out by hand."""
+"""msrl doctor: all findings at once, versions of pyproject.toml, and memory by hand calculation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Small(CpuPlatform):
-    """Four devices of their own memory of one megabyte."""
+    """Platform with four devices that have one megabyte of memory each."""
 
     name = "small"
     shares_main_memory = False
@@ -36,7 +36,7 @@ class Small(CpuPlatform):
 
 
 class Sized(Small):
-    """The same of a given size."""
+    """Platform with four devices of a given memory size in bytes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -62,7 +62,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_this_machine_is_well(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert msrl("doctor", "--no-imports", "--platform", "cpu") == 0
     out = capsys.readouterr().out
-    assert re.search(r"^ok {5}platform: cpu$", out, re.M) and re.search(r"^ok {5}devices: \d+ of cpu, [\d.]+ GB .*memory$", out, re.M)
+    assert re.search(r"^ok {5}platform: cpu$", out, re.M) and re.search(
+        r"^ok {5}devices: \d+ of cpu, [\d.]+ GB .*memory$", out, re.M
+    )
     assert all(re.search(rf"^ok {{5}}{package}: \d", out, re.M) for package in get("cpu").stack)
 
 
@@ -73,62 +75,104 @@ def test_versions_that_fit_are_those_of_the_extras():
         extra = re.search(rf"^{platform} = \[(.*?)\]$", text, re.S | re.M)
         engine = re.search(r"^engine = \[(.*?)^\]$", text, re.S | re.M)
         assert extra and engine
-        asked = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?((?:[=<>]=?)[^";]+)', extra[1] + engine[1]))
-        own = {package: wanted for package, wanted in packages.items() if package in asked}
-        assert own == {package: asked[package] for package in own}
-        assert set(packages) - set(own) <= {"vllm"}  # from source on NPU
+        pinned = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?((?:[=<>]=?)[^";]+)', extra[1] + engine[1]))
+        known = {package: version for package, version in packages.items() if package in pinned}
+        assert known == {package: pinned[package] for package in known}
+        assert set(packages) - set(known) <= {"vllm"}  # from source on NPU
 
 
-def test_every_mistake_is_reported_together_with_exit_code_2(folder: Path, capsys: pytest.CaptureFixture[str]):
-    sets = ["--set", "rollout.samples_per_prompt=1", "--set", "data.train=gone", "--set", "rollout.max_response_tokens=600"]
-    assert msrl("doctor", "--no-imports", "--platform", "cpu", "-c", "grpo.yaml", *sets, "--json") == 2
-    wrong = [one["text"] for one in json.loads(capsys.readouterr().out) if one["level"] == "wrong"]
+def test_every_mistake_is_reported_together_with_exit_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    sets = [
+        "--set",
+        "rollout.samples_per_prompt=1",
+        "--set",
+        "data.train=gone",
+        "--set",
+        "rollout.max_response_tokens=600",
+    ]
+    assert (
+        msrl("doctor", "--no-imports", "--platform", "cpu", "-c", "grpo.yaml", *sets, "--json") == 2
+    )
+    wrong = [
+        finding["text"]
+        for finding in json.loads(capsys.readouterr().out)
+        if finding["level"] == "wrong"
+    ]
     assert len(wrong) == 3
-    assert any("data.train=gone" in text for text in wrong) and any("max_response_tokens=600" in text for text in wrong)
+    assert any("data.train=gone" in text for text in wrong) and any(
+        "max_response_tokens=600" in text for text in wrong
+    )
     assert msrl("doctor", "--no-imports", "-c", "grpo.yaml", "--set", "train.stps=1") == 2
-    assert_mentions(capsys.readouterr().out, "wrong  configuration: --set: train.stps=1", "key", "'steps'")
+    assert_mentions(
+        capsys.readouterr().out, "wrong  configuration: --set: train.stps=1", "key", "'steps'"
+    )
 
 
 def test_memory_of_training_reference_and_engine_is_added_up(folder: Path):
-    # 4 layers of hidden 64, ffn 96, 8 heads of 8 in 4 groups with biases, 1001 tied rows, in fp32: 4 bytes of weights, 4 of gradients,
-    # 8 of moments and 4 of the reference for each parameter.
-    resolved = load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", "rollout.engine.kv_cache_bytes=1000000"])
-    found = {what: (level, text) for level, what, text in config_findings(resolved, "train-grpo", Small())}
-    parameters = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 64 * 96 + 2 * 64) + 1001 * 64 + 64
+    # 4 layers of hidden 64, ffn 96, 8 heads of 8 in 4 groups with biases, 1001 tied rows, in fp32.
+    # Bytes per parameter: 4 weights, 4 gradients, 8 moments, 4 reference.
+    resolved = load(
+        ["grpo.yaml"], ["algo.kl.loss.coef=0.1", "rollout.engine.kv_cache_bytes=1000000"]
+    )
+    findings = {
+        what: (level, text)
+        for level, what, text in config_findings(resolved, "train-grpo", Small())
+    }
+    parameters = (
+        4 * (2 * 64 * 64 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 64 * 96 + 2 * 64) + 1001 * 64 + 64
+    )
     training, engine = parameters * (4 + 4 + 8 + 4), parameters * 4 + 10**6
-    assert found["memory"][0] == "wrong"
-    assert_mentions(found["memory"][1], f"{(training + engine) / 1e6:.1f} MB", "1.0 MB")
-    assert re.search(rf"^ +optimizer +{parameters * 8 / 1e6:.1f} MB$", found["memory"][1], re.M)
-    # A micro-batch of one prompt and response of 64 tokens each: 64 are learnt, of 1001 logits.
-    assert re.search(r"^ +activations +[\d.]+ MB$", found["memory"][1], re.M)
+    assert findings["memory"][0] == "wrong"
+    assert_mentions(findings["memory"][1], f"{(training + engine) / 1e6:.1f} MB", "1.0 MB")
+    assert re.search(rf"^ +optimizer +{parameters * 8 / 1e6:.1f} MB$", findings["memory"][1], re.M)
+    # A micro-batch of one prompt and response of 64 tokens each: 64 are trained on, of 1001 logits.
+    assert re.search(r"^ +activations +[\d.]+ MB$", findings["memory"][1], re.M)
     # Keys and values of 4 layers, 4 groups of 8, 4 bytes: 1024 bytes a token.
-    level, text = found["KV cache"]
+    level, text = findings["KV cache"]
     assert level == "ok"
     assert_mentions(text, f"{10**6 // 1024:,} tokens", 10**6 // (1024 * 128))
     little = load(["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000"])
-    assert ("wrong", "KV cache") in [(level, what) for level, what, _ in config_findings(little, "train-grpo", Small())]
+    assert ("wrong", "KV cache") in [
+        (level, what) for level, what, _ in config_findings(little, "train-grpo", Small())
+    ]
 
 
 def test_devices_of_a_run_are_counted_against_the_machine(folder: Path):
-    resolved = load(["grpo.yaml"], ["cluster.devices_per_node=8", "rollout.engine.kv_cache_bytes=1000000"])
-    found = [(level, text) for level, what, text in config_findings(resolved, "train-grpo", Small()) if what == "devices"]
-    ((level, text),) = found
+    resolved = load(
+        ["grpo.yaml"], ["cluster.devices_per_node=8", "rollout.engine.kv_cache_bytes=1000000"]
+    )
+    findings = [
+        (level, text)
+        for level, what, text in config_findings(resolved, "train-grpo", Small())
+        if what == "devices"
+    ]
+    ((level, text),) = findings
     assert level == "wrong"
     assert_mentions(text, 8, 4, "cluster.devices_per_node", "cluster.nodes")
-    on_cores = [level for level, what, _ in config_findings(resolved, "train-grpo", get("cpu")) if what == "devices"]
+    on_cores = [
+        level
+        for level, what, _ in config_findings(resolved, "train-grpo", get("cpu"))
+        if what == "devices"
+    ]
     assert on_cores in (["note"], ["ok"])
 
 
 def test_a_library_that_does_not_import_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CpuPlatform, "libraries", ("json", "msrl_no_such_library"))
     findings = doctor.run("cpu", resolved=None, mistakes=(), command=None, imports=True)
-    imports = {one.what: one for one in findings if one.what.startswith("import ")}
+    imports = {row.what: row for row in findings if row.what.startswith("import ")}
     assert imports["import json"].level == "ok"
     broken = imports["import msrl_no_such_library"]
-    assert broken.level == "wrong" and broken.text.startswith("ModuleNotFoundError: No module named 'msrl_no_such_library'")
+    assert broken.level == "wrong" and broken.text.startswith(
+        "ModuleNotFoundError: No module named 'msrl_no_such_library'"
+    )
 
 
-def test_a_platform_that_is_not_here_is_wrong_only_when_it_is_asked_for(capsys: pytest.CaptureFixture[str]):
+def test_a_platform_that_this_machine_lacks_is_wrong_only_if_it_is_selected(
+    capsys: pytest.CaptureFixture[str],
+):
     assert msrl("doctor", "--no-imports", "--platform", "npu") == 2
     assert re.search(r"^wrong  platform: cluster.platform=npu: ", capsys.readouterr().out, re.M)
 
@@ -136,14 +180,22 @@ def test_a_platform_that_is_not_here_is_wrong_only_when_it_is_asked_for(capsys: 
 @pytest.mark.slow
 def test_the_libraries_of_this_machine_import():
     findings = doctor.run("cpu", resolved=None, mistakes=(), command=None, imports=True)
-    assert [one for one in findings if one.what.startswith("import ") and one.level != "ok"] == []
+    assert [row for row in findings if row.what.startswith("import ") and row.level != "ok"] == []
 
 
-def test_a_training_that_cannot_fit_is_refused_before_it_starts_and_one_that_might_not_is_warned_about(
+def test_a_training_that_cannot_fit_is_refused_and_one_that_might_not_fit_causes_a_warning(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    # Weights, gradients and moments of 141,000 parameters in fp32 are 2.3 MB; a row of 500 tokens has 500 x 1001 logits, 2 MB.
-    config = load(sets=["model.path=model", "model.dtype=float32", "train.micro_batch=8", "data.seq_length=500"]).config
+    # Weights, gradients and moments of 141,000 parameters in fp32 are 2.3 MB. A row of 500 tokens
+    # has 500 x 1001 logits, 2 MB.
+    config = load(
+        sets=[
+            "model.path=model",
+            "model.dtype=float32",
+            "train.micro_batch=8",
+            "data.seq_length=500",
+        ]
+    ).config
     with pytest.raises(
         MsrlError,
         match=mentions("memory", "1.0 MB", "train.recompute.granularity: full"),
@@ -152,8 +204,8 @@ def test_a_training_that_cannot_fit_is_refused_before_it_starts_and_one_that_mig
     needed = fit(config, "train-sft", Sized(10**6), longest=500)
     assert needed is not None and needed.certain < needed.needed / 2
     check_memory(config, "train-sft", Sized((needed.certain + needed.needed) // 2), longest=500)
-    said = capsys.readouterr().err
-    assert_mentions(said, "warning: memory", "lower train.micro_batch", "train.chunk")
+    warning = capsys.readouterr().err
+    assert_mentions(warning, "warning: memory", "lower train.micro_batch", "train.chunk")
     check_memory(config, "train-sft", Sized(needed.needed), longest=500)
     assert capsys.readouterr().err == ""
     on_cores = Sized(10**6)
@@ -163,10 +215,16 @@ def test_a_training_that_cannot_fit_is_refused_before_it_starts_and_one_that_mig
 
 
 def test_where_the_engine_sleeps_its_memory_and_that_of_a_pass_are_not_needed_at_once(folder: Path):
-    config = load(["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000000", "train.offload.optimizer=true"]).config
-    awake, asleep = fit(config, "train-grpo", Sized(10**9)), fit(config, "train-grpo", Sleeping(10**9))
+    config = load(
+        ["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000000", "train.offload.optimizer=true"]
+    ).config
+    awake, asleep = (
+        fit(config, "train-grpo", Sized(10**9)),
+        fit(config, "train-grpo", Sleeping(10**9)),
+    )
     assert awake is not None and asleep is not None
     engine, memory = asleep.memory.engine, asleep.memory
     assert engine == 100_000_000 + memory.weights
     assert awake.needed - engine == memory.training
-    assert asleep.needed == memory.generating == engine + memory.weights + memory.gradients  # moments wait in the machine's memory
+    # Moments are offloaded to host memory.
+    assert asleep.needed == memory.generating == engine + memory.weights + memory.gradients

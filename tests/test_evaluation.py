@@ -1,4 +1,4 @@
-"""Evaluation while training: what counts as right, pass@k against counting by hand, what the `eval` section refuses."""
+"""Evaluation during training: correct responses, pass@k by counting, and refused settings."""
 
 from __future__ import annotations
 
@@ -36,21 +36,32 @@ def test_pass_at_k_is_the_share_of_choices_of_k_answers_with_a_right_one(count: 
 
 
 def test_curves_are_drawn_at_powers_of_two_and_at_all_answers():
-    assert [depths(count) for count in (1, 2, 3, 8, 12)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 12]]
+    assert [depths(count) for count in (1, 2, 3, 8, 12)] == [
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4, 8],
+        [1, 2, 4, 8, 12],
+    ]
 
 
 def prompt(**extra: str) -> Prompt:
     return Prompt(0, np.array([1, 2]), "4", extra)
 
 
-def scored(given: Prompt, *scores: dict[str, float]) -> ScoredGroup:
+def scored(row: Prompt, *scores: dict[str, float]) -> ScoredGroup:
     empty = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "stop", 0, "")
-    return ScoredGroup(RolloutGroup(given, (empty,) * len(scores)), tuple(Reward(0.0, one) for one in scores))
+    return ScoredGroup(
+        RolloutGroup(row, (empty,) * len(scores)), tuple(Reward(0.0, score) for score in scores)
+    )
 
 
 def test_the_first_verifier_that_knows_the_truth_decides_and_its_full_score_is_right():
     judge = Judge((Source(model="m"), Source("strict_format", weight=0.5), Source("acc")))
-    group = scored(prompt(), *({"reward_model": 9.0, "strict_format": 1.0, "acc": score} for score in (1.0, -0.5, -1.0)))
+    group = scored(
+        prompt(),
+        *({"reward_model": 9.0, "strict_format": 1.0, "acc": score} for score in (1.0, -0.5, -1.0)),
+    )
     assert judge.source_for(prompt()) == "acc"
     assert judge.verdicts(group) == [True, False, False]
     assert Judge(judge.sources, right_from=-0.5).verdicts(group) == [True, True, False]
@@ -59,8 +70,18 @@ def test_the_first_verifier_that_knows_the_truth_decides_and_its_full_score_is_r
 
 
 def test_every_row_is_judged_by_a_source_for_its_tag_and_no_model_is_unless_it_is_named():
-    judge = Judge((Source("acc", tags=("math",)), Source("multiple_choice", tags=("choice",)), Source(model="m", tags=("talk",))))
-    assert [judge.source_for(prompt(tag=tag)) for tag in ("math", "choice", "talk")] == ["acc", "multiple_choice", None]
+    judge = Judge(
+        (
+            Source("acc", tags=("math",)),
+            Source("multiple_choice", tags=("choice",)),
+            Source(model="m", tags=("talk",)),
+        )
+    )
+    assert [judge.source_for(prompt(tag=tag)) for tag in ("math", "choice", "talk")] == [
+        "acc",
+        "multiple_choice",
+        None,
+    ]
     assert judge.verdicts(scored(prompt(tag="talk"), {"reward_model": 3.0})) is None
     assert Judge(judge.sources, wanted="acc").source_for(prompt(tag="choice")) is None
 
@@ -74,10 +95,15 @@ def test_the_best_evaluation_is_the_lowest_loss_or_the_highest_of_anything_else_
 
 
 def test_a_report_counts_steps_and_not_the_evaluation_before_them():
-    reports = [StepReport(0, {"eval/pass@1": 0.1}), StepReport(1, {"train/loss": 2.0}), StepReport(2, {"eval/pass@1": 0.3})]
-    found = summarize(reports)
-    assert (found.first_step, found.last_step, found.num_steps) == (1, 2, 2)
-    assert (found.movements["eval/pass@1"].first, found.movements["eval/pass@1"].last) == (0.1, 0.3)
+    reports = [
+        StepReport(0, {"eval/pass@1": 0.1}),
+        StepReport(1, {"train/loss": 2.0}),
+        StepReport(2, {"eval/pass@1": 0.3}),
+    ]
+    summary = summarize(reports)
+    assert (summary.first_step, summary.last_step, summary.num_steps) == (1, 2, 2)
+    movement = summary.movements["eval/pass@1"]
+    assert (movement.first, movement.last) == (0.1, 0.3)
 
 
 @pytest.fixture
@@ -100,7 +126,12 @@ def mistakes(command: str, *sets: str) -> list[str]:
     return []
 
 
-SAMPLED = ("eval.samples_per_prompt=4", "eval.sampling.temperature=0.6", "eval.sampling.top_p=0.95", "eval.patience=2")
+SAMPLED = (
+    "eval.samples_per_prompt=4",
+    "eval.sampling.temperature=0.6",
+    "eval.sampling.top_p=0.95",
+    "eval.patience=2",
+)
 GREEDY = ("greedy", "eval.sampling.temperature")
 EVERY = ("data.eval=held", "eval.every_steps=5")
 
@@ -109,7 +140,10 @@ EVERY = ("data.eval=held", "eval.every_steps=5")
     ("command", "sets", "fragments"),
     [
         ("grpo", (*EVERY, *SAMPLED), None),
-        ("grpo", (*EVERY, "eval.source=acc", "checkpoint.keep_best=true", "eval.at_start=true"), None),
+        (
+            "grpo", (*EVERY, "eval.source=acc", "checkpoint.keep_best=true", "eval.at_start=true"),
+            None,
+        ),
         ("grpo", ("eval.at_start=true",), ("eval.at_start=true", "data.eval")),
         (
             "grpo", (*EVERY, "eval.samples_per_prompt=4"),
@@ -128,12 +162,20 @@ EVERY = ("data.eval=held", "eval.every_steps=5")
             "grpo", (*EVERY, "eval.max_response_tokens=100", "rollout.engine.max_model_len=128"),
             ("rollout.engine.max_model_len=128", "eval.max_response_tokens", "164 tokens"),
         ),
-        ("grpo", (*EVERY, "eval.source=accuracy"), ("eval.source=accuracy", "reward.sources", "acc")),
+        (
+            "grpo", (*EVERY, "eval.source=accuracy"),
+            ("eval.source=accuracy", "reward.sources", "acc"),
+        ),
         ("grpo", ("eval.patience=2",), ("eval.patience=2", "eval.every_steps")),
-        ("sft", (*EVERY, "eval.sampling.temperature=0.5"), ("eval.sampling.temperature=0.5", "train-grpo")),
+        (
+            "sft", (*EVERY, "eval.sampling.temperature=0.5"),
+            ("eval.sampling.temperature=0.5", "train-grpo"),
+        ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_an_evaluation_is_one_line(folder: Path, command: str, sets: tuple[str, ...], fragments: tuple[str, ...] | None):
+def test_what_does_not_fit_an_evaluation_is_one_line(
+    folder: Path, command: str, sets: tuple[str, ...], fragments: tuple[str, ...] | None
+):
     assert_each_mentions(mistakes(command, *sets), *([fragments] if fragments else []))
 
 
@@ -141,7 +183,9 @@ def test_a_longer_answer_in_evaluations_makes_the_engine_longer(folder: Path):
     from msrl.plan.derived import max_model_len
 
     assert max_model_len(load(["grpo.yaml"], [*EVERY]).config) == 128
-    assert max_model_len(load(["grpo.yaml"], [*EVERY, "eval.max_response_tokens=100"]).config) == 164
+    assert (
+        max_model_len(load(["grpo.yaml"], [*EVERY, "eval.max_response_tokens=100"]).config) == 164
+    )
 
 
 def test_answers_are_written_with_what_they_were_judged(tmp_path: Path):
@@ -152,7 +196,15 @@ def test_answers_are_written_with_what_they_were_judged(tmp_path: Path):
     class Text:
         backend = make_tokenizer()
 
-    groups = [scored(prompt(), {"acc": 1.0}, {"acc": -1.0}), scored(prompt(tag="talk"), {"reward_model": 2.0}, {"reward_model": 1.0})]
+    groups = [
+        scored(prompt(), {"acc": 1.0}, {"acc": -1.0}),
+        scored(prompt(tag="talk"), {"reward_model": 2.0}, {"reward_model": 1.0}),
+    ]
     RolloutLog(tmp_path, Text(), is_on=True).write_evaluation(7, groups, [[True, False], None])  # pyright: ignore[reportArgumentType]
-    rows = [json.loads(line) for line in (tmp_path / "eval" / "step_000007.jsonl").read_text().splitlines()]
-    assert [row["is_right"] for row in rows] == [True, False, None, None] and rows[0]["scores"] == {"acc": 1.0}
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "eval" / "step_000007.jsonl").read_text().splitlines()
+    ]
+    assert [row["is_right"] for row in rows] == [True, False, None, None] and rows[0]["scores"] == {
+        "acc": 1.0
+    }

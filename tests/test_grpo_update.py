@@ -1,7 +1,6 @@
-"""What a step's groups become before and between its updates, number by number: a stand-in answers in place of the ranks. And what is
-known of a run before it starts.
+"""Updates of a train-grpo step, with a fake in place of the ranks, and checks before a run.
 
-Real ranks run the same in `test_train_grpo.py`.
+`test_train_grpo.py` runs the same with real ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +26,30 @@ from training_runs import write_rows
 
 
 class Ranks:
-    """Log-probabilities of -1 by the policy and of -1.5 by the reference; updates report what is wanted, and their losses are kept."""
+    """Fake ranks with log-probabilities of -1 (policy) and -1.5 (reference).
+
+    Updates return the given report, and their losses are recorded.
+    """
 
     def __init__(self, **report: float) -> None:
         self.report, self.losses = report, list[Any]()
 
-    def logprobs(self, sequences: Sequences, limits: object, temperature: float, *, of_reference: bool = False) -> tuple[Floats, ...]:
-        return tuple(np.full(len(ids), -1.5 if of_reference else -1.0, np.float32) for ids in sequences.token_ids)
+    def logprobs(
+        self,
+        sequences: Sequences,
+        limits: object,
+        temperature: float,
+        *,
+        of_reference: bool = False,
+    ) -> tuple[Floats, ...]:
+        return tuple(
+            np.full(len(ids), -1.5 if of_reference else -1.0, np.float32)
+            for ids in sequences.token_ids
+        )
 
-    def update(self, sequences: Sequences, limits: object, loss: object, lr: float) -> dict[str, float]:
+    def update(
+        self, sequences: Sequences, limits: object, loss: object, lr: float
+    ) -> dict[str, float]:
         self.losses.append(loss)
         return self.report
 
@@ -49,77 +63,135 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_updater(ranks: Ranks, *sets: str, state: dict[str, Any] | None = None) -> Updater:
     sizes = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2")
     stand_in: Any = ranks
-    return Updater(load(["grpo.yaml"], [*sizes, *sets], command="train-grpo").config, stand_in, 10, state or {})
+    return Updater(
+        load(["grpo.yaml"], [*sizes, *sets], command="train-grpo").config, stand_in, 10, state or {}
+    )
 
 
 def group(index: int, *rewards: float) -> ScoredGroup:
-    """Answers of 1, 2 and so on tokens."""
+    """Return a scored group with responses of 1, 2 and so on tokens."""
     sizes = range(1, len(rewards) + 1)
-    answers = tuple(Completion(np.full(n, 5), np.full(n, -1.0, np.float32), "stop", 0, "") for n in sizes)
-    return ScoredGroup(RolloutGroup(Prompt(index, np.array([1, 2])), answers), tuple(Reward(total, {}) for total in rewards))
+    answers = tuple(
+        Completion(np.full(n, 5), np.full(n, -1.0, np.float32), "stop", 0, "") for n in sizes
+    )
+    return ScoredGroup(
+        RolloutGroup(Prompt(index, np.array([1, 2])), answers),
+        tuple(Reward(total, {}) for total in rewards),
+    )
 
 
 def advantages(prepared: Prepared) -> list[float]:
-    """The first token's, by sample."""
+    """Return the advantage of the first token of every sample."""
     return [float(sample.advantages[0]) for sample in prepared.samples]
 
 
-def test_z_scores_over_the_step_leave_out_what_the_filter_left_out(folder: Path):
+def test_z_scores_over_the_step_exclude_filtered_groups(folder: Path):
     sets = ("algo.preset=reinforce_pp", "algo.kl.reward.coef=0.0", "rollout.filter.kind=all_equal")
-    prepared = make_updater(Ranks(), *sets).prepare([group(0, 9.0, 9.0), group(1, 1.0, 0.0)], Clock())
+    prepared = make_updater(Ranks(), *sets).prepare(
+        [group(0, 9.0, 9.0), group(1, 1.0, 0.0)], Clock()
+    )
     # One token of 1 and two of 0: mean 1/3, deviation sqrt(1/3).
-    np.testing.assert_allclose(advantages(prepared), [0.0, 0.0, 2 / 3 * 3**0.5, -1 / 3 * 3**0.5], atol=1e-5)
+    np.testing.assert_allclose(
+        advantages(prepared), [0.0, 0.0, 2 / 3 * 3**0.5, -1 / 3 * 3**0.5], atol=1e-5
+    )
     assert [sample.is_trained for sample in prepared.samples] == [False, False, True, True]
 
 
-def test_groups_in_whose_place_others_were_asked_count_in_the_statistics_of_rewards_and_nowhere_else(folder: Path):
-    """Rewards 1, 0 and 3, 3 are learnt, 8, 8 were left out: mean 23 / 6."""
-    sets = ("algo.advantage.estimator=reinforce", "reward.norm={center: batch}", "reward.overlong.buffer=64")
+def test_dropped_groups_count_in_the_statistics_of_rewards_only(
+    folder: Path,
+):
+    """Rewards 1, 0 and 3, 3 are trained on, 8, 8 were dropped: mean 23 / 6."""
+    sets = (
+        "algo.advantage.estimator=reinforce",
+        "reward.norm={center: batch}",
+        "reward.overlong.buffer=64",
+    )
     updater = make_updater(Ranks(), *sets, "reward.norm.scale=running")
-    prepared = updater.prepare([group(0, 1.0, 0.0), group(1, 3.0, 3.0)], Clock(), [group(2, 8.0, 8.0)])
+    prepared = updater.prepare(
+        [group(0, 1.0, 0.0), group(1, 3.0, 3.0)], Clock(), [group(2, 8.0, 8.0)]
+    )
     shaped = np.array([1.0, 0.0, 3.0, 3.0, 8.0, 8.0]) - np.tile([1 / 64, 2 / 64], 3)
-    np.testing.assert_allclose(advantages(prepared), ((shaped - shaped.mean()) / shaped.std(ddof=1))[:4], rtol=1e-5)
-    assert updater.state()["rewards"]["count"] == 6 and prepared.metrics["shaped_reward"] == pytest.approx(shaped.mean())
+    np.testing.assert_allclose(
+        advantages(prepared), ((shaped - shaped.mean()) / shaped.std(ddof=1))[:4], rtol=1e-5
+    )
+    assert updater.state()["rewards"]["count"] == 6 and prepared.metrics[
+        "shaped_reward"
+    ] == pytest.approx(shaped.mean())
 
 
-ADAPTIVE = ("algo.kl.loss.coef=0.1", "algo.kl.controller={kind: adaptive, target: 0.01, horizon: 4}")
+ADAPTIVE = (
+    "algo.kl.loss.coef=0.1",
+    "algo.kl.controller={kind: adaptive, target: 0.01, horizon: 4}",
+)
 
 
-def step_of(updater: Updater) -> dict[str, float]:
-    return updater.update(updater.prepare([group(0, 1.0, 0.0), group(1, 1.0, 0.0)], Clock()), 0, Clock())
+def run_step(updater: Updater) -> dict[str, float]:
+    return updater.update(
+        updater.prepare([group(0, 1.0, 0.0), group(1, 1.0, 0.0)], Clock()), 0, Clock()
+    )
 
 
 @pytest.mark.parametrize("measured", [float("nan"), float("inf")])
-def test_an_update_without_a_finite_divergence_leaves_the_adaptive_coefficient_as_it_was(folder: Path, measured: float):
-    """4 samples in a horizon of 4: a fifth more, where there is a divergence."""
+def test_an_update_without_a_finite_divergence_leaves_the_adaptive_coefficient_as_it_was(
+    folder: Path, measured: float
+):
+    """4 samples in a horizon of 4 change the factor by a fifth, if there is a divergence."""
     ranks = Ranks(kl=measured, skipped=1.0)
     updater = make_updater(ranks, *ADAPTIVE, state={"kl_factor": 1.5})
-    step_of(updater)
+    run_step(updater)
     assert updater.state()["kl_factor"] == 1.5
     ranks.report = {"kl": 9.0}
-    step_of(updater)
-    assert updater.state()["kl_factor"] == pytest.approx(1.8) and [loss.kl_coef for loss in ranks.losses] == pytest.approx([0.15] * 2)
+    run_step(updater)
+    assert updater.state()["kl_factor"] == pytest.approx(1.8) and [
+        loss.kl_coef for loss in ranks.losses
+    ] == pytest.approx([0.15] * 2)
 
 
 def test_a_coefficient_that_is_fixed_from_now_on_is_the_one_of_the_configuration(folder: Path):
     ranks = Ranks(kl=9.0)
     updater = make_updater(ranks, ADAPTIVE[0], state={"kl_factor": 1.5})
-    step_of(updater)
+    run_step(updater)
     assert [loss.kl_coef for loss in ranks.losses] == [0.1] and updater.state()["kl_factor"] == 1.0
 
 
-@pytest.mark.parametrize(("level", "said"), [(None, "missing"), ("hard", "'hard'"), ("nan", "'nan'")])
-def test_a_difficulty_that_is_no_number_is_named_before_the_run_starts(folder: Path, level: str | None, said: str):
+@pytest.mark.parametrize(
+    ("level", "keyword"), [(None, "missing"), ("hard", "'hard'"), ("nan", "'nan'")]
+)
+def test_a_difficulty_that_is_no_number_is_named_before_the_run_starts(
+    folder: Path, level: str | None, keyword: str
+):
     from msrl.cli.app import app
 
     make_tokenizer().save_pretrained(folder / "model")
     levels = [{}, {}] if level is None else [{"level": "0.5"}, {"level": level}]
-    source = str(write_rows(folder / "rows.jsonl", [{"question": "1+1=", "answer": "#### 2", **column} for column in levels]))
-    keys = {"prompt": "question", "response": "answer", **({} if level is None else {"extra.difficulty": "level"})}
-    given = ["--input", source, "--tokenizer", "model", "--handler", "r1", "--template", "qwen", "--map-keys", json.dumps(keys)]
-    app(["preprocess", *given, "--output-prefix", "hard"], standalone_mode=False)
+    source = str(
+        write_rows(
+            folder / "rows.jsonl",
+            [{"question": "1+1=", "answer": "#### 2", **column} for column in levels],
+        )
+    )
+    keys = {
+        "prompt": "question",
+        "response": "answer",
+        **({} if level is None else {"extra.difficulty": "level"}),
+    }
+    arguments = [
+        "--input",
+        source,
+        "--tokenizer",
+        "model",
+        "--handler",
+        "r1",
+        "--template",
+        "qwen",
+        "--map-keys",
+        json.dumps(keys),
+    ]
+    app(["preprocess", *arguments, "--output-prefix", "hard"], standalone_mode=False)
     sets = ("data.train=hard", "algo.sample_weight.difficulty=true", "cluster.platform=cpu")
-    with pytest.raises(MsrlError, match=mentions("extra.difficulty", f"prompt {int(level is not None)}", said)):
+    with pytest.raises(
+        MsrlError, match=mentions("extra.difficulty", f"prompt {int(level is not None)}", keyword)
+    ):
         prepare(load(["grpo.yaml"], sets, command="train-grpo").config)
 
 

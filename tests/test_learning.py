@@ -1,4 +1,4 @@
-"""Learning, not only running: GRPO, GSPO and RLOO gain on held-out problems from one fine-tuned start, and turned signs are found out."""
+"""Learning curves: GRPO, GSPO and RLOO improve on held-out problems, flipped signs do not."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 @pytest.fixture(scope="module")
 def start(runner: Runner) -> float:
-    """Held-out accuracy of the fine-tuned model, as `msrl generate` answers."""
+    """Return the held-out accuracy of the fine-tuned model, measured by `msrl generate`."""
     return sft_accuracy(runner)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "rloo"])
-def test_a_preset_answers_ten_points_more_held_out_problems_than_its_start(runner: Runner, start: float, preset: str):
+def test_a_preset_answers_ten_points_more_held_out_problems_than_its_start(
+    runner: Runner, start: float, preset: str
+):
     reached = accuracy(runner, preset, 0, STEPS)
-    assert evaluations(runner, f"{preset}-0-{STEPS}")[0] == pytest.approx(start), "evaluations answer as `msrl generate` does"
+    assert evaluations(runner, f"{preset}-0-{STEPS}")[0] == pytest.approx(start), (
+        "evaluations answer as `msrl generate` does"
+    )
     assert learnt(start, [reached])
 
 

@@ -1,3 +1,3 @@
-"""msrl: from a Hugging Face model to a reinforcement-learned one, on Ascend NPUs, CUDA and CPU."""
+"""Post-training of language models (SFT, then GRPO-style RL) on Ascend NPUs, CUDA and CPU."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m msrl`: the command of the Python that runs it."""
+"""Entry point of `python -m msrl`."""
 
 from msrl.cli.app import main
 

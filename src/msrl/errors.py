@@ -1,4 +1,4 @@
-"""The errors that are the user's to mend. Anything else that is raised is ours and keeps its traceback."""
+"""Errors that users can correct. All other exceptions are internal and keep their traceback."""
 
 from __future__ import annotations
 
@@ -9,35 +9,50 @@ from pathlib import Path
 
 
 class MsrlError(Exception):
-    """A mistake in the user's input or environment: one message that says what, where and what to do. The command exits with 2."""
+    """Error in the user's input or environment. The command exits with code 2.
+
+    The message states location, problem and remedy.
+    """
 
 
-class ManyErrors(MsrlError):  # noqa: N818 - it is what it says
-    """Several mistakes found in one pass; each is one line of the message."""
+class ManyErrors(MsrlError):  # noqa: N818 - the name is established
+    """Several errors of one pass. Each is one line of the message."""
 
     def __init__(self, messages: Sequence[str]) -> None:
         self.messages = tuple(messages)
         super().__init__("\n".join(self.messages))
 
     def __reduce__(self) -> tuple[type[ManyErrors], tuple[tuple[str, ...]]]:
-        """Itself after its way from a worker: by default it would be made anew of its one text, taken for a sequence."""
+        """Pickle the messages, so that the error can be sent from a worker.
+
+        By default, pickle would pass the joined text to the constructor.
+        """
         return type(self), (self.messages,)
 
 
 class VerificationError(Exception):
-    """A result of ours that failed its own proof (a conversion that is not exact, say). The command exits with 1."""
+    """Result that failed its verification, for example an inexact conversion.
+
+    The command exits with code 1.
+    """
 
 
-def similar(word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]] | None = None) -> list[str]:
-    """Return up to three of the known words that `word` may stand for: by sense, by a common part, else by spelling.
+def similar(
+    word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
+    """Return up to three known words that are similar to `word`.
+
+    Synonyms come first, then words with a common part, then similar spellings.
 
     Args:
-        word: what was written.
-        known: the words that exist.
-        senses: words that users try, with the known ones of that meaning.
+        word: word of the user.
+        known: words that exist.
+        senses: synonyms that users try, with the known words of that meaning.
 
-    >>> similar("math", ["format", "math_verify"]), similar("em", ["exact", "code"], {"em": ["exact"]}), similar("rlo", ["rloo"])
-    (['math_verify'], ['exact'], ['rloo'])
+    >>> similar("math", ["format", "math_verify"])
+    ['math_verify']
+    >>> similar("em", ["exact", "code"], {"em": ["exact"]}), similar("rlo", ["rloo"])
+    (['exact'], ['rloo'])
     """
     names = sorted(known)
     plain = word.lower().replace("-", "_")
@@ -49,13 +64,15 @@ def similar(word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]]
 
 
 def did_you_mean(words: Sequence[str]) -> str:
-    """Return the question that offers these words, as in `did you mean 'a', 'b' or 'c'?`."""
-    *others, last = [repr(word) for word in words]
-    return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
+    """Return a suggestion such as `did you mean 'a', 'b' or 'c'?`."""
+    *first, last = [repr(word) for word in words]
+    return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"
 
 
-def nearest(word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]] | None = None) -> str:
-    """Return a hint that offers the known words that are similar, or lists all of them when none is.
+def nearest(
+    word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """Return a hint that suggests similar known words, or lists all known words.
 
     >>> nearest("qwen_r2", ["qwen_r1", "llama3"])
     "did you mean 'qwen_r1'?"
@@ -66,12 +83,16 @@ def nearest(word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]]
 
 
 def hub_hint(path: str) -> str:
-    """Return a hint for a missing folder that is named like a model of a hub, as in Qwen/Qwen2.5-0.5B; else nothing.
+    """Return a hint for a missing folder whose name looks like a model of a hub, or nothing.
+
+    An example of such a name is Qwen/Qwen2.5-0.5B.
 
     >>> hub_hint("gone"), hub_hint("./models/gone")
     ('', '')
     """
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) or Path(path).parent.exists():
+    is_hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path)
+    if not is_hub_name or Path(path).parent.exists():
         return ""
     folder = path.rpartition("/")[2]
-    return f". Models are folders on disk: download it first, for example with `hf download {path} --local-dir {folder}`"
+    command = f"hf download {path} --local-dir {folder}"
+    return f". Models are folders on disk: download it first, for example with `{command}`"

@@ -1,7 +1,8 @@
-"""What flows between the stages: frozen, one type per stage, no field filled in later.
+"""Frozen types that pass between stages, one per stage. No field is filled in later.
 
-Letters: P prompt tokens, R response tokens, T = P + R tokens of a sequence, N tokens of a packed micro-batch, S sequences in it.
-Arrays are numpy: token ids int64, log-probabilities and rewards float32, masks bool.
+Letters: P prompt tokens, R response tokens, T = P + R tokens of a sequence, N tokens of a packed
+micro-batch, S sequences in it. Arrays are numpy: token ids int64, log-probabilities and rewards
+float32, masks bool.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row of a dataset as turns. `answer` is the ground truth that verifiers read; `extra` are further columns to carry."""
+    """One row of a dataset as messages.
+
+    `answer` is the ground truth for verifiers. `extra` has the pass-through columns.
+    """
 
     messages: tuple[Message, ...]
     answer: str | None = None
@@ -36,14 +40,14 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class RenderedExample:
-    """A conversation as tokens; `loss_mask` is True where a token is to be learnt."""
+    """Conversation as tokens. `loss_mask` is True for tokens that are trained on."""
 
     token_ids: Ints  # [T]
     loss_mask: Bools  # [T]
 
 
 class FileRecord(TypedDict):
-    """Size and CRC-32 (eight hexadecimal digits) of a whole file."""
+    """Size in bytes and CRC-32 (eight hexadecimal digits) of a complete file."""
 
     bytes: int
     crc32: str
@@ -51,7 +55,7 @@ class FileRecord(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """What preprocessing wrote and dropped; stands beside the data as JSON."""
+    """Manifest of preprocessed data, stored beside it as JSON."""
 
     kind: Literal["pretrain", "sft", "prompts"]
     template: str
@@ -70,13 +74,15 @@ class DatasetManifest:
     eos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     truncated: int = 0
-    chat_template: str = ""  # the template as Jinja; empty where it is the tokenizer's own, and for text
-    files: Mapping[str, FileRecord] = field(default_factory=dict[str, "FileRecord"])  # by what follows the prefix in their names
+    # Template as Jinja. It is empty for plain text and for the tokenizer's own template.
+    chat_template: str = ""
+    # Files by the part of their name that follows the prefix.
+    files: Mapping[str, FileRecord] = field(default_factory=dict[str, "FileRecord"])
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a model wants to be asked: its chat template (Jinja), and the tokens that end an answer."""
+    """Chat template (Jinja) of a model, and the tokens that end a response."""
 
     template: str
     stop_token_ids: tuple[int, ...]
@@ -84,7 +90,11 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. temperature 0 is greedy; top_k -1 is off; `seed` None leaves the engine's own."""
+    """Parameters of sampling.
+
+    Temperature 0 decodes greedily, and top_k -1 disables top-k. `seed` None uses the seed of the
+    engine.
+    """
 
     max_tokens: int
     num_samples: int = 1
@@ -100,7 +110,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids that go to the engine as they are. `index` is the row of the dataset; `answer` is the ground truth."""
+    """Prompt as token ids, which the engine receives unchanged.
+
+    `index` is the row of the dataset, and `answer` is the ground truth.
+    """
 
     index: int
     token_ids: Ints  # [P]
@@ -110,7 +123,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine sampled, the end-of-turn token included; `logprobs` are those of the sampling distribution."""
+    """Response of the engine, including the end-of-turn token.
+
+    `logprobs` are log-probabilities under the sampling distribution.
+    """
 
     token_ids: Ints  # [R]
     logprobs: Floats  # [R]
@@ -129,7 +145,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The score of one completion: the weighted total, and each source's own score by name."""
+    """Reward of one completion: the weighted total, and the score of each source by name."""
 
     total: float
     scores: Mapping[str, float]
@@ -143,7 +159,10 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One sequence to learn from, or, where `is_learnt` is False, to leave out. Response arrays are aligned with the response tokens."""
+    """One sequence to train on. Sequences with `is_trained` False are excluded from the loss.
+
+    Response arrays are aligned with the response tokens.
+    """
 
     prompt_ids: Ints  # [P]
     response_ids: Ints  # [R]
@@ -154,11 +173,12 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences laid end to end. Everything is aligned with the token that is *predicted at* a position: labels[i] follows token_ids[i].
+    """Concatenated sequences. Arrays are aligned with the predicting position.
 
-    A position without a successor in its own sequence has loss_mask False. `fields` holds further per-position numbers of the
-    loss (advantages, weights, old_logprobs, reference_logprobs, sampler_logprobs), 0 where loss_mask is False. The last `num_padding`
-    positions, if any, belong to no sequence of the batch.
+    labels[i] is the token after token_ids[i]. A position without a successor in its sequence has
+    loss_mask False. `fields` holds further per-position values of the loss (advantages, weights,
+    old_logprobs, reference_logprobs, sampler_logprobs), which are 0 where loss_mask is False. The
+    last `num_padding` positions, if any, belong to no sequence of the batch.
     """
 
     token_ids: Ints  # [N]
@@ -171,7 +191,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step (or one iteration of reinforcement) did; metric names are `group/name`."""
+    """Report of one optimizer step, or of one train-grpo step. Metric names are `group/name`."""
 
     step: int
     metrics: Mapping[str, float]

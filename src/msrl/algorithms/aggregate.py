@@ -1,6 +1,9 @@
-"""Aggregation of token losses. Each token's weight is known before the update is split, so splitting never changes the result.
+"""Aggregation of token losses.
 
-S sequences of an update over all ranks and micro-batches, n_i loss tokens of sequence i, N tokens of a micro-batch.
+Each token's weight is known before the update is split, so splitting never changes the result.
+
+S sequences of an update over all ranks and micro-batches, n_i loss tokens of sequence i, N tokens
+of a micro-batch.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ def sequence_weights(
     *,
     constant: float | None = None,
 ) -> NDArray[np.float64]:  # [S]
-    """Return the weight of each token of every sequence. The aggregated loss is the sum of weight times loss over all tokens.
+    """Return the weight of each token of every sequence.
 
-    token-mean: 1 / sum of n (arXiv:2503.14476). seq-mean-token-mean: 1 / (S n_i) (arXiv:2402.03300). seq-mean-token-sum: 1 / S.
-    seq-sum-over-constant: 1 / constant (arXiv:2503.20783). S counts the sequences that have a loss token.
+    The aggregated loss is the sum of weight times loss over all tokens.
+
+    token-mean: 1 / sum of n (arXiv:2503.14476). seq-mean-token-mean: 1 / (S n_i)
+    (arXiv:2402.03300). seq-mean-token-sum: 1 / S. seq-sum-over-constant: 1 / constant
+    (arXiv:2503.20783). S counts the sequences that have a loss token.
 
     Raises:
         ValueError: if no sequence has a loss token, or the constant is missing.
@@ -50,5 +56,8 @@ def weighted_sum(
     weights: Tensor,  # [N]
     mask: Tensor,  # [N] bool
 ) -> Tensor:  # scalar
-    """Return this micro-batch's share of the aggregated loss. Values at masked positions are ignored, even NaN."""
+    """Return this micro-batch's share of the aggregated loss.
+
+    Values at masked positions are ignored, even NaN.
+    """
     return (values.masked_fill(~mask, 0.0) * weights.masked_fill(~mask, 0.0)).sum()

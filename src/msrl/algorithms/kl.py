@@ -1,8 +1,10 @@
-"""Estimators of KL(policy || reference) per token from log-probabilities of sampled tokens (http://joschu.net/blog/kl-approx.html).
+"""Estimators of KL(policy || reference) per token from sampled tokens.
 
-N tokens; d = policy logprob - reference logprob. k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
-As in verl and ROLL, k3 clamps d to +-20 and its value to 10, so that coefficients keep their meaning. The gradient is zero where a clamp
-applies. The other estimators are not clamped.
+Source: http://joschu.net/blog/kl-approx.html.
+
+N tokens; d = policy logprob - reference logprob. k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1
++ d. As in verl and ROLL, k3 clamps d to +-20 and its value to 10, so that coefficients keep their
+meaning. The gradient is zero where a clamp applies. The other estimators are not clamped.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def per_token(
         MsrlError: if the estimator is unknown.
     """
     if estimator not in ESTIMATORS:
-        raise MsrlError(f"algo.kl: {estimator!r} is not a KL estimator; {nearest(estimator, ESTIMATORS)}")
+        raise MsrlError(
+            f"algo.kl: {estimator!r} is not a KL estimator; {nearest(estimator, ESTIMATORS)}"
+        )
     difference = (logprobs - reference_logprobs.detach()).masked_fill(~mask, 0.0)
     if difference.dtype not in (torch.float32, torch.float64):
         difference = difference.float()

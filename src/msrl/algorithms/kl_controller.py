@@ -13,6 +13,9 @@ def adapted(
     target: float,
     horizon: int,  # in samples
 ) -> float:
-    """Return the factor of the next step: factor * (1 + e num_samples / horizon) with e = clip(divergence / target - 1, -0.2, 0.2)."""
+    """Return the factor of the next step: factor * (1 + e num_samples / horizon).
+
+    The error is e = clip(divergence / target - 1, -0.2, 0.2).
+    """
     error = min(max(divergence / target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
     return factor * (1.0 + error * num_samples / horizon)

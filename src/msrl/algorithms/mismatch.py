@@ -1,8 +1,11 @@
-"""Mismatch between the log-probabilities of trainer and sampler, and importance weights that correct it. N tokens.
+"""Mismatch between the log-probabilities of trainer and sampler. N tokens.
 
-w = exp(trainer logprob - sampler logprob), both of the policy that sampled. Weights are per token or the product over a sequence,
-truncated from above (truncated importance sampling, https://fengyao.notion.site/off-policy-rl). A filter sets the weight of tokens, or of
-sequences by their geometric mean, to 0 outside its bounds.
+Importance weights correct it.
+
+w = exp(trainer logprob - sampler logprob), both of the policy that sampled. Weights are per token
+or the product over a sequence, truncated from above (truncated importance sampling,
+https://fengyao.notion.site/off-policy-rl). A filter sets the weight of tokens, or of sequences by
+their geometric mean, to 0 outside its bounds.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ Level = Literal["none", "token", "sequence"]
 class Correction:
     """Importance correction of the policy loss: its weights multiply the loss of each token.
 
-    Filtered tokens still count in the denominators of the aggregation and of a sequence's ratio or mean, and in KL and entropy terms.
+    Filtered tokens still count in the denominators of the aggregation and of a sequence's ratio or
+    mean, and in KL and entropy terms.
     """
 
     weight: Level = "none"
@@ -46,12 +50,16 @@ class Correction:
         log_ratio = _log_ratio(trainer_logprobs, sampler_logprobs, mask)
         weights, truncated = mask.to(log_ratio.dtype), torch.zeros_like(mask)
         if self.weight != "none":
-            log_weight = log_ratio if self.weight == "token" else sequence_sums(log_ratio, mask, sequences)
+            log_weight = (
+                log_ratio if self.weight == "token" else sequence_sums(log_ratio, mask, sequences)
+            )
             ratio = log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
             weights, truncated = ratio.clamp(max=self.upper) * mask, (ratio > self.upper) & mask
         stats = {"mismatch_truncated": truncated.to(weights.dtype)}
         if self.filter != "none":
-            measure = log_ratio if self.filter == "token" else sequence_means(log_ratio, mask, sequences)
+            measure = (
+                log_ratio if self.filter == "token" else sequence_means(log_ratio, mask, sequences)
+            )
             ratio = measure.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
             outside = ((ratio < self.low) | (ratio > self.high)) & mask
             weights = weights.masked_fill(outside, 0.0)
@@ -66,8 +74,9 @@ def mismatch_statistics(
 ) -> dict[str, Tensor]:  # each [N]
     """Return per-token statistics whose means measure the distance between sampler and trainer.
 
-    sampler_logprob_difference: |d|; sampler_kl: exp(d) - 1 - d, unbiased for KL(sampler || trainer); sampler_chi2: exp(2 d) - 1, for the
-    chi-squared divergence, the variance that a correction by these weights adds. d = trainer - sampler.
+    sampler_logprob_difference: |d|; sampler_kl: exp(d) - 1 - d, unbiased for KL(sampler ||
+    trainer); sampler_chi2: exp(2 d) - 1, for the chi-squared divergence, the variance that a
+    correction by these weights adds. d = trainer - sampler.
     """
     difference = _log_ratio(trainer_logprobs, sampler_logprobs, mask)
     bounded = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

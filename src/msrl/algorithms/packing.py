@@ -1,8 +1,11 @@
-"""Packing of sequences into micro-batches without padding between them, and balancing of work over ranks.
+"""Packing of sequences into micro-batches, and balancing of work over ranks.
 
-T tokens of a sequence, S sequences of a micro-batch, N tokens of it. A micro-batch is aligned with the position that predicts:
-`labels[i]` is the token after `token_ids[i]`, and per-token values [T] (loss mask, advantages, log-probabilities) are stored at the
-position before their token. The last position of a sequence predicts nothing.
+There is no padding between the sequences of a micro-batch.
+
+T tokens of a sequence, S sequences of a micro-batch, N tokens of it. A micro-batch is aligned with
+the position that predicts: `labels[i]` is the token after `token_ids[i]`, and per-token values [T]
+(loss mask, advantages, log-probabilities) are stored at the position before their token. The last
+position of a sequence predicts nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, Trainin
 
 
 class Sequences(NamedTuple):
-    """Arguments of `micro_batch`, in the order of its parameters: `micro_batch(*rl_sequences(samples))`."""
+    """Arguments of `micro_batch` in order: `micro_batch(*rl_sequences(samples))`."""
 
     token_ids: tuple[Ints, ...]  # S of [T]
     loss_masks: tuple[Bools, ...]  # S of [T]
@@ -27,10 +30,12 @@ class Sequences(NamedTuple):
 
 
 def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
-    """Return indices of `lengths` in bins of at most `capacity` tokens (first-fit decreasing: at most 11/9 of the optimum + 1 bins).
+    """Return indices of `lengths` in bins of at most `capacity` tokens.
 
-    The result is deterministic: equal lengths keep their original order, every bin lists its items in that order, and bins are sorted by
-    their first item.
+    First-fit decreasing needs at most 11/9 of the optimum + 1 bins.
+
+    The result is deterministic: equal lengths keep their original order, every bin lists its items
+    in that order, and bins are sorted by their first item.
 
     Raises:
         MsrlError: if one sequence alone exceeds the capacity.
@@ -54,25 +59,29 @@ def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(sorted(items)) for items in contents))
 
 
-def balanced(lengths: Sequence[int], num_parts: int) -> tuple[tuple[int, ...], ...]:
-    """Return indices of `lengths` in `num_parts` parts of equal count and nearly equal total length, each in original order.
+def balanced(lengths: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
+    """Return indices of `lengths` in shares of equal count and nearly equal total length.
 
-    Each round assigns the next longest items, one per part: the longest of a round goes to the part with the smallest total.
+    Every share lists its indices in their original order. Each round assigns the next longest
+    items, one per share: the longest of a round goes to the share with the smallest total.
 
     Raises:
-        MsrlError: if the count is not divisible by `num_parts`.
+        MsrlError: the count is not divisible by `num_shares`.
     """
-    if num_parts < 1 or len(lengths) % num_parts:
-        raise MsrlError(f"{len(lengths)} sequences do not divide into {num_parts} equal parts: change the batch or the data-parallel size")
+    if num_shares < 1 or len(lengths) % num_shares:
+        raise MsrlError(
+            f"{len(lengths)} sequences do not divide into {num_shares} equal shares. "
+            "Change the batch size or the data-parallel size."
+        )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    for start in range(0, len(order), num_parts):
-        emptiest_first = sorted(range(num_parts), key=lambda p: (loads[p], p))
-        for part, index in zip(emptiest_first, order[start : start + num_parts], strict=True):
-            parts[part].append(index)
-            loads[part] += lengths[index]
-    return tuple(tuple(sorted(part)) for part in parts)
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    loads = [0] * num_shares
+    for start in range(0, len(order), num_shares):
+        emptiest_first = sorted(range(num_shares), key=lambda p: (loads[p], p))
+        for share, index in zip(emptiest_first, order[start : start + num_shares], strict=True):
+            shares[share].append(index)
+            loads[share] += lengths[index]
+    return tuple(tuple(sorted(share)) for share in shares)
 
 
 def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
@@ -81,13 +90,18 @@ def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
 
 
 def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
-    """Return prompts with their responses as sequences to pack. The loss mask selects the responses of samples that are trained on.
+    """Return prompts with their responses as sequences to pack.
+
+    The loss mask selects the responses of samples that are trained on.
 
     Fields: `advantages` and `sampler_logprobs`, 0 on the prompt.
     """
     return Sequences(
         tuple(np.concatenate((s.prompt_ids, s.response_ids)) for s in samples),
-        tuple((np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids)) & s.is_trained for s in samples),
+        tuple(
+            (np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids)) & s.is_trained
+            for s in samples
+        ),
         {
             "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
             "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),
@@ -104,8 +118,9 @@ def micro_batch(
 ) -> MicroBatch:
     """Concatenate sequences into a micro-batch. Every field is 0 at masked positions.
 
-    Padding up to `pad_to_multiple` (sequence parallelism needs a multiple of TP) forms one more segment with loss_mask False. It repeats
-    the last token, because a token outside the data may have an untrained embedding.
+    Padding up to `pad_to_multiple` (sequence parallelism needs a multiple of TP) forms one more
+    segment with loss_mask False. It repeats the last token, because a token outside the data may
+    have an untrained embedding.
 
     Raises:
         ValueError: if there are no sequences, an empty sequence, or arrays of different lengths.
@@ -117,11 +132,16 @@ def micro_batch(
     segments = [*lengths, padding] if padding else lengths
     mask = _shifted(loss_masks, padding, np.bool_)
     return MicroBatch(
-        token_ids=np.concatenate((*token_ids, np.full(padding, token_ids[-1][-1]))).astype(np.int64, copy=False),
+        token_ids=np.concatenate((*token_ids, np.full(padding, token_ids[-1][-1]))).astype(
+            np.int64, copy=False
+        ),
         labels=_shifted(token_ids, padding, np.int64),
         loss_mask=mask,
         cu_seqlens=np.cumsum([0, *segments], dtype=np.int32),
-        fields={name: np.where(mask, _shifted(values, padding, np.float32), np.float32(0)) for name, values in fields.items()},
+        fields={
+            name: np.where(mask, _shifted(values, padding, np.float32), np.float32(0))
+            for name, values in fields.items()
+        },
         num_padding=padding,
     )
 
@@ -130,7 +150,9 @@ def per_token(
     values: Floats,  # [N] aligned with the positions of a micro-batch
     cu_seqlens: NDArray[np.int32],  # [S + 1]
 ) -> tuple[Floats, ...]:  # S of [T]
-    """Return values of a micro-batch (for example log-probabilities) by token of each segment; 0 for a segment's first token.
+    """Return values of a micro-batch (for example log-probabilities) by token of each segment.
+
+    The value of the first token of a segment is 0.
 
     This is the inverse of the alignment in `micro_batch`. A padding segment comes last.
     """
@@ -139,7 +161,10 @@ def per_token(
 
 
 def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
-    """Shift every array one position forward, fill its last position with 0, and append `padding` zeros."""
+    """Shift every array one position forward and append `padding` zeros.
+
+    The last position of every array becomes 0.
+    """
     zero = np.zeros(1, dtype)
     pieces = [piece for array in arrays for piece in (array[1:], zero)]
     return np.concatenate((*pieces, np.zeros(padding, dtype))).astype(dtype, copy=False)
@@ -147,13 +172,22 @@ def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
 
 def _behind_prompt(sample: TrainingSample, values: Floats) -> Floats:
     if len(values) != len(sample.response_ids):
-        raise ValueError(f"{len(values)} values for a response of {len(sample.response_ids)} tokens")
-    return np.concatenate((np.zeros(len(sample.prompt_ids), np.float32), values)).astype(np.float32, copy=False)
+        raise ValueError(
+            f"{len(values)} values for a response of {len(sample.response_ids)} tokens"
+        )
+    return np.concatenate((np.zeros(len(sample.prompt_ids), np.float32), values)).astype(
+        np.float32, copy=False
+    )
 
 
 def _check(lengths: Sequence[int], aligned: Mapping[str, Sequence[NDArray]]) -> None:
     if not lengths or min(lengths) == 0:
-        raise ValueError("a micro-batch needs at least one sequence, and every sequence at least one token")
+        raise ValueError(
+            "a micro-batch needs at least one sequence, and every sequence at least one token"
+        )
     for name, arrays in aligned.items():
         if [len(array) for array in arrays] != list(lengths):
-            raise ValueError(f"{name} is not aligned with the tokens: lengths {[len(a) for a in arrays]} for {list(lengths)}")
+            raise ValueError(
+                f"{name} is not aligned with the tokens: "
+                f"lengths {[len(array) for array in arrays]} for {list(lengths)}"
+            )

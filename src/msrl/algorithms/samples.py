@@ -1,4 +1,7 @@
-"""Training samples from scored groups. P prompts, G completions per prompt, N tokens of all responses end to end."""
+"""Training samples from scored groups.
+
+P prompts, G completions per prompt, N tokens of all responses, concatenated.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,45 @@ def reward_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.float64]:  # [P, 
     sizes = {len(group.rewards) for group in groups}
     if len(sizes) != 1:
         raise ValueError(f"groups of {sorted(sizes)} completions cannot form one batch")
-    return np.array([[reward.total for reward in group.rewards] for group in groups], dtype=np.float64)
+    return np.array(
+        [[reward.total for reward in group.rewards] for group in groups], dtype=np.float64
+    )
 
 
-def score_matrix(groups: Sequence[ScoredGroup], source: str | None) -> NDArray[np.float64]:  # [P, G]
-    """Return the score of one reward source for every completion; the total reward if `source` is None or does not score a row."""
+def score_matrix(
+    groups: Sequence[ScoredGroup], source: str | None
+) -> NDArray[np.float64]:  # [P, G]
+    """Return the score of one reward source for every completion.
+
+    The score is the total reward if `source` is None or does not score a row.
+    """
     if source is None:
         return reward_matrix(groups)
-    return np.array([[reward.scores.get(source, reward.total) for reward in group.rewards] for group in groups], dtype=np.float64)
+    return np.array(
+        [[reward.scores.get(source, reward.total) for reward in group.rewards] for group in groups],
+        dtype=np.float64,
+    )
 
 
 def length_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.int64]:  # [P, G]
     """Return the number of response tokens of every completion."""
-    return np.array([[len(completion.token_ids) for completion in group.rollout.completions] for group in groups], dtype=np.int64)
+    return np.array(
+        [
+            [len(completion.token_ids) for completion in group.rollout.completions]
+            for group in groups
+        ],
+        dtype=np.int64,
+    )
 
 
 def truncated_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.bool_]:  # [P, G]
     """Return which completions were truncated at the maximum length."""
-    return np.array([[completion.finish_reason == "length" for completion in group.rollout.completions] for group in groups])
+    return np.array(
+        [
+            [completion.finish_reason == "length" for completion in group.rollout.completions]
+            for group in groups
+        ]
+    )
 
 
 def training_samples(
@@ -46,8 +70,18 @@ def training_samples(
         sizes = f"{int(lengths.sum())} tokens of {lengths.shape} responses"
         raise ValueError(f"advantages {advantages.shape} and keep {keep.shape} for {sizes}")
     pieces = np.split(advantages.astype(np.float32), lengths.ravel().cumsum()[:-1])
-    completions = [(group.rollout.prompt, completion) for group in groups for completion in group.rollout.completions]
+    completions = [
+        (group.rollout.prompt, completion)
+        for group in groups
+        for completion in group.rollout.completions
+    ]
     return tuple(
-        TrainingSample(prompt.token_ids, completion.token_ids, piece, completion.logprobs, is_trained=bool(flag))
+        TrainingSample(
+            prompt.token_ids,
+            completion.token_ids,
+            piece,
+            completion.logprobs,
+            is_trained=bool(flag),
+        )
         for (prompt, completion), piece, flag in zip(completions, pieces, keep.ravel(), strict=True)
     )

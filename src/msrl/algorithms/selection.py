@@ -20,8 +20,9 @@ def trained_samples(
 ) -> Flags:  # [P, G]
     """Return the samples that count in the loss and in its denominators.
 
-    Options drop truncated responses (overlong filtering, arXiv:2503.14476, section 3.4), groups of equal rewards, which are not
-    informative, and groups whose mean reward is not strictly between the two bounds of `difficulty`.
+    Options drop truncated responses (overlong filtering, arXiv:2503.14476, section 3.4), groups of
+    equal rewards, which are not informative, and groups whose mean reward is not strictly between
+    the two bounds of `difficulty`.
     """
     keep = ~truncated if drop_truncated else np.ones_like(truncated)
     if drop_equal_groups:
@@ -32,18 +33,23 @@ def trained_samples(
     return keep
 
 
-def informative_groups(scores: Reals, kind: str, low: float | None = None, high: float | None = None) -> Flags:  # [P, G] -> [P]
+def informative_groups(
+    scores: Reals, kind: str, low: float | None = None, high: float | None = None
+) -> Flags:  # [P, G] -> [P]
     """Return which groups are informative.
 
-    `all_equal` drops groups of equal scores (dynamic sampling, arXiv:2503.14476, section 3.2), `mean` drops groups whose mean is not
-    strictly between `low` and `high`, `std` drops groups whose population standard deviation is not above `low`, and `none` drops nothing.
-    None disables a bound.
+    `all_equal` drops groups of equal scores (dynamic sampling, arXiv:2503.14476, section 3.2),
+    `mean` drops groups whose mean is not strictly between `low` and `high`, `std` drops groups
+    whose population standard deviation is not above `low`, and `none` drops nothing. None disables
+    a bound.
     """
     if kind == "none":
         return np.ones(len(scores), dtype=np.bool_)
     if kind == "all_equal":
         return scores.max(axis=1) != scores.min(axis=1)
-    is_equal = scores.max(axis=1) == scores.min(axis=1)  # the deviation of equal numbers is not always 0 in floating point
+    is_equal = scores.max(axis=1) == scores.min(
+        axis=1
+    )  # the deviation of equal numbers is not always 0 in floating point
     measure = scores.mean(axis=1) if kind == "mean" else np.where(is_equal, 0.0, scores.std(axis=1))
     lower, upper = -np.inf if low is None else low, np.inf if high is None else high
     return (measure > lower) & (measure < upper)
@@ -58,8 +64,8 @@ def sample_weights(
 ) -> Reals:  # [P, G]
     """Return factors of the samples' policy loss with mean 1 over the selected samples of the step.
 
-    The factor by difficulty d is 0.5 + 1.5 d. The factor by length falls from 1.5 for the shortest response to 0.5 for the longest. Both
-    are multiplied.
+    The factor by difficulty d is 0.5 + 1.5 d. The factor by length falls from 1.5 for the shortest
+    response to 0.5 for the longest. Both are multiplied.
     """
     weights = np.ones(lengths.shape)
     if difficulties is not None:

@@ -1,6 +1,7 @@
 """Rewards of responses and of single tokens: the input of all advantage estimators.
 
-P prompts, G completions per prompt, N tokens of all responses end to end, prompt by prompt. Everything is float64.
+P prompts, G completions per prompt, N tokens of all responses end to end, prompt by prompt.
+Everything is float64.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """Rewards of a step. A response's score is given at its last token, `extra` adds rewards of single tokens (for example a KL penalty).
+    """Rewards of a step.
 
-    `trained` selects the responses whose tokens count when advantages are whitened; None selects all.
+    The score of a response is the reward of its last token. `extra` adds rewards of single tokens,
+    for example a KL penalty. `trained` selects the responses whose tokens count when advantages are
+    whitened; None selects all.
     """
 
     scores: Reals  # [P, G]
@@ -29,9 +32,14 @@ class TokenRewards:
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 2 or self.scores.shape != self.lengths.shape:
-            raise ValueError(f"scores {self.scores.shape} and lengths {self.lengths.shape}: both must be [prompts, completions]")
+            raise ValueError(
+                f"scores {self.scores.shape} and lengths {self.lengths.shape}: "
+                "both must be [prompts, completions]"
+            )
         if self.extra is not None and self.extra.shape != (int(self.lengths.sum()),):
-            raise ValueError(f"{self.extra.shape} token rewards for {int(self.lengths.sum())} tokens")
+            raise ValueError(
+                f"{self.extra.shape} token rewards for {int(self.lengths.sum())} tokens"
+            )
 
     def totals(self) -> Reals:  # [P, G]
         """Return the total reward of every response."""
@@ -53,16 +61,24 @@ class TokenRewards:
         return rewards
 
     def returns(self, gamma: float) -> Reals:  # [N]
-        """Return the discounted return of every token; each later token counts `gamma` times as much."""
+        """Return the discounted return of every token.
+
+        Each later token counts `gamma` times as much.
+        """
         return discounted(self.per_token(), self.lengths.ravel(), gamma)
 
     def whiten(self, values: Reals, eps: float) -> Reals:  # [N] -> [N]
-        """Normalize token values to mean 0 and standard deviation 1. Tokens that are not trained on do not count and become 0."""
+        """Normalize token values to mean 0 and standard deviation 1.
+
+        Tokens that are not trained on do not count and become 0.
+        """
         return whiten(values, eps, None if self.trained is None else self.everywhere(self.trained))
 
     def whitened(self, eps: float) -> TokenRewards:
         """Return a copy whose token rewards have mean 0 and standard deviation 1."""
-        return TokenRewards(np.zeros_like(self.scores), self.lengths, whiten(self.per_token(), eps), self.trained)
+        return TokenRewards(
+            np.zeros_like(self.scores), self.lengths, whiten(self.per_token(), eps), self.trained
+        )
 
     def _responses(self) -> NDArray[np.int64]:  # [N]
         return np.repeat(np.arange(self.lengths.size), self.lengths.ravel())
@@ -86,7 +102,9 @@ def discounted(
 
 
 def whiten(values: Reals, eps: float, among: NDArray[np.bool_] | None = None) -> Reals:
-    """Return (x - mean) / (std + eps) with the unbiased standard deviation; equal values, or fewer than two, become exactly 0.
+    """Return (x - mean) / (std + eps) with the unbiased standard deviation.
+
+    Equal values, or fewer than two, become exactly 0.
 
     If `among` is set, only the selected values count and all others become 0.
     """

@@ -1,9 +1,13 @@
-"""Input of the policy losses: the tokens of a micro-batch with their likelihood ratios. N tokens, S sequences.
+"""Input of the policy losses: tokens of a micro-batch with their likelihood ratios.
 
-The ratio of token t is r_t = exp(logprob - old logprob). The ratio of its sequence has the value s = exp(mean over tokens of log r) and is
-differentiated by the token's own log-probability: sg[s] pi_t / sg[pi_t], where sg stops the gradient (GSPO-token,
-arXiv:2507.18071, section 4.3). So each token's advantage, weight and clip affect only that token. If advantages are equal within a
-sequence, value and gradient are those of GSPO. Masked positions are replaced before any exp or product.
+N tokens, S sequences.
+
+The ratio of token t is r_t = exp(logprob - old logprob). The ratio of its sequence has the value s
+= exp(mean over tokens of log r) and is differentiated by the token's own log-probability: sg[s]
+pi_t / sg[pi_t], where sg stops the gradient (GSPO-token, arXiv:2507.18071, section 4.3). So each
+token's advantage, weight and clip affect only that token. If advantages are equal within a
+sequence, value and gradient are those of GSPO. Masked positions are replaced before any exp or
+product.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ class PolicyTokens:
 
     logprobs: Tensor  # [N], differentiable
     token_log_ratio: Tensor  # [N], differentiable; log r of each token
-    log_ratio: Tensor  # [N], differentiable by the token's own logprob; of the token or of its sequence, clamped to +-20
+    # Log-ratio of the token or of its sequence, clamped to +-20 and differentiable by the token's
+    # own log-probability.
+    log_ratio: Tensor  # [N]
     advantages: Tensor  # [N]
     mask: Tensor  # [N] bool
     sequences: Tensor  # [N], number of the sequence that a token belongs to, ascending
@@ -40,10 +46,18 @@ class PolicyTokens:
         *,
         ratio: Ratio = "token",
     ) -> PolicyTokens:
-        """Compute ratios. Log-ratios are clamped to +-20 to prevent overflow; beyond the clamp a ratio has no gradient."""
-        clean, old = precise(logprobs).masked_fill(~mask, 0.0), precise(old_logprobs).detach().masked_fill(~mask, 0.0)
+        """Compute ratios. Log-ratios are clamped to +-20 to prevent overflow.
+
+        Beyond the clamp, a ratio has no gradient.
+        """
+        clean, old = (
+            precise(logprobs).masked_fill(~mask, 0.0),
+            precise(old_logprobs).detach().masked_fill(~mask, 0.0),
+        )
         token = clean - old
-        log_ratio = token if ratio == "token" else _sequence_log_ratio(clean, token, mask, sequences)
+        log_ratio = (
+            token if ratio == "token" else _sequence_log_ratio(clean, token, mask, sequences)
+        )
         return cls(
             logprobs=clean,
             token_log_ratio=token,
@@ -56,36 +70,50 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """Result of a policy loss: the loss of every token, and detached per-token statistics whose means are reported."""
+    """Loss of every token, and detached per-token statistics whose means are reported."""
 
     loss: Tensor  # [N], differentiable, 0 at masked positions
     stats: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N]
 
 
 def precise(values: Tensor) -> Tensor:
-    """Return `values` in float32 or float64: half precision has too few digits for a difference of log-probabilities."""
+    """Return `values` in float32 or float64.
+
+    Half precision has too few digits for a difference of log-probabilities.
+    """
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
-def _sequence_log_ratio(logprobs: Tensor, token_log_ratio: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]
-    """Return log(sg[s] pi_t / sg[pi_t]), whose value is exactly log s: the difference added is 0."""
-    return sequence_means(token_log_ratio.detach(), mask, sequences) + (logprobs - logprobs.detach())
+def _sequence_log_ratio(
+    logprobs: Tensor, token_log_ratio: Tensor, mask: Tensor, sequences: Tensor
+) -> Tensor:  # [N] each -> [N]
+    """Return log(sg[s] pi_t / sg[pi_t]). Its value is exactly log s: the added term is 0."""
+    return sequence_means(token_log_ratio.detach(), mask, sequences) + (
+        logprobs - logprobs.detach()
+    )
 
 
 def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]
     """Return the sum over the unmasked tokens of each sequence, repeated at each of its positions.
 
-    The sum runs along the rows of a padded matrix, because scattered additions are not deterministic on all devices.
+    The sum runs along the rows of a padded matrix, because scattered additions are not
+    deterministic on all devices.
     """
     clean = values.masked_fill(~mask, 0.0)
     if not len(clean):
         return clean
-    starts = torch.searchsorted(sequences, torch.arange(int(sequences[-1]) + 1, device=sequences.device))
+    starts = torch.searchsorted(
+        sequences, torch.arange(int(sequences[-1]) + 1, device=sequences.device)
+    )
     column = torch.arange(len(clean), device=clean.device) - starts[sequences]
-    padded = clean.new_zeros(len(starts), int(column.max()) + 1).index_put((sequences, column), clean)
+    padded = clean.new_zeros(len(starts), int(column.max()) + 1).index_put(
+        (sequences, column), clean
+    )
     return padded.sum(1, keepdim=True).expand_as(padded)[sequences, column].masked_fill(~mask, 0.0)
 
 
 def sequence_means(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]
-    """Return the mean over the unmasked tokens of each sequence, repeated at each of its positions."""
-    return sequence_sums(values, mask, sequences) / sequence_sums(mask.to(values.dtype), mask, sequences).clamp(min=1.0)
+    """Return the mean over the unmasked tokens of each sequence, at each of its positions."""
+    return sequence_sums(values, mask, sequences) / sequence_sums(
+        mask.to(values.dtype), mask, sequences
+    ).clamp(min=1.0)

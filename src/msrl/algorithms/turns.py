@@ -27,8 +27,15 @@ class Turns:
 
     def __post_init__(self) -> None:
         num_turns = int(self.counts.sum())
-        if self.counts.ndim != 2 or self.lengths.shape != (num_turns,) or self.states.shape != (num_turns,):
-            raise ValueError(f"{self.lengths.shape} lengths and {self.states.shape} states for {num_turns} turns of {self.counts.shape}")
+        if (
+            self.counts.ndim != 2
+            or self.lengths.shape != (num_turns,)
+            or self.states.shape != (num_turns,)
+        ):
+            raise ValueError(
+                f"{self.lengths.shape} lengths and {self.states.shape} states "
+                f"for {num_turns} turns of {self.counts.shape}"
+            )
 
     @property
     def prompts(self) -> NDArray[np.int64]:  # [K]
@@ -40,10 +47,15 @@ class Turns:
         number = np.repeat(np.arange(len(self.lengths)), self.lengths)
         if number.shape != per_token.shape:
             raise ValueError(f"{per_token.shape} token rewards for turns of {len(number)} tokens")
-        return np.bincount(number, weights=per_token, minlength=len(self.lengths)).astype(np.float64)
+        return np.bincount(number, weights=per_token, minlength=len(self.lengths)).astype(
+            np.float64
+        )
 
     def returns(self, rewards: TokenRewards, gamma: float) -> Reals:  # [K]
-        """Return the discounted return of every turn in its episode; each later turn counts `gamma` times as much."""
+        """Return the discounted return of every turn in its episode.
+
+        Each later turn counts `gamma` times as much.
+        """
         return discounted(self.rewards(rewards.per_token()), self.counts.ravel(), gamma)
 
     def everywhere(self, values: Reals) -> Reals:  # [K] -> [N]
@@ -55,6 +67,7 @@ def require_turns(turns: Turns | None, estimator: str) -> Turns:
     """Return `turns`. Raises MsrlError if the rollouts have no turns."""
     if turns is None:
         raise MsrlError(
-            f"algo.advantage.estimator={estimator}: needs episodes of several turns, but rollouts have one. Use another estimator."
+            f"algo.advantage.estimator={estimator}: needs episodes of several turns, "
+            "but rollouts have one. Use another estimator."
         )
     return turns

@@ -16,11 +16,17 @@ def value_loss(
     *,
     clip: float | None,
 ) -> TokenLosses:
-    """Return 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) of every token (github.com/openai/baselines, ppo2).
+    """Return the clipped value loss of every token (github.com/openai/baselines, ppo2).
 
-    `clip` None disables the second term. Statistic: `value_clip_fraction`, the share of tokens whose gradient is zero because of the clip.
+    The loss is 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). `clip` None disables the
+    second term. Statistic: `value_clip_fraction`, the share of tokens whose gradient is zero
+    because of the clip.
     """
-    values, old_values, returns = precise(values), precise(old_values).detach(), precise(returns).detach()
+    values, old_values, returns = (
+        precise(values),
+        precise(old_values).detach(),
+        precise(returns).detach(),
+    )
     squared = (values - returns).square()
     if clip is None:
         return TokenLosses(squared / 2)
@@ -30,6 +36,9 @@ def value_loss(
 
 
 def explained_variance(values: Reals, returns: Reals) -> float:  # [N] each
-    """Return 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one. Return 0 if all returns are equal."""
+    """Return the explained variance, 1 - Var(R - V) / Var(R).
+
+    It is 1 for a perfect critic, 0 for a constant one, and 0 if all returns are equal.
+    """
     total = float(returns.var()) if len(returns) else 0.0
     return 1.0 - float((returns - values).var()) / total if total > 0 else 0.0

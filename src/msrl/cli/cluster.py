@@ -10,7 +10,12 @@ from msrl.cli import options as o
 from msrl.cli.execute import resolve, set_verbosity, show_plan
 from msrl.cli.help import Command, Group, examples
 
-app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Start, join, inspect and stop a cluster of machines.")
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Start, join, inspect and stop a cluster of machines.",
+)
 
 
 @app.command(
@@ -35,10 +40,22 @@ def up(
     verbose: o.Verbose = False,
 ) -> None:
     """Start a cluster on this machine and print the command that joins others to it."""
-    _run(ctx, "up", host=host, port=port, dashboard_host=dashboard_host, dashboard_port=dashboard_port)
+    _run(
+        ctx,
+        "up",
+        host=host,
+        port=port,
+        dashboard_host=dashboard_host,
+        dashboard_port=dashboard_port,
+    )
 
 
-@app.command(cls=Command, epilog=examples("msrl cluster join 10.0.0.1:6344", "msrl cluster join 10.0.0.1:6344 --devices 4"))
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "msrl cluster join 10.0.0.1:6344", "msrl cluster join 10.0.0.1:6344 --devices 4"
+    ),
+)
 def join(
     ctx: typer.Context,
     address: o.Address,
@@ -55,7 +72,13 @@ def join(
 
 
 @app.command(cls=Command, epilog=examples("msrl cluster status", "msrl cluster status --json"))
-def status(ctx: typer.Context, json: o.Json = False, config: o.Files = None, sets: o.Sets = None, verbose: o.Verbose = False) -> None:
+def status(
+    ctx: typer.Context,
+    json: o.Json = False,
+    config: o.Files = None,
+    sets: o.Sets = None,
+    verbose: o.Verbose = False,
+) -> None:
     """Show the devices of the cluster and which are in use."""
     _run(ctx, "status", json=json)
 
@@ -67,7 +90,10 @@ def down(ctx: typer.Context, dry_run: o.DryRun = False, verbose: o.Verbose = Fal
 
 
 def _run(ctx: typer.Context, action: str, **arguments: object) -> None:
-    """Call `msrl.workflows.cluster.<action>` with the configuration, which holds platform and devices, and the other options."""
+    """Call `msrl.workflows.cluster.<action>` with the configuration and the options.
+
+    The options --platform and --devices are part of the configuration.
+    """
     set_verbosity(ctx.params.get("verbose", False))
     resolved = resolve(ctx, command="cluster")
     if ctx.params.get("dry_run"):

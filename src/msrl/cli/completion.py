@@ -1,4 +1,4 @@
-"""Shell completion of option values: configuration keys and their values, files, names of plugins and templates."""
+"""Shell completion of option values: keys, choices, files, plugins and templates."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def assignments(incomplete: str) -> list[Candidate]:
 
     matches = [name for name in settable_keys() if name.startswith(key)]
     candidates = [(f"{name}=", facts.description) for name in matches if (facts := key_facts(name))]
-    if len(matches) == 1:  # more than one candidate, so that the shell adds no space after the equals sign
-        candidates += [(f"{matches[0]}={word}", text) for word, text in _values(matches[0])] or [(f"{matches[0]}=null", "Not set")]
+    if len(matches) == 1:
+        # With a single candidate, the shell would add a space after the equals sign.
+        values = _values(matches[0]) or [("null", "Not set")]
+        candidates += [(f"{matches[0]}={word}", text) for word, text in values]
     return candidates
 
 
@@ -64,12 +66,17 @@ def config_names(incomplete: str) -> list[Candidate]:
 
 def template_names(incomplete: str) -> list[Candidate]:
     """Complete the NAME of `--template`: packaged templates and YAML files."""
-    return _starting(_template_values(), incomplete) + [(path, "") for path in _yaml_files(incomplete)]
+    return _starting(_template_values(), incomplete) + [
+        (path, "") for path in _yaml_files(incomplete)
+    ]
 
 
 def resume(incomplete: str) -> list[Candidate]:
     """Complete the value of `--resume`."""
-    values = [("auto", "Newest complete checkpoint of the run"), ("none", "Start from the beginning")]
+    values = [
+        ("auto", "Newest complete checkpoint of the run"),
+        ("none", "Start from the beginning"),
+    ]
     return _starting(values, incomplete)
 
 
@@ -78,7 +85,7 @@ def _starting(candidates: Iterable[Candidate], incomplete: str) -> list[Candidat
 
 
 def _values(key: str) -> list[Candidate]:
-    """Return the values to suggest for a key: its choices, the plugins of its kind, or its default."""
+    """Return the values to suggest for a key: its choices, plugins or default."""
     from msrl.config.facts import key_facts
 
     facts = key_facts(key)
@@ -103,10 +110,17 @@ def _template_values() -> list[Candidate]:
 
 
 def _yaml_files(incomplete: str) -> list[str]:
-    """Return YAML files and folders whose path starts with `incomplete`; a folder that matches alone is replaced by its content."""
+    """Return YAML files and folders whose path starts with `incomplete`.
+
+    If only one folder matches, its content is returned instead.
+    """
     folder, _, name = incomplete.rpartition("/")
     prefix = f"{folder}/" if "/" in incomplete else ""
-    paths = [path for path in sorted(Path(prefix or ".").glob("*")) if path.name.startswith(name) and not path.name.startswith(".")]
+    paths = [
+        path
+        for path in sorted(Path(prefix or ".").glob("*"))
+        if path.name.startswith(name) and not path.name.startswith(".")
+    ]
     folders = [f"{prefix}{path.name}/" for path in paths if path.is_dir()]
     files = [f"{prefix}{path.name}" for path in paths if path.suffix in _YAML and path.is_file()]
     if len(folders) == 1 and not files:
@@ -115,12 +129,17 @@ def _yaml_files(incomplete: str) -> list[str]:
 
 
 def complete_bash(run: Callable[[], Any]) -> None:
-    """Answer a completion request of bash by `run`, which reads the request from the environment and ends the process.
+    """Answer a completion request of bash.
 
-    Bash splits words at `=` and `:`, and replaces only what follows the last of them. The request gets the words as they were typed;
-    from the answer, what bash keeps is removed.
+    Bash splits words at `=` and `:`, and replaces only the text after the last of them. The request
+    gets the complete words, and the text before the last `=` or `:` is removed from the answers.
+
+    Args:
+        run: reads the request from the environment, prints the answers and ends the process.
     """
-    words, current, kept = rejoined(os.environ.get("COMP_WORDS", "").split("\n"), int(os.environ.get("COMP_CWORD", "0")))
+    words, current, prefix = rejoined(
+        os.environ.get("COMP_WORDS", "").split("\n"), int(os.environ.get("COMP_CWORD", "0"))
+    )
     os.environ["COMP_WORDS"] = "\n".join(words)
     os.environ["COMP_CWORD"] = str(current)
     answer = io.StringIO()
@@ -128,21 +147,24 @@ def complete_bash(run: Callable[[], Any]) -> None:
         with contextlib.redirect_stdout(answer):
             run()
     finally:
-        lines = (line.removeprefix(kept) for line in answer.getvalue().splitlines())
+        lines = (line.removeprefix(prefix) for line in answer.getvalue().splitlines())
         sys.stdout.write("".join(f"{line}\n" for line in lines if line))
 
 
 def rejoined(words: list[str], current: int) -> tuple[list[str], int, str]:
-    """Return the words with those that bash split at `=` or `:` joined again, the index of the current one, and its kept beginning.
+    """Join words that bash split at `=` or `:`.
+
+    Return the words, the index of the current word, and the prefix of it that bash keeps.
 
     >>> rejoined(["msrl", "--set", "=", "run.name", "=", "a"], 5)
     (['msrl', '--set', 'run.name=a'], 2, 'run.name=')
     """
     joined: list[str] = []
-    position, kept, is_open = len(words), "", False
+    position, prefix, is_open = len(words), "", False
     for index, word in enumerate(words):
         is_break = bool(word) and not word.strip("=:")
-        if is_break and joined and joined[-1].startswith("--"):  # the value of an option is a word of its own
+        is_option_value = is_break and bool(joined) and joined[-1].startswith("--")
+        if is_option_value:  # start a new word for the value
             joined.append("")
             before = word = ""
         else:
@@ -150,5 +172,5 @@ def rejoined(words: list[str], current: int) -> tuple[list[str], int, str]:
             joined.append(before + word)
         is_open = is_break
         if index == current:
-            position, kept = len(joined) - 1, before + (word if is_break else "")
-    return joined, min(position, len(joined)), kept
+            position, prefix = len(joined) - 1, before + (word if is_break else "")
+    return joined, min(position, len(joined)), prefix

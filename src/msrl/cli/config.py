@@ -10,11 +10,20 @@ from msrl.cli import options as o
 from msrl.cli.execute import resolve, warn
 from msrl.cli.help import Command, Group, examples
 
-app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Show, validate, describe and import configurations.")
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Show, validate, describe and import configurations.",
+)
 
 
 @app.command(
-    cls=Command, epilog=examples("msrl config show -c grpo.yaml", "msrl config show -c grpo.yaml --lr 1e-6 --set algo.preset=dapo")
+    cls=Command,
+    epilog=examples(
+        "msrl config show -c grpo.yaml",
+        "msrl config show -c grpo.yaml --lr 1e-6 --set algo.preset=dapo",
+    ),
 )
 def show(
     ctx: typer.Context,
@@ -32,7 +41,7 @@ def show(
     platform: o.Platform = None,
     json: o.Json = False,
 ) -> None:
-    """Print the effective configuration with the origin of every value, and the values derived from it."""
+    """Print the effective configuration with the origins of values, and derived values."""
     from msrl.checks.validate import guess
     from msrl.config.show import to_yaml
     from msrl.memory.estimate import memory_rows
@@ -41,18 +50,28 @@ def show(
     resolved = resolve(ctx)
     target = command.value if command else guess(resolved) or ""
     warn(resolved, target)
-    memory = {f"bytes of the fullest device, {part}": size for part, size in memory_rows(resolved.config, target).items()}
+    memory = {
+        f"bytes of the fullest device, {name}": size
+        for name, size in memory_rows(resolved.config, target).items()
+    }
     rows = {**derived(resolved.config, target), **memory}
     if json:
         origins = {key: str(origin) for key, origin in resolved.origins.items()}
-        typer.echo(jsonlib.dumps({"config": resolved.config.model_dump(mode="json"), "origins": origins, "derived": rows}, indent=2))
+        values = resolved.config.model_dump(mode="json")
+        report = {"config": values, "origins": origins, "derived": rows}
+        typer.echo(jsonlib.dumps(report, indent=2))
         return
     typer.echo(to_yaml(resolved.config, resolved.origins), nl=False)
     for title, value in rows.items():
         typer.echo(f"# {title}: {value}")
 
 
-@app.command(cls=Command, epilog=examples("msrl config validate -c grpo.yaml", "msrl config validate -c run.yaml --for train-sft"))
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "msrl config validate -c grpo.yaml", "msrl config validate -c run.yaml --for train-sft"
+    ),
+)
 def validate(
     ctx: typer.Context,
     config: o.Files = None,
@@ -68,13 +87,13 @@ def validate(
     pp: o.Pp = None,
     platform: o.Platform = None,
 ) -> None:
-    """Check the configuration as its command would, and report all mistakes at once."""
+    """Check the configuration as its command would, and report all errors at once."""
     from msrl.checks.validate import check, guess
 
     resolved = resolve(ctx)
     target = command.value if command else guess(resolved)
     if target is None:
-        typer.echo("the configuration is valid, but sets nothing that a command reads")
+        typer.echo("the configuration is valid, but it sets no key that a command reads")
         return
     check(resolved, target)
     warn(resolved, target)
@@ -99,7 +118,10 @@ def schema() -> None:
     ),
 )
 def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -> None:
-    """Translate a file or command of another system to YAML of msrl, and report how each key was translated."""
+    """Translate a file or command of another system to a YAML file of msrl.
+
+    A report lists how each key was translated.
+    """
     from pathlib import Path
 
     from msrl.files import write_text

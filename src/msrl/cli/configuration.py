@@ -1,4 +1,4 @@
-"""The configuration of a command: the loader, the importers of other systems and the checks, put together."""
+"""Loading of the configuration with importers of other systems and checks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ def load_configuration(
     flags: Sequence[Flag] = (),
     command: str | None = None,
 ) -> Resolved:
-    """Merge files, `--set` and flags into one configuration, and check what `command` needs if one is given.
+    """Merge files, `--set` and flags into one configuration, and check it for `command`.
 
-    Raises ManyErrors with one line per mistake.
+    Without a command, only the schema is checked.
+
+    Raises:
+        ManyErrors: one message per error.
     """
     resolved = load(files, sets, flags, IMPORTERS)
     if command is not None:

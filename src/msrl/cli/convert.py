@@ -50,11 +50,19 @@ def hf2mcore(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Convert a Hugging Face folder to an mcore checkpoint, split for tensor, pipeline and expert parallelism."""
-    execute(ctx, "convert-ckpt", fixed={"convert.command": "hf2mcore"}, plan="msrl.workflows.convert.plan")
+    """Convert a Hugging Face folder to an mcore checkpoint in any parallel layout."""
+    execute(
+        ctx,
+        "convert-ckpt",
+        fixed={"convert.command": "hf2mcore"},
+        plan="msrl.workflows.convert.plan",
+    )
 
 
-@app.command(cls=Command, epilog=examples("msrl convert-ckpt mcore2hf --load runs/grpo/checkpoints --save model"))
+@app.command(
+    cls=Command,
+    epilog=examples("msrl convert-ckpt mcore2hf --load runs/grpo/checkpoints --save model"),
+)
 def mcore2hf(
     ctx: typer.Context,
     load: o.Load = None,
@@ -74,7 +82,9 @@ def mcore2hf(
     execute(ctx, "convert-ckpt", fixed={"convert.command": "mcore2hf"})
 
 
-@app.command(cls=Command, epilog=examples("msrl convert-ckpt reshard --load mcore --save mcore-tp4 --tp 4"))
+@app.command(
+    cls=Command, epilog=examples("msrl convert-ckpt reshard --load mcore --save mcore-tp4 --tp 4")
+)
 def reshard(
     ctx: typer.Context,
     load: o.Load = None,
@@ -103,10 +113,18 @@ def reshard(
     verbose: o.Verbose = False,
 ) -> None:
     """Convert an mcore checkpoint to another parallel layout."""
-    execute(ctx, "convert-ckpt", fixed={"convert.command": "reshard"}, plan="msrl.workflows.convert.plan")
+    execute(
+        ctx,
+        "convert-ckpt",
+        fixed={"convert.command": "reshard"},
+        plan="msrl.workflows.convert.plan",
+    )
 
 
-@app.command(cls=Command, epilog=examples("msrl convert-ckpt hf2hf --load Qwen2.5-7B --save merged --lora adapter"))
+@app.command(
+    cls=Command,
+    epilog=examples("msrl convert-ckpt hf2hf --load Qwen2.5-7B --save merged --lora adapter"),
+)
 def hf2hf(
     ctx: typer.Context,
     load: o.Load = None,
@@ -120,11 +138,14 @@ def hf2hf(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Rewrite a Hugging Face folder: merge a LoRA adapter, change the data type, or turn torch files into safetensors."""
+    """Rewrite a Hugging Face folder as safetensors, optionally with a merged LoRA adapter."""
     execute(ctx, "convert-ckpt", fixed={"convert.command": "hf2hf"})
 
 
-@app.command(cls=Command, epilog=examples("msrl convert-ckpt lora2hf --load runs/sft/checkpoints --save adapter"))
+@app.command(
+    cls=Command,
+    epilog=examples("msrl convert-ckpt lora2hf --load runs/sft/checkpoints --save adapter"),
+)
 def lora2hf(
     ctx: typer.Context,
     load: o.Load = None,
@@ -151,6 +172,8 @@ def inspect(
 ) -> None:
     """Print the content of a checkpoint, and check that its files are complete."""
     if folder is not None and load is not None:
-        raise MsrlError(f"--load={load}: the checkpoint {folder} is already named. Name one of them.")
+        raise MsrlError(
+            f"--load={load}: the checkpoint {folder} is already named. Name one of them."
+        )
     source = {} if folder is None else {"convert.load": folder}
     execute(ctx, "convert-ckpt", fixed={"convert.command": "inspect", **source})

@@ -1,4 +1,4 @@
-"""msrl doctor: check this machine and, with a configuration, whether a run would work on it."""
+"""msrl doctor: check this machine and optionally a configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def doctor(
     imports: o.Imports = True,
     json: o.Json = False,
 ) -> None:
-    """Check this machine and, with -c, whether a run would work on it. Problems exit with code 2."""
+    """Check this machine and, with -c, if a run would work on it. Exit with 2 if not."""
     from msrl.workflows import doctor as workflow
 
     resolved, mistakes = _resolved(ctx)
@@ -40,7 +40,8 @@ def doctor(
         imports=imports,
     )
     if json:
-        typer.echo(jsonlib.dumps([{"level": finding.level, "what": finding.what, "text": finding.text} for finding in findings], indent=2))
+        rows = [{"level": row.level, "what": row.what, "text": row.text} for row in findings]
+        typer.echo(jsonlib.dumps(rows, indent=2))
     else:
         typer.echo("\n".join(map(str, findings)))
     if any(finding.level == "wrong" for finding in findings):
@@ -48,7 +49,7 @@ def doctor(
 
 
 def _resolved(ctx: typer.Context) -> tuple[Resolved | None, tuple[str, ...]]:
-    """Return the configuration of this call, or None and the mistakes in it."""
+    """Return the configuration of this call, or None and its error messages."""
     try:
         return resolve(ctx), ()
     except ManyErrors as error:
@@ -58,7 +59,10 @@ def _resolved(ctx: typer.Context) -> tuple[Resolved | None, tuple[str, ...]]:
 
 
 def _platform(option: str | None, resolved: Resolved | None) -> str:
-    """Return the platform to check: that of the option, else of the configuration. Mistaken ones are reported with the configuration."""
+    """Return the platform to check: that of the option, else of the configuration.
+
+    An unknown platform is reported with the other errors of the configuration.
+    """
     from msrl.config.facts import key_facts
 
     facts = key_facts("cluster.platform")

@@ -1,4 +1,4 @@
-"""Common steps of the commands: load the configuration, print the plan of a dry run, or import the workflow and run it."""
+"""Common steps of all commands: load the configuration, print a plan, run the workflow."""
 
 from __future__ import annotations
 
@@ -26,21 +26,32 @@ WORKFLOWS = {
     "generate": "msrl.workflows.serve.generate",
     "chat": "msrl.workflows.serve.chat",
 }
-_UNKNOWN_LENGTHS = "peak memory of the fullest device, without activations: set data.seq_length or train.max_tokens_per_micro_batch"
+_UNKNOWN_LENGTHS = (
+    "peak memory of the fullest device, without activations: "
+    "set data.seq_length or train.max_tokens_per_micro_batch"
+)
 
 
-def execute(ctx: typer.Context, command: str, *, fixed: Mapping[str, object] | None = None, plan: str | None = None) -> None:
-    """Run `msrl.workflows.<command>` on the configuration of this call, or print its plan under `--dry-run`.
+def execute(
+    ctx: typer.Context,
+    command: str,
+    *,
+    fixed: Mapping[str, object] | None = None,
+    plan: str | None = None,
+) -> None:
+    """Run the workflow of a command, or print its plan under `--dry-run`.
 
     Args:
-        ctx: the call; its options override the keys that `cli/keys.py` names.
-        command: the command, whose checks the configuration must pass.
-        fixed: further keys with the values that the subcommand implies.
-        plan: module of `msrl.workflows` whose `show` prints more of the plan.
+        ctx: context of the call, whose options set configuration keys.
+        command: command whose checks the configuration must pass.
+        fixed: values of keys that the subcommand implies.
+        plan: module of `msrl.workflows` whose `show` adds details to the plan.
     """
     set_verbosity(ctx.params.get("verbose", False))
     resolved = resolve(ctx, fixed or {}, command)
-    show_translations(resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose")))
+    show_translations(
+        resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose"))
+    )
     warn(resolved, command)
     if ctx.params.get("dry_run"):
         show_plan(resolved, command)
@@ -50,16 +61,25 @@ def execute(ctx: typer.Context, command: str, *, fixed: Mapping[str, object] | N
     importlib.import_module(WORKFLOWS[command]).run(resolved.config)
 
 
-def resolve(ctx: typer.Context, fixed: Mapping[str, object] | None = None, command: str | None = None) -> Resolved:
-    """Return the configuration of this call, checked for `command` if there is one. Raises ManyErrors with all mistakes."""
+def resolve(
+    ctx: typer.Context, fixed: Mapping[str, object] | None = None, command: str | None = None
+) -> Resolved:
+    """Return the configuration of this call, and check it for `command` if there is one.
+
+    Raises:
+        ManyErrors: one message per error.
+    """
     from msrl.cli.configuration import load_configuration
     from msrl.config.loader import Flag
-    from msrl.config.sources import named
+    from msrl.config.sources import find_by_name
 
     files: list[str] = [*(ctx.params.get("config") or [])]
     if ctx.params.get("config_name"):
-        files.insert(0, named(ctx.params["config_name"]))
-    flags = [*_flags(ctx), *(Flag(key, value, ctx.info_name or "") for key, value in (fixed or {}).items())]
+        files.insert(0, find_by_name(ctx.params["config_name"]))
+    flags = [
+        *_flags(ctx),
+        *(Flag(key, value, ctx.info_name or "") for key, value in (fixed or {}).items()),
+    ]
     return load_configuration(files, ctx.params.get("sets") or [], flags, command)
 
 
@@ -83,9 +103,11 @@ def _flags(ctx: typer.Context) -> Iterator[Flag]:
         key = option_key(command, name)
         if value is None or key is None:
             continue
-        option = parameter.opts[0] if parameter.opts[0].startswith("-") else (parameter.metavar or name)
+        is_option = parameter.opts[0].startswith("-")
+        option = parameter.opts[0] if is_option else (parameter.metavar or name)
         if key_facts(key) is None:
-            raise MsrlError(f"{option}: not an option of {command}. Leave it out, or choose another command with --for.")
+            remedy = "Remove it, or select another command with --for."
+            raise MsrlError(f"{option}: {command} has no such option. {remedy}")
         _check_encoding(option, value)
         yield Flag(key, value, option)
 
@@ -100,31 +122,40 @@ def _check_encoding(option: str, value: object) -> None:
 
 
 def _plain(value: Any) -> object:
-    """Return an option's value without its enum, or None for an option that was not given."""
+    """Return the value of an option, of an enum its value, or None for an absent option."""
     if isinstance(value, Enum):
         return value.value
-    return None if value == [] or value == () else value
+    is_empty = value in ([], ())  # repeatable option that does not occur
+    return None if is_empty else value
 
 
 def set_verbosity(verbose: bool) -> None:
     """Log warnings, or everything, to standard error. Worker processes read MSRL_VERBOSE."""
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
     if verbose:
         os.environ["MSRL_VERBOSE"] = "1"
 
 
 def show_translations(resolved: Resolved, *, every_key: bool) -> None:
-    """Report on standard error how files of other systems were translated: key by key, or in one line per file."""
+    """Report on standard error how files of other systems were translated.
+
+    The report has one line per key, or one line per file if `every_key` is False.
+    """
     from msrl.importers.report import full, summary
     from msrl.importers.translation import Translation
 
     for translation in cast("tuple[Translation, ...]", resolved.translations):
-        lines = full(translation) if every_key else [f"{summary(translation)}. --dry-run lists every key."]
+        lines = full(translation)
+        if not every_key:
+            lines = [f"{summary(translation)}. --dry-run lists every key."]
         typer.echo("\n".join(lines), err=True)
 
 
 def show_plan(resolved: Resolved, command: str) -> None:
-    """Print the keys that are set with their origins, the values derived from them, and the memory they need."""
+    """Print all set keys with their origins, derived values and the memory estimate."""
     from msrl.config.loader import DEFAULT
     from msrl.config.show import flow
     from msrl.memory.estimate import memory_rows, table
@@ -132,7 +163,8 @@ def show_plan(resolved: Resolved, command: str) -> None:
 
     typer.echo(f"{command}: the configuration is valid, nothing was started")
     for key, origin in resolved.origins.items():
-        if origin != DEFAULT and not any(part.isdigit() for part in key.split(".")):
+        is_list_item = any(name.isdigit() for name in key.split("."))
+        if origin != DEFAULT and not is_list_item:
             typer.echo(f"  {key}: {flow(resolved.value(key))}  # {origin}")
     rows = derived(resolved.config, command)
     if rows:
@@ -141,6 +173,7 @@ def show_plan(resolved: Resolved, command: str) -> None:
         typer.echo(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}")
     memory = memory_rows(resolved.config, command)
     if memory:
-        typer.echo("peak memory of the fullest device" if "activations" in memory else _UNKNOWN_LENGTHS)
+        has_lengths = "activations" in memory
+        typer.echo("peak memory of the fullest device" if has_lengths else _UNKNOWN_LENGTHS)
     for line in table(memory):
         typer.echo(f"  {line}")

@@ -1,4 +1,7 @@
-"""Help of all commands: panels of options that never cut a name off, defaults and ranges from the schema, examples at the end."""
+"""Help of all commands: panels of options, and examples at the end.
+
+Names of options are never truncated. Defaults, ranges and choices come from the schema.
+"""
 
 from __future__ import annotations
 
@@ -26,34 +29,41 @@ _NAME, _VALUE, _DIM = "bold cyan", "yellow", "dim"
 
 
 class Command(TyperCommand):
-    """A command with panels in its help, and with hints in the messages about wrong arguments."""
+    """Command with help panels, and with suggestions in errors about arguments."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of this command."""
         formatter.write(_render(self, ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. An error about one of them says what it may have been meant for."""
-        ctx.allow_extra_args = True  # so that the words that are too many can be named below
+        """Parse the arguments. Error messages suggest what was probably meant."""
+        ctx.allow_extra_args = True  # the check below reports them with a suggestion
         try:
-            rest = super().parse_args(ctx, args)
+            remaining = super().parse_args(ctx, args)
         except Exception as error:
-            hints.explain_option(error, configured_command(ctx), [name for parameter in self.params for name in parameter.opts])
+            hints.explain_option(
+                error,
+                configured_command(ctx),
+                [name for parameter in self.params for name in parameter.opts],
+            )
             raise
         if ctx.args and not ctx.resilient_parsing:
             ctx.fail(hints.extra_words(ctx.args, [parameter.name for parameter in self.params]))
-        return rest
+        return remaining
 
 
 class Group(TyperGroup):
-    """A group of commands with panels in its help, and with suggestions for unknown commands."""
+    """Group of commands with help panels, and with suggestions for unknown commands."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of this group."""
         formatter.write(_render(self, ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first argument names, and the rest. An unknown name is answered with similar ones."""
+        """Return the command of the first argument, and the remaining arguments.
+
+        The error about an unknown command suggests similar ones.
+        """
         is_unknown = self.get_command(ctx, args[0]) is None and not args[0].startswith("-")
         if is_unknown and not ctx.resilient_parsing:
             ctx.fail(hints.unknown_command(args[0], ctx.find_root().command))
@@ -66,11 +76,13 @@ def examples(*commands: str) -> str:
 
 
 def _render(command: Any, ctx: Any) -> str:
-    """Return the help of a command as text, colored if standard output is a terminal that takes colors."""
+    """Return the help of a command as text, colored on a terminal that supports colors."""
     from rich.console import Console
 
     output = StringIO()
-    is_colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    is_colored = (
+        sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    )
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
     console = Console(
         file=output,
@@ -94,7 +106,10 @@ def _render(command: Any, ctx: Any) -> str:
 
 
 def _panels(command: Any, ctx: Any, console: Console) -> dict[str, list[RenderableType]]:
-    """Return the lines of every panel by its title: commands first, then arguments, then options, the general ones last."""
+    """Return the lines of every panel by its title.
+
+    The order is: commands, arguments, options, general options.
+    """
     panels: dict[str, list[RenderableType]] = {}
     entries = [*_command_entries(command, ctx), *_parameter_entries(command, ctx)]
     widths = [label.cell_len + 2 for _, label, _ in entries]
@@ -124,7 +139,11 @@ def _parameter_entries(command: Any, ctx: Any) -> Iterator[tuple[str, Text, Text
         if parameter.param_type_name == "argument":
             yield "Arguments", _argument_label(parameter), _argument_text(parameter)
         else:
-            yield getattr(parameter, "rich_help_panel", None) or GENERAL, _option_label(parameter), _option_text(parameter, ctx)
+            yield (
+                getattr(parameter, "rich_help_panel", None) or GENERAL,
+                _option_label(parameter),
+                _option_text(parameter, ctx),
+            )
 
 
 def _argument_label(parameter: Any) -> Text:
@@ -143,7 +162,7 @@ def _argument_text(parameter: Any) -> Text:
 
 
 def _option_label(parameter: Any) -> Text:
-    """Return the names in the left column: short, first long, and negative name, with the placeholder of the value."""
+    """Return the left column: short, first long and negative name, and placeholder of the value."""
     from rich.text import Text
 
     short = [name for name in parameter.opts if not name.startswith("--")]
@@ -168,7 +187,10 @@ def _option_text(parameter: Any, ctx: Any) -> Text:
 
 
 def _facts(parameter: Any, ctx: Any) -> Iterator[str]:
-    """Yield choices, range and default of an option, from the schema where the option sets a configuration key."""
+    """Yield choices, range and default of an option.
+
+    They come from the schema if the option sets a configuration key.
+    """
     key = option_key(configured_command(ctx), parameter.name)
     if key is None:
         if parameter.default and not parameter.is_flag:
@@ -195,7 +217,7 @@ def _default_text(default: object) -> str:
 
 
 def _entry(console: Console, label: Text, text: Text, column: int) -> Iterator[Text]:
-    """Yield the lines of an entry: label and text beside each other, or below each other where the label is long."""
+    """Yield the lines of an entry: the text beside its label, or below a long label."""
     from rich.text import Text
 
     inner = console.width - 4
@@ -218,7 +240,9 @@ def _print_panel(console: Console, title: str, lines: Iterable[RenderableType]) 
 
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     style = box.ROUNDED if is_unicode else box.ASCII
-    console.print(Panel(Lines(*lines), title=title, title_align="left", box=style, border_style=_DIM))
+    console.print(
+        Panel(Lines(*lines), title=title, title_align="left", box=style, border_style=_DIM)
+    )
 
 
 def _print_examples(console: Console, epilog: str) -> None:

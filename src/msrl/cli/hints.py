@@ -1,4 +1,4 @@
-"""Hints for wrong command lines: what an unknown command, an unknown option or a word too many was probably meant to be."""
+"""Hints for wrong command lines: suggestions for unknown commands, options and arguments."""
 
 from __future__ import annotations
 
@@ -42,10 +42,14 @@ _OTHER_WORDS = {
 
 
 def unknown_command(word: str, root: Any) -> str:
-    """Return the message about a word that is no command, with the commands that it resembles."""
+    """Return the error message about an unknown command, with similar commands."""
     commands = tuple(_commands(root))
     similar = _similar(word.lower().replace("_", "-"), commands)
-    suggestion = f" Did you mean {_alternatives(similar)}?" if similar else " `msrl --help` lists the commands."
+    suggestion = (
+        f" Did you mean {_alternatives(similar)}?"
+        if similar
+        else " `msrl --help` lists the commands."
+    )
     return f"No such command {word!r}.{suggestion}"
 
 
@@ -58,12 +62,14 @@ def _commands(group: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _similar(word: str, commands: Sequence[str]) -> list[str]:
-    """Return the commands with this word in their name, else those of the same meaning, else those of a similar spelling."""
+    """Return the commands with this word in their name, else synonyms, else similar spellings."""
     last_names = {command: command.rpartition(" ")[2] for command in commands}
     named = [command for command, name in last_names.items() if word in (name, *name.split("-"))]
     if named:
         return named
-    begun = [command for command, name in last_names.items() if len(word) > 1 and name.startswith(word)]
+    begun = [
+        command for command, name in last_names.items() if len(word) > 1 and name.startswith(word)
+    ]
     if begun:
         return begun
     meant = [command for command in _OTHER_WORDS.get(word, ()) if command in commands]
@@ -78,7 +84,7 @@ def _alternatives(names: Sequence[str]) -> str:
 
 
 def extra_words(words: Sequence[str], parameters: Sequence[str | None]) -> str:
-    """Return the message about arguments that a command does not take, with the option that they may belong to."""
+    """Return the error message about unexpected arguments, with the option that is missing."""
     message = f"Unexpected extra argument{'s' if len(words) > 1 else ''}: {' '.join(words)}."
     word = words[0]
     if "config" in parameters and _is_configuration(word):
@@ -98,11 +104,18 @@ def _is_section(word: str) -> bool:
 def _is_configuration(word: str) -> bool:
     from msrl.config.sources import packaged_names
 
-    return word.endswith((".yaml", ".yml")) or word in packaged_names() or ("=" not in word and Path(word).is_file())
+    return (
+        word.endswith((".yaml", ".yml"))
+        or word in packaged_names()
+        or ("=" not in word and Path(word).is_file())
+    )
 
 
 def explain_option(error: Exception, command: str, options: Collection[str]) -> None:
-    """Add to an error about an unknown option what may have been meant: an option, a script of MindSpeed, a configuration key."""
+    """Add a suggestion to an error about an unknown option.
+
+    The suggestion is an option, a configuration key, or the import of a MindSpeed script.
+    """
     flag = str(getattr(error, "option_name", ""))
     if not flag.startswith("--") or not hasattr(error, "possibilities"):
         return
@@ -122,16 +135,18 @@ def _option_hint(flag: str, command: str, options: Collection[str]) -> str:
 
 
 def _key_hint(flag: str) -> str:
-    """Return how `--set` gives the keys of this name, or nothing where no key has it."""
+    """Return a suggestion to set the keys of this name with `--set`, or nothing."""
     from msrl.config.messages import keys
 
     name = flag.lstrip("-").replace("-", "_")
     matches = sorted((key for key in keys() if name in (key, key.rpartition(".")[2])), key=len)[:2]
-    return f"Did you mean {' or '.join(f'--set {key}=VALUE' for key in matches)}?" if matches else ""
+    return (
+        f"Did you mean {' or '.join(f'--set {key}=VALUE' for key in matches)}?" if matches else ""
+    )
 
 
 def is_flag_of_mindspeed(flag: str) -> bool:
-    """Return True if the programs of MindSpeed-LLM have an option of this name."""
+    """Return True if MindSpeed-LLM has an option of this name."""
     from msrl.importers.table import canonical, load_table
 
     return bool(flag) and any(key == canonical(flag) for _, key in load_table("mindspeed_llm").rows)

@@ -1,4 +1,4 @@
-"""Configuration keys behind the options: one option may set another key in another command."""
+"""Mapping of options to configuration keys, which depends on the command."""
 
 from __future__ import annotations
 
@@ -23,13 +23,31 @@ _TRAINING = {
 }
 _ENGINE = {"tp": "rollout.engine.tp"}
 _KEYS = {"train-sft": _TRAINING, "train-grpo": _TRAINING, "generate": _ENGINE, "chat": _ENGINE}
-_SECTIONS = {"convert-ckpt": "convert", "preprocess": "preprocess", "generate": "generate", "chat": "chat"}
-_NO_KEYS = frozenset({"config", "config_name", "sets", "dry_run", "verbose", "json", "command", "folder", "more_input", "help"})
-_ANY_COMMAND = ("config", "doctor")  # their options are those of the command that --for names
+_SECTIONS = {
+    "convert-ckpt": "convert",
+    "preprocess": "preprocess",
+    "generate": "generate",
+    "chat": "chat",
+}
+_NO_KEYS = frozenset(
+    {
+        "config",
+        "config_name",
+        "sets",
+        "dry_run",
+        "verbose",
+        "json",
+        "command",
+        "folder",
+        "more_input",
+        "help",
+    }
+)
+_ANY_COMMAND = ("config", "doctor")  # --for selects the command whose options they accept
 
 
 def option_key(command: str, parameter: str) -> str | None:
-    """Return the dotted key that a parameter of a command sets, or None for a parameter that is no setting."""
+    """Return the dotted key that a parameter of a command sets, or None if it sets no key."""
     if parameter in _NO_KEYS:
         return None
     if parameter in _ALL_COMMANDS:
@@ -50,9 +68,13 @@ def _top_command(ctx: typer.Context) -> str:
 
 
 def configured_command(ctx: typer.Context) -> str:
-    """Return the command whose settings the options of this call set: `train-sft` in `msrl train-sft`."""
+    """Return the command whose settings the options set: `train-sft` in `msrl train-sft`.
+
+    For `config` and `doctor`, this is the command of --for.
+    """
     command = _top_command(ctx)
     if command not in _ANY_COMMAND:
         return command
     target = ctx.params.get("command") or "train-sft"
-    return str(getattr(target, "value", target))  # some versions of typer hold the enum here, others its text
+    # The parameter is an enum in some versions of typer and text in others.
+    return str(getattr(target, "value", target))

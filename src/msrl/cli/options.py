@@ -1,6 +1,7 @@
-"""Options of all commands, declared once. An option sets the configuration key of the same meaning, or nothing if not given.
+"""Options of all commands, declared once.
 
-Defaults, ranges and choices that belong to a configuration key stand in the schema alone: the help reads them from there.
+An option sets the configuration key of the same meaning, or nothing if it is absent. The help reads
+defaults, ranges and choices of configuration keys from the schema.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class CommandName(str, Enum):
 
 def _option(*names: str, panel: str | None = None, values: Any = None, **settings: Any) -> Any:
     """Return a typer option in a panel of the help, whose values `values` completes."""
-    return typer.Option(*names, rich_help_panel=panel, autocompletion=values, show_default=False, **settings)
+    return typer.Option(
+        *names, rich_help_panel=panel, autocompletion=values, show_default=False, **settings
+    )
 
 
 # Shared by all commands.
@@ -56,14 +59,16 @@ Files = Annotated[
     list[str] | None,
     _option(
         "--config", "-c", metavar="FILE", panel=CONFIGURATION, values=complete.config_files,
-        help="YAML file, or the name of a packaged configuration. Repeat it to merge several: later files override earlier ones.",
+        help="YAML file, or the name of a packaged configuration. "
+        "Repeat it to merge several: later files override earlier ones.",
     ),
 ]  # fmt: skip
 ConfigName = Annotated[
     str | None,
     _option(
         "--config-name", metavar="NAME", panel=CONFIGURATION, values=complete.config_names,
-        help="Configuration by name, from ./configs or packaged with msrl. It is merged before the files of -c.",
+        help="Configuration by name, from ./configs or packaged with msrl. "
+        "It is merged before the files of -c.",
     ),
 ]  # fmt: skip
 Sets = Annotated[
@@ -73,40 +78,73 @@ Sets = Annotated[
         help="Set one configuration key, as in train.steps=10. Repeatable. Overrides files.",
     ),
 ]  # fmt: skip
-DryRun = Annotated[bool, _option("--dry-run", help="Check the configuration and print the plan without starting anything.")]
+DryRun = Annotated[
+    bool,
+    _option(
+        "--dry-run", help="Check the configuration and print the plan without starting anything."
+    ),
+]
 Platform = Annotated[
     str | None,
-    _option("--platform", metavar="NAME", values=complete.choices("cluster.platform"), help="Kind of device to run on."),
+    _option(
+        "--platform",
+        metavar="NAME",
+        values=complete.choices("cluster.platform"),
+        help="Kind of device to run on.",
+    ),
 ]
-Verbose = Annotated[bool, _option("--verbose", "-v", help="Print the logs of Megatron, vLLM and Ray too.")]
+Verbose = Annotated[
+    bool, _option("--verbose", "-v", help="Print the logs of Megatron, vLLM and Ray too.")
+]
 Json = Annotated[bool, _option("--json", help="Print JSON.")]
 
 # Settings of the trainings, and of several commands.
 TrainModel = Annotated[
     str | None,
-    _option("--model", metavar="DIR", panel=SETTINGS, help="Model to train: a Hugging Face folder or an mcore checkpoint."),
+    _option(
+        "--model",
+        metavar="DIR",
+        panel=SETTINGS,
+        help="Model to train: a Hugging Face folder or an mcore checkpoint.",
+    ),
 ]
 Data = Annotated[
     str | None,
-    _option("--data", metavar="PREFIX", panel=SETTINGS, help="Training data: the output prefix given to `msrl preprocess`."),
+    _option(
+        "--data",
+        metavar="PREFIX",
+        panel=SETTINGS,
+        help="Training data: the output prefix given to `msrl preprocess`.",
+    ),
 ]
 Name = Annotated[
     str | None,
-    _option("--name", metavar="NAME", panel=SETTINGS, help="Name of the run. Its files are written to runs/NAME."),
+    _option(
+        "--name",
+        metavar="NAME",
+        panel=SETTINGS,
+        help="Name of the run. Its files are written to runs/NAME.",
+    ),
 ]
-Steps = Annotated[int | None, _option("--steps", metavar="N", panel=SETTINGS, help="Number of training steps.")]
-LearningRate = Annotated[float | None, _option("--lr", metavar="X", panel=SETTINGS, help="Peak learning rate.")]
+Steps = Annotated[
+    int | None, _option("--steps", metavar="N", panel=SETTINGS, help="Number of training steps.")
+]
+LearningRate = Annotated[
+    float | None, _option("--lr", metavar="X", panel=SETTINGS, help="Peak learning rate.")
+]
 Tp = Annotated[
     int | None,
     _option(
-        "--tp", "--tensor-model-parallel-size", "--target-tensor-parallel-size", metavar="N", panel=PARALLEL,
+        "--tp", "--tensor-model-parallel-size", "--target-tensor-parallel-size", metavar="N",
+        panel=PARALLEL,
         help="Tensor-parallel size, in devices.",
     ),
 ]  # fmt: skip
 Pp = Annotated[
     int | None,
     _option(
-        "--pp", "--pipeline-model-parallel-size", "--target-pipeline-parallel-size", metavar="N", panel=PARALLEL,
+        "--pp", "--pipeline-model-parallel-size", "--target-pipeline-parallel-size", metavar="N",
+        panel=PARALLEL,
         help="Pipeline-parallel size, in stages.",
     ),
 ]  # fmt: skip
@@ -114,22 +152,39 @@ Resume = Annotated[
     str | None,
     _option(
         "--resume", metavar="auto|none|PATH", values=complete.resume,
-        help="Resume from a checkpoint: auto takes the newest complete one of the run, PATH a given one.",
+        help="Resume from a checkpoint: auto takes the newest complete one of the run, PATH a "
+        "given one.",
     ),
 ]  # fmt: skip
 
 # Conversion.
 Load = Annotated[
     str | None,
-    _option("--load", "--load-dir", metavar="DIR", panel=CHECKPOINT, help="Checkpoint to read. Required here or in a file."),
+    _option(
+        "--load",
+        "--load-dir",
+        metavar="DIR",
+        panel=CHECKPOINT,
+        help="Checkpoint to read. Required here or in a file.",
+    ),
 ]
 Save = Annotated[
     str | None,
-    _option("--save", "--save-dir", metavar="DIR", panel=CHECKPOINT, help="New or empty folder to write. Required here or in a file."),
+    _option(
+        "--save",
+        "--save-dir",
+        metavar="DIR",
+        panel=CHECKPOINT,
+        help="New or empty folder to write. Required here or in a file.",
+    ),
 ]
 InspectDir = Annotated[
     str | None,
-    typer.Argument(metavar="DIR", help="Checkpoint to inspect: an mcore or Hugging Face folder.", show_default=False),
+    typer.Argument(
+        metavar="DIR",
+        help="Checkpoint to inspect: an mcore or Hugging Face folder.",
+        show_default=False,
+    ),
 ]
 Vpp = Annotated[
     int | None,
@@ -140,16 +195,27 @@ Vpp = Annotated[
 ]  # fmt: skip
 LayerList = Annotated[
     str | None,
-    _option("--num-layer-list", metavar="N,N,...", panel=PARALLEL, help="Number of layers of each pipeline stage. Default: equal stages."),
+    _option(
+        "--num-layer-list",
+        metavar="N,N,...",
+        panel=PARALLEL,
+        help="Number of layers of each pipeline stage. Default: equal stages.",
+    ),
 ]
 NoopLayers = Annotated[
     str | None,
-    _option("--noop-layers", metavar="N,N,...", panel=PARALLEL, help="Pipeline positions that hold no layer, from 0. Default: none."),
+    _option(
+        "--noop-layers",
+        metavar="N,N,...",
+        panel=PARALLEL,
+        help="Pipeline positions that hold no layer, from 0. Default: none.",
+    ),
 ]
 Ep = Annotated[
     int | None,
     _option(
-        "--ep", "--expert-model-parallel-size", "--target-expert-parallel-size", metavar="N", panel=PARALLEL,
+        "--ep", "--expert-model-parallel-size", "--target-expert-parallel-size", metavar="N",
+        panel=PARALLEL,
         help="Expert-parallel size, in devices.",
     ),
 ]  # fmt: skip
@@ -177,7 +243,8 @@ TpExtendEp = Annotated[
 Dtype = Annotated[
     str | None,
     _option(
-        "--dtype", "--params-dtype", metavar="TYPE", panel=FORMAT, values=complete.choices("convert.dtype"),
+        "--dtype", "--params-dtype", metavar="TYPE", panel=FORMAT,
+        values=complete.choices("convert.dtype"),
         help="Data type of the written tensors.",
     ),
 ]  # fmt: skip
@@ -185,14 +252,16 @@ CheckpointFormat = Annotated[
     str | None,
     _option(
         "--format", metavar="NAME", panel=FORMAT, values=complete.choices("convert.format"),
-        help="Checkpoint format: one file per rank (mindspeed) or Megatron's distributed format (dist).",
+        help="Checkpoint format: one file per rank (mindspeed) or Megatron's distributed format "
+        "(dist).",
     ),
 ]  # fmt: skip
 Names = Annotated[
     str | None,
     _option(
         "--names", metavar="NAME", panel=FORMAT, values=complete.choices("convert.names"),
-        help="Tensor names: Megatron's local layers, Transformer Engine's, or those before megatron-core (legacy).",
+        help="Tensor names: Megatron's local layers, Transformer Engine's, or those before "
+        "megatron-core (legacy).",
     ),
 ]  # fmt: skip
 PadVocab = Annotated[
@@ -225,7 +294,11 @@ Orm = Annotated[
 ]  # fmt: skip
 Verify = Annotated[
     bool | None,
-    _option("--verify/--no-verify", panel=FORMAT, help="Verify the result: bitwise round trip, and logits in fp32."),
+    _option(
+        "--verify/--no-verify",
+        panel=FORMAT,
+        help="Verify the result: bitwise round trip, and logits in fp32.",
+    ),
 ]
 
 # Preprocessing.
@@ -247,7 +320,8 @@ Tokenizer = Annotated[
 Handler = Annotated[
     str | None,
     _option(
-        "--handler", "--handler-name", metavar="NAME", panel=INPUT, values=complete.choices("preprocess.handler"),
+        "--handler", "--handler-name", metavar="NAME", panel=INPUT,
+        values=complete.choices("preprocess.handler"),
         help="Dataset handler, which reads a row as a conversation. Required here or in a file.",
     ),
 ]  # fmt: skip
@@ -269,14 +343,35 @@ OutputPrefix = Annotated[
     str | None,
     _option(
         "--output-prefix", metavar="PREFIX", panel=OUTPUT,
-        help="Path that all written file names start with, as in data/sft. Required here or in a file.",
+        help="Path that all written file names start with, as in data/sft. "
+        "Required here or in a file.",
     ),
 ]  # fmt: skip
-SeqLength = Annotated[int | None, _option("--seq-length", metavar="N", panel=ROWS, help="Maximum row length in tokens. Default: no limit.")]
-Pack = Annotated[bool | None, _option("--pack/--no-pack", panel=ROWS, help="Pack several examples into rows of --seq-length tokens.")]
+SeqLength = Annotated[
+    int | None,
+    _option(
+        "--seq-length",
+        metavar="N",
+        panel=ROWS,
+        help="Maximum row length in tokens. Default: no limit.",
+    ),
+]
+Pack = Annotated[
+    bool | None,
+    _option(
+        "--pack/--no-pack",
+        panel=ROWS,
+        help="Pack several examples into rows of --seq-length tokens.",
+    ),
+]
 MapKeys = Annotated[
     str | None,
-    _option("--map-keys", metavar="JSON", panel=INPUT, help='Column names of the input, as in {"prompt": "question"}.'),
+    _option(
+        "--map-keys",
+        metavar="JSON",
+        panel=INPUT,
+        help='Column names of the input, as in {"prompt": "question"}.',
+    ),
 ]
 TooLongRows = Annotated[
     str | None,
@@ -289,11 +384,19 @@ Thinking = Annotated[
     bool | None,
     _option(
         "--enable-thinking/--no-enable-thinking", panel=ROWS,
-        help="For templates with thinking: --no-enable-thinking gives the model an empty thought. Default: the template's.",
+        help="For templates with thinking: --no-enable-thinking gives the model an empty thought. "
+        "Default: the template's.",
     ),
 ]  # fmt: skip
-Workers = Annotated[int | None, _option("--workers", metavar="N", panel=OUTPUT, help="Number of worker processes.")]
-Overwrite = Annotated[bool | None, _option("--overwrite/--no-overwrite", panel=OUTPUT, help="Replace existing data of the same prefix.")]
+Workers = Annotated[
+    int | None, _option("--workers", metavar="N", panel=OUTPUT, help="Number of worker processes.")
+]
+Overwrite = Annotated[
+    bool | None,
+    _option(
+        "--overwrite/--no-overwrite", panel=OUTPUT, help="Replace existing data of the same prefix."
+    ),
+]
 AppendEod = Annotated[
     bool | None,
     _option(
@@ -305,34 +408,73 @@ AppendEod = Annotated[
 # Generation.
 Model = Annotated[
     str | None,
-    _option("--model", metavar="DIR", panel=MODEL, help="Hugging Face folder or mcore checkpoint. Required here or in a file."),
+    _option(
+        "--model",
+        metavar="DIR",
+        panel=MODEL,
+        help="Hugging Face folder or mcore checkpoint. Required here or in a file.",
+    ),
 ]
 EngineTp = Annotated[
     int | None,
-    _option("--tp", "--tensor-model-parallel-size", metavar="N", panel=MODEL, help="Tensor-parallel size of the engine, in devices."),
+    _option(
+        "--tp",
+        "--tensor-model-parallel-size",
+        metavar="N",
+        panel=MODEL,
+        help="Tensor-parallel size of the engine, in devices.",
+    ),
 ]
 ChatTemplate = Annotated[
     str | None,
     _option(
         "--template", "--prompt-type", metavar="NAME", panel=MODEL, values=complete.template_names,
-        help="Prompt template, by name or by path of a YAML file. Default: the tokenizer's chat template.",
+        help="Prompt template, by name or by path of a YAML file. "
+        "Default: the tokenizer's chat template.",
     ),
 ]  # fmt: skip
-PromptText = Annotated[str | None, _option("--prompt", metavar="TEXT", panel=PROMPTS, help="A single prompt. Give it or --input.")]
+PromptText = Annotated[
+    str | None,
+    _option("--prompt", metavar="TEXT", panel=PROMPTS, help="A single prompt. Give it or --input."),
+]
 InputFile = Annotated[
     str | None,
-    _option("--input", metavar="FILE", panel=PROMPTS, help="JSONL file with prompt or messages in every row."),
+    _option(
+        "--input",
+        metavar="FILE",
+        panel=PROMPTS,
+        help="JSONL file with prompt or messages in every row.",
+    ),
 ]
 OutputFile = Annotated[
     str | None,
-    _option("--output", metavar="FILE", panel=PROMPTS, help="JSONL file to write. Default: standard output."),
+    _option(
+        "--output",
+        metavar="FILE",
+        panel=PROMPTS,
+        help="JSONL file to write. Default: standard output.",
+    ),
 ]
 Engine = Annotated[
     str | None,
-    _option("--engine", metavar="NAME", panel=MODEL, values=complete.choices("generate.engine"), help="Inference engine."),
+    _option(
+        "--engine",
+        metavar="NAME",
+        panel=MODEL,
+        values=complete.choices("generate.engine"),
+        help="Inference engine.",
+    ),
 ]
-System = Annotated[str | None, _option("--system", metavar="TEXT", panel=PROMPTS, help="System message. Default: the template's.")]
-Raw = Annotated[bool | None, _option("--raw/--no-raw", panel=PROMPTS, help="Use prompts as they are, without a template.")]
+System = Annotated[
+    str | None,
+    _option(
+        "--system", metavar="TEXT", panel=PROMPTS, help="System message. Default: the template's."
+    ),
+]
+Raw = Annotated[
+    bool | None,
+    _option("--raw/--no-raw", panel=PROMPTS, help="Use prompts as they are, without a template."),
+]
 ComputeDtype = Annotated[
     str | None,
     _option(
@@ -340,18 +482,36 @@ ComputeDtype = Annotated[
         help="Data type of weights and activations. Default: the checkpoint's.",
     ),
 ]  # fmt: skip
-MaxTokens = Annotated[int | None, _option("--max-tokens", metavar="N", panel=SAMPLING, help="Maximum response length in tokens.")]
+MaxTokens = Annotated[
+    int | None,
+    _option("--max-tokens", metavar="N", panel=SAMPLING, help="Maximum response length in tokens."),
+]
 Temperature = Annotated[
     float | None,
-    _option("--temperature", metavar="X", panel=SAMPLING, help="Sampling temperature. 0 decodes greedily."),
+    _option(
+        "--temperature",
+        metavar="X",
+        panel=SAMPLING,
+        help="Sampling temperature. 0 decodes greedily.",
+    ),
 ]
 TopP = Annotated[
     float | None,
-    _option("--top-p", metavar="X", panel=SAMPLING, help="Sample from the smallest set of tokens with this probability. 1 disables it."),
+    _option(
+        "--top-p",
+        metavar="X",
+        panel=SAMPLING,
+        help="Sample from the smallest set of tokens with this probability. 1 disables it.",
+    ),
 ]
 TopK = Annotated[
     int | None,
-    _option("--top-k", metavar="N", panel=SAMPLING, help="Sample from this many of the likeliest tokens. -1 disables it."),
+    _option(
+        "--top-k",
+        metavar="N",
+        panel=SAMPLING,
+        help="Sample from this many of the likeliest tokens. -1 disables it.",
+    ),
 ]
 MinP = Annotated[
     float | None,
@@ -360,52 +520,122 @@ MinP = Annotated[
         help="Drop tokens below this fraction of the likeliest token's probability. 0 disables it.",
     ),
 ]  # fmt: skip
-NumSamples = Annotated[int | None, _option("--num-samples", metavar="N", panel=SAMPLING, help="Number of responses per prompt.")]
-Seed = Annotated[int | None, _option("--seed", metavar="N", panel=SAMPLING, help="Seed of sampling. Default: run.seed, which is 0.")]
+NumSamples = Annotated[
+    int | None,
+    _option("--num-samples", metavar="N", panel=SAMPLING, help="Number of responses per prompt."),
+]
+Seed = Annotated[
+    int | None,
+    _option(
+        "--seed",
+        metavar="N",
+        panel=SAMPLING,
+        help="Seed of sampling. Default: run.seed, which is 0.",
+    ),
+]
 Stop = Annotated[
     list[str] | None,
-    _option("--stop", metavar="TEXT", panel=SAMPLING, help="Text that ends a response. Repeatable. Default: the template's."),
+    _option(
+        "--stop",
+        metavar="TEXT",
+        panel=SAMPLING,
+        help="Text that ends a response. Repeatable. Default: the template's.",
+    ),
 ]
 
 # Cluster.
-Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address that `msrl cluster up` printed.", show_default=False)]
-Host = Annotated[str, _option("--host", metavar="HOST", panel=NETWORK, help="Address of this machine for the other machines.")]
+Address = Annotated[
+    str,
+    typer.Argument(
+        metavar="HOST:PORT", help="Address that `msrl cluster up` printed.", show_default=False
+    ),
+]
+Host = Annotated[
+    str,
+    _option(
+        "--host",
+        metavar="HOST",
+        panel=NETWORK,
+        help="Address of this machine for the other machines.",
+    ),
+]
 NodeHost = Annotated[
     str | None,
     _option(
         "--host", metavar="HOST", panel=NETWORK,
-        help="Address of this machine for the other machines. Default: the one that reaches the head node.",
+        help="Address of this machine for the other machines. "
+        "Default: the one that reaches the head node.",
     ),
 ]  # fmt: skip
 Port = Annotated[
     int,
-    _option("--port", metavar="N", min=1, max=65535, panel=NETWORK, help="Port for nodes and runs, from 1 to 65535."),
+    _option(
+        "--port",
+        metavar="N",
+        min=1,
+        max=65535,
+        panel=NETWORK,
+        help="Port for nodes and runs, from 1 to 65535.",
+    ),
 ]
-DashboardHost = Annotated[str, _option("--dashboard-host", metavar="HOST", panel=NETWORK, help="Address that the dashboard listens on.")]
+DashboardHost = Annotated[
+    str,
+    _option(
+        "--dashboard-host",
+        metavar="HOST",
+        panel=NETWORK,
+        help="Address that the dashboard listens on.",
+    ),
+]
 DashboardPort = Annotated[
     int,
-    _option("--dashboard-port", metavar="N", min=1, max=65535, panel=NETWORK, help="Port of the dashboard, from 1 to 65535."),
+    _option(
+        "--dashboard-port",
+        metavar="N",
+        min=1,
+        max=65535,
+        panel=NETWORK,
+        help="Port of the dashboard, from 1 to 65535.",
+    ),
 ]
-Devices = Annotated[int | None, _option("--devices", metavar="N", min=1, help="Number of devices to offer. Default: all.")]
+Devices = Annotated[
+    int | None,
+    _option("--devices", metavar="N", min=1, help="Number of devices to offer. Default: all."),
+]
 
 # Configuration and doctor.
 For = Annotated[
     CommandName | None,
     _option(
         "--for", metavar="COMMAND", panel=CONFIGURATION,
-        help=f"Command to check for: {', '.join(CommandName)}. Default: the one that the configured sections suggest.",
+        help=f"Command to check for: {', '.join(CommandName)}. "
+        "Default: the one that the configured sections suggest.",
     ),
 ]  # fmt: skip
 From = Annotated[
     SystemName,
-    _option("--from", metavar="SYSTEM", help=f"System that the file or the flags belong to: {', '.join(SystemName)}. Required."),
+    _option(
+        "--from",
+        metavar="SYSTEM",
+        help=f"System that the file or the flags belong to: {', '.join(SystemName)}. Required.",
+    ),
 ]
 Foreign = Annotated[
     list[str],
-    typer.Argument(metavar="FILE|FLAGS...", help="YAML file, shell script, or the words of a command.", show_default=False),
+    typer.Argument(
+        metavar="FILE|FLAGS...",
+        help="YAML file, shell script, or the words of a command.",
+        show_default=False,
+    ),
 ]
 NativeFile = Annotated[
     str | None,
     _option("--output", "-o", metavar="FILE", help="YAML file to write. Default: standard output."),
 ]
-Imports = Annotated[bool, _option("--imports/--no-imports", help="Import every library in a separate process. Default: --imports.")]
+Imports = Annotated[
+    bool,
+    _option(
+        "--imports/--no-imports",
+        help="Import every library in a separate process. Default: --imports.",
+    ),
+]

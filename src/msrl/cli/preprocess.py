@@ -54,7 +54,11 @@ def _column_names(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise MsrlError(f"--map-keys: not valid JSON at character {error.pos + 1}: {error.msg}") from None
+        raise MsrlError(
+            f"--map-keys: not valid JSON at character {error.pos + 1}: {error.msg}"
+        ) from None
     if not isinstance(value, dict):
-        raise MsrlError(f'--map-keys={text}: must be a JSON object such as {{"prompt": "question"}}')
+        raise MsrlError(
+            f'--map-keys={text}: must be a JSON object such as {{"prompt": "question"}}'
+        )
     return cast("dict[str, Any]", value)

@@ -59,5 +59,5 @@ def train_grpo(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Train a model with GRPO or another RL algorithm: vLLM generates, rewards score, Megatron trains."""
+    """Train a model with GRPO or another RL algorithm, using vLLM and Megatron."""
     execute(ctx, "train-grpo")

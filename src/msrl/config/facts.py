@@ -1,4 +1,4 @@
-"""Defaults, ranges and choices of configuration keys, read from the schema for help texts and shell completion."""
+"""Defaults, ranges and choices of configuration keys, for help texts and shell completion."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from msrl.config.messages import keys, model_at
 
 @dataclass(frozen=True, slots=True)
 class KeyFacts:
-    """The schema's entry of one dotted key."""
+    """Schema entry of one dotted key."""
 
     description: str
-    default: object  # None where the key has no default of its own
+    default: object  # None if the key is unset by default
     choices: tuple[str, ...]
     limits: str  # such as "at least 1"; empty where any value of the type is allowed
 
@@ -30,22 +30,24 @@ def key_facts(key: str) -> KeyFacts | None:
         return None
     default = None if field.default is PydanticUndefined else field.default
     constraints = (*field.metadata, *_constraints(field.annotation))
-    return KeyFacts(field.description or "", default, _choices(field.annotation), _limits(constraints))
+    return KeyFacts(
+        field.description or "", default, _choices(field.annotation), _limits(constraints)
+    )
 
 
 def settable_keys() -> tuple[str, ...]:
-    """Return all dotted keys that `--set` takes, with index 0 for the items of lists of sections."""
-    found: list[str] = []
+    """Return all dotted keys that `--set` accepts, with index 0 for items of section lists."""
+    paths: list[str] = []
     for key in keys():
         item = model_at(key.split("."))
-        found.append(key)
+        paths.append(key)
         if item is not None:
-            found += (f"{key}.0.{name}" for name in item.model_fields)
-    return tuple(found)
+            paths += (f"{key}.0.{name}" for name in item.model_fields)
+    return tuple(paths)
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """Return the values of a Literal anywhere in an annotation, true and false for booleans."""
+    """Return the values of all Literals in an annotation, or true and false for a boolean."""
     if annotation is bool:
         return ("true", "false")
     if get_origin(annotation) is Literal:
@@ -55,7 +57,7 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _constraints(annotation: Any) -> Iterator[object]:
-    """Yield the bounds of the numbers in `Annotated[int, ...] | None`; of alternatives and lists those of none."""
+    """Yield the bounds of `Annotated[int, ...] | None`, and nothing for unions and lists."""
     arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
     if len(arguments) != 1:
         return

@@ -1,4 +1,4 @@
-"""From files, `--set` and flags to one frozen Config, or to all mistakes at once."""
+"""Loader of the configuration from files, `--set` and flags. It reports all errors at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from typing import Any, Protocol, cast
 from pydantic import ValidationError
 
 from msrl.config.interpolate import Interpolation
-from msrl.config.messages import lines, node_at, written
+from msrl.config.messages import error_lines, node_at, written
 from msrl.config.presets import PRESETS
 from msrl.config.schema import Config
-from msrl.config.sources import Node, Origin, at, files_of, from_set, merge, plain, wrap
+from msrl.config.sources import (
+    Node,
+    Origin,
+    at,
+    merge,
+    parse_assignment,
+    plain,
+    read_with_defaults,
+    wrap,
+)
 from msrl.errors import ManyErrors, MsrlError
 
 DEFAULT = Origin("default", is_given=False)
 
 
 class ImportedFile(Protocol):
-    """A file of another system, translated to msrl's keys."""
+    """File of another system, translated to msrl's keys."""
 
     @property
     def tree(self) -> Node: ...
@@ -29,7 +38,7 @@ class ImportedFile(Protocol):
     def errors(self) -> Sequence[str]: ...
 
     def refused(self) -> Sequence[str]:
-        """Return one line per key that msrl cannot honor."""
+        """Return one message per key that msrl does not support."""
         ...
 
 
@@ -37,7 +46,8 @@ class ImportedFile(Protocol):
 class Importers:
     """Functions that recognize the files and keys of other systems.
 
-    `translate` returns None for a file in msrl's own keys. `refuse_key` raises MsrlError for a key of another system in `--set`.
+    `translate` returns None for a file with msrl's keys. `refuse_key` raises MsrlError for a key of
+    another system in `--set`.
     """
 
     translate: Callable[[str], ImportedFile | None] = lambda path: None
@@ -49,7 +59,7 @@ NO_IMPORTERS = Importers()
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A value given on the command line: the key that it overlays, the value, and the option as the user knows it."""
+    """Value of a command-line option: configuration key, value, and name of the option."""
 
     key: str
     value: object
@@ -58,32 +68,42 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The configuration in force, for every dotted key where its value came from, and how files of other systems were read."""
+    """Effective configuration, the origin of every dotted key, and translated files."""
 
     config: Config
     origins: Mapping[str, Origin]
     translations: tuple[ImportedFile, ...] = ()
 
     def is_set(self, key: str) -> bool:
-        """Whether a file, `--set` or a flag gave this key (or a key below it)."""
-        return any(origin.is_given for name, origin in self.origins.items() if name == key or name.startswith(f"{key}."))
+        """Return True if a file, `--set` or a flag set this key or a key below it."""
+        return any(
+            origin.is_given
+            for name, origin in self.origins.items()
+            if name == key or name.startswith(f"{key}.")
+        )
 
     def value(self, key: str) -> Any:
-        """The value in force of a dotted key, lists and free mappings (`cluster.env.NAME`) included."""
+        """Return the effective value of a dotted key, which may lead into lists and mappings."""
         value: Any = self.config
-        for part in key.split("."):
+        for name in key.split("."):
             if isinstance(value, tuple):
-                value = cast("tuple[Any, ...]", value)[int(part)]
+                value = cast("tuple[Any, ...]", value)[int(name)]
             else:
-                value = cast("dict[str, Any]", value)[part] if isinstance(value, dict) else getattr(value, part)
+                value = (
+                    cast("dict[str, Any]", value)[name]
+                    if isinstance(value, dict)
+                    else getattr(value, name)
+                )
         return value
 
     def mistake(self, key: str, message: str) -> str:
-        """`file:line: key=value: message`."""
+        """Return an error message as `file:line: key=value: message`."""
         value = self.value(key)
         text = "" if value is None else f"={written(value)}"
-        origin = self.origins.get(key) or next((self.origins[name] for name in self.origins if name.startswith(f"{key}.")), DEFAULT)
-        return f"{key}{text}: {message}" if origin == DEFAULT else f"{origin}: {key}{text}: {message}"
+        below = (self.origins[name] for name in self.origins if name.startswith(f"{key}."))
+        origin = self.origins.get(key) or next(below, DEFAULT)
+        location = "" if origin == DEFAULT else f"{origin}: "
+        return f"{location}{key}{text}: {message}"
 
 
 def load(
@@ -92,9 +112,12 @@ def load(
     flags: Sequence[Flag] = (),
     importers: Importers = NO_IMPORTERS,
 ) -> Resolved:
-    """Merge schema defaults, the preset's values, files (each over its `defaults:`), `--set` and flags, in this order.
+    """Merge schema defaults, preset, files (each after its `defaults:`), `--set` and flags.
 
-    Raises ManyErrors with one line per mistake.
+    Later sources override earlier ones, in this order.
+
+    Raises:
+        ManyErrors: one message per error.
     """
     translations: list[ImportedFile] = []
     layers, errors = _layers(files, sets, flags, importers, translations)
@@ -105,8 +128,8 @@ def load(
         tree = _merged(merge(defaults, preset), layers, [])
     interpolation = Interpolation(tree)
     tree = interpolation.resolve()
-    config, more = _validated(tree)
-    errors += [*interpolation.errors, *more]
+    config, schema_errors = _validated(tree)
+    errors += [*interpolation.errors, *schema_errors]
     if errors or config is None:
         raise ManyErrors(list(dict.fromkeys(errors)))
     return Resolved(config, _origins(tree), tuple(translations))
@@ -119,17 +142,19 @@ def _layers(
     importers: Importers,
     translations: list[ImportedFile],
 ) -> tuple[list[Node], list[str]]:
-    """All layers over the defaults, and the mistakes of those that cannot be read. Files of other systems are added to `translations`."""
+    """Return the layers to merge over the defaults, and the errors of unreadable ones.
+
+    Files of other systems are added to `translations`.
+    """
     layers: list[Node] = []
     errors: list[str] = []
     sources = [
         *(partial(_file, file, importers, translations) for file in files),
         *(partial(_set, assignment, importers) for assignment in sets),
     ]
-    for read in sources:
+    for read_layers in sources:
         try:
-            found = read()
-            layers += found if isinstance(found, list) else [found]
+            layers += read_layers()
         except ManyErrors as error:
             errors += error.messages
         except MsrlError as error:
@@ -139,7 +164,7 @@ def _layers(
 
 
 def _merged(tree: Node, layers: Sequence[Node], errors: list[str]) -> Node:
-    """The layers over the tree of defaults, from left to right; mistakes go to `errors`."""
+    """Merge the layers over the defaults in order. Append the messages of errors to `errors`."""
     defaults = tree
     for layer in layers:
         try:
@@ -150,7 +175,10 @@ def _merged(tree: Node, layers: Sequence[Node], errors: list[str]) -> Node:
 
 
 def _preset(tree: Node) -> Node | None:
-    """What `algo.preset` fills in, where there is one of this name; the others are refused when the tree is validated."""
+    """Return the values of `algo.preset`, or None if it is unset or unknown.
+
+    The validation of the tree reports unknown presets.
+    """
     node = node_at(tree, ("algo", "preset"))
     name = node.value if node is not None else None
     if not isinstance(name, str) or name not in PRESETS:
@@ -159,10 +187,14 @@ def _preset(tree: Node) -> Node | None:
 
 
 def _file(path: str, importers: Importers, translations: list[ImportedFile]) -> list[Node]:
-    """The trees of one file, translated if it is another system's. Raises ManyErrors for keys that are wrong or not built yet."""
+    """Return the trees of one file. Translate a file of another system.
+
+    Raises:
+        ManyErrors: keys are wrong or not supported.
+    """
     translation = importers.translate(path)
     if translation is None:
-        return files_of(path)
+        return read_with_defaults(path)
     errors = [*translation.errors, *translation.refused()]
     if errors:
         raise ManyErrors(errors)
@@ -170,14 +202,18 @@ def _file(path: str, importers: Importers, translations: list[ImportedFile]) -> 
     return [translation.tree]
 
 
-def _set(assignment: str, importers: Importers) -> Node:
-    """The tree of one `--set`. Raises MsrlError for a key of another system's files."""
+def _set(assignment: str, importers: Importers) -> list[Node]:
+    """Return the tree of one `--set`.
+
+    Raises:
+        MsrlError: the key belongs to another system.
+    """
     importers.refuse_key(assignment.partition("=")[0].strip())
-    return from_set(assignment)
+    return [parse_assignment(assignment)]
 
 
 def _literal(value: Any) -> Any:
-    """A flag's value with its `${` protected: what the shell passed is meant as it is."""
+    """Return a flag's value with `${` escaped: values from the shell are not interpolated."""
     if isinstance(value, str):
         return value.replace("${", "$${")
     if isinstance(value, (list, tuple)):
@@ -186,40 +222,58 @@ def _literal(value: Any) -> Any:
 
 
 def _validated(tree: Node) -> tuple[Config | None, list[str]]:
-    """The Config of a tree, or the lines of its mistakes. A scalar where text is wanted is taken as it was written."""
+    """Return the Config of a tree, or its error messages.
+
+    Where the schema requires text, a scalar such as 007 is read as the text that the user wrote.
+    """
     try:
         return Config.model_validate(plain(tree)), []
     except ValidationError as error:
-        as_text = [finding["loc"] for finding in error.errors(include_url=False) if finding["type"] == "string_type"]
-        retold = tree
-        for loc in as_text:
-            node = node_at(tree, loc)
-            if node is not None and node.text is not None and node.value is not None:
-                retold = _replace(retold, loc, Node(node.text, node.origin, node.text))
-        if retold is not tree:
-            return _validated(retold)
-        return None, lines(error, tree)
+        with_texts = _with_texts(error, tree)
+        if with_texts is not tree:
+            return _validated(with_texts)
+        return None, error_lines(error, tree)
+
+
+def _with_texts(error: ValidationError, tree: Node) -> Node:
+    """Return the tree with the original text of all scalars where the schema requires text."""
+    new = tree
+    for details in error.errors(include_url=False):
+        node = node_at(tree, details["loc"]) if details["type"] == "string_type" else None
+        if node is not None and node.text is not None and node.value is not None:
+            new = _replace(new, details["loc"], Node(node.text, node.origin, node.text))
+    return new
 
 
 def _replace(tree: Node, loc: Sequence[int | str], new: Node) -> Node:
+    """Return the tree with `new` at the path `loc`."""
     if not loc:
         return new
-    key, rest = loc[0], loc[1:]
+    key, below = loc[0], loc[1:]
     if isinstance(tree.value, dict):
-        return Node({**tree.value, str(key): _replace(tree.value[str(key)], rest, new)}, tree.origin)
-    if isinstance(tree.value, tuple):
-        return Node(tuple(_replace(item, rest, new) if i == key else item for i, item in enumerate(tree.value)), tree.origin)
+        child = _replace(tree.value[str(key)], below, new)
+        return Node({**tree.value, str(key): child}, tree.origin)
+    if isinstance(tree.value, tuple) and isinstance(key, int):
+        items = list(tree.value)
+        items[key] = _replace(items[key], below, new)
+        return Node(tuple(items), tree.origin)
     return tree
 
 
 def _origins(tree: Node, prefix: str = "") -> dict[str, Origin]:
-    """The origin of every value, by dotted key; lists and empty mappings count as values, and so do the items of lists."""
+    """Return the origin of every value by dotted key.
+
+    Lists, items of lists and empty mappings count as values.
+    """
     children: dict[str, Node] = {}
     if isinstance(tree.value, dict):
         children = tree.value
     elif isinstance(tree.value, tuple):
         children = {str(i): item for i, item in enumerate(tree.value)}
-    found = {} if (isinstance(tree.value, dict) and children) or not prefix else {prefix: tree.origin}
+    origins: dict[str, Origin] = {}
+    is_section = isinstance(tree.value, dict) and bool(children)
+    if prefix and not is_section:
+        origins[prefix] = tree.origin
     for key, child in children.items():
-        found.update(_origins(child, f"{prefix}.{key}" if prefix else key))
-    return found
+        origins.update(_origins(child, f"{prefix}.{key}" if prefix else key))
+    return origins

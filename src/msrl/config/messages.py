@@ -1,4 +1,4 @@
-"""pydantic's findings as lines for users: `file:line: key=value: what is allowed; nearest name`."""
+"""Messages of pydantic's errors: `file:line: key=value: must be ...; did you mean ...?`."""
 
 from __future__ import annotations
 
@@ -18,98 +18,116 @@ from msrl.errors import did_you_mean, similar
 Loc = tuple[int | str, ...]
 
 
-def lines(error: ValidationError, tree: Node) -> list[str]:
-    """One line per mistaken key; those of one file in the order of its lines."""
-    findings: dict[Loc, list[Mapping[str, Any]]] = {}
-    for finding in error.errors(include_url=False):
-        loc = finding["loc"] if finding["type"] == "missing" else _within(finding["loc"], tree)
-        findings.setdefault(loc, []).append(finding)
-    return [_line(loc, findings[loc], tree) for loc in sorted(findings, key=lambda loc: _place(loc, tree))]
+def error_lines(error: ValidationError, tree: Node) -> list[str]:
+    """Return one message per key with an error, sorted by file and line."""
+    errors: dict[Loc, list[Mapping[str, Any]]] = {}
+    for details in error.errors(include_url=False):
+        loc = details["loc"] if details["type"] == "missing" else _within(details["loc"], tree)
+        errors.setdefault(loc, []).append(details)
+    locs = sorted(errors, key=lambda loc: _position(loc, tree))
+    return [_line(loc, errors[loc], tree) for loc in locs]
 
 
-def _place(loc: Loc, tree: Node) -> tuple[str, int]:
+def _position(loc: Loc, tree: Node) -> tuple[str, int]:
     origin = (node_at(tree, _within(loc, tree)) or tree).origin
     return origin.name, origin.line or 0
 
 
 def node_at(tree: Node, loc: Iterable[int | str]) -> Node | None:
-    """The node at a path of keys and list indices."""
+    """Return the node at a path of keys and list indices, or None if it does not exist."""
     node: Node | None = tree
     for key in loc:
-        if isinstance(node, Node) and isinstance(node.value, dict):
-            node = node.value.get(str(key))
-        elif isinstance(node, Node) and isinstance(node.value, tuple) and isinstance(key, int) and key < len(node.value):
-            node = node.value[key]
+        value = node.value if node is not None else None
+        if isinstance(value, dict):
+            node = value.get(str(key))
+        elif isinstance(value, tuple) and isinstance(key, int) and key < len(value):
+            node = value[key]
         else:
             return None
     return node
 
 
-def show(node: Node) -> str:
-    """A value in a message: as it was written, shortened to 60 characters."""
-    return written(node.text or plain(node))
-
-
 def written(value: object) -> str:
-    """A value as YAML would have it (numbers of a list as they are typed, with commas), shortened to 60 characters."""
+    """Return a value as YAML on one line, shortened to 60 characters.
+
+    A tuple of integers is written as on the command line: 11,13,19,21.
+    """
     items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
     if items and all(isinstance(item, int) for item in items):
         text = ",".join(str(item) for item in items)
     elif isinstance(value, (dict, list, tuple, BaseModel)):
         text = flow(cast("object", value))
+    elif isinstance(value, bool):
+        text = str(value).lower()
     else:
-        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        text = "null" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _within(loc: Loc, tree: Node) -> Loc:
-    """`loc` without the names that pydantic adds for the members of a union."""
+    """Return `loc` without the names that pydantic appends for the members of a union."""
     while loc and node_at(tree, loc) is None:
         loc = loc[:-1]
     return loc
 
 
-def _line(loc: Loc, findings: list[Mapping[str, Any]], tree: Node) -> str:
+def _line(loc: Loc, errors: list[Mapping[str, Any]], tree: Node) -> str:
+    """Return the message about the errors of one key."""
     key = ".".join(map(str, loc))
     node = node_at(tree, loc)
     if node is None:
         parent = node_at(tree, loc[:-1]) or tree
-        return f"{parent.origin}: {key}: is missing" + (f"; {description(loc)}" if description(loc) else "")
-    head = f"{node.origin}: {key}" + ("" if isinstance(node.value, dict) else f"={show(node)}")
-    later = not_yet(key, node.value)
-    if later:
-        return f"{head}: {later}"
+        hint = f". {description(loc)}." if description(loc) else ""
+        return f"{parent.origin}: {key}: is missing{hint}"
+    value = "" if isinstance(node.value, dict) else f"={written(node.text or plain(node))}"
+    return f"{node.origin}: {key}{value}: {_problem(loc, key, node, errors)}"
+
+
+def _problem(loc: Loc, key: str, node: Node, errors: list[Mapping[str, Any]]) -> str:
+    """Return problem and remedy of a value that the schema does not accept."""
+    unsupported = not_yet(key, node.value)
+    if unsupported:
+        return unsupported
     if node.value is None and ":" in str(loc[-1]):
-        return f"{head}: YAML reads this as one word; write a space after the colon"
+        return "YAML reads this as one word; write a space after the colon"
     if key in RENAMED:
-        return f"{head}: this key has been renamed. Set {RENAMED[key]} instead."
-    if findings[0]["type"] == "extra_forbidden":
-        return f"{head}: there is no such key; {_nearest_key(loc)}"
-    allowed = " or ".join(dict.fromkeys(_allowed(finding, loc) for finding in findings))
-    return f"{head}: must be {allowed}{_hint(findings[0], node)}"
+        return f"this key has been renamed. Set {RENAMED[key]} instead."
+    if errors[0]["type"] == "extra_forbidden":
+        return f"unknown key; {_nearest_key(loc)}"
+    allowed = " or ".join(dict.fromkeys(_allowed(details, loc) for details in errors))
+    return f"must be {allowed}{_hint(errors[0], node)}"
 
 
-def _allowed(finding: Mapping[str, Any], loc: Loc) -> str:
-    """What would have been right, to follow `must be`."""
-    context: Mapping[str, Any] = finding.get("ctx") or {}
-    kind = str(finding["type"])
+def _allowed(details: Mapping[str, Any], loc: Loc) -> str:
+    """Return the values that the schema accepts, as text that follows `must be`."""
+    context: Mapping[str, Any] = details.get("ctx") or {}
+    kind = str(details["type"])
     if kind in _WORDS:
         return _WORDS[kind]
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         bound = context.get("gt", context.get("ge", context.get("lt", context.get("le"))))
-        return f"{_BOUNDS[kind]} {bound}" if isinstance(bound, int) else f"{_BOUNDS[kind]} {bound:g}"
+        number = str(bound) if isinstance(bound, int) else f"{bound:g}"
+        return f"{_BOUNDS[kind]} {number}"
     if kind == "literal_error":
-        return " or ".join(_choices(context)) if len(_choices(context)) < 3 else "one of " + ", ".join(_choices(context))
+        choices = _choices(context)
+        return " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"
     if kind in ("too_long", "too_short"):
         return f"a list of {context.get('max_length', context.get('min_length'))} values"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        model = model_at(loc)
-        return f"a section of keys ({', '.join(model.model_fields)})" if model else f"a mapping such as {_example(loc)}"
-    return f"right: {finding['msg']}"
+        return _section_form(loc)
+    return f"valid: {details['msg']}"
+
+
+def _section_form(loc: Loc) -> str:
+    """Return the form of the section or mapping at a path."""
+    model = model_at(loc)
+    if model is None:
+        return f"a mapping such as {_example(loc)}"
+    return f"a section with the keys {', '.join(model.model_fields)}"
 
 
 def _example(loc: Loc) -> str:
-    """What the free mapping at a path may look like."""
+    """Return an example of the mapping at a path."""
     section = model_at(loc[:-1])
     field = section.model_fields.get(str(loc[-1])) if section else None
     return flow(field.examples[0]) if field is not None and field.examples else "{NAME: VALUE}"
@@ -134,17 +152,19 @@ _BOUNDS = {
 
 
 def _choices(context: Mapping[str, Any]) -> list[str]:
-    return [part.strip().strip("'") for part in str(context.get("expected", "")).replace(" or ", ", ").split(",")]
+    expected = str(context.get("expected", "")).replace(" or ", ", ")
+    return [choice.strip().strip("'") for choice in expected.split(",")]
 
 
-def _hint(finding: Mapping[str, Any], node: Node) -> str:
-    if finding["type"] != "literal_error" or not isinstance(node.value, str):
+def _hint(details: Mapping[str, Any], node: Node) -> str:
+    """Return a suggestion of the choices that are similar to the value."""
+    if details["type"] != "literal_error" or not isinstance(node.value, str):
         return ""
-    close = similar(node.value, _choices(finding.get("ctx") or {}), _SENSES)
+    close = similar(node.value, _choices(details.get("ctx") or {}), _SENSES)
     return f"; {did_you_mean(close)}" if close else ""
 
 
-# Words that users try for a choice, with the choices of that meaning.
+# Common synonyms of choices.
 _SENSES = {
     "gpu": ("cuda",),
     "nvidia": ("cuda",),
@@ -160,7 +180,7 @@ _SENSES = {
 
 
 def model_at(loc: Iterable[int | str]) -> type[BaseModel] | None:
-    """The model of the section at a path; list indices lead to the model of the items."""
+    """Return the model of the section at a path. A list index leads to the model of the items."""
     model: type[BaseModel] | None = Config
     for key in loc:
         if model is None:
@@ -181,7 +201,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """All dotted keys that lead to a value, section by section."""
+    """Yield all dotted keys that lead to a value, section by section."""
     for name, field in model.model_fields.items():
         inner = next(_models(field.annotation), None)
         if inner is None or get_origin(field.annotation) is tuple:
@@ -191,14 +211,18 @@ def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
 
 
 def description(loc: Sequence[int | str]) -> str:
-    """What the key at a path means; empty where there is no such key."""
+    """Return the description of a key without its final period, or nothing for an unknown key."""
     model = model_at(loc[:-1])
     field = model.model_fields.get(str(loc[-1])) if model else None
-    return (field.description or "") if field else ""
+    return (field.description or "").removesuffix(".") if field else ""
 
 
 def _nearest_key(loc: Loc) -> str:
-    """The same name further down; else the closest key of this section; else the same name elsewhere; else all keys of this section."""
+    """Return a hint for an unknown key.
+
+    In order of preference: the same name below the section, the closest key of the section, the
+    same name in other sections, or a list of all keys of the section.
+    """
     word = str(loc[-1])
     model = model_at(loc[:-1])
     siblings = list(model.model_fields) if model else []

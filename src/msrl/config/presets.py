@@ -1,6 +1,6 @@
-"""`algo.preset`: a published algorithm by name, as values for the keys that the user does not set.
+"""Presets of published algorithms for `algo.preset`: values of keys that the user does not set.
 
-The numbers are those of the papers. What a paper takes for granted elsewhere (learning rates, batch sizes, filters) is left alone.
+The numbers are those of the papers. Presets do not change learning rates, batch sizes and filters.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # arXiv:2402.03300; the coefficient of the divergence is that of arXiv:2501.12948
+    # arXiv:2402.03300, with the KL coefficient of arXiv:2501.12948
     "grpo": {
         "advantage": {"estimator": "group_norm"},
         "policy_loss": "ppo",
@@ -23,7 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip": {"low": 0.2, "high": 0.2},
         "aggregate": {"mode": "seq-sum-over-constant"},
     },
-    # arXiv:2503.14476; groups of equal rewards are left out of the loss
+    # arXiv:2503.14476. Groups of equal rewards are excluded from the loss.
     "dapo": {
         "advantage": {"estimator": "group_norm"},
         "policy_loss": "ppo",
@@ -39,7 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip": {"low": 3e-4, "high": 4e-4},
         "aggregate": {"mode": "seq-mean-token-mean"},
     },
-    # arXiv:2507.20673; the widths are in log space
+    # arXiv:2507.20673. The clip range is in log space.
     "gmpo": {
         "advantage": {"estimator": "group_norm"},
         "policy_loss": "gmpo",
@@ -53,7 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip": {"low": 0.2, "high": 0.2},
         "aggregate": {"mode": "token-mean"},
     },
-    # arXiv:2402.14740; the clip only matters where a rollout has several updates
+    # arXiv:2402.14740. The clip range matters only if a rollout has several updates.
     "rloo": {
         "advantage": {"estimator": "rloo"},
         "policy_loss": "ppo",
@@ -66,7 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "policy_loss": "vanilla",
         "aggregate": {"mode": "seq-mean-token-sum"},
     },
-    # arXiv:2501.03262; k1 as in its equation of the penalty
+    # arXiv:2501.03262, with k1 as in its equation of the penalty
     "reinforce_pp": {
         "advantage": {"estimator": "reinforce_pp"},
         "policy_loss": "ppo",
@@ -74,7 +74,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregate": {"mode": "token-mean"},
         "kl": {"reward": {"coef": 0.001, "estimator": "k1"}},
     },
-    # arXiv:1707.06347 with the numbers for language models of arXiv:2203.02155, appendix C.4, and github.com/openai/baselines, ppo2
+    # arXiv:1707.06347, with the numbers for language models of arXiv:2203.02155, appendix C.4,
+    # and the value clipping of github.com/openai/baselines, ppo2
     "ppo": {
         "advantage": {"estimator": "gae", "gamma": 1.0, "lambda": 0.95, "whiten": True},
         "policy_loss": "ppo",
@@ -88,7 +89,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "policy_loss": "topr",
         "aggregate": {"mode": "seq-mean-token-sum"},
     },
-    # arXiv:2506.13585: no lower bound; the upper one, which the paper leaves open, as in arXiv:2510.13786
+    # arXiv:2506.13585, without a lower bound. The paper does not state its upper bound, so this is
+    # the one of arXiv:2510.13786.
     "cispo": {
         "advantage": {"estimator": "group_norm"},
         "policy_loss": "cispo",

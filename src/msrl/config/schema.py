@@ -1,8 +1,9 @@
-"""The one configuration: every key that a command reads, with its type, bounds, default and meaning.
+"""Schema of the configuration: every key with its type, bounds, default and description.
 
-Frozen and closed: an unknown key is a mistake. Only what this version does has a key here; what the design names beyond that is in
-`not_yet.py`. Every section has a default, so that `Config()` is valid; what a command needs on top is checked by `checks.py`.
-Paths are text as the user gave it, relative to the working directory.
+The configuration is frozen, and unknown keys are errors. `unsupported.py` lists known keys that
+this version refuses. Every section has a default, so `Config()` is valid; the package `checks`
+validates the keys that a command requires. Paths are the user's text, relative to the working
+directory.
 """
 
 from __future__ import annotations
@@ -11,10 +12,28 @@ from pydantic import Field
 
 from msrl.config.sections.algo import AlgoConfig
 from msrl.config.sections.base import Section
-from msrl.config.sections.commands import ChatConfig, ConvertConfig, GenerateConfig, PreprocessConfig
+from msrl.config.sections.commands import (
+    ChatConfig,
+    ConvertConfig,
+    GenerateConfig,
+    PreprocessConfig,
+)
 from msrl.config.sections.evaluation import EvalConfig
-from msrl.config.sections.general import CheckpointConfig, ClusterConfig, DataConfig, LogConfig, ModelConfig, RunConfig
-from msrl.config.sections.reward import LengthConfig, OverlongConfig, RewardConfig, RewardNormConfig, RewardSource
+from msrl.config.sections.general import (
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    RunConfig,
+)
+from msrl.config.sections.reward import (
+    LengthConfig,
+    OverlongConfig,
+    RewardConfig,
+    RewardNormConfig,
+    RewardSource,
+)
 from msrl.config.sections.rollout import EngineConfig, FilterConfig, RolloutConfig
 from msrl.config.sections.train import LoraConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
@@ -49,20 +68,32 @@ __all__ = [
 
 
 class Config(Section):
-    """All sections; each command reads those that it needs."""
+    """Complete configuration. Each command reads the sections that it needs."""
 
-    run: RunConfig = Field(default=RunConfig(), description="Name, folder and seed of the run")
-    model: ModelConfig = Field(default=ModelConfig(), description="The model that is trained")
-    data: DataConfig = Field(default=DataConfig(), description="Preprocessed data")
-    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Devices and workers")
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="Generation of completions in train-grpo")
-    reward: RewardConfig = Field(default=RewardConfig(), description="Scoring of completions in train-grpo")
-    algo: AlgoConfig = Field(default=AlgoConfig(), description="Advantages and loss of train-grpo")
-    train: TrainConfig = Field(default=TrainConfig(), description="The optimisation")
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Loading, saving, resuming")
-    log: LogConfig = Field(default=LogConfig(), description="What is written while training")
-    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation while training")
-    convert: ConvertConfig = Field(default=ConvertConfig(), description="msrl convert-ckpt")
-    preprocess: PreprocessConfig = Field(default=PreprocessConfig(), description="msrl preprocess")
-    generate: GenerateConfig = Field(default=GenerateConfig(), description="msrl generate")
-    chat: ChatConfig = Field(default=ChatConfig(), description="msrl chat")
+    run: RunConfig = Field(default=RunConfig(), description="Name, folder and seed of the run.")
+    model: ModelConfig = Field(default=ModelConfig(), description="Model to train.")
+    data: DataConfig = Field(default=DataConfig(), description="Preprocessed data.")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Devices and workers.")
+    rollout: RolloutConfig = Field(
+        default=RolloutConfig(), description="Generation of responses in train-grpo."
+    )
+    reward: RewardConfig = Field(
+        default=RewardConfig(), description="Rewards of responses in train-grpo."
+    )
+    algo: AlgoConfig = Field(default=AlgoConfig(), description="Advantages and loss of train-grpo.")
+    train: TrainConfig = Field(default=TrainConfig(), description="Optimization of the model.")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="Loading, saving and resuming."
+    )
+    log: LogConfig = Field(default=LogConfig(), description="Output during training.")
+    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation during training.")
+    convert: ConvertConfig = Field(
+        default=ConvertConfig(), description="Settings of `msrl convert-ckpt`."
+    )
+    preprocess: PreprocessConfig = Field(
+        default=PreprocessConfig(), description="Settings of `msrl preprocess`."
+    )
+    generate: GenerateConfig = Field(
+        default=GenerateConfig(), description="Settings of `msrl generate`."
+    )
+    chat: ChatConfig = Field(default=ChatConfig(), description="Settings of `msrl chat`.")

@@ -1,4 +1,4 @@
-"""A configuration as YAML again: whole, readable by the loader, each value with its origin as a comment if wanted."""
+"""Conversion of a configuration to YAML that the loader reads back, with origins as comments."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from msrl.config.sources import Origin
 
 
 def to_yaml(config: Config, origins: Mapping[str, Origin] | None = None) -> str:
-    """All keys and values, section by section; with `origins` each line ends with `# where it came from`."""
+    """Return all keys and values as YAML. With `origins`, each line ends with `# origin`."""
     return "\n".join(_lines(config.model_dump(mode="json"), "", 0, origins)) + "\n"
 
 
-def _lines(section: Mapping[str, Any], prefix: str, depth: int, origins: Mapping[str, Origin] | None) -> Iterator[str]:
+def _lines(
+    section: Mapping[str, Any], prefix: str, depth: int, origins: Mapping[str, Origin] | None
+) -> Iterator[str]:
     indent = "  " * depth
     for name, value in section.items():
         key = prefix + name
@@ -31,11 +33,11 @@ def _lines(section: Mapping[str, Any], prefix: str, depth: int, origins: Mapping
 
 
 def _origin(key: str, origins: Mapping[str, Origin] | None) -> str:
-    """The origin of a value; of a list the origins of all its items."""
+    """Return the origin of a value, for a list the origins of all items."""
     if origins is None or key not in origins:
         return ""
-    inside = [str(origin) for name, origin in origins.items() if name == key or name.startswith(f"{key}.")]
-    return ", ".join(dict.fromkeys(inside))
+    names = [name for name in origins if name == key or name.startswith(f"{key}.")]
+    return ", ".join(dict.fromkeys(str(origins[name]) for name in names))
 
 
 def _key(name: str) -> str:
@@ -43,19 +45,31 @@ def _key(name: str) -> str:
 
 
 def flow(value: Any) -> str:
-    """A value on one line, readable by every YAML parser (1e-05 is text to many, 1.0e-05 a number to all); of a section what is set."""
+    """Return a value as YAML on one line. Of a section, only values that differ from the default.
+
+    Floats have a decimal point, because many YAML parsers read 1e-05 as text.
+    """
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", exclude_defaults=True)
     if isinstance(value, dict):
         entries = cast("Mapping[str, Any]", value)
-        return "{" + ", ".join(f"{_key(key)}: {flow(child)}" for key, child in entries.items()) + "}"
+        return (
+            "{" + ", ".join(f"{_key(key)}: {flow(child)}" for key, child in entries.items()) + "}"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(flow(child) for child in cast("list[Any]", value)) + "]"
     if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):
         return repr(value).replace("e", ".0e")
-    if isinstance(value, str) and value.replace("_", "").isalnum() and value[0].isalpha() and value.lower() not in _WORDS:
+    if isinstance(value, str) and _is_plain(value):
         return value
     return json.dumps(value, ensure_ascii=False)
 
 
+# Words that some YAML parsers read as booleans, null or numbers.
 _WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", "nan", "inf"}
+
+
+def _is_plain(text: str) -> bool:
+    """Return True if every YAML parser reads the text without quotes as the same text."""
+    is_word = text.replace("_", "").isalnum() and text[0].isalpha()
+    return is_word and text.lower() not in _WORDS

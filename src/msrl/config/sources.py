@@ -1,6 +1,7 @@
-"""Where values come from: YAML files, `--set` and flags, each as a tree whose every node knows its origin.
+"""Sources of values: YAML files, `--set` and flags, as trees whose nodes have an origin.
 
-Numbers and booleans are YAML 1.2's: `1e-5` is a number, `no` is text. A file may name others in `defaults:`, which are laid under it.
+Numbers and booleans follow YAML 1.2: `1e-5` is a number, `no` is text. The files that a file lists
+under `defaults:` are merged before it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ PACKAGED = Path(__file__).parent / "packaged"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """`grpo.yaml:14`, `--set`, `--tp`, `preset dapo` or `default`; the last two were not given by the user."""
+    """Origin of a value: `grpo.yaml:14`, `--set`, `--tp`, `preset dapo` or `default`.
+
+    `is_given` is False for presets and defaults, which the user did not set.
+    """
 
     name: str
     line: int | None = None
@@ -32,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value, its origin, and (scalars) how it was written. Mappings hold nodes by key, lists hold nodes in order."""
+    """Value with its origin and, for scalars, its original text. Mappings and lists hold nodes."""
 
     value: dict[str, Node] | tuple[Node, ...] | str | int | float | bool | None
     origin: Origin
@@ -42,12 +46,17 @@ class Node:
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _HEX = re.compile(r"0x[0-9a-fA-F]+$")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-_SPECIAL = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
+_SPECIAL = {
+    ".inf": float("inf"),
+    "+.inf": float("inf"),
+    "-.inf": float("-inf"),
+    ".nan": float("nan"),
+}
 _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
 def scalar(text: str) -> str | int | float | bool | None:
-    """The value of a plain (unquoted) YAML scalar.
+    """Return the value of a plain (unquoted) YAML scalar.
 
     >>> scalar("1e-5"), scalar("no"), scalar("True"), scalar("8")
     (1e-05, 'no', True, 8)
@@ -65,9 +74,11 @@ def scalar(text: str) -> str | int | float | bool | None:
 
 
 def parse(text: str, name: str, *, located: bool = True) -> Node:
-    """One YAML document as a tree, whose nodes know their line in `name` if `located`.
+    """Return one YAML document as a tree. If `located`, its nodes have their line in `name`.
 
-    Raises ManyErrors that names all duplicate or non-text keys, tags and merge keys; MsrlError for what is not YAML.
+    Raises:
+        ManyErrors: the document has duplicate or non-text keys, tags or merge keys.
+        MsrlError: the text is not valid YAML.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -76,8 +87,10 @@ def parse(text: str, name: str, *, located: bool = True) -> Node:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark and located else name
         is_star = "alias" in f"{error.context} {error.problem}"
-        hint = "; a text that begins with * stands in quotes, as in '*.bias'" if is_star else ""
-        raise MsrlError(f"{where}: not valid YAML: {error.problem or error.context}{hint}") from None
+        hint = "; quote a text that begins with *, as in '*.bias'" if is_star else ""
+        raise MsrlError(
+            f"{where}: not valid YAML: {error.problem or error.context}{hint}"
+        ) from None
     except yaml.YAMLError as error:
         raise MsrlError(f"{name}: not valid YAML: {error}") from None
     if document is None:
@@ -90,19 +103,19 @@ def parse(text: str, name: str, *, located: bool = True) -> Node:
 
 
 class _Builder:
-    """From PyYAML's nodes to ours, collecting mistakes."""
+    """Converter of PyYAML nodes to `Node`, which collects errors."""
 
     def __init__(self, name: str, *, lines: bool) -> None:
         self.name = name
         self.lines = lines
         self.errors: list[str] = []
         self.resolver = yaml.resolver.Resolver()
-        self._open: list[int] = []
+        self._open: list[int] = []  # ids of the nodes that are being converted
 
     def node(self, node: yaml.Node, line: int) -> Node:
         origin = Origin(self.name, line + 1 if self.lines else None)
         if id(node) in self._open:
-            self.errors.append(f"{origin}: an anchor holds itself")
+            self.errors.append(f"{origin}: an anchor contains itself")
             return Node(None, origin)
         self._open.append(id(node))
         try:
@@ -110,21 +123,25 @@ class _Builder:
             if isinstance(node, yaml.MappingNode):
                 return Node(dict(self._entries(node)), origin)
             if isinstance(node, yaml.SequenceNode):
-                return Node(tuple(self.node(item, item.start_mark.line) for item in node.value), origin)
-            plain = isinstance(node, yaml.ScalarNode) and node.style is None
-            return Node(scalar(node.value) if plain else node.value, origin, node.value)
+                return Node(
+                    tuple(self.node(item, item.start_mark.line) for item in node.value), origin
+                )
+            is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
+            return Node(scalar(node.value) if is_plain else node.value, origin, node.value)
         finally:
             self._open.pop()
 
     def _refuse_tag(self, node: yaml.Node, origin: Origin) -> None:
-        """Notes a tag that was written out, which is one that PyYAML would not have given by itself."""
-        plain = isinstance(node, yaml.ScalarNode) and node.style is None
+        """Record an explicit tag: one that differs from the tag that PyYAML infers."""
+        is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
         resolve = cast("Callable[..., str]", self.resolver.resolve)  # pyright: ignore[reportUnknownMemberType]
-        own = resolve(type(node), node.value if plain else None, (plain, not plain))
-        if node.tag != own:
-            self.errors.append(f"{origin}: {node.tag}: tags have no meaning here; take it away")
+        value = node.value if is_plain else None
+        inferred = resolve(type(node), value, (is_plain, not is_plain))
+        if node.tag != inferred:
+            self.errors.append(f"{origin}: {node.tag}: tags are not supported; remove the tag")
 
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, Node]]:
+        """Yield the keys and values of a section, and record keys that are not valid."""
         seen: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line
@@ -132,23 +149,28 @@ class _Builder:
             if not isinstance(key, yaml.ScalarNode):
                 self.errors.append(f"{origin}: a key must be text")
             elif key.value == "<<" and key.style is None:
-                self.errors.append(f"{origin}: merge keys (<<) are not read; name shared files in `defaults:`")
+                self.errors.append(
+                    f"{origin}: merge keys (<<) are not supported; list shared files in `defaults:`"
+                )
             elif key.value in seen:
-                first = f"; it stands in line {seen[key.value]} already" if self.lines else ""
-                self.errors.append(f"{origin}: {key.value}: given twice in one section{first}")
+                first = f"; the first is in line {seen[key.value]}" if self.lines else ""
+                self.errors.append(
+                    f"{origin}: {key.value}: key appears twice in one section{first}"
+                )
             else:
                 seen[key.value] = line + 1
                 yield key.value, self.node(value, line)
 
 
 def merge(under: Node, over: Node, defaults: Node | None = None) -> Node:
-    """`over` laid over `under`, section by section; a list is replaced whole, but a section with numbers for keys changes its items.
+    """Return the tree `under` with the values of `over`, merged section by section.
 
-    A section or mapping that is set to `null` is what `defaults` has in its place; with nothing written below it, it stays as it is.
+    A list replaces a list, but a section whose keys are numbers changes single items. Setting a
+    section or mapping to `null` resets it to `defaults`; an empty section changes nothing.
     """
     if over.value is None and isinstance(under.value, dict):
         if not over.text:
-            return under  # `train:` without a word
+            return under  # `train:` with nothing below it
         return over if defaults is None else defaults
     if not isinstance(over.value, dict):
         return over
@@ -167,13 +189,14 @@ def _merge_items(items: tuple[Node, ...], changes: Mapping[str, Node], origin: O
     new = list(items)
     for key, node in changes.items():
         if int(key) >= len(new):
-            raise MsrlError(f"{origin}: item {key} does not exist; the list has {len(new)} items, counted from 0")
+            count = f"the list has {len(new)} items, counted from 0"
+            raise MsrlError(f"{origin}: item {key} does not exist; {count}")
         new[int(key)] = merge(new[int(key)], node)
     return Node(tuple(new), origin)
 
 
 def plain(node: Node) -> Any:
-    """The bare value of a tree."""
+    """Return the value of a tree without origins."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
     if isinstance(node.value, tuple):
@@ -182,7 +205,7 @@ def plain(node: Node) -> Any:
 
 
 def wrap(value: Any, origin: Origin) -> Node:
-    """A bare value as a tree that stands at `origin` throughout."""
+    """Return a value as a tree whose nodes all have this origin."""
     if isinstance(value, Mapping):
         entries = cast("Mapping[Any, Any]", value)
         return Node({str(key): wrap(child, origin) for key, child in entries.items()}, origin)
@@ -193,14 +216,18 @@ def wrap(value: Any, origin: Origin) -> Node:
 
 
 def at(path: str, node: Node) -> Node:
-    """A tree that holds `node` at the dotted `path` and nothing else."""
+    """Return a tree that contains only `node`, at the dotted `path`."""
     for key in reversed(path.split(".")):
         node = Node({key: node}, node.origin)
     return node
 
 
-def from_set(assignment: str) -> Node:
-    """The tree of one `--set a.b=value`; the value is YAML. Raises MsrlError when there is no `=` or no key."""
+def parse_assignment(assignment: str) -> Node:
+    """Return the tree of one `--set a.b=value`, whose value is YAML.
+
+    Raises:
+        MsrlError: `=` or the key is missing, or the value is not valid YAML.
+    """
     path, equals, text = assignment.partition("=")
     path = path.strip()
     if not equals or not path or not all(path.split(".")):
@@ -214,28 +241,39 @@ def from_set(assignment: str) -> Node:
     return at(path, replace(node, text="null") if node.value is None else node)
 
 
-def files_of(path: str, *, inside: Path | None = None, parents: tuple[Path, ...] = ()) -> list[Node]:
-    """The tree of a file, after those of its `defaults:`, in the order in which they are merged.
+def read_with_defaults(
+    path: str, *, inside: Path | None = None, parents: tuple[Path, ...] = ()
+) -> list[Node]:
+    """Return the trees of the files in `defaults:` and of the file itself, in order of merging.
 
-    `inside` is the folder that a relative path starts from. Raises MsrlError for files that are missing, circular or not sections of keys.
+    Args:
+        path: file or name of a packaged configuration.
+        inside: folder that a relative path is resolved against.
+        parents: files whose `defaults:` led to this file.
+
+    Raises:
+        MsrlError: a file is missing, lists itself directly or indirectly, or has no sections.
     """
     file = find(path, inside)
     if file.resolve() in parents:
-        raise MsrlError(f"{file}: its `defaults:` lead back to itself")
+        raise MsrlError(f"{file}: its `defaults:` include the file itself")
     tree = read(file)
     entries: dict[str, Node] = tree.value if isinstance(tree.value, dict) else {}
     layers: list[Node] = []
     errors: list[str] = []
     for name in _defaults(entries.get("defaults")):
         try:
-            layers += files_of(str(name.value), inside=file.parent, parents=(*parents, file.resolve()))
+            layers += read_with_defaults(
+                str(name.value), inside=file.parent, parents=(*parents, file.resolve())
+            )
         except ManyErrors as error:
             errors += error.messages
         except MsrlError as error:
             errors.append(f"{name.origin}: defaults: {error}")
     if errors:
         raise ManyErrors(errors)
-    return [*layers, Node({key: node for key, node in entries.items() if key != "defaults"}, tree.origin)]
+    values = {key: node for key, node in entries.items() if key != "defaults"}
+    return [*layers, Node(values, tree.origin)]
 
 
 def _defaults(node: Node | None) -> tuple[Node, ...]:
@@ -243,11 +281,18 @@ def _defaults(node: Node | None) -> tuple[Node, ...]:
         return ()
     if isinstance(node.value, tuple) and all(isinstance(item.value, str) for item in node.value):
         return node.value
-    raise MsrlError(f"{node.origin}: defaults: must be a list of files or of packaged names ({', '.join(packaged_names())})")
+    raise MsrlError(
+        f"{node.origin}: defaults: must be a list of files or names of packaged configurations "
+        f"({', '.join(packaged_names())})"
+    )
 
 
 def find(path: str, inside: Path | None = None) -> Path:
-    """The file called `path`, relative to `inside`; else the packaged one of that name. Raises MsrlError when there is none."""
+    """Return the file at `path`, relative to `inside`, or the packaged configuration of that name.
+
+    Raises:
+        MsrlError: neither exists.
+    """
     file = (inside or Path()) / path
     if file.is_file():
         return file
@@ -256,11 +301,18 @@ def find(path: str, inside: Path | None = None) -> Path:
     packaged = PACKAGED / f"{path.removesuffix('.yaml')}.yaml"
     if path.removesuffix(".yaml") in packaged_names():
         return packaged
-    raise MsrlError(f"{file}: there is no such file, nor a packaged configuration of this name; {nearest(path, packaged_names())}")
+    raise MsrlError(
+        f"{file}: neither a file nor the name of a packaged configuration; "
+        f"{nearest(path, packaged_names())}"
+    )
 
 
-def named(name: str) -> str:
-    """The file of `--config-name`: in ./configs, else a packaged one. Raises MsrlError when there is none."""
+def find_by_name(name: str) -> str:
+    """Return the file of `--config-name`: in ./configs, or else a packaged configuration.
+
+    Raises:
+        MsrlError: no configuration has this name.
+    """
     stem = name.removesuffix(".yaml")
     local = Path("configs") / f"{stem}.yaml"
     if local.is_file():
@@ -268,16 +320,23 @@ def named(name: str) -> str:
     if stem in packaged_names():
         return stem
     known = [*packaged_names(), *(file.stem for file in Path("configs").glob("*.yaml"))]
-    raise MsrlError(f"--config-name={name}: neither ./configs nor msrl has a configuration of this name; {nearest(stem, known)}")
+    raise MsrlError(
+        f"--config-name={name}: no such configuration in ./configs or among the packaged ones; "
+        f"{nearest(stem, known)}"
+    )
 
 
 def packaged_names() -> tuple[str, ...]:
-    """The configurations that come with msrl."""
+    """Return the names of the configurations that come with msrl."""
     return tuple(sorted(file.stem for file in PACKAGED.glob("*.yaml")))
 
 
 def read(file: Path) -> Node:
-    """The tree of one file alone. Raises MsrlError when it cannot be read or is not a section of keys."""
+    """Return the tree of one file, without its `defaults:`.
+
+    Raises:
+        MsrlError: the file cannot be read or has no sections.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -288,6 +347,7 @@ def read(file: Path) -> Node:
     if tree.value is None:
         return Node({}, tree.origin)
     if not isinstance(tree.value, dict):
-        other = "" if file.suffix in (".yaml", ".yml") else "; scripts of other systems are read by `msrl config import`"
-        raise MsrlError(f"{tree.origin}: must hold sections such as `model:` and `train:`{other}")
+        is_yaml = file.suffix in (".yaml", ".yml")
+        hint = "" if is_yaml else "; use `msrl config import` for scripts of other systems"
+        raise MsrlError(f"{tree.origin}: must hold sections such as `model:` and `train:`{hint}")
     return tree

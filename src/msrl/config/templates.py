@@ -1,4 +1,7 @@
-"""Where prompt templates lie: `templates/` of the source tree, the same folder inside the installed package, or a file of the user's."""
+"""Location of prompt templates.
+
+They are in `templates/` of the source tree or of the installed package, or in a user's file.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,28 @@ SUFFIX = ".yaml"
 
 
 def template_dir() -> Path:
-    """The folder of the templates that come with msrl."""
+    """Return the folder of the packaged templates."""
     package = Path(msrl.__file__).parent
     installed = package / "templates"
     return installed if installed.is_dir() else package.parents[1] / "templates"
 
 
 def template_names() -> tuple[str, ...]:
-    """The names that `template:` takes, sorted."""
+    """Return the names of the packaged templates, sorted."""
     return tuple(sorted(file.stem for file in template_dir().glob(f"*{SUFFIX}")))
 
 
 def find_template(name: str) -> Path:
-    """The file of a template given by name or by path. Raises MsrlError when there is none."""
+    """Return the file of a template, by name or by path.
+
+    Raises:
+        MsrlError: the file or the name does not exist.
+    """
     if name in template_names():
         return template_dir() / f"{name}{SUFFIX}"
     if name.endswith((".yaml", ".yml")):
         if Path(name).is_file():
             return Path(name)
-        raise MsrlError("there is no such template file")
-    raise MsrlError(f"there is no template of this name; {nearest(name, template_names())}; or give the path of a YAML file")
+        raise MsrlError("this template file does not exist")
+    hint = nearest(name, template_names())
+    raise MsrlError(f"neither the name of a template nor the path of a YAML file; {hint}")

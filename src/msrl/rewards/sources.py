@@ -196,7 +196,7 @@ def _verifier_mistakes(source: Source) -> Iterator[tuple[str, str]]:
 
 def _plugin_mistakes(source: Source, main: Callable[..., Any], refusal: Callable[..., str | None] | None) -> Iterator[tuple[str, str]]:
     """Options that `main` does not take, or not with such a value; else what the source's own `refusal` says of them."""
-    known = registry.options_of(main)
+    known = registry.plugin_options(main)
     unknown = [name for name in source.options if name not in known]
     yield from ((f"options.{name}", _no_option(name, known)) for name in unknown)
     wrong = registry.wrong_values(main, {n: v for n, v in source.options.items() if n not in unknown})

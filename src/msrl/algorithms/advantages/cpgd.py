@@ -1,4 +1,6 @@
-"""The advantages of CPGD (arXiv:2505.12504, section 3) with equal weights of all prompts: A = R - mean over the completions of one prompt.
+"""Advantages of CPGD (arXiv:2505.12504, section 3) with equal weights of all prompts.
+
+A = R - mean over the completions of one prompt.
 
 P prompts, G completions per prompt, N tokens. Its policy loss is `algo.policy_loss: cpgd`.
 """

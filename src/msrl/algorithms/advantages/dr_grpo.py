@@ -1,6 +1,9 @@
-"""Dr. GRPO (arXiv:2503.20783, section 3.2): A = R - mean over the completions of one prompt, without division by the deviation.
+"""Dr. GRPO (arXiv:2503.20783, section 3.2).
 
-P prompts, G completions per prompt, N tokens. Its other half, no division by the length, is `algo.aggregate.mode: seq-sum-over-constant`.
+A = R - mean over the completions of one prompt, without division by the deviation.
+
+P prompts, G completions per prompt, N tokens. Its other half, no division by the length, is
+`algo.aggregate.mode: seq-sum-over-constant`.
 """
 
 from __future__ import annotations

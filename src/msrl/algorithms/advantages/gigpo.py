@@ -1,8 +1,9 @@
-"""GiGPO (arXiv:2505.10978, section 4): A = A_episode + omega A_turn, for episodes of several turns.
+"""GiGPO (arXiv:2505.10978, section 4) for episodes of several turns: A = A_episode + omega A_turn.
 
-A_episode compares the episodes of one prompt by their rewards. A_turn compares the turns of one prompt that began in the same
-state, whichever episode they are of, by their discounted returns. Each is the distance from the mean, divided by the
-deviation (unbiased, plus eps) where `normalise` says so. P prompts, G episodes per prompt, K turns, N tokens.
+A_episode compares the episodes of one prompt by their rewards. A_turn compares the discounted
+returns of the turns of one prompt that began in the same state, across all episodes. Each is the
+distance from the mean. With `normalise`, it is divided by the deviation (unbiased, plus eps). P
+prompts, G episodes per prompt, K turns, N tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +20,22 @@ NEEDS_TURNS = True
 
 
 def advantages(
-    rewards: TokenRewards, *, turns: Turns | None, eps: float, omega: float = 1.0, step_gamma: float = 0.95, normalise: bool = True
+    rewards: TokenRewards,
+    *,
+    turns: Turns | None,
+    eps: float,
+    omega: float = 1.0,
+    step_gamma: float = 0.95,
+    normalise: bool = True,
 ) -> Reals:  # [N]
-    """Return one value for all tokens of a turn; exactly 0 for a turn without others to compare with, or equal to all of them."""
+    """Return one value for all tokens of a turn.
+
+    The value is exactly 0 if the turn has no comparable turns or equals all of them.
+    """
     checked, totals = episodes.require_turns(turns, "gigpo"), group_totals(rewards, "gigpo")
-    episode_advantages = centered(totals) / (totals.std(axis=1, ddof=1, keepdims=True) + eps if normalise else 1.0)
+    episode_advantages = centered(totals) / (
+        totals.std(axis=1, ddof=1, keepdims=True) + eps if normalise else 1.0
+    )
     returns = checked.returns(rewards, step_gamma)
     turn_advantages = np.zeros_like(returns)
     _, anchors = np.unique(np.stack((checked.prompts, checked.states)), axis=1, return_inverse=True)

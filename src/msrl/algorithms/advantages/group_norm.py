@@ -1,6 +1,9 @@
-"""Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2): A = (R - mean) / (std + eps) over the completions of one prompt.
+"""Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2).
 
-P prompts, G completions per prompt, N tokens. The standard deviation is the unbiased one (divided by G - 1).
+A = (R - mean) / (std + eps) over the completions of one prompt.
+
+P prompts, G completions per prompt, N tokens. The standard deviation is the unbiased one (divided
+by G - 1).
 """
 
 from __future__ import annotations

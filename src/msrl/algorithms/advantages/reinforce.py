@@ -1,6 +1,9 @@
-"""REINFORCE (Williams 1992): the return, A_t = sum over k >= t of gamma^(k - t) r_k, with no baseline. N tokens.
+"""REINFORCE (Williams 1992) without a baseline. N tokens.
 
-This estimator has the highest variance: if all rewards have the same sign, the probability of all responses moves in the same direction.
+The advantage is the return: A_t = sum over k >= t of gamma^(k - t) r_k.
+
+This estimator has the highest variance: if all rewards have the same sign, the probability of all
+responses moves in the same direction.
 """
 
 from __future__ import annotations

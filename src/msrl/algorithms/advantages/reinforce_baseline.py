@@ -1,7 +1,9 @@
-"""REINFORCE++ with a group baseline (arXiv:2501.03262): A = R - mean of the group, then the z-score over all trained tokens.
+"""REINFORCE++ with a group baseline (arXiv:2501.03262).
 
-P prompts, G completions per prompt, N tokens. Unlike group_norm it divides by one standard deviation for all prompts, so that prompts with
-almost equal rewards are not amplified.
+A = R - mean of the group, then the z-score over all trained tokens.
+
+P prompts, G completions per prompt, N tokens. Unlike group_norm it divides by one standard
+deviation for all prompts, so that prompts with almost equal rewards are not amplified.
 """
 
 from __future__ import annotations
@@ -13,5 +15,10 @@ COMPARES_GROUPS = True
 
 
 def advantages(rewards: TokenRewards, *, eps: float) -> Reals:  # [N]
-    """Return one value for all tokens of a response; exactly 0 everywhere if no group has different rewards."""
-    return rewards.whiten(rewards.everywhere(centered(group_totals(rewards, "reinforce_baseline"))), eps)
+    """Return one value for all tokens of a response.
+
+    All values are exactly 0 if no group has different rewards.
+    """
+    return rewards.whiten(
+        rewards.everywhere(centered(group_totals(rewards, "reinforce_baseline"))), eps
+    )

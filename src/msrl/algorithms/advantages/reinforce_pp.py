@@ -1,4 +1,6 @@
-"""REINFORCE++ (arXiv:2501.03262): the discounted return of every token, then the z-score over all trained tokens.
+"""REINFORCE++ (arXiv:2501.03262).
+
+The advantage is the discounted return of a token, normalized to a z-score over all trained tokens.
 
 N tokens. Use `algo.kl.reward` for a KL penalty. Groups of one completion are allowed.
 """

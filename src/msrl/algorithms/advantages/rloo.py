@@ -1,6 +1,9 @@
-"""REINFORCE leave-one-out (arXiv:2402.14740, section 2.2): A_i = R_i - mean of the other completions of the prompt.
+"""REINFORCE leave-one-out (arXiv:2402.14740, section 2.2).
 
-P prompts, G completions per prompt, N tokens. A_i equals G / (G - 1) times the distance from the mean of all completions.
+A_i = R_i - mean of the other completions of the prompt.
+
+P prompts, G completions per prompt, N tokens. A_i equals G / (G - 1) times the distance from the
+mean of all completions.
 """
 
 from __future__ import annotations

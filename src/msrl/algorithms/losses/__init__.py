@@ -1,8 +1,10 @@
 """Policy losses. Each file defines the `algo.policy_loss` of its name.
 
-Its main function is `policy_loss(tokens: PolicyTokens, *, ...) -> TokenLosses` and returns the loss of every token; `aggregate.py` reduces
-them to one number. Parameters `clip_low`, `clip_high` and `dual` without a default receive the values of `algo.clip`. Parameters with a
-default are options of the loss, set in `algo.options`. A module with `OWN_RATIO = True` defines its own ratio and takes no `algo.ratio`.
-A module with `ONE_ADVANTAGE = True` needs one advantage and one mismatch weight per sequence. A loss must be positively homogeneous in the
-advantages, because sample weights multiply them. Mismatch corrections multiply the token losses.
+Its main function is `policy_loss(tokens: PolicyTokens, *, ...) -> TokenLosses` and returns the loss
+of every token; `aggregate.py` reduces them to one number. Parameters `clip_low`, `clip_high` and
+`dual` without a default receive the values of `algo.clip`. Parameters with a default are options of
+the loss, set in `algo.options`. A module with `OWN_RATIO = True` defines its own ratio and takes no
+`algo.ratio`. A module with `ONE_ADVANTAGE = True` needs one advantage and one mismatch weight per
+sequence. A loss must be positively homogeneous in the advantages, because sample weights multiply
+them. Mismatch corrections multiply the token losses.
 """

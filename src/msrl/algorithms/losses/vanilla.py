@@ -1,6 +1,7 @@
 """The plain policy gradient (REINFORCE): a token's loss is -A log p. N tokens.
 
-There is no ratio, so the gradient is right only for the policy that sampled: use one update per rollout.
+There is no ratio, so the gradient is right only for the policy that sampled: use one update per
+rollout.
 """
 
 from __future__ import annotations

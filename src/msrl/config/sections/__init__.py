@@ -1,1 +1,1 @@
-"""The sections of the configuration, a module for each part of the work; `config.schema` puts them together."""
+"""Sections of the configuration, one module per topic. `config.schema` combines them."""

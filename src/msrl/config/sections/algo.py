@@ -1,4 +1,4 @@
-"""From rewards to a loss: advantages, ratios, clips, aggregation, divergences, corrections."""
+"""Configuration of the algorithm: advantages, clipping, aggregation, KL terms and corrections."""
 
 from __future__ import annotations
 
@@ -6,158 +6,301 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, create_model
 
-from msrl.config.sections.base import Bool, Count, Float, Fraction, NonNegative, Positive, Section, Size, Text, UpToOne
+from msrl.config.sections.base import (
+    Bool,
+    Count,
+    Float,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    Size,
+    Text,
+    UpToOne,
+)
 
-_LAMBDA = Field(default=0.95, description="Of gae: 0 trusts the critic alone, 1 the rewards; fewer than 1 lowers variance and adds bias")
-_KEYWORD: dict[str, Any] = {"lambda": (UpToOne, _LAMBDA)}  # a word of Python's, so no class body can have it
+_LAMBDA = Field(
+    default=0.95,
+    description="Lambda of generalized advantage estimation (gae). Smaller values lower the "
+    "variance and add bias: 0 relies on the critic alone, 1 on the rewards alone.",
+)
+# `lambda` is a Python keyword, so a class body cannot declare this field.
+_KEYWORD: dict[str, Any] = {"lambda": (UpToOne, _LAMBDA)}
 _WithLambda: type[Section] = create_model("_WithLambda", __base__=Section, **_KEYWORD)
 
 
 class AdvantageConfig(_WithLambda):
-    """How rewards become advantages."""
+    """Computation of advantages from rewards."""
 
     estimator: Text = Field(
-        default="group_norm", description="group_norm, dr_grpo, rloo, cpgd, reinforce, reinforce_baseline, reinforce_pp or gae"
+        default="group_norm",
+        description="Advantage estimator: group_norm, dr_grpo, rloo, cpgd, reinforce, "
+        "reinforce_baseline, reinforce_pp or gae.",
     )
-    gamma: Fraction = Field(default=1.0, description="Discount per token of reinforce, reinforce_pp and gae; 1 is none")
-    whiten_rewards: Bool = Field(default=False, description="Rewards of all tokens at mean 0 and deviation 1, before the estimator")
-    whiten: Bool = Field(default=False, description="Advantages of all tokens of a step at mean 0 and deviation 1")
-    clip: Positive | None = Field(default=None, description="Advantages are cut at plus and minus it, after whitening; null is off")
-    eps: Positive = Field(default=1e-6, description="Added to standard deviations")
+    gamma: Fraction = Field(
+        default=1.0,
+        description="Discount factor per token of reinforce, reinforce_pp and gae. "
+        "1 disables discounting.",
+    )
+    whiten_rewards: Bool = Field(
+        default=False,
+        description="Normalize the token rewards of a step to mean 0 and standard deviation 1 "
+        "before the estimator uses them.",
+    )
+    whiten: Bool = Field(
+        default=False,
+        description="Normalize the token advantages of a step to mean 0 and standard deviation 1.",
+    )
+    clip: Positive | None = Field(
+        default=None,
+        description="Clip advantages to the range from -clip to +clip, after whitening. "
+        "Null disables clipping.",
+    )
+    eps: Positive = Field(
+        default=1e-6, description="Constant added to standard deviations before division."
+    )
 
     @property
     def lam(self) -> float:
-        """The key `lambda`."""
+        """Value of the key `lambda`."""
         return getattr(self, "lambda")
 
 
 class ValueConfig(Section):
-    """How the critic learns that gae needs; its weights and optimizer are in cluster.roles.critic."""
+    """Training of the critic that gae needs. Its optimizer is in `cluster.roles.critic`."""
 
     clip: Positive | None = Field(
-        default=None, description="A value may leave the one from before the step's updates by so much before its loss stops; null is off"
+        default=None,
+        description="Clip range of the value loss: limits the change of a value from its "
+        "prediction before the updates of the step. Null disables clipping.",
     )
-    warmup_steps: Size = Field(default=0, description="First steps of the run in which the critic alone learns")
+    warmup_steps: Size = Field(
+        default=0,
+        description="Number of steps at the start of the run that train only the critic.",
+    )
 
 
 class ClipConfig(Section):
-    """Widths of the ratio's clipping around 1; in log space for the policy loss gmpo."""
+    """Clip range of the likelihood ratio around 1. The policy loss gmpo applies it in log space."""
 
-    low: UpToOne = Field(default=0.2, description="The ratio is clipped below 1 - low; 1 is no lower bound")
-    high: NonNegative = Field(default=0.2, description="The ratio is clipped above 1 + high")
+    low: UpToOne = Field(
+        default=0.2,
+        description="Lower clip range: the ratio is clipped below 1 - low. "
+        "1 disables the lower bound.",
+    )
+    high: NonNegative = Field(
+        default=0.2, description="Upper clip range: the ratio is clipped above 1 + high."
+    )
     dual: Annotated[float, Strict(), Field(gt=1)] | None = Field(
-        default=None, description="Bound of a negative advantage's loss; null is off"
+        default=None,
+        description="Dual-clip bound: the loss of a token with a negative advantage is at most "
+        "this times the advantage's absolute value. Null disables it.",
     )
 
 
 class AggregateConfig(Section):
-    """How per-token losses become one number. Denominators are those of the whole update, on all ranks."""
+    """Reduction of token losses to one number. Denominators count one update on all ranks."""
 
-    mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-sum-over-constant"] = Field(
+    mode: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-sum-over-constant"
+    ] = Field(
         default="token-mean",
-        description="token-mean: over all tokens; seq-mean-token-mean or -sum: over sequences of their tokens' mean or sum; "
-        "seq-sum-over-constant: sum of all, divided by algo.aggregate.constant",
+        description="Reduction of token losses: the mean over all tokens (token-mean), the mean "
+        "over sequences of their token means or sums (seq-mean-token-mean, seq-mean-token-sum), "
+        "or the sum over all tokens divided by algo.aggregate.constant (seq-sum-over-constant).",
     )
     constant: Positive | None = Field(
-        default=None, description="Divisor of seq-sum-over-constant; unset: samples of an update times rollout.max_response_tokens"
+        default=None,
+        description="Divisor of seq-sum-over-constant. Default: the number of samples of an "
+        "update times rollout.max_response_tokens.",
     )
 
 
 class KlRewardConfig(Section):
-    """Divergence from the reference model, taken off the rewards of tokens."""
+    """KL penalty that is subtracted from token rewards."""
 
-    coef: NonNegative = Field(default=0.0, description="Factor of the penalty; 0 is off")
-    estimator: Literal["k1", "k2", "k3", "abs"] = Field(default="k1", description="Estimator of the divergence per token")
+    coef: NonNegative = Field(
+        default=0.0,
+        description="Coefficient of the KL penalty in the rewards. 0 disables the penalty.",
+    )
+    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
+        default="k1", description="Estimator of the KL divergence of each token."
+    )
 
 
 class KlLossConfig(Section):
-    """Divergence from the reference model, in the loss."""
+    """KL term of the loss."""
 
-    coef: NonNegative = Field(default=0.0, description="Factor of the KL term; 0 is off")
+    coef: NonNegative = Field(
+        default=0.0, description="Coefficient of the KL term in the loss. 0 disables the term."
+    )
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = Field(
-        default="k3", description="Estimator of the divergence per token; full: exact, over the whole vocabulary"
+        default="k3",
+        description="Estimator of the KL divergence of each token. "
+        "full computes the exact divergence over the vocabulary.",
     )
 
 
 class KlControllerConfig(Section):
-    """How the two coefficients of the divergence follow what is measured."""
+    """Adaptation of the two KL coefficients to the measured divergence."""
 
-    kind: Literal["fixed", "adaptive"] = Field(default="fixed", description="adaptive: grow while the divergence is above target")
-    target: Positive | None = Field(default=None, description="Wanted divergence, mean per token in nats")
-    horizon: Count = Field(default=10000, description="Samples in which a coefficient changes by a fifth at most")
+    kind: Literal["fixed", "adaptive"] = Field(
+        default="fixed",
+        description="Kind of controller. adaptive raises the coefficients while the divergence is "
+        "above the target and lowers them while it is below.",
+    )
+    target: Positive | None = Field(
+        default=None,
+        description="Target of the adaptive controller: mean KL divergence per token in nats.",
+    )
+    horizon: Count = Field(
+        default=10000,
+        description="Number of samples over which the adaptive controller changes a coefficient "
+        "by at most 20%.",
+    )
 
 
 class KlConfig(Section):
-    """Where the divergence from the reference model counts; the model is held only if a coefficient is above 0."""
+    """KL divergence from the reference model, which is loaded only if a coefficient is above 0."""
 
-    reward: KlRewardConfig = Field(default=KlRewardConfig(), description="As a penalty on every token's reward")
-    loss: KlLossConfig = Field(default=KlLossConfig(), description="As a term of the loss")
-    controller: KlControllerConfig = Field(default=KlControllerConfig(), description="Fixed or adaptive coefficients")
+    reward: KlRewardConfig = Field(
+        default=KlRewardConfig(), description="KL penalty in the token rewards."
+    )
+    loss: KlLossConfig = Field(default=KlLossConfig(), description="KL term of the loss.")
+    controller: KlControllerConfig = Field(
+        default=KlControllerConfig(), description="Fixed or adaptive KL coefficients."
+    )
 
 
 class SftTermConfig(Section):
-    """Likelihood of good responses, in the loss."""
+    """Supervised term of the loss: the likelihood of good responses."""
 
-    coef: NonNegative = Field(default=0.0, description="Factor of the likelihood of tokens with a positive advantage; 0 is off")
+    coef: NonNegative = Field(
+        default=0.0,
+        description="Coefficient of the negative log-likelihood of tokens with a positive "
+        "advantage. 0 disables the term.",
+    )
 
 
 class SampleWeightConfig(Section):
-    """Factors of a sample's policy loss, of mean 1 over a step."""
+    """Weights of the samples in the policy loss. Their mean over a step is 1."""
 
-    difficulty: Bool = Field(default=False, description="0.5 to 2 by the column extra.difficulty of the data (0 easy to 1 hard)")
-    length: Bool = Field(default=False, description="1.5 for the shortest down to 0.5 for the longest response of a step")
+    difficulty: Bool = Field(
+        default=False,
+        description="Weight samples from 0.5 to 2 by the data column extra.difficulty, "
+        "from 0 (easy) to 1 (hard).",
+    )
+    length: Bool = Field(
+        default=False,
+        description="Weight samples by response length, from 1.5 for the shortest response of a "
+        "step to 0.5 for the longest.",
+    )
 
 
 class MaskConfig(Section):
-    """Samples that have no part in the loss nor in its denominators; they are counted."""
+    """Samples that are excluded from the loss and its denominators. Their number is reported."""
 
-    truncated: Bool = Field(default=False, description="Leave out responses that were cut at rollout.max_response_tokens")
-    equal_groups: Bool = Field(default=False, description="Leave out groups whose rewards are all equal")
+    truncated: Bool = Field(
+        default=False,
+        description="Exclude responses that were truncated at rollout.max_response_tokens.",
+    )
+    equal_groups: Bool = Field(
+        default=False, description="Exclude groups whose rewards are all equal."
+    )
     difficulty: tuple[Float, Float] | None = Field(
-        default=None, description="Leave out groups whose mean reward is not strictly between the two; null is off"
+        default=None,
+        description="Exclude groups whose mean reward is not strictly between these two numbers. "
+        "Null disables it.",
     )
 
 
 class MismatchConfig(Section):
-    """Correction for the sampler's log-probabilities not being the trainer's."""
+    """Correction of differences between the log-probabilities of the engine and the trainer."""
 
     weight: Literal["none", "token", "sequence"] = Field(
         default="none",
-        description="Weight of each token's policy loss: its ratio of trainer to sampler likelihood, or that of its sequence",
+        description="Importance weight of each token's policy loss: the likelihood ratio of "
+        "trainer to engine, of the token or of its sequence.",
     )
-    upper: Positive = Field(default=2.0, description="Bound of these weights")
+    upper: Positive = Field(default=2.0, description="Upper bound of the importance weights.")
     filter: Literal["none", "token", "sequence"] = Field(
         default="none",
-        description="Policy loss 0 for tokens whose ratio, or sequences whose geometric mean of ratios, is outside of low to high; "
-        "denominators, KL and entropy keep them",
+        description="Set the policy loss to 0 for tokens whose ratio, or sequences whose "
+        "geometric mean of ratios, is outside the range from low to high. Denominators, KL and "
+        "entropy still count these tokens.",
     )
-    low: NonNegative = Field(default=0.5, description="The filter leaves out ratios below it")
-    high: Positive = Field(default=2.0, description="The filter leaves out ratios above it")
+    low: NonNegative = Field(
+        default=0.5, description="Lower bound of the ratios that the filter accepts."
+    )
+    high: Positive = Field(
+        default=2.0, description="Upper bound of the ratios that the filter accepts."
+    )
 
 
 class AlgoConfig(Section):
-    """Advantages and loss."""
+    """Advantages and loss of train-grpo."""
 
     preset: (
-        Literal["grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cpgd", "rloo", "reinforce", "reinforce_pp", "ppo", "topr", "cispo"] | None
-    ) = Field(default=None, description="A published algorithm: values for the keys of this section that are not set")
-    advantage: AdvantageConfig = Field(default=AdvantageConfig(), description="How rewards become advantages")
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "gspo",
+            "gmpo",
+            "cpgd",
+            "rloo",
+            "reinforce",
+            "reinforce_pp",
+            "ppo",
+            "topr",
+            "cispo",
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Published algorithm that provides the values of keys in this section that "
+        "are not set. Default: none.",
+    )
+    advantage: AdvantageConfig = Field(
+        default=AdvantageConfig(), description="Computation of advantages from rewards."
+    )
     ratio: Literal["token", "sequence"] = Field(
         default="token",
-        description="Likelihood ratio of each token, or of its sequence: the geometric mean over its tokens (GSPO), with each token's own "
-        "advantage and weight (GSPO-token)",
+        description="Likelihood ratio of each token, or of its sequence: the geometric mean of "
+        "its tokens' ratios (GSPO). With sequence, each token keeps its own advantage and weight "
+        "(GSPO-token).",
     )
-    policy_loss: Text = Field(default="ppo", description="ppo, gmpo, cpgd, topr, tis, cispo or vanilla")
+    policy_loss: Text = Field(
+        default="ppo", description="Policy loss: ppo, gmpo, cpgd, topr, tis, cispo or vanilla."
+    )
     options: dict[str, Any] = Field(
-        default_factory=dict[str, Any], description="Further options of the advantage estimator and the policy loss, by name"
+        default_factory=dict[str, Any],
+        description="Additional options of the advantage estimator and the policy loss, by name.",
     )
-    clip: ClipConfig = Field(default=ClipConfig(), description="Clipping of the ratio")
-    aggregate: AggregateConfig = Field(default=AggregateConfig(), description="From tokens to one loss")
-    kl: KlConfig = Field(default=KlConfig(), description="Divergence from the reference model")
-    value: ValueConfig = Field(default=ValueConfig(), description="The critic's learning, where the estimator is gae")
-    entropy_coef: Float = Field(default=0.0, description="Factor of the entropy bonus; 0 is off")
-    rl_coef: NonNegative = Field(default=1.0, description="Factor of the policy loss and the KL term")
-    sft: SftTermConfig = Field(default=SftTermConfig(), description="Likelihood of good responses as a further term")
-    sample_weight: SampleWeightConfig = Field(default=SampleWeightConfig(), description="How much each sample counts")
-    mask: MaskConfig = Field(default=MaskConfig(), description="Samples that are left out")
-    mismatch: MismatchConfig = Field(default=MismatchConfig(), description="Training against sampling")
+    clip: ClipConfig = Field(
+        default=ClipConfig(), description="Clip range of the likelihood ratio."
+    )
+    aggregate: AggregateConfig = Field(
+        default=AggregateConfig(), description="Reduction of token losses to one number."
+    )
+    kl: KlConfig = Field(default=KlConfig(), description="KL divergence from the reference model.")
+    value: ValueConfig = Field(
+        default=ValueConfig(), description="Training of the critic that gae needs."
+    )
+    entropy_coef: Float = Field(
+        default=0.0, description="Coefficient of the entropy bonus. 0 disables it."
+    )
+    rl_coef: NonNegative = Field(
+        default=1.0, description="Coefficient of the policy loss and the KL term."
+    )
+    sft: SftTermConfig = Field(default=SftTermConfig(), description="Supervised term of the loss.")
+    sample_weight: SampleWeightConfig = Field(
+        default=SampleWeightConfig(), description="Weights of the samples in the policy loss."
+    )
+    mask: MaskConfig = Field(
+        default=MaskConfig(), description="Samples that are excluded from the loss."
+    )
+    mismatch: MismatchConfig = Field(
+        default=MismatchConfig(),
+        description="Correction of differences between the engine and the trainer.",
+    )

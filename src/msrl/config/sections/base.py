@@ -1,4 +1,4 @@
-"""The kinds of values that keys have, and what all sections share: frozen and closed."""
+"""Value types of configuration keys and the base class of all sections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Float = Annotated[float, Strict()]
 Bool = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1)]
 Size = Annotated[int, Strict(), Field(ge=0)]
-Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # numpy's own takes no larger ones
+Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # numpy seeds have 32 bits
 Text = Annotated[str, Strict(), Field(min_length=1)]
 Seconds = Annotated[float, Strict(), Field(gt=0)]
 Positive = Annotated[float, Strict(), Field(gt=0)]
@@ -23,11 +23,13 @@ TopK = Annotated[int, Strict(), Field(ge=-1)]
 
 
 def _split(value: object) -> object:
-    """`11,13,19,21`, as Megatron's users type it, as a list; anything else is left to be judged."""
+    """Return `11,13,19,21`, Megatron's notation, as a list. Return other values for validation."""
     if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",")]
-        return [int(part) if part.isdecimal() else part for part in parts]
-    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+        words = [word.strip() for word in value.split(",")]
+        return [int(word) if word.isdecimal() else word for word in words]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    return value
 
 
 LayerNumbers = Annotated[tuple[Size, ...], BeforeValidator(_split)]
@@ -39,6 +41,8 @@ ConvertCommand = Literal["hf2mcore", "mcore2hf", "reshard", "hf2hf", "lora2hf", 
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, no other keys than its own, no NaN."""
+    """Section of the configuration: frozen, without unknown keys, infinities and NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )

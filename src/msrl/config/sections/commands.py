@@ -1,4 +1,4 @@
-"""The sections of single commands: convert-ckpt, preprocess, generate, chat."""
+"""Configuration of the commands convert-ckpt, preprocess, generate and chat."""
 
 from __future__ import annotations
 
@@ -23,93 +23,237 @@ from msrl.config.sections.base import (
 
 
 class ConvertConfig(Section):
-    """msrl convert-ckpt."""
+    """Settings of `msrl convert-ckpt`."""
 
-    command: ConvertCommand | None = Field(default=None, description="What to do; the name of the subcommand")
-    load: Text | None = Field(default=None, description="Checkpoint to read: Hugging Face folder (hf2mcore, hf2hf) or mcore folder")
-    save: Text | None = Field(default=None, description="Folder to write; new or empty")
-    hf_config: Text | None = Field(
-        default=None, description="Hugging Face folder with config.json and tokenizer, where the checkpoint has none"
+    command: ConvertCommand | None = Field(
+        default=None, description="Kind of conversion: the name of the subcommand."
     )
-    tp: Count = Field(default=1, description="Tensor-parallel size to write")
-    pp: Count = Field(default=1, description="Pipeline-parallel size to write")
-    vpp: Count | None = Field(default=None, description="Layers per virtual pipeline stage; unset: a stage is one block")
-    num_layer_list: LayerNumbers | None = Field(default=None, description="Layers of each pipeline stage, as in 11,13,19,21; unset: equal")
-    noop_layers: LayerNumbers = Field(default=(), description="Positions in the pipeline that hold no layer, as in 0,47")
-    ep: Count = Field(default=1, description="Expert-parallel size to write")
-    etp: Count | None = Field(default=None, description="Ranks that one expert is cut over; unset: tp")
-    moe_grouped_gemm: Bool = Field(default=False, description="Write a rank's experts fused, for grouped matrix products")
-    moe_tp_extend_ep: Bool = Field(default=False, description="Spread whole experts over ep * tp ranks, in MindSpeed's order")
-    dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(default="keep", description="Type of the written tensors")
+    load: Text | None = Field(
+        default=None,
+        description="Checkpoint to read: a Hugging Face folder (hf2mcore, hf2hf) or an mcore "
+        "folder.",
+    )
+    save: Text | None = Field(default=None, description="Folder to write. It must be new or empty.")
+    hf_config: Text | None = Field(
+        default=None,
+        description="Hugging Face folder with config.json and tokenizer. "
+        "Default: those of the checkpoint.",
+    )
+    tp: Count = Field(default=1, description="Tensor-parallel size of the written checkpoint.")
+    pp: Count = Field(default=1, description="Pipeline-parallel size of the written checkpoint.")
+    vpp: Count | None = Field(
+        default=None,
+        description="Number of layers per virtual pipeline stage. Default: no virtual stages.",
+    )
+    num_layer_list: LayerNumbers | None = Field(
+        default=None,
+        description="Number of layers of each pipeline stage, as in 11,13,19,21. "
+        "Default: equal stages.",
+    )
+    noop_layers: LayerNumbers = Field(
+        default=(),
+        description="Pipeline positions that hold no layer, counted from 0, as in 0,47. "
+        "Default: none.",
+    )
+    ep: Count = Field(default=1, description="Expert-parallel size of the written checkpoint.")
+    etp: Count | None = Field(
+        default=None,
+        description="Tensor-parallel size of each expert in the written checkpoint. "
+        "Default: convert.tp.",
+    )
+    moe_grouped_gemm: Bool = Field(
+        default=False,
+        description="Write the experts of a rank as one tensor, for grouped matrix products.",
+    )
+    moe_tp_extend_ep: Bool = Field(
+        default=False,
+        description="Distribute unsplit experts over ep * tp ranks, in MindSpeed's order.",
+    )
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
+        default="keep",
+        description="Data type of the written tensors. keep retains the types of the checkpoint.",
+    )
     format: Literal["mindspeed", "dist"] = Field(
-        default="mindspeed", description="Checkpoint format: one file per rank (mindspeed), or Megatron's distributed format (dist)"
+        default="mindspeed",
+        description="Checkpoint format: one file per rank (mindspeed) or Megatron's distributed "
+        "format (dist).",
     )
     names: Literal["local", "te", "legacy"] = Field(
-        default="local", description="Tensor names: Megatron's local or Transformer Engine layer spec, or its models before megatron-core"
+        default="local",
+        description="Tensor names: Megatron's local layers (local), Transformer Engine's (te), or "
+        "those before megatron-core (legacy).",
     )
-    pad_vocab_to_multiple: Count | None = Field(default=None, description="Vocabulary is padded to a multiple of it; unset: tp")
-    lora: Text | None = Field(default=None, description="Folder of a LoRA adapter (PEFT's or mcore's) to merge; it may be `load` itself")
-    orm: Bool = Field(default=False, description="Refuse anything but a reward model; without it, one is known by its architecture")
-    verify: Bool = Field(default=True, description="Prove the result: bitwise round trip, and equal logits in fp32")
+    pad_vocab_to_multiple: Count | None = Field(
+        default=None,
+        description="Pad the vocabulary to a multiple of this many tokens. Default: convert.tp.",
+    )
+    lora: Text | None = Field(
+        default=None,
+        description="Folder of a LoRA adapter to merge, in PEFT or mcore format. "
+        "It may be convert.load. Default: none.",
+    )
+    orm: Bool = Field(
+        default=False,
+        description="Accept only a reward model. Reward models are recognized without it too.",
+    )
+    verify: Bool = Field(
+        default=True,
+        description="Verify the result: bitwise round trip, and equal logits in fp32.",
+    )
 
 
 class PreprocessConfig(Section):
-    """msrl preprocess."""
+    """Settings of `msrl preprocess`."""
 
-    input: tuple[Text, ...] = Field(default=(), description="JSON, JSONL or Parquet files, folders or globs")
-    tokenizer: Text | None = Field(default=None, description="Folder of the Hugging Face tokenizer")
+    input: tuple[Text, ...] = Field(
+        default=(), description="JSON, JSONL or Parquet files, folders or globs to read."
+    )
+    tokenizer: Text | None = Field(
+        default=None, description="Folder of the Hugging Face tokenizer."
+    )
     kind: Literal["pretrain", "sft", "prompts"] | None = Field(
-        default=None, description="What to write: documents, examples to learn, or prompts with answers; unset: the handler's own"
+        default=None,
+        description="Kind of data to write: documents (pretrain), examples with a loss mask (sft), "
+        "or prompts with ground truths (prompts). Default: the kind of the handler.",
     )
-    handler: Text | None = Field(default=None, description="Name of the dataset handler: how a row becomes a conversation")
-    template: Text | None = Field(default=None, description="Prompt template by name or path of a YAML file; pretrain needs none")
-    output_prefix: Text | None = Field(default=None, description="Beginning of the names of all files written")
-    seq_length: Count | None = Field(default=None, description="Longest row in tokens; longer ones are dropped and counted")
-    pack: Bool = Field(default=False, description="Lay several examples end to end into rows of seq_length tokens")
+    handler: Text | None = Field(
+        default=None, description="Dataset handler, which reads a row as a conversation."
+    )
+    template: Text | None = Field(
+        default=None,
+        description="Prompt template, by name or by path of a YAML file. pretrain needs none.",
+    )
+    output_prefix: Text | None = Field(
+        default=None, description="Path that all written file names start with, as in data/sft."
+    )
+    seq_length: Count | None = Field(
+        default=None,
+        description="Maximum row length in tokens. preprocess.too_long decides what happens to "
+        "longer rows. Default: no limit.",
+    )
+    pack: Bool = Field(
+        default=False,
+        description="Pack several examples into rows of preprocess.seq_length tokens.",
+    )
     map_keys: dict[str, Annotated[str, Strict()]] = Field(
-        default_factory=dict[str, str], description="The handler's name of a column: the file's name of it"
+        default_factory=dict[str, str],
+        description="Column names of the input by the handler's names. Default: the same names.",
     )
-    options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of the handler, by name")
-    workers: Count = Field(default=1, description="Worker processes")
-    overwrite: Bool = Field(default=False, description="Replace data that an earlier run wrote under the same prefix")
-    append_eod: Bool = Field(default=False, description="End every pretraining document with the tokenizer's end-of-text token")
-    too_long: Literal["drop", "truncate"] = Field(default="drop", description="What happens to examples above seq_length; it is counted")
-    enable_thinking: Bool | None = Field(default=None, description="For templates with thoughts: false gives the model an empty one")
+    options: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Additional options of the handler, by name.",
+    )
+    workers: Count = Field(default=1, description="Number of worker processes.")
+    overwrite: Bool = Field(
+        default=False, description="Replace data that an earlier run wrote under the same prefix."
+    )
+    append_eod: Bool = Field(
+        default=False,
+        description="End every pretraining document with the tokenizer's end-of-text token.",
+    )
+    too_long: Literal["drop", "truncate"] = Field(
+        default="drop",
+        description="Action on examples longer than preprocess.seq_length. "
+        "Their number is reported.",
+    )
+    enable_thinking: Bool | None = Field(
+        default=None,
+        description="Thinking mode of templates that support it. false gives the model an empty "
+        "thought. Default: the mode of the template.",
+    )
 
 
 class GenerateConfig(Section):
-    """msrl generate."""
+    """Settings of `msrl generate`."""
 
-    model: Text | None = Field(default=None, description="Hugging Face folder or mcore checkpoint folder")
-    prompt: Annotated[str, Strict()] | None = Field(default=None, description="One prompt, as text")
-    input: Text | None = Field(default=None, description="JSONL file with prompt or messages in every row")
-    output: Text | None = Field(default=None, description="JSONL file to write; unset: standard output")
-    engine: Literal["vllm"] = Field(default="vllm", description="Engine that generates")
-    dtype: Dtype | None = Field(default=None, description="Type of weights and activations; unset: that of the checkpoint")
-    template: Text | None = Field(default=None, description="Prompt template by name or path; unset: the tokenizer's own, if it has one")
-    system: Annotated[str, Strict()] | None = Field(default=None, description="System message; unset: the template's own")
-    max_tokens: Count = Field(default=256, description="Longest completion in tokens")
-    temperature: NonNegative = Field(default=0.0, description="Logits are divided by it; 0 is greedy")
-    top_p: Fraction = Field(default=1.0, description="Sample from the smallest set of tokens with this probability; 1 is off")
-    top_k: TopK = Field(default=-1, description="Sample from the k likeliest tokens; -1 is off")
-    min_p: UpToOne = Field(default=0.0, description="Leave out tokens below this fraction of the likeliest one's probability; 0 is off")
-    num_samples: Count = Field(default=1, description="Completions of every prompt")
-    seed: Size | None = Field(default=None, description="Seed of sampling; unset: run.seed")
-    stop: tuple[Text, ...] = Field(default=(), description="Texts that end a completion, besides the template's own end of turn")
-    raw: Bool = Field(default=False, description="Take prompts as they are, with no template")
+    model: Text | None = Field(
+        default=None, description="Hugging Face folder or mcore checkpoint folder."
+    )
+    prompt: Annotated[str, Strict()] | None = Field(
+        default=None, description="A single prompt. Set this key or generate.input."
+    )
+    input: Text | None = Field(
+        default=None, description="JSONL file with prompt or messages in every row."
+    )
+    output: Text | None = Field(
+        default=None, description="JSONL file to write. Default: standard output."
+    )
+    engine: Literal["vllm"] = Field(default="vllm", description="Inference engine.")
+    dtype: Dtype | None = Field(
+        default=None,
+        description="Data type of weights and activations. Default: the type of the checkpoint.",
+    )
+    template: Text | None = Field(
+        default=None,
+        description="Prompt template, by name or by path of a YAML file. "
+        "Default: the tokenizer's chat template, if it has one.",
+    )
+    system: Annotated[str, Strict()] | None = Field(
+        default=None, description="System message. Default: the message of the template."
+    )
+    max_tokens: Count = Field(default=256, description="Maximum response length in tokens.")
+    temperature: NonNegative = Field(
+        default=0.0, description="Sampling temperature. 0 decodes greedily."
+    )
+    top_p: Fraction = Field(
+        default=1.0,
+        description="Sample from the smallest set of tokens with this total probability. "
+        "1 disables it.",
+    )
+    top_k: TopK = Field(
+        default=-1, description="Sample from this many of the likeliest tokens. -1 disables it."
+    )
+    min_p: UpToOne = Field(
+        default=0.0,
+        description="Drop tokens below this fraction of the likeliest token's probability. "
+        "0 disables it.",
+    )
+    num_samples: Count = Field(default=1, description="Number of responses per prompt.")
+    seed: Size | None = Field(default=None, description="Seed of sampling. Default: run.seed.")
+    stop: tuple[Text, ...] = Field(
+        default=(),
+        description="Texts that end a response, in addition to the template's end of turn.",
+    )
+    raw: Bool = Field(default=False, description="Use prompts as they are, without a template.")
 
 
 class ChatConfig(Section):
-    """msrl chat."""
+    """Settings of `msrl chat`."""
 
-    model: Text | None = Field(default=None, description="Hugging Face folder or mcore checkpoint folder")
-    dtype: Dtype | None = Field(default=None, description="Type of weights and activations; unset: that of the checkpoint")
-    template: Text | None = Field(default=None, description="Prompt template by name or path; unset: the tokenizer's own, if it has one")
-    system: Annotated[str, Strict()] | None = Field(default=None, description="System message; unset: the template's own")
-    max_tokens: Count = Field(default=512, description="Longest answer in tokens")
-    temperature: NonNegative = Field(default=0.7, description="Logits are divided by it; 0 is greedy")
-    top_p: Fraction = Field(default=1.0, description="Sample from the smallest set of tokens with this probability; 1 is off")
-    top_k: TopK = Field(default=-1, description="Sample from the k likeliest tokens; -1 is off")
-    min_p: UpToOne = Field(default=0.0, description="Leave out tokens below this fraction of the likeliest one's probability; 0 is off")
-    seed: Size | None = Field(default=None, description="Seed of sampling; unset: run.seed")
-    stop: tuple[Text, ...] = Field(default=(), description="Texts that end an answer, besides the template's own end of turn")
+    model: Text | None = Field(
+        default=None, description="Hugging Face folder or mcore checkpoint folder."
+    )
+    dtype: Dtype | None = Field(
+        default=None,
+        description="Data type of weights and activations. Default: the type of the checkpoint.",
+    )
+    template: Text | None = Field(
+        default=None,
+        description="Prompt template, by name or by path of a YAML file. "
+        "Default: the tokenizer's chat template, if it has one.",
+    )
+    system: Annotated[str, Strict()] | None = Field(
+        default=None, description="System message. Default: the message of the template."
+    )
+    max_tokens: Count = Field(default=512, description="Maximum response length in tokens.")
+    temperature: NonNegative = Field(
+        default=0.7, description="Sampling temperature. 0 decodes greedily."
+    )
+    top_p: Fraction = Field(
+        default=1.0,
+        description="Sample from the smallest set of tokens with this total probability. "
+        "1 disables it.",
+    )
+    top_k: TopK = Field(
+        default=-1, description="Sample from this many of the likeliest tokens. -1 disables it."
+    )
+    min_p: UpToOne = Field(
+        default=0.0,
+        description="Drop tokens below this fraction of the likeliest token's probability. "
+        "0 disables it.",
+    )
+    seed: Size | None = Field(default=None, description="Seed of sampling. Default: run.seed.")
+    stop: tuple[Text, ...] = Field(
+        default=(),
+        description="Texts that end a response, in addition to the template's end of turn.",
+    )

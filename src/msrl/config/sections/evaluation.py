@@ -1,41 +1,74 @@
-"""Evaluation on held-out data while training."""
+"""Configuration of evaluation on held-out data during training."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from msrl.config.sections.base import Bool, Count, Float, NonNegative, Section, Size, Text
-from msrl.config.sections.rollout import Cuts
+from msrl.config.sections.rollout import SamplingFilters
 
 
-class EvalSamplingConfig(Cuts):
-    """How train-grpo answers held-out prompts: greedily, where nothing is said."""
+class EvalSamplingConfig(SamplingFilters):
+    """Sampling of responses to held-out prompts in train-grpo. The default is greedy decoding."""
 
-    temperature: NonNegative = Field(default=0.0, description="Logits are divided by it; 0 is greedy")
-    stop: tuple[Text, ...] | None = Field(default=None, description="Texts that end a completion; unset: those of rollout.sampling")
-    seed: Size | None = Field(default=None, description="Seed of sampling; unset: made of run.seed, and not that of the rollouts")
+    temperature: NonNegative = Field(
+        default=0.0, description="Sampling temperature. 0 decodes greedily."
+    )
+    stop: tuple[Text, ...] | None = Field(
+        default=None,
+        description="Texts that end a response. Default: rollout.sampling.stop.",
+    )
+    seed: Size | None = Field(
+        default=None,
+        description="Seed of sampling. Default: derived from run.seed, different from the seed "
+        "of the rollouts.",
+    )
 
 
 class EvalConfig(Section):
-    """Evaluation on data.eval while training: the loss of held-out examples in train-sft, answers to held-out prompts in train-grpo."""
+    """Evaluation on data.eval during training.
+
+    train-sft computes the loss of held-out examples, train-grpo scores responses to held-out
+    prompts.
+    """
 
     every_steps: Count | None = Field(
         default=None,
-        description="Steps between two evaluations, and one after the last step; unset: train-sft has that one alone, train-grpo none",
+        description="Number of steps between two evaluations. The last step is evaluated too. "
+        "Default: train-sft evaluates after the last step only, train-grpo never.",
     )
-    at_start: Bool = Field(default=False, description="train-grpo: evaluate before the first step too, as step 0")
-    prompts: Count | None = Field(default=None, description="Rows of data.eval that are used, from its start; unset: all")
+    at_start: Bool = Field(
+        default=False,
+        description="Evaluate before the first step too, reported as step 0 (train-grpo only).",
+    )
+    prompts: Count | None = Field(
+        default=None,
+        description="Number of rows of data.eval to use, from its start. Default: all rows.",
+    )
     patience: Count | None = Field(
-        default=None, description="Evaluations without a new best after which the training ends early; unset: never"
+        default=None,
+        description="Early stopping: end the training after this many evaluations without a new "
+        "best result. Default: no early stopping.",
     )
-    samples_per_prompt: Count = Field(default=1, description="train-grpo: answers to every held-out prompt")
+    samples_per_prompt: Count = Field(
+        default=1, description="Number of responses per held-out prompt (train-grpo only)."
+    )
     max_response_tokens: Count | None = Field(
-        default=None, description="train-grpo: longest answer to a held-out prompt; unset: rollout.max_response_tokens"
+        default=None,
+        description="Maximum response length in tokens (train-grpo only). "
+        "Default: rollout.max_response_tokens.",
     )
-    sampling: EvalSamplingConfig = Field(default=EvalSamplingConfig(), description="train-grpo: how held-out prompts are answered")
+    sampling: EvalSamplingConfig = Field(
+        default=EvalSamplingConfig(),
+        description="Sampling of responses to held-out prompts (train-grpo only).",
+    )
     source: Text | None = Field(
         default=None,
-        description="train-grpo: name of the reward source that tells right from wrong; unset: a row's first verifier with a ground truth, "
-        "else its first verifier or function",
+        description="Name of the reward source that decides if a response is correct "
+        "(train-grpo only). Default: the first verifier of a row with a ground truth, else the "
+        "first verifier or function.",
     )
-    right_from: Float = Field(default=1.0, description="train-grpo: score of that source from which on an answer is right")
+    right_from: Float = Field(
+        default=1.0,
+        description="Smallest score of that source that counts as correct (train-grpo only).",
+    )

@@ -1,4 +1,4 @@
-"""What every training shares: the run, the model, data, the cluster, checkpoints, logs."""
+"""Configuration that both trainings share: run, model, data, cluster, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -24,121 +24,244 @@ from msrl.config.sections.base import (
 
 
 class RunConfig(Section):
-    """Everything that a run writes lives under `dir/name`."""
+    """Name, folder and seed of a run. All its files are in the folder `run.dir/run.name`."""
 
-    name: Text = Field(default="run", description="Name of the run; its folder is run.dir/run.name")
-    seed: Seed = Field(default=0, description="Seed of initialisation, shuffling and sampling where no other seed is given")
-    deterministic: Bool = Field(default=False, description="Training's repeats are equal to the bit; operations that cannot be are refused")
-    dir: Text = Field(default="runs", description="Folder that holds the folders of all runs")
+    name: Text = Field(
+        default="run", description="Name of the run. Its folder is run.dir/run.name."
+    )
+    seed: Seed = Field(
+        default=0,
+        description="Seed of initialization, shuffling and sampling, unless a more specific seed "
+        "is set.",
+    )
+    deterministic: Bool = Field(
+        default=False,
+        description="Make repeated trainings equal bit by bit. Operations without a "
+        "deterministic implementation raise an error.",
+    )
+    dir: Text = Field(default="runs", description="Parent folder of the folders of all runs.")
 
 
 class ModelConfig(Section):
-    """The model that is trained."""
+    """Model to train."""
 
-    path: Text | None = Field(default=None, description="Hugging Face folder or mcore checkpoint folder to start from")
-    tokenizer: Text | None = Field(default=None, description="Folder of the tokenizer; unset: the one that comes with model.path")
-    dtype: Dtype = Field(default="bfloat16", description="Type of weights and activations; bfloat16 keeps fp32 master weights")
-    template: Text | None = Field(default=None, description="Prompt template that the data must have been rendered with; unset: any")
+    path: Text | None = Field(
+        default=None,
+        description="Hugging Face folder or mcore checkpoint folder of the initial weights.",
+    )
+    tokenizer: Text | None = Field(
+        default=None, description="Folder of the tokenizer. Default: the tokenizer of model.path."
+    )
+    dtype: Dtype = Field(
+        default="bfloat16",
+        description="Data type of weights and activations. bfloat16 keeps fp32 master weights.",
+    )
+    template: Text | None = Field(
+        default=None,
+        description="Prompt template that the data must have been rendered with. "
+        "Default: any template.",
+    )
 
 
 class DataConfig(Section):
-    """Data that `msrl preprocess` wrote, named by its output prefix."""
+    """Data that `msrl preprocess` wrote, identified by its output prefix."""
 
-    train: Text | None = Field(default=None, description="Prefix of the training data: examples for train-sft, prompts for train-grpo")
+    train: Text | None = Field(
+        default=None,
+        description="Prefix of the training data: examples for train-sft, prompts for train-grpo.",
+    )
     handler: Literal["pretrain"] | None = Field(
         default=None,
-        description="pretrain: train-sft learns text, cut into rows of data.seq_length tokens; unset: examples or prompts",
+        description="pretrain trains on plain text in rows of data.seq_length tokens "
+        "(train-sft only). Default: examples or prompts.",
     )
     blend: dict[Text, Positive] = Field(
         default_factory=dict[str, float],
-        description="Several prefixes of text with their weights, in place of data.train (pretrain alone)",
+        description="Weights of several text datasets by prefix, instead of data.train. "
+        "Requires data.handler=pretrain.",
         examples=[{"PREFIX": 0.7, "OTHER_PREFIX": 0.3}],
     )
-    eval: Text | None = Field(default=None, description="Prefix of the held-out data")
-    eval_fraction: BelowOne = Field(default=0.0, description="Share of data.train that is held out instead of data.eval, drawn by run.seed")
-    seq_length: Count | None = Field(default=None, description="Longest row in tokens; unset: as the data was preprocessed")
+    eval: Text | None = Field(
+        default=None, description="Prefix of the held-out data. Default: none."
+    )
+    eval_fraction: BelowOne = Field(
+        default=0.0,
+        description="Fraction of data.train to hold out instead of setting data.eval. "
+        "run.seed selects the rows.",
+    )
+    seq_length: Count | None = Field(
+        default=None,
+        description="Maximum row length in tokens. Default: the length of the preprocessed data.",
+    )
     too_long: Literal["refuse", "drop", "truncate"] = Field(
         default="refuse",
-        description="What train-sft does with rows longer than data.seq_length; what is dropped or cut is counted and said",
+        description="Action of train-sft on rows longer than data.seq_length. "
+        "The number of dropped and truncated rows is reported.",
     )
-    pack: Bool = Field(default=False, description="Lay several examples end to end into rows of data.seq_length tokens")
-    shuffle: Bool = Field(default=True, description="New order of the rows in every epoch, from run.seed")
+    pack: Bool = Field(
+        default=False, description="Pack several examples into rows of data.seq_length tokens."
+    )
+    shuffle: Bool = Field(
+        default=True, description="Shuffle the rows again in every epoch, seeded by run.seed."
+    )
 
 
 class CriticOptimizerConfig(Section):
-    """The critic's learning rate; everything else of its AdamW is the policy's."""
+    """Learning rate of the critic. Its other AdamW settings are those of the policy."""
 
-    lr: Positive | None = Field(default=None, description="Highest learning rate; unset: train.optimizer.lr")
-    min_lr: NonNegative | None = Field(default=None, description="At the end of a schedule that goes down; unset: train.optimizer.min_lr")
-    schedule: Schedule | None = Field(default=None, description="After the warm-up; unset: train.optimizer.schedule")
-    warmup: Size | BelowOne | None = Field(default=None, description="Linear warm-up; unset: train.optimizer.warmup")
-    weight_decay: NonNegative | None = Field(default=None, description="Of matrices; unset: train.optimizer.weight_decay")
+    lr: Positive | None = Field(
+        default=None, description="Peak learning rate. Default: train.optimizer.lr."
+    )
+    min_lr: NonNegative | None = Field(
+        default=None,
+        description="Learning rate at the end of a decaying schedule. "
+        "Default: train.optimizer.min_lr.",
+    )
+    schedule: Schedule | None = Field(
+        default=None,
+        description="Learning rate schedule after the warm-up. Default: train.optimizer.schedule.",
+    )
+    warmup: Size | BelowOne | None = Field(
+        default=None,
+        description="Linear warm-up: number of optimizer updates (integer) or fraction of all "
+        "updates (below 1). Default: train.optimizer.warmup.",
+    )
+    weight_decay: NonNegative | None = Field(
+        default=None,
+        description="Decoupled weight decay of matrices. Default: train.optimizer.weight_decay.",
+    )
 
 
 class CriticConfig(Section):
-    """The value model of algo.advantage.estimator=gae. It is trained by the policy's ranks, cut as the policy is."""
+    """Value model of gae. The policy's ranks train it with the policy's parallel layout."""
 
     load: Text | None = Field(
         default=None,
-        description="Hugging Face or mcore folder that it starts from; a reward model keeps its score head, any other gets one of zeros; "
-        "unset: the policy's weights",
+        description="Hugging Face or mcore folder of the critic's initial weights. A reward model "
+        "keeps its score head, other models get a head of zeros. Default: the policy's weights.",
     )
-    optimizer: CriticOptimizerConfig = Field(default=CriticOptimizerConfig(), description="Its learning rate, where it has its own")
+    optimizer: CriticOptimizerConfig = Field(
+        default=CriticOptimizerConfig(), description="Learning rate of the critic."
+    )
 
 
 class RolesConfig(Section):
-    """Who computes besides the policy; all share the devices of training."""
+    """Models in addition to the policy. All models share the training devices."""
 
-    critic: CriticConfig = Field(default=CriticConfig(), description="The value model of gae")
+    critic: CriticConfig = Field(
+        default=CriticConfig(),
+        description="Value model, used with algo.advantage.estimator=gae only.",
+    )
 
 
 class ClusterConfig(Section):
-    """The devices and how workers reach each other."""
+    """Devices and communication between workers."""
 
-    platform: Platform = Field(default="auto", description="Kind of device; auto: npu, else cuda, else cpu, by what the machine has")
-    address: Text | None = Field(default=None, description="HOST:PORT of a cluster made by `msrl cluster up`; unset: this machine alone")
-    nodes: Count = Field(default=1, description="Machines of the cluster that the run takes, as many devices of each")
-    devices_per_node: Count | None = Field(default=None, description="Training ranks per node, one per device; unset: what one model needs")
-    rpc_timeout_s: Seconds = Field(default=600.0, description="Seconds to wait for a worker, or a collective, before the run is ended")
-    env: dict[str, Annotated[str, Strict()]] = Field(default_factory=dict[str, str], description="Environment variables of every worker")
-    roles: RolesConfig = Field(default=RolesConfig(), description="Who computes besides the policy")
+    platform: Platform = Field(
+        default="auto",
+        description="Kind of device. auto selects the first of npu, cuda and cpu that the "
+        "machine has.",
+    )
+    address: Text | None = Field(
+        default=None,
+        description="Address (HOST:PORT) of a cluster that `msrl cluster up` started. "
+        "Default: this machine only.",
+    )
+    nodes: Count = Field(
+        default=1,
+        description="Number of machines of the cluster to use, with the same number of devices "
+        "on each.",
+    )
+    devices_per_node: Count | None = Field(
+        default=None,
+        description="Number of training ranks per machine, one per device. "
+        "Default: the number that one model replica needs.",
+    )
+    rpc_timeout_s: Seconds = Field(
+        default=600.0,
+        description="Maximum time in seconds to wait for a worker or a collective before the run "
+        "ends with an error.",
+    )
+    env: dict[str, Annotated[str, Strict()]] = Field(
+        default_factory=dict[str, str], description="Environment variables of all workers."
+    )
+    roles: RolesConfig = Field(
+        default=RolesConfig(), description="Models in addition to the policy."
+    )
 
 
-_ASYNC = Field(default=False, description="Write checkpoints while the training goes on, from copies in the machine's memory")
-_KEYWORD: dict[str, Any] = {"async": (Bool, _ASYNC)}  # a word of Python's, so no class body can have it
+_ASYNC = Field(
+    default=False,
+    description="Write checkpoints in the background while the training continues. "
+    "This needs host memory for a copy.",
+)
+# `async` is a Python keyword, so a class body cannot declare this field.
+_KEYWORD: dict[str, Any] = {"async": (Bool, _ASYNC)}
 _WithAsync: type[Section] = create_model("_WithAsync", __base__=Section, **_KEYWORD)
 
 
 class CheckpointConfig(_WithAsync):
-    """What is loaded, saved and resumed."""
+    """Loading, saving and resuming."""
 
-    load: Text | None = Field(default=None, description="mcore checkpoint whose weights replace those of model.path")
-    save: Text | None = Field(default=None, description="Folder of the run's checkpoints; unset: checkpoints in the folder of the run")
-    every_steps: Count | None = Field(default=None, description="Steps between two checkpoints; unset: only after the last step")
-    keep: Count | None = Field(default=None, description="Newest checkpoints that stay; unset: all")
-    max_gb: Positive | None = Field(default=None, description="Gigabytes (1e9) that checkpoints may take; older ones go, the newest stays")
-    keep_best: Bool = Field(default=False, description="Save after every evaluation that is the best so far, and keep that checkpoint too")
-    resume: Text = Field(default="none", description="none: start anew; auto: go on from the newest checkpoint, if any; or the path of one")
+    load: Text | None = Field(
+        default=None,
+        description="mcore checkpoint whose weights replace those of model.path. Default: none.",
+    )
+    save: Text | None = Field(
+        default=None,
+        description="Folder of the run's checkpoints. "
+        "Default: the folder checkpoints in the folder of the run.",
+    )
+    every_steps: Count | None = Field(
+        default=None,
+        description="Number of steps between two checkpoints. Default: only after the last step.",
+    )
+    keep: Count | None = Field(
+        default=None,
+        description="Number of newest checkpoints to keep. Default: keep all checkpoints.",
+    )
+    max_gb: Positive | None = Field(
+        default=None,
+        description="Maximum size of all checkpoints in gigabytes (10^9 bytes). The oldest are "
+        "deleted first, the newest is always kept. Default: no limit.",
+    )
+    keep_best: Bool = Field(
+        default=False,
+        description="Save a checkpoint after every evaluation with a new best result, and keep "
+        "the best one in addition to the newest.",
+    )
+    resume: Text = Field(
+        default="none",
+        description="Checkpoint to resume from: none starts a new training, auto uses the newest "
+        "complete checkpoint of the run, if any, and a path selects a checkpoint.",
+    )
     export_hf: Bool = Field(
         default=False,
-        description="Write the final model, with keep_best the best one, as a Hugging Face folder, hf in the folder of the run "
-        "(and a critic as hf_critic)",
+        description="Write the final model (with keep_best, the best one) as a Hugging Face folder "
+        "named hf in the folder of the run, and a critic as hf_critic.",
     )
 
     @property
     def in_background(self) -> bool:
-        """The key `async`."""
+        """Value of the key `async`."""
         return getattr(self, "async")
 
 
 class LogConfig(Section):
-    """What is written while training."""
+    """Output during training."""
 
-    every_steps: Count = Field(default=1, description="Steps between two lines on the terminal; metrics.jsonl has every step")
+    every_steps: Count = Field(
+        default=1,
+        description="Number of steps between two lines on the terminal. "
+        "metrics.jsonl has every step.",
+    )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         default=("tensorboard",),
-        description="Where metrics go besides metrics.jsonl; wandb: as its own variables say (WANDB_PROJECT, WANDB_MODE)",
+        description="Trackers that receive the metrics in addition to metrics.jsonl. The variables "
+        "WANDB_PROJECT, WANDB_MODE etc. configure wandb.",
     )
     save_rollouts: Bool = Field(
-        default=True, description="Write every prompt and completion with its rewards to rollouts/*.jsonl and eval/*.jsonl"
+        default=True,
+        description="Write all prompts and responses with their rewards to rollouts/*.jsonl and "
+        "eval/*.jsonl in the folder of the run.",
     )

@@ -1,4 +1,4 @@
-"""How answers are scored, and what becomes of scores."""
+"""Configuration of rewards: sources, penalties and normalization."""
 
 from __future__ import annotations
 
@@ -10,62 +10,131 @@ from msrl.config.sections.base import Float, NonNegative, Positive, Seconds, Sec
 
 
 class RewardSource(Section):
-    """What scores, and its weight in the reward: exactly one of verifier, function, url and model."""
+    """Source of scores and its weight in the reward.
 
-    verifier: Text | None = Field(default=None, description="Name of a verifier")
-    function: Text | None = Field(default=None, description="path/file.py:function of your own, called as (response, answer, **options)")
-    url: Text | None = Field(default=None, description="Server that gives rewards for batches of completions")
+    Exactly one of verifier, function, url and model is set.
+    """
+
+    verifier: Text | None = Field(default=None, description="Name of a verifier.")
+    function: Text | None = Field(
+        default=None,
+        description="User function as path/file.py:function, called with "
+        "(response, answer, **options).",
+    )
+    url: Text | None = Field(
+        default=None, description="URL of a reward server that scores batches of responses."
+    )
     model: Text | None = Field(
-        default=None, description="Reward model with a scalar head: a Hugging Face folder, or an mcore checkpoint with rm_head"
+        default=None,
+        description="Reward model with a scalar head: a Hugging Face folder, or an mcore "
+        "checkpoint with rm_head.",
     )
     engine: Literal["hf", "megatron"] | None = Field(
         default=None,
-        description="What runs the model: transformers in a process of its own, or the training ranks; unset: by the folder's format",
+        description="Engine of the reward model: transformers in a separate process (hf), or the "
+        "training ranks (megatron). Default: by the format of the model's folder.",
     )
     name: Text | None = Field(
-        default=None, description="Its name in metrics and rollouts; unset: the verifier's or function's, remote, reward_model"
+        default=None,
+        description="Name of the source in metrics and rollouts. Default: the name of the "
+        "verifier or function, remote for a server, reward_model for a model.",
     )
-    weight: Float = Field(default=1.0, description="Factor of its score in the sum")
-    tags: tuple[Text, ...] = Field(default=(), description="Score only rows whose column extra.tag is one of these; empty: all rows")
-    timeout_s: Seconds | None = Field(default=None, description="Seconds for one call, unset: 10; for a request or batch, unset: 120")
-    wrong: Float | None = Field(default=None, description="Score of what counts as wrong for a failure; unset: the verifier's own, else 0")
+    weight: Float = Field(default=1.0, description="Weight of the score in the reward.")
+    tags: tuple[Text, ...] = Field(
+        default=(),
+        description="Score only rows whose data column extra.tag has one of these values. "
+        "Default: score all rows.",
+    )
+    timeout_s: Seconds | None = Field(
+        default=None,
+        description="Maximum time of one call in seconds. Default: 10 for a verifier or function, "
+        "120 for a request to a server or a batch of a model.",
+    )
+    wrong: Float | None = Field(
+        default=None,
+        description="Score of a failed call that counts as wrong. "
+        "Default: the verifier's score of wrong responses, else 0.",
+    )
     on_failure: Literal["wrong", "undecided", "fail"] | None = Field(
         default=None,
-        description="A failed call is wrong, the mean of its group's others, or the end of the run; unset: wrong, for url and model fail",
+        description="Effect of a failed call: score as wrong (wrong), use the mean of the other "
+        "scores in the group (undecided), or end the run (fail). "
+        "Default: wrong for verifiers and functions, fail for servers and models.",
     )
-    options: dict[str, Any] = Field(default_factory=dict[str, Any], description="Further options of this source, by name")
+    options: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Additional options of this source, by name.",
+    )
 
 
 class RewardNormConfig(Section):
-    """Rewards around a mean and in units of a deviation."""
+    """Normalization of rewards by a mean and a standard deviation."""
 
-    center: Literal["none", "batch", "group", "running"] = Field(default="none", description="Whose mean is taken off")
-    scale: Literal["none", "batch", "group", "running"] = Field(default="none", description="By whose standard deviation is divided")
-    eps: Positive = Field(default=1e-6, description="Added to the deviation; where that is no more than eps, nothing is divided")
+    center: Literal["none", "batch", "group", "running"] = Field(
+        default="none",
+        description="Mean to subtract: of the batch, of the group, or of the run so far (running).",
+    )
+    scale: Literal["none", "batch", "group", "running"] = Field(
+        default="none",
+        description="Standard deviation to divide by: of the batch, of the group, or of the run so "
+        "far (running).",
+    )
+    eps: Positive = Field(
+        default=1e-6,
+        description="Constant added to the standard deviation. Rewards whose deviation is at most "
+        "eps are not divided.",
+    )
 
 
 class OverlongConfig(Section):
-    """Soft punishment of responses that come close to rollout.max_response_tokens."""
+    """Soft penalty of responses that come close to rollout.max_response_tokens."""
 
-    buffer: Size = Field(default=0, description="Tokens before the limit in which the penalty grows from 0 to factor; 0 is off")
-    factor: NonNegative = Field(default=1.0, description="Largest penalty")
+    buffer: Size = Field(
+        default=0,
+        description="Number of tokens before the limit in which the penalty grows from 0 to "
+        "factor. 0 disables the penalty.",
+    )
+    factor: NonNegative = Field(default=1.0, description="Maximum penalty.")
 
 
 class LengthConfig(Section):
-    """Reward of short responses among those of one prompt."""
+    """Bonus for short responses in comparison with the other responses of the prompt."""
 
     coef: NonNegative = Field(
-        default=0.0, description="The shortest gets half of it, the longest minus half, a wrong one at most 0; 0 is off"
+        default=0.0,
+        description="Coefficient of the length bonus: +0.5 coef for the shortest response of a "
+        "group, -0.5 coef for the longest, at most 0 for incorrect responses. 0 disables it.",
     )
-    right_above: Float = Field(default=0.0, description="A response is right when the weighted sum of its scores is above this")
+    right_above: Float = Field(
+        default=0.0,
+        description="A response counts as correct if the weighted sum of its scores is above this "
+        "number.",
+    )
 
 
 class RewardConfig(Section):
-    """How a completion is scored, in this order: weighted sum of all sources, form, length, overlong, clip, norm."""
+    """Rewards of responses.
 
-    sources: tuple[RewardSource, ...] = Field(default=(), description="What scores, with weights; no name twice")
-    format_penalty: NonNegative = Field(default=0.0, description="Taken off where a response has not the form of the verifier format")
-    length: LengthConfig = Field(default=LengthConfig(), description="Reward of short responses")
-    overlong: OverlongConfig = Field(default=OverlongConfig(), description="Penalty of long responses")
-    clip: Positive | None = Field(default=None, description="Rewards are cut at plus and minus this; null is off")
-    norm: RewardNormConfig = Field(default=RewardNormConfig(), description="Mean and deviation of rewards")
+    Applied in this order: weighted sum of all sources, format penalty, length, overlong, clip,
+    norm.
+    """
+
+    sources: tuple[RewardSource, ...] = Field(
+        default=(), description="Reward sources with weights. Their names must be unique."
+    )
+    format_penalty: NonNegative = Field(
+        default=0.0,
+        description="Penalty of responses that do not match the format of the verifier format. "
+        "0 disables it.",
+    )
+    length: LengthConfig = Field(default=LengthConfig(), description="Bonus for short responses.")
+    overlong: OverlongConfig = Field(
+        default=OverlongConfig(), description="Penalty of overlong responses."
+    )
+    clip: Positive | None = Field(
+        default=None,
+        description="Clip rewards to the range from -clip to +clip. Null disables clipping.",
+    )
+    norm: RewardNormConfig = Field(
+        default=RewardNormConfig(), description="Normalization of rewards."
+    )

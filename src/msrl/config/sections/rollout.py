@@ -1,4 +1,4 @@
-"""How prompts are answered: sampling, the engine, how many."""
+"""Configuration of rollouts: sampling, inference engine and number of responses."""
 
 from __future__ import annotations
 
@@ -6,66 +6,135 @@ from typing import Literal
 
 from pydantic import Field
 
-from msrl.config.sections.base import Bool, Count, Float, Fraction, NonNegative, Section, Size, Text, TopK, UpToOne
+from msrl.config.sections.base import (
+    Bool,
+    Count,
+    Float,
+    Fraction,
+    NonNegative,
+    Section,
+    Size,
+    Text,
+    TopK,
+    UpToOne,
+)
 
 
-class Cuts(Section):
-    """What sampling leaves out of the distribution."""
+class SamplingFilters(Section):
+    """Restriction of sampling to likely tokens."""
 
-    top_p: Fraction = Field(default=1.0, description="Sample from the smallest set of tokens with this probability; 1 is off")
-    top_k: TopK = Field(default=-1, description="Sample from the k likeliest tokens; -1 is off")
-    min_p: UpToOne = Field(default=0.0, description="Leave out tokens below this fraction of the likeliest one's probability; 0 is off")
+    top_p: Fraction = Field(
+        default=1.0,
+        description="Sample from the smallest set of tokens with this total probability. "
+        "1 disables it.",
+    )
+    top_k: TopK = Field(
+        default=-1, description="Sample from this many of the likeliest tokens. -1 disables it."
+    )
+    min_p: UpToOne = Field(
+        default=0.0,
+        description="Drop tokens below this fraction of the likeliest token's probability. "
+        "0 disables it.",
+    )
 
 
-class SamplingConfig(Cuts):
-    """How completions are sampled."""
+class SamplingConfig(SamplingFilters):
+    """Sampling of responses."""
 
-    temperature: NonNegative = Field(default=1.0, description="Logits are divided by it; 0 is greedy, which train-grpo refuses")
-    stop: tuple[Text, ...] = Field(default=(), description="Texts that end a completion, besides the template's own end of turn")
-    seed: Size | None = Field(default=None, description="Seed of sampling; unset: run.seed")
+    temperature: NonNegative = Field(
+        default=1.0,
+        description="Sampling temperature. 0 decodes greedily, which train-grpo refuses.",
+    )
+    stop: tuple[Text, ...] = Field(
+        default=(),
+        description="Texts that end a response, in addition to the template's end of turn.",
+    )
+    seed: Size | None = Field(default=None, description="Seed of sampling. Default: run.seed.")
 
 
 class EngineConfig(Section):
-    """The engine that samples. It shares the devices of training."""
+    """Inference engine. It shares the training devices."""
 
-    name: Literal["vllm"] = Field(default="vllm", description="Engine that generates")
-    tp: Count = Field(default=1, description="Tensor-parallel size of one engine")
-    dp: Count = Field(default=1, description="Number of engines that share the prompts")
-    memory_fraction: Fraction = Field(default=0.5, description="Share of the device's memory that the engine may take")
-    kv_cache_bytes: Count | None = Field(default=None, description="Bytes of the KV cache; unset: from memory_fraction")
-    max_num_seqs: Count = Field(default=256, description="Sequences that run at the same time")
-    max_num_batched_tokens: Count | None = Field(default=None, description="Tokens of one engine step; unset: the engine's own choice")
-    max_model_len: Count | None = Field(
-        default=None, description="Longest prompt plus response in tokens; unset: as the two limits of rollout"
+    name: Literal["vllm"] = Field(default="vllm", description="Inference engine.")
+    tp: Count = Field(default=1, description="Tensor-parallel size of one engine, in devices.")
+    dp: Count = Field(default=1, description="Number of engines that share the prompts.")
+    memory_fraction: Fraction = Field(
+        default=0.5, description="Fraction of the device memory that the engine may use."
     )
-    eager: Bool = Field(default=False, description="Run without graph capture and compilation (always so on CPU)")
-    prefix_cache: Bool = Field(default=True, description="Share the KV cache of equal prompt beginnings")
+    kv_cache_bytes: Count | None = Field(
+        default=None, description="Size of the KV cache in bytes. Default: from memory_fraction."
+    )
+    max_num_seqs: Count = Field(
+        default=256, description="Maximum number of sequences that one engine runs concurrently."
+    )
+    max_num_batched_tokens: Count | None = Field(
+        default=None,
+        description="Maximum number of tokens per engine step. Default: the engine's default.",
+    )
+    max_model_len: Count | None = Field(
+        default=None,
+        description="Maximum length of prompt and response in tokens. "
+        "Default: rollout.max_prompt_tokens + rollout.max_response_tokens.",
+    )
+    eager: Bool = Field(
+        default=False,
+        description="Disable graph capture and compilation. On CPU they are always disabled.",
+    )
+    prefix_cache: Bool = Field(
+        default=True, description="Share the KV cache of common prompt prefixes."
+    )
 
 
 class FilterConfig(Section):
-    """Groups that teach nothing, and what is generated in their place."""
+    """Filter of groups that are not informative, and sampling of replacements."""
 
     kind: Literal["none", "all_equal", "mean", "std"] = Field(
         default="none",
-        description="Leave out groups of equal rewards, of a mean not strictly between low and high, or of a deviation not above low",
+        description="Drop groups with equal rewards (all_equal), with a mean that is not strictly "
+        "between low and high (mean), or with a standard deviation of at most low (std).",
     )
-    low: Float | None = Field(default=None, description="Bound of mean and std; unset: none")
-    high: Float | None = Field(default=None, description="Upper bound of mean; unset: none")
-    source: Text | None = Field(default=None, description="Source of rewards whose scores are compared; unset: the rewards")
-    refill: Bool = Field(default=False, description="Generate for the next prompts until rollout.prompts_per_step groups are left")
+    low: Float | None = Field(
+        default=None, description="Lower bound of mean and std. Default: no bound."
+    )
+    high: Float | None = Field(default=None, description="Upper bound of mean. Default: no bound.")
+    source: Text | None = Field(
+        default=None,
+        description="Name of the reward source whose scores the filter compares. "
+        "Default: the rewards.",
+    )
+    refill: Bool = Field(
+        default=False,
+        description="Sample the next prompts until rollout.prompts_per_step groups pass the "
+        "filter.",
+    )
     max_refills: Size | None = Field(
-        default=9, description="Times that a step does so at most; unset (null): until it has had every prompt once"
+        default=9,
+        description="Maximum number of refills per step. Null refills until every prompt was "
+        "sampled once.",
     )
-    extra_prompts: Size = Field(default=0, description="Prompts that are asked in a refill besides as many as are likely needed")
+    extra_prompts: Size = Field(
+        default=0,
+        description="Number of prompts that a refill samples in addition to the estimated need.",
+    )
 
 
 class RolloutConfig(Section):
-    """What one step of reinforcement generates."""
+    """Generation of the responses of one train-grpo step."""
 
-    prompts_per_step: Count = Field(default=32, description="Prompts of one step")
-    samples_per_prompt: Count = Field(default=8, description="Completions of every prompt: the size of a group")
-    max_prompt_tokens: Count = Field(default=512, description="Longest prompt; longer ones are left out and counted")
-    max_response_tokens: Count = Field(default=512, description="Longest completion")
-    filter: FilterConfig = Field(default=FilterConfig(), description="Groups that are left out")
-    sampling: SamplingConfig = Field(default=SamplingConfig(), description="How completions are sampled")
-    engine: EngineConfig = Field(default=EngineConfig(), description="The engine that samples")
+    prompts_per_step: Count = Field(default=32, description="Number of prompts per step.")
+    samples_per_prompt: Count = Field(
+        default=8, description="Number of responses per prompt, which is the group size."
+    )
+    max_prompt_tokens: Count = Field(
+        default=512,
+        description="Maximum prompt length in tokens. Longer prompts are dropped and their number "
+        "is reported.",
+    )
+    max_response_tokens: Count = Field(
+        default=512, description="Maximum response length in tokens."
+    )
+    filter: FilterConfig = Field(
+        default=FilterConfig(), description="Filter of groups that are not informative."
+    )
+    sampling: SamplingConfig = Field(default=SamplingConfig(), description="Sampling of responses.")
+    engine: EngineConfig = Field(default=EngineConfig(), description="Inference engine.")

@@ -1,4 +1,4 @@
-"""How weights are updated: batches, optimizer, parallelism, memory, adapters."""
+"""Configuration of training: batches, optimizer, parallel layout, memory and adapters."""
 
 from __future__ import annotations
 
@@ -6,125 +6,270 @@ from typing import Literal
 
 from pydantic import Field
 
-from msrl.config.sections.base import BelowOne, Bool, Count, LayerNumbers, NonNegative, Positive, Schedule, Section, Size, Text
+from msrl.config.sections.base import (
+    BelowOne,
+    Bool,
+    Count,
+    LayerNumbers,
+    NonNegative,
+    Positive,
+    Schedule,
+    Section,
+    Size,
+    Text,
+)
 
 
 class UpdatesConfig(Section):
-    """Optimizer updates on the samples of one step."""
+    """Optimizer updates on the samples of one train-grpo step."""
 
-    samples_per_update: Count | None = Field(default=None, description="Samples of one optimizer update; unset: all samples of the step")
-    epochs: Count = Field(default=1, description="Times that the samples of a step are gone through")
-    shuffle: Bool = Field(default=True, description="New order of the samples before they are cut into updates")
+    samples_per_update: Count | None = Field(
+        default=None,
+        description="Number of samples per optimizer update. Default: all samples of the step.",
+    )
+    epochs: Count = Field(default=1, description="Number of passes over the samples of a step.")
+    shuffle: Bool = Field(
+        default=True,
+        description="Shuffle the samples of a step before they are split into updates.",
+    )
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning rate."""
+    """AdamW and its learning rate schedule."""
 
-    lr: Positive = Field(default=1e-5, description="Highest learning rate")
-    min_lr: NonNegative = Field(default=0.0, description="Learning rate at the end of a schedule that goes down")
-    schedule: Schedule = Field(
-        default="constant", description="Learning rate after the warm-up; wsd: constant, then linearly down to min_lr at the end"
+    lr: Positive = Field(default=1e-5, description="Peak learning rate.")
+    min_lr: NonNegative = Field(
+        default=0.0, description="Learning rate at the end of a decaying schedule."
     )
-    warmup: Size | BelowOne = Field(default=0, description="Linear warm-up: optimizer updates (integer) or fraction of them all (below 1)")
-    decay: Size | BelowOne = Field(default=0.1, description="Last part of a wsd schedule: updates (integer) or fraction of them all")
-    betas: tuple[BelowOne, BelowOne] = Field(default=(0.9, 0.95), description="Decay of the first and second moments")
-    eps: Positive = Field(default=1e-8, description="Added to the square root of the second moment")
-    weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay of matrices; biases and norms have none")
-    grad_clip: Positive | None = Field(default=1.0, description="Largest global gradient norm; null is off")
+    schedule: Schedule = Field(
+        default="constant",
+        description="Learning rate schedule after the warm-up. wsd is constant, then decays "
+        "linearly to min_lr at the end.",
+    )
+    warmup: Size | BelowOne = Field(
+        default=0,
+        description="Linear warm-up: number of optimizer updates (integer) or fraction of all "
+        "updates (below 1).",
+    )
+    decay: Size | BelowOne = Field(
+        default=0.1,
+        description="Decay phase at the end of a wsd schedule: number of updates (integer) or "
+        "fraction of all updates (below 1).",
+    )
+    betas: tuple[BelowOne, BelowOne] = Field(
+        default=(0.9, 0.95), description="Decay rates of the first and second moments."
+    )
+    eps: Positive = Field(
+        default=1e-8, description="Constant added to the square root of the second moment."
+    )
+    weight_decay: NonNegative = Field(
+        default=0.0,
+        description="Decoupled weight decay of matrices. Biases and norms are not decayed.",
+    )
+    grad_clip: Positive | None = Field(
+        default=1.0, description="Maximum global gradient norm. Null disables clipping."
+    )
 
 
 class ParallelConfig(Section):
-    """How the model is spread over the ranks; what remains of the world size is data parallel."""
+    """Parallel layout of the model. The remaining factor of the world size is data parallel."""
 
-    tp: Count = Field(default=1, description="Tensor-parallel size")
-    pp: Count = Field(default=1, description="Pipeline-parallel size")
-    ep: Count = Field(default=1, description="Expert-parallel size: ranks that the experts of a layer are spread over")
-    etp: Count | None = Field(default=None, description="Ranks that one expert is cut over; unset: tp")
-    cp: Count = Field(default=1, description="Context-parallel size: ranks that share the tokens of every sequence")
-    cp_algo: Literal["allgather"] = Field(
-        default="allgather", description="How context-parallel ranks get the keys and values of the others"
+    tp: Count = Field(default=1, description="Tensor-parallel size, in devices.")
+    pp: Count = Field(default=1, description="Pipeline-parallel size, in stages.")
+    ep: Count = Field(
+        default=1,
+        description="Expert-parallel size: number of ranks that share the experts of a layer.",
     )
-    vpp: Count | None = Field(default=None, description="Layers per virtual pipeline stage; unset: a stage is one block")
-    num_layer_list: LayerNumbers | None = Field(default=None, description="Layers of each pipeline stage, as in 11,13,19,21; unset: equal")
-    noop_layers: LayerNumbers = Field(default=(), description="Positions in the pipeline that hold no layer, as in 0,47")
-    sp: Bool = Field(default=False, description="Sequence parallel: activations of the norms are spread over the tensor-parallel ranks")
+    etp: Count | None = Field(
+        default=None,
+        description="Tensor-parallel size of each expert, in devices. Default: train.parallel.tp.",
+    )
+    cp: Count = Field(
+        default=1,
+        description="Context-parallel size: number of ranks that share the tokens of each "
+        "sequence.",
+    )
+    cp_algo: Literal["allgather"] = Field(
+        default="allgather",
+        description="Exchange of keys and values between context-parallel ranks.",
+    )
+    vpp: Count | None = Field(
+        default=None,
+        description="Number of layers per virtual pipeline stage. Default: no virtual stages.",
+    )
+    num_layer_list: LayerNumbers | None = Field(
+        default=None,
+        description="Number of layers of each pipeline stage, as in 11,13,19,21. "
+        "Default: equal stages.",
+    )
+    noop_layers: LayerNumbers = Field(
+        default=(),
+        description="Pipeline positions that hold no layer, counted from 0, as in 0,47. "
+        "Default: none.",
+    )
+    sp: Bool = Field(
+        default=False,
+        description="Sequence parallelism: shard the activations of norms over the "
+        "tensor-parallel ranks.",
+    )
 
 
 class RecomputeConfig(Section):
-    """Activations that are made again in the backward pass instead of kept."""
+    """Activation recomputation: activations that the backward pass computes again."""
 
     granularity: Literal["none", "full", "selective"] = Field(
-        default="none", description="full: whole layers, by method and layers; selective: the parts in modules, of every layer"
+        default="none",
+        description="Activations to recompute: those of complete layers, selected by method and "
+        "layers (full), or those of the listed modules in every layer (selective).",
     )
     method: Literal["uniform", "block"] = Field(
-        default="uniform", description="Of full: uniform keeps the input of every `layers`-th layer; block makes the first `layers` again"
+        default="uniform",
+        description="Method of full recomputation. uniform stores the input of every n-th layer, "
+        "block recomputes the first n layers of each stage, with n = train.recompute.layers.",
     )
-    layers: Count = Field(default=1, description="Of full: layers in a unit (uniform), or layers of each stage (block)")
-    modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = Field(default=("core_attn",), description="Of selective: parts of a layer")
+    layers: Count = Field(
+        default=1,
+        description="Number of layers per unit (uniform) or per stage (block) of full "
+        "recomputation.",
+    )
+    modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = Field(
+        default=("core_attn",),
+        description="Modules of each layer that selective recomputation applies to.",
+    )
 
 
 class OffloadConfig(Section):
-    """What waits in the machine's memory while it is not needed; gains where devices have memory of their own."""
+    """Offloading of unused states to host memory.
 
-    optimizer: Bool = Field(default=False, description="Moments and master weights, but for the optimizer's own step")
-    grads: Bool = Field(default=False, description="Buffers of gradients, while train-grpo generates")
-    params: Bool = Field(default=False, description="Weights of policy and reference, while train-grpo generates")
+    It saves memory on devices that do not share the host memory.
+    """
+
+    optimizer: Bool = Field(
+        default=False,
+        description="Offload optimizer moments and master weights except during "
+        "the optimizer step.",
+    )
+    grads: Bool = Field(
+        default=False, description="Offload gradient buffers while train-grpo generates."
+    )
+    params: Bool = Field(
+        default=False,
+        description="Offload the weights of policy and reference model while train-grpo generates.",
+    )
 
 
 class RouterConfig(Section):
-    """What keeps the experts of a mixture in use; each layer of experts adds its own, and padding counts for nothing."""
+    """Load balancing of mixture-of-experts layers.
+
+    Each layer adds its terms to the loss. Padding is ignored.
+    """
 
     aux_loss_coef: NonNegative | Literal["model"] = Field(
-        default=0.0, description="Times the load-balancing loss; model: config.json's router_aux_loss_coef or aux_loss_alpha; 0 is off"
+        default=0.0,
+        description="Coefficient of the load-balancing loss. model uses router_aux_loss_coef or "
+        "aux_loss_alpha of config.json. 0 disables the loss.",
     )
     aux_loss_over: Literal["sequence", "micro_batch"] = Field(
         default="sequence",
-        description="Tokens whose load is balanced: of each sequence, whatever it is packed with, or of all that share a pass on a rank",
+        description="Tokens whose expert load is balanced: those of each sequence, even if "
+        "several are packed together, or all tokens of a micro-batch on a rank.",
     )
-    z_loss_coef: NonNegative = Field(default=0.0, description="Times the mean square of log sum exp of the router's logits; 0 is off")
+    z_loss_coef: NonNegative = Field(
+        default=0.0,
+        description="Coefficient of the z-loss: the mean square of the log-sum-exp of the router "
+        "logits. 0 disables it.",
+    )
     bias_update_rate: NonNegative = Field(
         default=0.0,
-        description="What the bias of an expert moves by after an update, up where it had fewer tokens than the mean; 0 is off",
+        description="Change of an expert's bias per update: up if the expert received fewer tokens "
+        "than the mean, down if more. 0 disables it.",
     )
 
 
 class LoraConfig(Section):
-    """Adapters that are trained in place of the model."""
+    """LoRA adapters, which are trained instead of the model's weights."""
 
-    rank: Count | None = Field(default=None, description="Rank of the adapters; unset: the model itself is trained")
-    alpha: Positive = Field(default=16.0, description="Adapters count alpha / rank")
+    rank: Count | None = Field(
+        default=None, description="Rank of the adapters. Default: no adapters."
+    )
+    alpha: Positive = Field(
+        default=16.0,
+        description="Scale of the adapters: their output is multiplied by alpha / rank.",
+    )
     targets: tuple[Text, ...] = Field(
         default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-        description="Layers that get one, those of experts too, by Megatron's or Hugging Face's names (linear_qkv, q_proj, ...)",
+        description="Linear layers with adapters, including those of experts, by Megatron or "
+        "Hugging Face names (linear_qkv, q_proj, ...).",
     )
-    dropout: BelowOne = Field(default=0.0, description="Share of an adapter's inputs that is left out at random while training")
+    dropout: BelowOne = Field(
+        default=0.0, description="Dropout probability of the adapter inputs during training."
+    )
 
 
 class TrainConfig(Section):
-    """The optimisation."""
+    """Optimization of the model."""
 
-    steps: Count | None = Field(default=None, description="Steps in all: optimizer updates in train-sft, rollout rounds in train-grpo")
-    epochs: Count | None = Field(default=None, description="Times through the data, where train.steps is not set")
-    global_batch: Count = Field(default=8, description="Sequences (with data.pack: packed rows) of one optimizer update of train-sft")
-    updates: UpdatesConfig = Field(default=UpdatesConfig(), description="Optimizer updates on the samples of one train-grpo step")
-    micro_batch: Count = Field(default=1, description="Sequences of one forward-backward pass on a rank")
-    forward_micro_batch: Count | None = Field(default=None, description="Sequences of one pass without gradients; unset: train.micro_batch")
+    steps: Count | None = Field(
+        default=None,
+        description="Total number of steps: optimizer updates in train-sft, rollout steps in "
+        "train-grpo.",
+    )
+    epochs: Count | None = Field(
+        default=None,
+        description="Number of passes over the data. Set this key or train.steps.",
+    )
+    global_batch: Count = Field(
+        default=8,
+        description="Number of sequences (with data.pack: packed rows) per optimizer update of "
+        "train-sft.",
+    )
+    updates: UpdatesConfig = Field(
+        default=UpdatesConfig(),
+        description="Optimizer updates on the samples of one train-grpo step.",
+    )
+    micro_batch: Count = Field(
+        default=1, description="Number of sequences per forward-backward pass on a rank."
+    )
+    forward_micro_batch: Count | None = Field(
+        default=None,
+        description="Number of sequences per forward pass without gradients. "
+        "Default: train.micro_batch.",
+    )
     max_tokens_per_micro_batch: Count | None = Field(
-        default=None, description="Sequences are packed into passes of at most so many tokens; unset: train.micro_batch of them"
+        default=None,
+        description="Maximum number of tokens per pass. Sequences are packed into passes up to "
+        "this limit. Default: passes of train.micro_batch sequences.",
     )
     chunk: Count | None = Field(
-        default=None, description="Positions whose logits exist at once; they are made again in the backward pass; unset: a micro-batch's"
+        default=None,
+        description="Number of positions per logit chunk. Logits are computed one chunk at a time "
+        "and recomputed in the backward pass. Default: all positions of a micro-batch.",
     )
-    recompute: RecomputeConfig = Field(default=RecomputeConfig(), description="Activations that are made again instead of kept")
-    offload: OffloadConfig = Field(default=OffloadConfig(), description="What waits in the machine's memory while it is not needed")
-    router: RouterConfig = Field(default=RouterConfig(), description="What keeps the experts of a mixture in use")
-    lora: LoraConfig = Field(default=LoraConfig(), description="Adapters that are trained in place of the model")
+    recompute: RecomputeConfig = Field(
+        default=RecomputeConfig(), description="Activation recomputation."
+    )
+    offload: OffloadConfig = Field(
+        default=OffloadConfig(), description="Offloading of unused states to host memory."
+    )
+    router: RouterConfig = Field(
+        default=RouterConfig(), description="Load balancing of mixture-of-experts layers."
+    )
+    lora: LoraConfig = Field(
+        default=LoraConfig(), description="LoRA adapters, which are trained instead of the model."
+    )
     freeze: tuple[Text, ...] = Field(
-        default=(), description="Parameters that are not trained: patterns (* and ?) of their Hugging Face or Megatron names"
+        default=(),
+        description="Parameters to freeze: patterns (* and ?) of Hugging Face or Megatron names. "
+        "Default: none.",
     )
     max_skipped: Count = Field(
         default=3,
-        description="Updates in a row with a gradient that is not finite; they are left out, and the last of so many ends the run",
+        description="Number of consecutive updates with a non-finite gradient that ends the run. "
+        "Fewer are skipped and reported.",
     )
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its learning rate")
-    parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the model is spread over the ranks")
+    optimizer: OptimizerConfig = Field(
+        default=OptimizerConfig(), description="AdamW and its learning rate schedule."
+    )
+    parallel: ParallelConfig = Field(
+        default=ParallelConfig(), description="Parallel layout of the model."
+    )

@@ -173,7 +173,7 @@ def policy_loss(config: Config) -> PolicyLoss:
         rl_coef=algo.rl_coef,
         sft_coef=algo.sft.coef,
         correction=Correction(mismatch.weight, mismatch.upper, mismatch.filter, mismatch.low, mismatch.high),
-        options={name: value for name, value in algo.options.items() if name in registry.options_of(plugin)},
+        options={name: value for name, value in algo.options.items() if name in registry.plugin_options(plugin)},
     )
 
 
@@ -193,7 +193,7 @@ def estimates(algo: AlgoConfig, rewards: TokenRewards, values: Reals | None = No
     estimate = registry.load("msrl.algorithms.advantages", advantage.estimator, key="algo.advantage.estimator").advantages
     if advantage.whiten_rewards:
         rewards = rewards.whitened(advantage.eps)
-    options = {name: value for name, value in algo.options.items() if name in registry.options_of(estimate)}
+    options = {name: value for name, value in algo.options.items() if name in registry.plugin_options(estimate)}
     given = {"eps": advantage.eps, "gamma": advantage.gamma, "lam": advantage.lam, "values": values, "turns": None}
     return estimate(rewards, **required_arguments(estimate, given), **options)
 
