@@ -17,7 +17,7 @@ from msrl.data.handlers import ALIASES, handler_names, make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.pack import pack_rows
 from msrl.data.readers import find_files, read_batches
-from msrl.data.tokenize import _shape
+from msrl.data.tokenize import _fit_to_kind
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
@@ -25,7 +25,11 @@ from support import assert_mentions, mentions, shared_data
 
 
 def rows_of(*inputs) -> list:
-    return [row for batch in read_batches(find_files([str(i) for i in inputs])) for _, row in batch.values()]
+    return [
+        row
+        for batch in read_batches(find_files([str(i) for i in inputs]))
+        for _, row in batch.values()
+    ]
 
 
 def converse(name: str, row, *, map_keys=None, kind=None, options=None) -> Conversation:
@@ -85,7 +89,11 @@ def test_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
 
 
 def test_input_that_names_nothing_is_refused(tmp_path):
-    for item, message in ((tmp_path, ".jsonl"), (tmp_path / "*.jsonl", "*.jsonl"), (tmp_path / "x", "file or folder")):
+    for item, message in (
+        (tmp_path, ".jsonl"),
+        (tmp_path / "*.jsonl", "*.jsonl"),
+        (tmp_path / "x", "file or folder"),
+    ):
         with pytest.raises(MsrlError, match=mentions(item, message)):
             find_files([str(item)])
 
@@ -94,10 +102,25 @@ def test_input_that_names_nothing_is_refused(tmp_path):
 
 
 def test_alpaca_joins_instruction_and_input_and_keeps_history():
-    row = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "history": [["Hi", "Hello"]]}
-    expected = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Add.\n1 2"), ("assistant", "3")]
+    row = {
+        "instruction": "Add.",
+        "input": "1 2",
+        "output": "3",
+        "system": "Be brief.",
+        "history": [["Hi", "Hello"]],
+    }
+    expected = [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+        ("user", "Add.\n1 2"),
+        ("assistant", "3"),
+    ]
     assert turns(converse("alpaca", row)) == expected
-    assert turns(converse("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"})) == [("user", "Hi"), ("assistant", "Hello")]
+    assert turns(converse("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"})) == [
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+    ]
 
 
 def test_alpaca_reads_the_columns_that_map_keys_names():
@@ -109,11 +132,22 @@ def test_alpaca_reads_the_columns_that_map_keys_names():
 def test_sharegpt_knows_both_forms_and_tool_calls():
     row = shared_rows("sft/glaive_toolcall_en_demo.json")[0]
     made = converse("sharegpt", row)
-    assert [m.role for m in made.messages] == ["user", "assistant", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [m.role for m in made.messages] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
     call = row["conversations"][3]["value"]
     assert made.messages[3].content == f"<tool_call>\n{call}\n</tool_call>"
     assert json.loads(made.extra["tools"]) == json.loads(row["tools"])
-    openai = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    openai = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    }
     assert turns(converse("sharegpt", openai)) == [("user", "Hi"), ("assistant", "Hello")]
 
 
@@ -125,27 +159,43 @@ def test_sharegpt_writes_openai_tool_calls_in_tags():
         {"role": "tool", "content": "1"},
     ]
     made = converse("sharegpt", {"messages": [*messages, {"role": "assistant", "content": "Done"}]})
-    assert made.messages[1].content == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert (
+        made.messages[1].content
+        == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    )
 
 
 def test_a_thought_beside_the_answer_stands_before_it():
     call = {"function": {"name": "f", "arguments": {}}}
     messages = [
         {"role": "user", "content": "Go"},
-        {"role": "assistant", "content": None, "reasoning_content": "First f.\n", "tool_calls": [call]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "First f.\n",
+            "tool_calls": [call],
+        },
         {"role": "tool", "content": "1"},
         {"role": "assistant", "content": "Done", "reasoning_content": "It is 1."},
     ]
     made = converse("sharegpt", {"messages": messages})
-    assert made.messages[1].content == '<think>\nFirst f.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert (
+        made.messages[1].content
+        == '<think>\nFirst f.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    )
     assert made.messages[3].content == "<think>\nIt is 1.\n</think>\n\nDone"
 
 
 def test_a_ground_truth_is_no_thought():
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
     row = {"messages": [{"role": "user", "content": "2+2?"}, answer]}
-    assert _shape(converse("sharegpt", row), "prompts").answer == "4"
-    assert converse("r1", {"instruction": "2+2?", "output": [{"role": "user", "content": "2+2?"}, answer]}).answer == "4"
+    assert _fit_to_kind(converse("sharegpt", row), "prompts").answer == "4"
+    assert (
+        converse(
+            "r1", {"instruction": "2+2?", "output": [{"role": "user", "content": "2+2?"}, answer]}
+        ).answer
+        == "4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,9 +203,15 @@ def test_a_ground_truth_is_no_thought():
     [
         ({"role": ["user"], "content": "x"}, ("turn 1", "role", "'user'")),
         ({"role": "user", "content": [{"type": "text", "text": "x"}]}, ("turn 1", "text", "list")),
-        ({"role": "assistant", "content": ["x"], "tool_calls": [{"name": "f", "arguments": {}}]}, ("turn 1", "text", "list")),
+        (
+            {"role": "assistant", "content": ["x"], "tool_calls": [{"name": "f", "arguments": {}}]},
+            ("turn 1", "text", "list"),
+        ),
         ({"role": "assistant", "content": "x", "tool_calls": 5}, ("turn 1", "tool_calls", "int")),
-        ({"role": "assistant", "content": "x", "reasoning_content": ["y"]}, ("turn 1", "reasoning_content", "list")),
+        (
+            {"role": "assistant", "content": "x", "reasoning_content": ["y"]},
+            ("turn 1", "reasoning_content", "list"),
+        ),
     ],
 )
 def test_a_turn_of_another_form_is_named(turn, message):
@@ -173,22 +229,39 @@ def test_tools_that_are_no_objects_are_refused():
 
 def test_names_that_parquet_gives_a_turn_without_values_do_not_count():
     empty = {"from": None, "value": None, "tool_calls": None}
-    row = {"messages": [{**empty, "role": "user", "content": "x"}, {**empty, "role": "assistant", "content": "y"}]}
+    row = {
+        "messages": [
+            {**empty, "role": "user", "content": "x"},
+            {**empty, "role": "assistant", "content": "y"},
+        ]
+    }
     assert turns(converse("sharegpt", row)) == [("user", "x"), ("assistant", "y")]
 
 
 @pytest.mark.parametrize(
-    "order", ["assistant user", "user user", "user assistant assistant", "user system assistant", "user assistant tool user"]
+    "order",
+    [
+        "assistant user",
+        "user user",
+        "user assistant assistant",
+        "user system assistant",
+        "user assistant tool user",
+    ],
 )
 def test_sharegpt_drops_turns_in_an_impossible_order(order):
     with pytest.raises(DroppedRow, match="turn_order"):
-        converse("sharegpt", {"messages": [{"role": role, "content": "x"} for role in order.split()]})
+        converse(
+            "sharegpt", {"messages": [{"role": role, "content": "x"} for role in order.split()]}
+        )
 
 
 def test_gsm8k_answer_is_the_number_after_the_mark():
     row = {"question": "How many?", "answer": "1000+234 = <<1000+234=1234>>1,234.\n#### 1,234"}
     worked = converse("gsm8k", row)
-    assert worked.answer == "1234" and turns(worked) == [("user", "How many?"), ("assistant", row["answer"])]
+    assert worked.answer == "1234" and turns(worked) == [
+        ("user", "How many?"),
+        ("assistant", row["answer"]),
+    ]
     shown = converse("gsm8k", row, options={"style": "r1", "calculator": False}).messages[1].content
     assert shown == "<think>1000+234 = 1,234.</think><answer>\\boxed{1234}</answer>"
     with pytest.raises(MsrlError, match=mentions("#### number")):
@@ -200,10 +273,30 @@ def shared_rows(name: str) -> list:
 
 
 MATH = {
-    "math/dapo_math_17k.parquet": ("r1", {"prompt": "prompt", "response": "reward_model.ground_truth"}, 17917, "34"),
-    "math/deepscaler_1209.parquet": ("Math17kAlpacaStyleInstructionHandler", {}, 1209, "\\frac{3}{7}"),
-    "math/orz_math_57k_collected.first1785.json": ("r1", {"prompt": "0.value", "response": "1.ground_truth.value"}, 1785, "n = 4"),
-    "math/math500.jsonl": ("r1", {"prompt": "problem", "response": "answer"}, 500, "\\left( 3, \\frac{\\pi}{2} \\right)"),
+    "math/dapo_math_17k.parquet": (
+        "r1",
+        {"prompt": "prompt", "response": "reward_model.ground_truth"},
+        17917,
+        "34",
+    ),
+    "math/deepscaler_1209.parquet": (
+        "Math17kAlpacaStyleInstructionHandler",
+        {},
+        1209,
+        "\\frac{3}{7}",
+    ),
+    "math/orz_math_57k_collected.first1785.json": (
+        "r1",
+        {"prompt": "0.value", "response": "1.ground_truth.value"},
+        1785,
+        "n = 4",
+    ),
+    "math/math500.jsonl": (
+        "r1",
+        {"prompt": "problem", "response": "answer"},
+        500,
+        "\\left( 3, \\frac{\\pi}{2} \\right)",
+    ),
     "math/gsm8k_test.jsonl": ("gsm8k", {}, 1319, "18"),
 }
 
@@ -214,7 +307,10 @@ def test_public_mathematics_is_read_through_map_keys(name):
     handler = make_handler(handler_name, kind="prompts", map_keys=keys, options={})
     made = [handler.module.conversation(row, handler.columns) for row in shared_rows(name)]
     assert len(made) == count and made[0].answer == first
-    assert all(c.answer is not None and c.messages[0].role == "user" and c.messages[0].content for c in made)
+    assert all(
+        c.answer is not None and c.messages[0].role == "user" and c.messages[0].content
+        for c in made
+    )
 
 
 def test_r1_takes_whole_numbers_and_nothing_else_that_is_not_text():
@@ -251,10 +347,22 @@ def test_row_that_does_not_fit_says_which_column(row, keys, message):
 
 
 def test_handlers_go_by_their_own_names_and_mindspeeds():
-    assert {"pretrain", "alpaca", "sharegpt", "r1", "gsm8k", "AlpacaStyleInstructionHandler"} <= set(handler_names())
+    assert {
+        "pretrain",
+        "alpaca",
+        "sharegpt",
+        "r1",
+        "gsm8k",
+        "AlpacaStyleInstructionHandler",
+    } <= set(handler_names())
     for name in handler_names():
-        assert make_handler(name, kind=None, map_keys={}, options={}).name == ALIASES.get(name, name)
-    assert make_handler("R1SharegptStyleInstructionHandler", kind=None, map_keys={}, options={}).kind == "prompts"
+        assert make_handler(name, kind=None, map_keys={}, options={}).name == ALIASES.get(
+            name, name
+        )
+    assert (
+        make_handler("R1SharegptStyleInstructionHandler", kind=None, map_keys={}, options={}).kind
+        == "prompts"
+    )
 
 
 def test_unknown_handler_kind_and_option_are_refused():
@@ -298,7 +406,9 @@ def test_index_is_megatrons_layout_byte_for_byte(tmp_path):
     write(tmp_path, "x", [[1, -100, 3], [], [2**31 - 1]])
     assert (tmp_path / "x.bin").read_bytes() == struct.pack("<4i", 1, -100, 3, 2**31 - 1)
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 3, 4)
-    assert (tmp_path / "x.idx").read_bytes() == header + struct.pack("<3i3q4q", 3, 0, 1, 0, 12, 12, 0, 1, 2, 3)
+    assert (tmp_path / "x.idx").read_bytes() == header + struct.pack(
+        "<3i3q4q", 3, 0, 1, 0, 12, 12, 0, 1, 2, 3
+    )
     reader = IndexedReader(tmp_path / "x")
     assert [reader[i].tolist() for i in range(len(reader))] == [[1, -100, 3], [], [2**31 - 1]]
 
@@ -308,7 +418,9 @@ def test_megatron_reads_our_files_and_writes_the_same(tmp_path):
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-    sequences = [np.random.default_rng(i).integers(0, 151936, i * 7 + 1).tolist() for i in range(20)]
+    sequences = [
+        np.random.default_rng(i).integers(0, 151936, i * 7 + 1).tolist() for i in range(20)
+    ]
     write(tmp_path, "ours", sequences)
     assert [row.tolist() for row in IndexedDataset(str(tmp_path / "ours"))] == sequences
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32)
@@ -316,7 +428,9 @@ def test_megatron_reads_our_files_and_writes_the_same(tmp_path):
         builder.add_document(torch.tensor(sequence, dtype=torch.int32), [len(sequence)])
     builder.finalize(str(tmp_path / "theirs.idx"))
     for suffix in ("bin", "idx"):
-        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (
+            tmp_path / f"theirs.{suffix}"
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
@@ -340,21 +454,34 @@ def mindspeed_files(folder, columns: dict) -> str:
 
 def test_mindspeeds_rows_are_one_sequence_each(tmp_path, caplog):
     ids, labels = [[5, 6, 7], [8, 9]], [[-100, 6, 7], [-100, 9]]
-    data = SftDataset(mindspeed_files(tmp_path, {"input_ids": ids, "attention_mask": [[1, 1, 1], [1, 1]], "labels": labels}))
+    data = SftDataset(
+        mindspeed_files(
+            tmp_path, {"input_ids": ids, "attention_mask": [[1, 1, 1], [1, 1]], "labels": labels}
+        )
+    )
     assert_mentions(caplog.text, "tokenizer")
     assert data.manifest is None
     assert [[e.token_ids.tolist() for e in row] for row in data] == [[[5, 6, 7]], [[8, 9]]]
-    assert [[e.loss_mask.tolist() for e in row] for row in data] == [[[False, True, True]], [[False, True]]]
+    assert [[e.loss_mask.tolist() for e in row] for row in data] == [
+        [[False, True, True]],
+        [[False, True]],
+    ]
 
 
 def test_mindspeeds_neat_packed_rows_keep_their_bounds(tmp_path):
     mask, labels = [[1, 1, 2, 2, 2, 0]], [[-100, 6, -100, 8, 9, -100]]
-    data = SftDataset(mindspeed_files(tmp_path, {"input_ids": [[5, 6, 7, 8, 9, 0]], "attention_mask": mask, "labels": labels}))
+    data = SftDataset(
+        mindspeed_files(
+            tmp_path, {"input_ids": [[5, 6, 7, 8, 9, 0]], "attention_mask": mask, "labels": labels}
+        )
+    )
     assert [e.token_ids.tolist() for e in data[0]] == [[5, 6], [7, 8, 9]]
 
 
 def test_mindspeeds_answers_are_decoded(tmp_path):
-    prefix = mindspeed_files(tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[7, 8]]})
+    prefix = mindspeed_files(
+        tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[7, 8]]}
+    )
     with pytest.raises(MsrlError, match=mentions("model.tokenizer")):
         PromptDataset(prefix)
     assert PromptDataset(prefix, decode=str)[0].answer == "[7, 8]"
@@ -375,16 +502,21 @@ def test_data_without_rows_is_refused(tmp_path):
 
 
 def test_files_of_two_runs_are_refused(tmp_path):
-    prefix = mindspeed_files(tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[6]]})
+    prefix = mindspeed_files(
+        tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[6]]}
+    )
     with pytest.raises(MsrlError, match=mentions(f"{tmp_path}", "run")):
         SftDataset(prefix)
 
 
 def test_reading_data_imports_neither_torch_nor_transformers_nor_megatron():
-    code = (
-        "import sys, msrl.data.dataset, msrl.data.tokenize; print([m for m in sys.modules if m in {'torch', 'transformers', 'megatron'}])"
+    code = "import sys, msrl.data.dataset, msrl.data.tokenize; print([m for m in sys.modules if m in {'torch', 'transformers', 'megatron'}])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------------------
@@ -394,34 +526,52 @@ def test_tokenizer_opened_without_transformers_is_the_same(tmp_path):
     hf = load_tokenizer(shared_data("tokenizers", "gpt2"))
     from transformers import PreTrainedTokenizerFast
 
-    plain = PreTrainedTokenizerFast(tokenizer_object=hf.backend_tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=hf.backend_tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>"
+    )
     plain.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] in ("PreTrainedTokenizerFast", "TokenizersBackend")
     opened, loaded = open_tokenizer(tmp_path), load_tokenizer(tmp_path)
     text = "Hello, 世界! <|pad|> 1234\n\n  x"
     assert opened.backend.encode(text).ids == loaded(text)["input_ids"]
-    assert opened.get_vocab() == loaded.get_vocab() and tokenizer_hash(opened) == tokenizer_hash(loaded)
-    assert (opened.eos_token, opened.pad_token, opened.vocab_size) == ("<|endoftext|>", "<|pad|>", len(loaded))
+    assert opened.get_vocab() == loaded.get_vocab() and tokenizer_hash(opened) == tokenizer_hash(
+        loaded
+    )
+    assert (opened.eos_token, opened.pad_token, opened.vocab_size) == (
+        "<|endoftext|>",
+        "<|pad|>",
+        len(loaded),
+    )
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2", "granite-3.1-1b-a400m"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2", "granite-3.1-1b-a400m"]
+)
 def test_published_tokenizers_open_to_what_transformers_loads(name):
     folder = shared_data("tokenizers", name)
     opened, loaded = open_tokenizer(folder), load_tokenizer(folder)
     text = "Hello, 世界! 1234\n\n  x"
-    assert opened.backend.encode(text, add_special_tokens=False).ids == loaded(text, add_special_tokens=False)["input_ids"]
+    assert (
+        opened.backend.encode(text, add_special_tokens=False).ids
+        == loaded(text, add_special_tokens=False)["input_ids"]
+    )
     assert opened.vocab_size == len(loaded)
 
 
 def test_hash_tells_tokenizers_apart():
-    hashes = {tokenizer_hash(open_tokenizer(shared_data("tokenizers", n))) for n in ("qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2")}
+    hashes = {
+        tokenizer_hash(open_tokenizer(shared_data("tokenizers", n)))
+        for n in ("qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2")
+    }
     assert len(hashes) == 3
 
 
 def test_a_folder_with_a_models_config_alone_is_no_tokenizer_without_tokens(tmp_path):
     make_model(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Qwen2Tokenizer"}'
+    )
     for read in (open_tokenizer, load_tokenizer):
         with pytest.raises(MsrlError, match=mentions("model", "tokenizer.json", "vocabulary")):
             read(tmp_path / "model")
