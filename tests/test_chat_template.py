@@ -1,4 +1,6 @@
-"""Templates as Jinja: transformers renders with them what msrl renders, for every packaged template."""
+"""Templates as Jinja: transformers renders with them what msrl renders, for every packaged
+template.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def tokenizer_with(tokens: tuple[str, ...]) -> TextTokenizer:
     return TextTokenizer(backend, "<s>", "</s>", None, folder="here")
 
 
-def renderer_of(name: str, **options: bool) -> Renderer:
+def make_test_renderer(name: str, **options: bool) -> Renderer:
     template = load_template(name)
     return make_renderer(template, tokenizer_with((*template.special, *template.stop)), **options)
 
@@ -70,14 +72,14 @@ def by_parts(renderer: Renderer, conversation: Conversation, *, asks: bool) -> s
 
 @pytest.mark.parametrize("case", CONVERSATIONS)
 @pytest.mark.parametrize("name", [name for name in template_names() if name != "native"])
-def test_the_jinja_of_a_template_renders_what_the_template_does(name: str, case: str):
+def test_the_chat_template_renders_the_same_text_as_the_template(name: str, case: str):
     conversation = CONVERSATIONS[case]
     for options in (
         ({}, {"enable_thinking": False}, {"enable_thinking": True})
         if load_template(name).thought_start
         else ({},)
     ):
-        renderer = renderer_of(name, **options)
+        renderer = make_test_renderer(name, **options)
         source = chat_template(renderer)
         for asks in (True, False):
             try:
@@ -88,16 +90,16 @@ def test_the_jinja_of_a_template_renders_what_the_template_does(name: str, case:
                 continue
             assert by_jinja(source, conversation, asks=asks) == expected
             assert (
-                by_jinja(chat_template(renderer_of(name)), conversation, asks=asks, **options)
+                by_jinja(chat_template(make_test_renderer(name)), conversation, asks=asks, **options)
                 == expected
             )
 
 
-def test_a_tokenizers_own_template_is_left_as_it_is():
-    assert chat_template(renderer_of("native")) == ""
+def test_the_tokenizers_chat_template_is_not_replaced():
+    assert chat_template(make_test_renderer("native")) == ""
 
 
-def test_a_folder_takes_the_template_on_with_the_tokens_that_end_an_answer(tmp_path: Path):
+def test_an_exported_folder_contains_the_template_and_its_stop_tokens(tmp_path: Path):
     from msrl.checkpoint.hf.folder import copy_sidecars
     from msrl.workflows.serve.engine import choose_renderer
 

@@ -81,14 +81,14 @@ def test_one_object_is_one_row(tmp_path):
         ("x.csv", b"a,b", ("x.csv", ".csv")),
     ],
 )
-def test_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+def test_an_unreadable_file_raises_an_error_with_its_name(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(MsrlError) as caught:
         rows_of(tmp_path / name)
     assert_mentions(caught.value, *message)
 
 
-def test_input_that_names_nothing_is_refused(tmp_path):
+def test_an_input_without_files_is_refused(tmp_path):
     for item, message in (
         (tmp_path, ".jsonl"),
         (tmp_path / "*.jsonl", "*.jsonl"),
@@ -129,7 +129,7 @@ def test_alpaca_reads_the_columns_that_map_keys_names():
     assert turns(converse("alpaca", row, map_keys=keys)) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_sharegpt_knows_both_forms_and_tool_calls():
+def test_sharegpt_reads_both_formats_and_tool_calls():
     row = shared_rows("sft/glaive_toolcall_en_demo.json")[0]
     made = converse("sharegpt", row)
     assert [m.role for m in made.messages] == [
@@ -165,7 +165,7 @@ def test_sharegpt_writes_openai_tool_calls_in_tags():
     )
 
 
-def test_a_thought_beside_the_answer_stands_before_it():
+def test_reasoning_content_is_put_in_front_of_the_answer():
     call = {"function": {"name": "f", "arguments": {}}}
     messages = [
         {"role": "user", "content": "Go"},
@@ -186,7 +186,7 @@ def test_a_thought_beside_the_answer_stands_before_it():
     assert made.messages[3].content == "<think>\nIt is 1.\n</think>\n\nDone"
 
 
-def test_a_ground_truth_is_no_thought():
+def test_a_ground_truth_does_not_contain_the_thought():
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
     row = {"messages": [{"role": "user", "content": "2+2?"}, answer]}
     assert _fit_to_kind(converse("sharegpt", row), "prompts").answer == "4"
@@ -214,20 +214,20 @@ def test_a_ground_truth_is_no_thought():
         ),
     ],
 )
-def test_a_turn_of_another_form_is_named(turn, message):
+def test_a_turn_of_another_format_raises_an_error_with_its_number(turn, message):
     with pytest.raises(MsrlError) as caught:
         converse("sharegpt", {"messages": [turn]})
     assert_mentions(caught.value, *message)
 
 
-def test_tools_that_are_no_objects_are_refused():
+def test_tools_that_are_not_objects_are_refused():
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     for tools, message in (([1], ("tools", "objects")), ("[" * 200_000, ("tools", "JSON"))):
         with pytest.raises(MsrlError, match=mentions(*message)):
             converse("sharegpt", {"messages": messages, "tools": tools})
 
 
-def test_names_that_parquet_gives_a_turn_without_values_do_not_count():
+def test_null_keys_of_parquet_turns_are_ignored():
     empty = {"from": None, "value": None, "tool_calls": None}
     row = {
         "messages": [
@@ -302,7 +302,7 @@ MATH = {
 
 
 @pytest.mark.parametrize("name", MATH)
-def test_public_mathematics_is_read_through_map_keys(name):
+def test_public_math_datasets_are_read_with_map_keys(name):
     handler_name, keys, count, first = MATH[name]
     handler = make_handler(handler_name, kind="prompts", map_keys=keys, options={})
     made = [handler.module.conversation(row, handler.columns) for row in shared_rows(name)]
@@ -313,7 +313,7 @@ def test_public_mathematics_is_read_through_map_keys(name):
     )
 
 
-def test_r1_takes_whole_numbers_and_nothing_else_that_is_not_text():
+def test_r1_accepts_integer_answers_but_no_other_types():
     row = {"q": "2+2?", "a": 4, "tag": "sums"}
     made = converse("r1", row, map_keys={"prompt": "q", "response": "a", "extra.tag": "tag"})
     assert made == Conversation((Message("user", "2+2?"),), "4", {"tag": "sums"})
@@ -340,13 +340,13 @@ def test_r1_takes_whole_numbers_and_nothing_else_that_is_not_text():
         ("x", {}, ("row", "text")),
     ],
 )
-def test_row_that_does_not_fit_says_which_column(row, keys, message):
+def test_a_row_that_does_not_match_raises_an_error_with_the_column(row, keys, message):
     with pytest.raises(MsrlError) as caught:
         converse("alpaca", row, map_keys=keys)
     assert_mentions(caught.value, *message)
 
 
-def test_handlers_go_by_their_own_names_and_mindspeeds():
+def test_handlers_are_selected_by_msrl_and_mindspeed_names():
     assert {
         "pretrain",
         "alpaca",
@@ -379,7 +379,7 @@ def test_unknown_handler_kind_and_option_are_refused():
 # --- packing ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_best_fit_takes_the_row_with_the_least_room():
+def test_best_fit_selects_the_row_with_the_least_free_space():
     # Longest first: 7 opens a row, 6 opens one, 4 goes to 6 (fills it), 3 goes to 7 (fills it), 2 opens one, 2 joins it.
     assert pack_rows([2, 6, 3, 7, 2, 4], 10) == [[0, 4], [1, 5], [2, 3]]
 
@@ -402,7 +402,7 @@ def write(folder, name: str, sequences) -> None:
     writer.close()
 
 
-def test_index_is_megatrons_layout_byte_for_byte(tmp_path):
+def test_the_index_has_megatrons_format_byte_for_byte(tmp_path):
     write(tmp_path, "x", [[1, -100, 3], [], [2**31 - 1]])
     assert (tmp_path / "x.bin").read_bytes() == struct.pack("<4i", 1, -100, 3, 2**31 - 1)
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 3, 4)
@@ -414,7 +414,7 @@ def test_index_is_megatrons_layout_byte_for_byte(tmp_path):
 
 
 @pytest.mark.slow
-def test_megatron_reads_our_files_and_writes_the_same(tmp_path):
+def test_megatron_reads_the_files_and_writes_identical_ones(tmp_path):
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
@@ -434,7 +434,7 @@ def test_megatron_reads_our_files_and_writes_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_files_that_were_cut_short_are_refused(tmp_path, suffix):
+def test_truncated_files_are_refused(tmp_path, suffix):
     write(tmp_path, "x", [[1, 2, 3]] * 10)
     path = tmp_path / f"x.{suffix}"
     path.write_bytes(path.read_bytes()[:-1])
@@ -468,7 +468,7 @@ def test_mindspeeds_rows_are_one_sequence_each(tmp_path, caplog):
     ]
 
 
-def test_mindspeeds_neat_packed_rows_keep_their_bounds(tmp_path):
+def test_mindspeeds_neat_packed_rows_keep_their_boundaries(tmp_path):
     mask, labels = [[1, 1, 2, 2, 2, 0]], [[-100, 6, -100, 8, 9, -100]]
     data = SftDataset(
         mindspeed_files(
@@ -487,7 +487,7 @@ def test_mindspeeds_answers_are_decoded(tmp_path):
     assert PromptDataset(prefix, decode=str)[0].answer == "[7, 8]"
 
 
-def test_prefix_without_data_names_those_that_have_some(tmp_path):
+def test_an_unknown_prefix_raises_an_error_with_the_existing_prefixes(tmp_path):
     mindspeed_files(tmp_path, {"input_ids": [[5]]})
     with pytest.raises(MsrlError, match=mentions(f"{tmp_path}/data", "prefix")):
         SftDataset(str(tmp_path / "date"))
@@ -501,7 +501,7 @@ def test_data_without_rows_is_refused(tmp_path):
             dataset(prefix)
 
 
-def test_files_of_two_runs_are_refused(tmp_path):
+def test_files_of_different_runs_are_refused(tmp_path):
     prefix = mindspeed_files(
         tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[6]]}
     )
@@ -522,7 +522,7 @@ def test_reading_data_imports_neither_torch_nor_transformers_nor_megatron():
 # --- tokenizers ------------------------------------------------------------------------------------------------------------------
 
 
-def test_tokenizer_opened_without_transformers_is_the_same(tmp_path):
+def test_a_tokenizer_opened_without_transformers_is_equal(tmp_path):
     hf = load_tokenizer(shared_data("tokenizers", "gpt2"))
     from transformers import PreTrainedTokenizerFast
 
@@ -548,7 +548,7 @@ def test_tokenizer_opened_without_transformers_is_the_same(tmp_path):
 @pytest.mark.parametrize(
     "name", ["qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2", "granite-3.1-1b-a400m"]
 )
-def test_published_tokenizers_open_to_what_transformers_loads(name):
+def test_published_tokenizers_are_equal_to_those_of_transformers(name):
     folder = shared_data("tokenizers", name)
     opened, loaded = open_tokenizer(folder), load_tokenizer(folder)
     text = "Hello, 世界! 1234\n\n  x"
@@ -559,7 +559,7 @@ def test_published_tokenizers_open_to_what_transformers_loads(name):
     assert opened.vocab_size == len(loaded)
 
 
-def test_hash_tells_tokenizers_apart():
+def test_the_hash_distinguishes_tokenizers():
     hashes = {
         tokenizer_hash(open_tokenizer(shared_data("tokenizers", n)))
         for n in ("qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2")
@@ -567,7 +567,7 @@ def test_hash_tells_tokenizers_apart():
     assert len(hashes) == 3
 
 
-def test_a_folder_with_a_models_config_alone_is_no_tokenizer_without_tokens(tmp_path):
+def test_a_folder_with_only_a_model_config_is_not_a_tokenizer(tmp_path):
     make_model(tmp_path / "model")
     (tmp_path / "model" / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "Qwen2Tokenizer"}'
