@@ -1,4 +1,6 @@
-"""Quiet threads before anything imports torch (spinning OpenMP threads cost ten times on a small machine), and the order of the files."""
+"""Quiet threads before anything imports torch (spinning OpenMP threads cost ten times on a small
+machine), and the order of the files.
+"""
 
 import os
 import sys

@@ -121,10 +121,9 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     limits = BatchLimits(1, case.max_tokens, worker.sequence_multiple)
     groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
     report = worker.train_step(micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0)
-    found = {key: tensor.double().numpy().ravel() for key, tensor in whole_gradients(worker.policy).items()}
     random = np.random.default_rng(0)
     products: dict[str, float] = {}
-    for key, tensor in sorted(whole_gradients(worker).items()):
+    for key, tensor in sorted(whole_gradients(worker.policy).items()):
         gradient = tensor.double().numpy().ravel()
         products[key] = float(gradient @ random.normal(size=gradient.size))
     return Step(report, products)

@@ -1,4 +1,6 @@
-"""What several tests share: where the real inputs are, and where processes that they start find modules."""
+"""What several tests share: where the real inputs are, and where processes that they start find
+modules.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,21 @@ import pytest
 
 
 def python_path() -> str:
-    """PYTHONPATH for processes that import test modules: this folder, then what this process itself was given."""
-    return os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """PYTHONPATH for processes that import test modules: this folder, then what this process itself
+    was given.
+    """
+    return os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
 
 
 def shared_data(*parts: str) -> Path:
-    """A file or folder of the real inputs (`../shared/data`, or MSRL_TEST_DATA); skips the test where it is absent."""
-    root = Path(os.environ.get("MSRL_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+    """A file or folder of the real inputs (`../shared/data`, or MSRL_TEST_DATA); skips the test
+    where it is absent.
+    """
+    root = Path(
+        os.environ.get("MSRL_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
+    )
     path = root.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"real inputs are not here: {path} (set MSRL_TEST_DATA)")
@@ -28,8 +38,9 @@ def shared_data(*parts: str) -> Path:
 def _pattern(fragment: object) -> str:
     """Return the regular expression of a fragment.
 
-    A number at its edge must end there: `steps=3` does not match `steps=30`. What has letters alone must begin a word: `folder` does not
-    match `test_folder_...`, the name that pytest gives to the temporary folder of a test.
+    A number at its edge must end there: `steps=3` does not match `steps=30`. What has letters alone
+    must begin a word: `folder` does not match `test_folder_...`, the name that pytest gives to the
+    temporary folder of a test.
     """
     text = str(fragment)
     before = ""
@@ -42,22 +53,32 @@ def _pattern(fragment: object) -> str:
 
 
 def mentions(*fragments: object) -> str:
-    """Return a regular expression for `pytest.raises(match=...)` that requires all fragments, in any order and letter case.
+    """Return a regular expression for `pytest.raises(match=...)` that requires all fragments, in
+    any order and letter case.
 
-    A test of a message names the key, the value and one keyword, so that the sentence around them may be reworded.
+    A test of a message names the key, the value and one keyword, so that the sentence around them
+    may be reworded.
     """
     return r"(?is)\A" + "".join(f"(?=.*{_pattern(fragment)})" for fragment in fragments)
 
 
 def assert_mentions(message: object, *fragments: object) -> None:
-    """Assert that a text, or the text of an exception, contains all fragments, in any order and letter case."""
+    """Assert that a text, or the text of an exception, contains all fragments, in any order and
+    letter case.
+    """
     text = str(message)
-    absent = [str(fragment) for fragment in fragments if not re.search(_pattern(fragment), text, re.IGNORECASE)]
+    absent = [
+        str(fragment)
+        for fragment in fragments
+        if not re.search(_pattern(fragment), text, re.IGNORECASE)
+    ]
     assert not absent, f"{absent} missing in: {text}"
 
 
 def assert_each_mentions(messages: Iterable[object], *expected: Iterable[object]) -> None:
-    """Assert that there are as many messages as expected, and that each contains all of its fragments."""
+    """Assert that there are as many messages as expected, and that each contains all of its
+    fragments.
+    """
     texts = [str(message) for message in messages]
     assert len(texts) == len(expected), "\n".join(texts)
     for text, fragments in zip(texts, expected, strict=True):
@@ -66,5 +87,7 @@ def assert_each_mentions(messages: Iterable[object], *expected: Iterable[object]
 
 def labelled(rows: Mapping[str, Any], *keywords: str) -> Any:
     """Return the value of the only row whose label contains all keywords."""
-    (value,) = [value for label, value in rows.items() if all(keyword in label for keyword in keywords)]
+    (value,) = [
+        value for label, value in rows.items() if all(keyword in label for keyword in keywords)
+    ]
     return value

@@ -1,4 +1,6 @@
-"""Templates as Jinja: transformers renders with them what msrl renders, for every packaged template."""
+"""Templates as Jinja: transformers renders with them what msrl renders, for every packaged
+template.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def tokenizer_with(tokens: tuple[str, ...]) -> TextTokenizer:
     return TextTokenizer(backend, "<s>", "</s>", None, folder="here")
 
 
-def renderer_of(name: str, **options: bool) -> Renderer:
+def make_test_renderer(name: str, **options: bool) -> Renderer:
     template = load_template(name)
     return make_renderer(template, tokenizer_with((*template.special, *template.stop)), **options)
 
@@ -52,20 +54,32 @@ def by_jinja(source: str, conversation: Conversation, *, asks: bool, **options: 
     messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
     tools = json.loads(conversation.extra["tools"]) if "tools" in conversation.extra else None
     return make_tokenizer().apply_chat_template(
-        messages, tools=tools, chat_template=source, tokenize=False, add_generation_prompt=asks, **options
+        messages,
+        tools=tools,
+        chat_template=source,
+        tokenize=False,
+        add_generation_prompt=asks,
+        **options,
     )
 
 
 def by_parts(renderer: Renderer, conversation: Conversation, *, asks: bool) -> str:
-    return "".join(part.text for part in [*renderer.parts(conversation), *(renderer._opening() if asks else [])])
+    return "".join(
+        part.text
+        for part in [*renderer.spans(conversation), *(renderer.generation_prompt() if asks else [])]
+    )
 
 
 @pytest.mark.parametrize("case", CONVERSATIONS)
 @pytest.mark.parametrize("name", [name for name in template_names() if name != "native"])
-def test_the_jinja_of_a_template_renders_what_the_template_does(name: str, case: str):
+def test_the_chat_template_renders_the_same_text_as_the_template(name: str, case: str):
     conversation = CONVERSATIONS[case]
-    for options in ({}, {"enable_thinking": False}, {"enable_thinking": True}) if load_template(name).thought_start else ({},):
-        renderer = renderer_of(name, **options)
+    for options in (
+        ({}, {"enable_thinking": False}, {"enable_thinking": True})
+        if load_template(name).thought_start
+        else ({},)
+    ):
+        renderer = make_test_renderer(name, **options)
         source = chat_template(renderer)
         for asks in (True, False):
             try:
@@ -75,29 +89,47 @@ def test_the_jinja_of_a_template_renders_what_the_template_does(name: str, case:
                     by_jinja(source, conversation, asks=asks)
                 continue
             assert by_jinja(source, conversation, asks=asks) == expected
-            assert by_jinja(chat_template(renderer_of(name)), conversation, asks=asks, **options) == expected
+            assert (
+                by_jinja(chat_template(make_test_renderer(name)), conversation, asks=asks, **options)
+                == expected
+            )
 
 
-def test_a_tokenizers_own_template_is_left_as_it_is():
-    assert chat_template(renderer_of("native")) == ""
+def test_the_tokenizers_chat_template_is_not_replaced():
+    assert chat_template(make_test_renderer("native")) == ""
 
 
-def test_a_folder_takes_the_template_on_with_the_tokens_that_end_an_answer(tmp_path: Path):
+def test_an_exported_folder_contains_the_template_and_its_stop_tokens(tmp_path: Path):
     from msrl.checkpoint.hf.folder import copy_sidecars
     from msrl.workflows.serve.engine import choose_renderer
 
     (tmp_path / "from").mkdir()
     make_tokenizer().save_pretrained(tmp_path / "from")
     settings = json.loads((tmp_path / "from" / "tokenizer_config.json").read_text())
-    settings |= {"eos_token": "<|endoftext|>", "chat_template": "{{ messages[0].content }}"}  # a base model, and where templates once lay
+    settings |= {
+        "eos_token": "<|endoftext|>",
+        "chat_template": "{{ messages[0].content }}",
+    }  # a base model, and where templates once lay
     (tmp_path / "from" / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "from" / "config.json").write_text("{}")
     (tmp_path / "from" / "generation_config.json").write_text('{"eos_token_id": 0, "top_p": 0.8}')
     taught = make_renderer(load_template("qwen_r1"), open_tokenizer(tmp_path / "from"))
-    copy_sidecars(tmp_path / "from", tmp_path / "to", None, ChatFormat(chat_template(taught), taught.stop_token_ids))
+    copy_sidecars(
+        tmp_path / "from",
+        tmp_path / "to",
+        None,
+        ChatFormat(chat_template(taught), taught.stop_token_ids),
+    )
     found = choose_renderer(tmp_path / "to", None)
     question = CONVERSATIONS["a question"]
     assert found.prompt(question).tolist() == taught.prompt(question).tolist()
-    assert set(found.stop_token_ids) == {0, 2} == set(taught.stop_token_ids)  # <|endoftext|> and <|im_end|>
-    assert json.loads((tmp_path / "to" / "generation_config.json").read_text()) == {"eos_token_id": [2, 0], "top_p": 0.8}
-    assert "chat_template" not in json.loads((tmp_path / "to" / "tokenizer_config.json").read_text())
+    assert (
+        set(found.stop_token_ids) == {0, 2} == set(taught.stop_token_ids)
+    )  # <|endoftext|> and <|im_end|>
+    assert json.loads((tmp_path / "to" / "generation_config.json").read_text()) == {
+        "eos_token_id": [2, 0],
+        "top_p": 0.8,
+    }
+    assert "chat_template" not in json.loads(
+        (tmp_path / "to" / "tokenizer_config.json").read_text()
+    )

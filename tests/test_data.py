@@ -17,7 +17,7 @@ from msrl.data.handlers import ALIASES, handler_names, make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.pack import pack_rows
 from msrl.data.readers import find_files, read_batches
-from msrl.data.tokenize import _shape
+from msrl.data.tokenize import _fit_to_kind
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
@@ -25,7 +25,11 @@ from support import assert_mentions, mentions, shared_data
 
 
 def rows_of(*inputs) -> list:
-    return [row for batch in read_batches(find_files([str(i) for i in inputs])) for _, row in batch.values()]
+    return [
+        row
+        for batch in read_batches(find_files([str(i) for i in inputs]))
+        for _, row in batch.values()
+    ]
 
 
 def converse(name: str, row, *, map_keys=None, kind=None, options=None) -> Conversation:
@@ -77,15 +81,19 @@ def test_one_object_is_one_row(tmp_path):
         ("x.csv", b"a,b", ("x.csv", ".csv")),
     ],
 )
-def test_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+def test_an_unreadable_file_raises_an_error_with_its_name(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(MsrlError) as caught:
         rows_of(tmp_path / name)
     assert_mentions(caught.value, *message)
 
 
-def test_input_that_names_nothing_is_refused(tmp_path):
-    for item, message in ((tmp_path, ".jsonl"), (tmp_path / "*.jsonl", "*.jsonl"), (tmp_path / "x", "file or folder")):
+def test_an_input_without_files_is_refused(tmp_path):
+    for item, message in (
+        (tmp_path, ".jsonl"),
+        (tmp_path / "*.jsonl", "*.jsonl"),
+        (tmp_path / "x", "file or folder"),
+    ):
         with pytest.raises(MsrlError, match=mentions(item, message)):
             find_files([str(item)])
 
@@ -94,10 +102,25 @@ def test_input_that_names_nothing_is_refused(tmp_path):
 
 
 def test_alpaca_joins_instruction_and_input_and_keeps_history():
-    row = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "history": [["Hi", "Hello"]]}
-    expected = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Add.\n1 2"), ("assistant", "3")]
+    row = {
+        "instruction": "Add.",
+        "input": "1 2",
+        "output": "3",
+        "system": "Be brief.",
+        "history": [["Hi", "Hello"]],
+    }
+    expected = [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+        ("user", "Add.\n1 2"),
+        ("assistant", "3"),
+    ]
     assert turns(converse("alpaca", row)) == expected
-    assert turns(converse("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"})) == [("user", "Hi"), ("assistant", "Hello")]
+    assert turns(converse("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"})) == [
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+    ]
 
 
 def test_alpaca_reads_the_columns_that_map_keys_names():
@@ -106,14 +129,25 @@ def test_alpaca_reads_the_columns_that_map_keys_names():
     assert turns(converse("alpaca", row, map_keys=keys)) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_sharegpt_knows_both_forms_and_tool_calls():
+def test_sharegpt_reads_both_formats_and_tool_calls():
     row = shared_rows("sft/glaive_toolcall_en_demo.json")[0]
     made = converse("sharegpt", row)
-    assert [m.role for m in made.messages] == ["user", "assistant", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [m.role for m in made.messages] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
     call = row["conversations"][3]["value"]
     assert made.messages[3].content == f"<tool_call>\n{call}\n</tool_call>"
     assert json.loads(made.extra["tools"]) == json.loads(row["tools"])
-    openai = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    openai = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    }
     assert turns(converse("sharegpt", openai)) == [("user", "Hi"), ("assistant", "Hello")]
 
 
@@ -125,27 +159,43 @@ def test_sharegpt_writes_openai_tool_calls_in_tags():
         {"role": "tool", "content": "1"},
     ]
     made = converse("sharegpt", {"messages": [*messages, {"role": "assistant", "content": "Done"}]})
-    assert made.messages[1].content == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert (
+        made.messages[1].content
+        == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    )
 
 
-def test_a_thought_beside_the_answer_stands_before_it():
+def test_reasoning_content_is_put_in_front_of_the_answer():
     call = {"function": {"name": "f", "arguments": {}}}
     messages = [
         {"role": "user", "content": "Go"},
-        {"role": "assistant", "content": None, "reasoning_content": "First f.\n", "tool_calls": [call]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "First f.\n",
+            "tool_calls": [call],
+        },
         {"role": "tool", "content": "1"},
         {"role": "assistant", "content": "Done", "reasoning_content": "It is 1."},
     ]
     made = converse("sharegpt", {"messages": messages})
-    assert made.messages[1].content == '<think>\nFirst f.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert (
+        made.messages[1].content
+        == '<think>\nFirst f.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    )
     assert made.messages[3].content == "<think>\nIt is 1.\n</think>\n\nDone"
 
 
-def test_a_ground_truth_is_no_thought():
+def test_a_ground_truth_does_not_contain_the_thought():
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
     row = {"messages": [{"role": "user", "content": "2+2?"}, answer]}
-    assert _shape(converse("sharegpt", row), "prompts").answer == "4"
-    assert converse("r1", {"instruction": "2+2?", "output": [{"role": "user", "content": "2+2?"}, answer]}).answer == "4"
+    assert _fit_to_kind(converse("sharegpt", row), "prompts").answer == "4"
+    assert (
+        converse(
+            "r1", {"instruction": "2+2?", "output": [{"role": "user", "content": "2+2?"}, answer]}
+        ).answer
+        == "4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,42 +203,65 @@ def test_a_ground_truth_is_no_thought():
     [
         ({"role": ["user"], "content": "x"}, ("turn 1", "role", "'user'")),
         ({"role": "user", "content": [{"type": "text", "text": "x"}]}, ("turn 1", "text", "list")),
-        ({"role": "assistant", "content": ["x"], "tool_calls": [{"name": "f", "arguments": {}}]}, ("turn 1", "text", "list")),
+        (
+            {"role": "assistant", "content": ["x"], "tool_calls": [{"name": "f", "arguments": {}}]},
+            ("turn 1", "text", "list"),
+        ),
         ({"role": "assistant", "content": "x", "tool_calls": 5}, ("turn 1", "tool_calls", "int")),
-        ({"role": "assistant", "content": "x", "reasoning_content": ["y"]}, ("turn 1", "reasoning_content", "list")),
+        (
+            {"role": "assistant", "content": "x", "reasoning_content": ["y"]},
+            ("turn 1", "reasoning_content", "list"),
+        ),
     ],
 )
-def test_a_turn_of_another_form_is_named(turn, message):
+def test_a_turn_of_another_format_raises_an_error_with_its_number(turn, message):
     with pytest.raises(MsrlError) as caught:
         converse("sharegpt", {"messages": [turn]})
     assert_mentions(caught.value, *message)
 
 
-def test_tools_that_are_no_objects_are_refused():
+def test_tools_that_are_not_objects_are_refused():
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     for tools, message in (([1], ("tools", "objects")), ("[" * 200_000, ("tools", "JSON"))):
         with pytest.raises(MsrlError, match=mentions(*message)):
             converse("sharegpt", {"messages": messages, "tools": tools})
 
 
-def test_names_that_parquet_gives_a_turn_without_values_do_not_count():
+def test_null_keys_of_parquet_turns_are_ignored():
     empty = {"from": None, "value": None, "tool_calls": None}
-    row = {"messages": [{**empty, "role": "user", "content": "x"}, {**empty, "role": "assistant", "content": "y"}]}
+    row = {
+        "messages": [
+            {**empty, "role": "user", "content": "x"},
+            {**empty, "role": "assistant", "content": "y"},
+        ]
+    }
     assert turns(converse("sharegpt", row)) == [("user", "x"), ("assistant", "y")]
 
 
 @pytest.mark.parametrize(
-    "order", ["assistant user", "user user", "user assistant assistant", "user system assistant", "user assistant tool user"]
+    "order",
+    [
+        "assistant user",
+        "user user",
+        "user assistant assistant",
+        "user system assistant",
+        "user assistant tool user",
+    ],
 )
 def test_sharegpt_drops_turns_in_an_impossible_order(order):
     with pytest.raises(DroppedRow, match="turn_order"):
-        converse("sharegpt", {"messages": [{"role": role, "content": "x"} for role in order.split()]})
+        converse(
+            "sharegpt", {"messages": [{"role": role, "content": "x"} for role in order.split()]}
+        )
 
 
 def test_gsm8k_answer_is_the_number_after_the_mark():
     row = {"question": "How many?", "answer": "1000+234 = <<1000+234=1234>>1,234.\n#### 1,234"}
     worked = converse("gsm8k", row)
-    assert worked.answer == "1234" and turns(worked) == [("user", "How many?"), ("assistant", row["answer"])]
+    assert worked.answer == "1234" and turns(worked) == [
+        ("user", "How many?"),
+        ("assistant", row["answer"]),
+    ]
     shown = converse("gsm8k", row, options={"style": "r1", "calculator": False}).messages[1].content
     assert shown == "<think>1000+234 = 1,234.</think><answer>\\boxed{1234}</answer>"
     with pytest.raises(MsrlError, match=mentions("#### number")):
@@ -200,24 +273,47 @@ def shared_rows(name: str) -> list:
 
 
 MATH = {
-    "math/dapo_math_17k.parquet": ("r1", {"prompt": "prompt", "response": "reward_model.ground_truth"}, 17917, "34"),
-    "math/deepscaler_1209.parquet": ("Math17kAlpacaStyleInstructionHandler", {}, 1209, "\\frac{3}{7}"),
-    "math/orz_math_57k_collected.first1785.json": ("r1", {"prompt": "0.value", "response": "1.ground_truth.value"}, 1785, "n = 4"),
-    "math/math500.jsonl": ("r1", {"prompt": "problem", "response": "answer"}, 500, "\\left( 3, \\frac{\\pi}{2} \\right)"),
+    "math/dapo_math_17k.parquet": (
+        "r1",
+        {"prompt": "prompt", "response": "reward_model.ground_truth"},
+        17917,
+        "34",
+    ),
+    "math/deepscaler_1209.parquet": (
+        "Math17kAlpacaStyleInstructionHandler",
+        {},
+        1209,
+        "\\frac{3}{7}",
+    ),
+    "math/orz_math_57k_collected.first1785.json": (
+        "r1",
+        {"prompt": "0.value", "response": "1.ground_truth.value"},
+        1785,
+        "n = 4",
+    ),
+    "math/math500.jsonl": (
+        "r1",
+        {"prompt": "problem", "response": "answer"},
+        500,
+        "\\left( 3, \\frac{\\pi}{2} \\right)",
+    ),
     "math/gsm8k_test.jsonl": ("gsm8k", {}, 1319, "18"),
 }
 
 
 @pytest.mark.parametrize("name", MATH)
-def test_public_mathematics_is_read_through_map_keys(name):
+def test_public_math_datasets_are_read_with_map_keys(name):
     handler_name, keys, count, first = MATH[name]
     handler = make_handler(handler_name, kind="prompts", map_keys=keys, options={})
     made = [handler.module.conversation(row, handler.columns) for row in shared_rows(name)]
     assert len(made) == count and made[0].answer == first
-    assert all(c.answer is not None and c.messages[0].role == "user" and c.messages[0].content for c in made)
+    assert all(
+        c.answer is not None and c.messages[0].role == "user" and c.messages[0].content
+        for c in made
+    )
 
 
-def test_r1_takes_whole_numbers_and_nothing_else_that_is_not_text():
+def test_r1_accepts_integer_answers_but_no_other_types():
     row = {"q": "2+2?", "a": 4, "tag": "sums"}
     made = converse("r1", row, map_keys={"prompt": "q", "response": "a", "extra.tag": "tag"})
     assert made == Conversation((Message("user", "2+2?"),), "4", {"tag": "sums"})
@@ -244,17 +340,29 @@ def test_r1_takes_whole_numbers_and_nothing_else_that_is_not_text():
         ("x", {}, ("row", "text")),
     ],
 )
-def test_row_that_does_not_fit_says_which_column(row, keys, message):
+def test_a_row_that_does_not_match_raises_an_error_with_the_column(row, keys, message):
     with pytest.raises(MsrlError) as caught:
         converse("alpaca", row, map_keys=keys)
     assert_mentions(caught.value, *message)
 
 
-def test_handlers_go_by_their_own_names_and_mindspeeds():
-    assert {"pretrain", "alpaca", "sharegpt", "r1", "gsm8k", "AlpacaStyleInstructionHandler"} <= set(handler_names())
+def test_handlers_are_selected_by_msrl_and_mindspeed_names():
+    assert {
+        "pretrain",
+        "alpaca",
+        "sharegpt",
+        "r1",
+        "gsm8k",
+        "AlpacaStyleInstructionHandler",
+    } <= set(handler_names())
     for name in handler_names():
-        assert make_handler(name, kind=None, map_keys={}, options={}).name == ALIASES.get(name, name)
-    assert make_handler("R1SharegptStyleInstructionHandler", kind=None, map_keys={}, options={}).kind == "prompts"
+        assert make_handler(name, kind=None, map_keys={}, options={}).name == ALIASES.get(
+            name, name
+        )
+    assert (
+        make_handler("R1SharegptStyleInstructionHandler", kind=None, map_keys={}, options={}).kind
+        == "prompts"
+    )
 
 
 def test_unknown_handler_kind_and_option_are_refused():
@@ -271,7 +379,7 @@ def test_unknown_handler_kind_and_option_are_refused():
 # --- packing ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_best_fit_takes_the_row_with_the_least_room():
+def test_best_fit_selects_the_row_with_the_least_free_space():
     # Longest first: 7 opens a row, 6 opens one, 4 goes to 6 (fills it), 3 goes to 7 (fills it), 2 opens one, 2 joins it.
     assert pack_rows([2, 6, 3, 7, 2, 4], 10) == [[0, 4], [1, 5], [2, 3]]
 
@@ -294,21 +402,25 @@ def write(folder, name: str, sequences) -> None:
     writer.close()
 
 
-def test_index_is_megatrons_layout_byte_for_byte(tmp_path):
+def test_the_index_has_megatrons_format_byte_for_byte(tmp_path):
     write(tmp_path, "x", [[1, -100, 3], [], [2**31 - 1]])
     assert (tmp_path / "x.bin").read_bytes() == struct.pack("<4i", 1, -100, 3, 2**31 - 1)
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 3, 4)
-    assert (tmp_path / "x.idx").read_bytes() == header + struct.pack("<3i3q4q", 3, 0, 1, 0, 12, 12, 0, 1, 2, 3)
+    assert (tmp_path / "x.idx").read_bytes() == header + struct.pack(
+        "<3i3q4q", 3, 0, 1, 0, 12, 12, 0, 1, 2, 3
+    )
     reader = IndexedReader(tmp_path / "x")
     assert [reader[i].tolist() for i in range(len(reader))] == [[1, -100, 3], [], [2**31 - 1]]
 
 
 @pytest.mark.slow
-def test_megatron_reads_our_files_and_writes_the_same(tmp_path):
+def test_megatron_reads_the_files_and_writes_identical_ones(tmp_path):
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-    sequences = [np.random.default_rng(i).integers(0, 151936, i * 7 + 1).tolist() for i in range(20)]
+    sequences = [
+        np.random.default_rng(i).integers(0, 151936, i * 7 + 1).tolist() for i in range(20)
+    ]
     write(tmp_path, "ours", sequences)
     assert [row.tolist() for row in IndexedDataset(str(tmp_path / "ours"))] == sequences
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32)
@@ -316,11 +428,13 @@ def test_megatron_reads_our_files_and_writes_the_same(tmp_path):
         builder.add_document(torch.tensor(sequence, dtype=torch.int32), [len(sequence)])
     builder.finalize(str(tmp_path / "theirs.idx"))
     for suffix in ("bin", "idx"):
-        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (
+            tmp_path / f"theirs.{suffix}"
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_files_that_were_cut_short_are_refused(tmp_path, suffix):
+def test_truncated_files_are_refused(tmp_path, suffix):
     write(tmp_path, "x", [[1, 2, 3]] * 10)
     path = tmp_path / f"x.{suffix}"
     path.write_bytes(path.read_bytes()[:-1])
@@ -340,27 +454,40 @@ def mindspeed_files(folder, columns: dict) -> str:
 
 def test_mindspeeds_rows_are_one_sequence_each(tmp_path, caplog):
     ids, labels = [[5, 6, 7], [8, 9]], [[-100, 6, 7], [-100, 9]]
-    data = SftDataset(mindspeed_files(tmp_path, {"input_ids": ids, "attention_mask": [[1, 1, 1], [1, 1]], "labels": labels}))
+    data = SftDataset(
+        mindspeed_files(
+            tmp_path, {"input_ids": ids, "attention_mask": [[1, 1, 1], [1, 1]], "labels": labels}
+        )
+    )
     assert_mentions(caplog.text, "tokenizer")
     assert data.manifest is None
     assert [[e.token_ids.tolist() for e in row] for row in data] == [[[5, 6, 7]], [[8, 9]]]
-    assert [[e.loss_mask.tolist() for e in row] for row in data] == [[[False, True, True]], [[False, True]]]
+    assert [[e.loss_mask.tolist() for e in row] for row in data] == [
+        [[False, True, True]],
+        [[False, True]],
+    ]
 
 
-def test_mindspeeds_neat_packed_rows_keep_their_bounds(tmp_path):
+def test_mindspeeds_neat_packed_rows_keep_their_boundaries(tmp_path):
     mask, labels = [[1, 1, 2, 2, 2, 0]], [[-100, 6, -100, 8, 9, -100]]
-    data = SftDataset(mindspeed_files(tmp_path, {"input_ids": [[5, 6, 7, 8, 9, 0]], "attention_mask": mask, "labels": labels}))
+    data = SftDataset(
+        mindspeed_files(
+            tmp_path, {"input_ids": [[5, 6, 7, 8, 9, 0]], "attention_mask": mask, "labels": labels}
+        )
+    )
     assert [e.token_ids.tolist() for e in data[0]] == [[5, 6], [7, 8, 9]]
 
 
 def test_mindspeeds_answers_are_decoded(tmp_path):
-    prefix = mindspeed_files(tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[7, 8]]})
+    prefix = mindspeed_files(
+        tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[7, 8]]}
+    )
     with pytest.raises(MsrlError, match=mentions("model.tokenizer")):
         PromptDataset(prefix)
     assert PromptDataset(prefix, decode=str)[0].answer == "[7, 8]"
 
 
-def test_prefix_without_data_names_those_that_have_some(tmp_path):
+def test_an_unknown_prefix_raises_an_error_with_the_existing_prefixes(tmp_path):
     mindspeed_files(tmp_path, {"input_ids": [[5]]})
     with pytest.raises(MsrlError, match=mentions(f"{tmp_path}/data", "prefix")):
         SftDataset(str(tmp_path / "date"))
@@ -374,54 +501,77 @@ def test_data_without_rows_is_refused(tmp_path):
             dataset(prefix)
 
 
-def test_files_of_two_runs_are_refused(tmp_path):
-    prefix = mindspeed_files(tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[6]]})
+def test_files_of_different_runs_are_refused(tmp_path):
+    prefix = mindspeed_files(
+        tmp_path, {"input_ids": [[5, 6]], "attention_mask": [[1, 1]], "labels": [[6]]}
+    )
     with pytest.raises(MsrlError, match=mentions(f"{tmp_path}", "run")):
         SftDataset(prefix)
 
 
 def test_reading_data_imports_neither_torch_nor_transformers_nor_megatron():
-    code = (
-        "import sys, msrl.data.dataset, msrl.data.tokenize; print([m for m in sys.modules if m in {'torch', 'transformers', 'megatron'}])"
+    code = "import sys, msrl.data.dataset, msrl.data.tokenize; print([m for m in sys.modules if m in {'torch', 'transformers', 'megatron'}])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------------------
 
 
-def test_tokenizer_opened_without_transformers_is_the_same(tmp_path):
+def test_a_tokenizer_opened_without_transformers_is_equal(tmp_path):
     hf = load_tokenizer(shared_data("tokenizers", "gpt2"))
     from transformers import PreTrainedTokenizerFast
 
-    plain = PreTrainedTokenizerFast(tokenizer_object=hf.backend_tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=hf.backend_tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>"
+    )
     plain.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] in ("PreTrainedTokenizerFast", "TokenizersBackend")
     opened, loaded = open_tokenizer(tmp_path), load_tokenizer(tmp_path)
     text = "Hello, 世界! <|pad|> 1234\n\n  x"
     assert opened.backend.encode(text).ids == loaded(text)["input_ids"]
-    assert opened.get_vocab() == loaded.get_vocab() and tokenizer_hash(opened) == tokenizer_hash(loaded)
-    assert (opened.eos_token, opened.pad_token, opened.vocab_size) == ("<|endoftext|>", "<|pad|>", len(loaded))
+    assert opened.get_vocab() == loaded.get_vocab() and tokenizer_hash(opened) == tokenizer_hash(
+        loaded
+    )
+    assert (opened.eos_token, opened.pad_token, opened.vocab_size) == (
+        "<|endoftext|>",
+        "<|pad|>",
+        len(loaded),
+    )
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2", "granite-3.1-1b-a400m"])
-def test_published_tokenizers_open_to_what_transformers_loads(name):
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2", "granite-3.1-1b-a400m"]
+)
+def test_published_tokenizers_are_equal_to_those_of_transformers(name):
     folder = shared_data("tokenizers", name)
     opened, loaded = open_tokenizer(folder), load_tokenizer(folder)
     text = "Hello, 世界! 1234\n\n  x"
-    assert opened.backend.encode(text, add_special_tokens=False).ids == loaded(text, add_special_tokens=False)["input_ids"]
+    assert (
+        opened.backend.encode(text, add_special_tokens=False).ids
+        == loaded(text, add_special_tokens=False)["input_ids"]
+    )
     assert opened.vocab_size == len(loaded)
 
 
-def test_hash_tells_tokenizers_apart():
-    hashes = {tokenizer_hash(open_tokenizer(shared_data("tokenizers", n))) for n in ("qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2")}
+def test_the_hash_distinguishes_tokenizers():
+    hashes = {
+        tokenizer_hash(open_tokenizer(shared_data("tokenizers", n)))
+        for n in ("qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2")
+    }
     assert len(hashes) == 3
 
 
-def test_a_folder_with_a_models_config_alone_is_no_tokenizer_without_tokens(tmp_path):
+def test_a_folder_with_only_a_model_config_is_not_a_tokenizer(tmp_path):
     make_model(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Qwen2Tokenizer"}'
+    )
     for read in (open_tokenizer, load_tokenizer):
         with pytest.raises(MsrlError, match=mentions("model", "tokenizer.json", "vocabulary")):
             read(tmp_path / "model")

@@ -21,7 +21,9 @@ from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a model that brings a tokenizer, another tokenizer of the same size, and data of either."""
+    """A working directory with a model that brings a tokenizer, another tokenizer of the same size,
+    and data of either.
+    """
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "model", vocab_size=VOCAB_SIZE)
     for name in ("model", "other"):
@@ -29,7 +31,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     swap(tmp_path / "other" / "tokenizer.json", "a", "b")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"instruction": "ab", "output": "ba"}) + "\n")
     for tokenizer, prefix in (("model", "own"), ("other", "foreign")):
-        given = {"input": ["rows.jsonl"], "tokenizer": tokenizer, "handler": "alpaca", "template": "qwen", "output_prefix": prefix}
+        given = {
+            "input": ["rows.jsonl"],
+            "tokenizer": tokenizer,
+            "handler": "alpaca",
+            "template": "qwen",
+            "output_prefix": prefix,
+        }
         run(Config.model_validate({"preprocess": given}))
     return tmp_path
 
@@ -75,7 +83,7 @@ def test_data_of_another_tokenizer_of_the_same_size_is_refused(folder: Path):
         check("foreign")
 
 
-def test_the_tokenizer_that_is_named_counts(folder: Path):
+def test_an_explicit_tokenizer_has_precedence(folder: Path):
     check("foreign", "model.tokenizer=other")
     with pytest.raises(MsrlError, match=mentions("own", "tokenizer", "other")):
         check("own", "model.tokenizer=other")
@@ -83,7 +91,7 @@ def test_the_tokenizer_that_is_named_counts(folder: Path):
         check("own", "model.tokenizer=gone")
 
 
-def test_of_a_model_without_a_tokenizer_nothing_is_told(folder: Path):
+def test_a_model_without_a_tokenizer_passes_the_check(folder: Path):
     for file in (folder / "model").iterdir():
         if file.name != "config.json":
             file.unlink()
@@ -91,7 +99,7 @@ def test_of_a_model_without_a_tokenizer_nothing_is_told(folder: Path):
     check("foreign")
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_by_their_numbers(folder: Path):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_numbers(folder: Path):
     config = json.loads((folder / "model/config.json").read_text())
     (folder / "model/config.json").write_text(json.dumps({**config, "vocab_size": 100}))
     with pytest.raises(MsrlError, match=mentions("259 tokens", "100", "tokenizer")):

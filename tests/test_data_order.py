@@ -1,4 +1,6 @@
-"""Which rows a step reads: every row once an epoch, the same for the same seed, whatever was read before."""
+"""Which rows a step reads: every row once an epoch, the same for the same seed, whatever was read
+before.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +22,42 @@ from support import mentions
 ORDER = RowOrder(num_rows=10, rows_per_step=4, seed=3, shuffle=True)
 
 
-def test_epochs_follow_one_another_and_each_has_every_row_once():
+def test_every_epoch_contains_every_row_once():
     rows = np.concatenate([ORDER.of_step(step) for step in range(5)])
     assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
     assert list(rows[:10]) != list(rows[10:])
 
 
-def test_a_step_is_read_alike_first_or_last():
+def test_the_rows_of_a_step_do_not_depend_on_earlier_calls():
     alone = ORDER.of_step(7)
     assert [list(ORDER.of_step(step)) for step in range(8)][7] == list(alone)
     assert list(replace(ORDER, seed=4).of_step(7)) != list(alone)
 
 
-def test_without_shuffling_rows_come_in_the_order_of_the_file():
+def test_without_shuffling_rows_are_read_in_file_order():
     assert list(replace(ORDER, shuffle=False).of_step(2)) == [8, 9, 0, 1]
 
 
-def test_a_run_that_would_go_on_with_other_rows_is_refused(tmp_path: Path):
+def test_a_resumed_run_with_other_rows_is_refused(tmp_path: Path):
     folder = training_dir(tmp_path, 5)
     folder.mkdir(parents=True)
     state = {"step": 5, "extra": order_state(ORDER)}
     write_text(folder / STATE, with_checksum(state))
     saved = SavedTraining(tmp_path, 5)
     check_order(saved, ORDER, rows_per_step="train.global_batch")
-    with pytest.raises(MsrlError, match=mentions("train.global_batch", "was 4 rows, is 8", "run.seed", "was 3, is 1")):
+    with pytest.raises(
+        MsrlError,
+        match=mentions("train.global_batch", "was 4 rows, is 8", "run.seed", "was 3, is 1"),
+    ):
         check_order(saved, RowOrder(10, 8, 1, True), rows_per_step="train.global_batch")
 
 
-def test_a_training_of_an_earlier_version_is_refused_with_a_way_on(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_is_refused_with_a_remedy(tmp_path: Path) -> None:
     training_dir(tmp_path, 3).mkdir(parents=True)
-    (training_dir(tmp_path, 3) / STATE).write_text(json.dumps({"step": 3, "tp": 2, "pp": 1, "updates": 3, "extra": {}}))
-    with pytest.raises(MsrlError, match=mentions("earlier version", f"checkpoint.load: {tmp_path}")):
+    (training_dir(tmp_path, 3) / STATE).write_text(
+        json.dumps({"step": 3, "tp": 2, "pp": 1, "updates": 3, "extra": {}})
+    )
+    with pytest.raises(
+        MsrlError, match=mentions("earlier version", f"checkpoint.load: {tmp_path}")
+    ):
         SavedTraining(tmp_path, 3).state()

@@ -1,4 +1,6 @@
-"""What the trainer does where the device is not the CPU, as far as that can be told without one: what it asks of its parts."""
+"""What the trainer does where the device is not the CPU, as far as that can be told without one:
+what it asks of its parts.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ from msrl.trainer.settings import Layout
 from support import mentions
 
 
-@pytest.mark.parametrize(("platform", "dtype"), [("cpu", torch.float64), ("cuda", torch.float64), ("npu", torch.float32)])
-def test_sums_over_ranks_are_of_a_type_that_the_back_end_adds(platform: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("platform", "dtype"), [("cpu", torch.float64), ("cuda", torch.float64), ("npu", torch.float32)]
+)
+def test_reductions_use_a_dtype_that_the_back_end_supports(
+    platform: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     seen = []
     monkeypatch.setattr(replicas.dist, "all_reduce", lambda totals, group: seen.append(totals.dtype))
     monkeypatch.setattr(replicas.parallel_state, "get_data_parallel_group", lambda: None)
@@ -56,10 +62,14 @@ def position_on(platform: Platform) -> Any:
     return SimpleNamespace(platform=platform, layout=Layout())
 
 
-def test_the_devices_own_random_numbers_are_saved_and_gone_on_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_random_state_of_the_device_is_saved_and_restored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     tracker: Any = get_cuda_rng_tracker()
-    monkeypatch.setattr(tracker, "states_", {"model-parallel-rng": torch.full((16,), 3, dtype=torch.uint8)})
+    monkeypatch.setattr(
+        tracker, "states_", {"model-parallel-rng": torch.full((16,), 3, dtype=torch.uint8)}
+    )
     device, saved = Device(), SavedTraining(tmp_path, 1)
     device.state += 7
     states = checkpoints._random_states(device)
@@ -77,18 +87,28 @@ def test_the_devices_own_random_numbers_are_saved_and_gone_on_with(monkeypatch: 
     assert not tracker.states_["model-parallel-rng"].any()
 
 
-def test_a_rank_chooses_its_device_before_it_joins_any_group(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_selects_its_device_before_it_joins_a_group(monkeypatch: pytest.MonkeyPatch):
     done: list[str] = []
-    platform: Any = SimpleNamespace(collective_backend="x", device=lambda rank: done.append(f"device {rank}"), seed=lambda seed: None)
+    platform: Any = SimpleNamespace(
+        collective_backend="x",
+        device=lambda rank: done.append(f"device {rank}"),
+        seed=lambda seed: None,
+    )
     monkeypatch.setattr(groups.dist, "init_process_group", lambda *_, **__: done.append("groups"))
     monkeypatch.setattr(groups.parallel_state, "initialize_model_parallel", lambda *_, **__: None)
-    monkeypatch.setattr(groups.tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: done.append("seed"))
-    groups.initialize(platform, rank=3, world_size=4, init_method="", layout=Layout(), seed=0, timeout_s=60)
+    monkeypatch.setattr(
+        groups.tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: done.append("seed")
+    )
+    groups.initialize(
+        platform, rank=3, world_size=4, init_method="", layout=Layout(), seed=0, timeout_s=60
+    )
     assert done == ["device 3", "groups", "seed"]
 
 
 class GroupAdamW:
-    """Counts its updates as Apex's, Transformer Engine's and MindSpeed's do: once for all parameters of a group."""
+    """Counts its updates as Apex's, Transformer Engine's and MindSpeed's do: once for all
+    parameters of a group.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         self.param_groups = [{"lr": lr, **group} for group in groups]
@@ -98,7 +118,10 @@ class GroupAdamW:
         for group in self.param_groups:
             group["step"] = group["step"] + 1 if "step" in group else 1
             for parameter in group["params"]:
-                self.state.setdefault(parameter, {name: torch.zeros_like(parameter) for name in optimizer_state.MOMENTS})
+                self.state.setdefault(
+                    parameter,
+                    {name: torch.zeros_like(parameter) for name in optimizer_state.MOMENTS},
+                )
 
 
 def trained_by(kind: Any, platform: str) -> Any:
@@ -115,9 +138,15 @@ def trained_by(kind: Any, platform: str) -> Any:
     return SimpleNamespace(model=model, optimizer=chain, position=position), optimizer
 
 
-@pytest.mark.parametrize(("kind", "platform"), [(torch.optim.AdamW, "cuda"), (GroupAdamW, "cuda"), (GroupAdamW, "npu")])
-def test_the_count_of_updates_goes_on_wherever_the_optimizer_keeps_it(kind: Any, platform: str, monkeypatch: pytest.MonkeyPatch):
-    """Otherwise the correction of the moments' bias would begin anew, and the first steps after a resume be many times too large."""
+@pytest.mark.parametrize(
+    ("kind", "platform"), [(torch.optim.AdamW, "cuda"), (GroupAdamW, "cuda"), (GroupAdamW, "npu")]
+)
+def test_the_update_count_is_restored_wherever_the_optimizer_stores_it(
+    kind: Any, platform: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Otherwise the correction of the moments' bias would begin anew, and the first steps after a
+    resume be many times too large.
+    """
     monkeypatch.setattr(optimizer_state.dist, "all_reduce", lambda count, op: None)
     replica, optimizer = trained_by(kind, platform)
     for _ in range(5):
@@ -128,13 +157,19 @@ def test_the_count_of_updates_goes_on_wherever_the_optimizer_keeps_it(kind: Any,
     optimizer_state.restore(again, states, 5)
     assert optimizer_state.num_updates(again) == 5
     counts = [group["step"] for group in optimizer.param_groups if "step" in group]
-    assert len(counts) == (kind is GroupAdamW) and all(isinstance(count, torch.Tensor) == (platform == "npu") for count in counts)
+    assert len(counts) == (kind is GroupAdamW) and all(
+        isinstance(count, torch.Tensor) == (platform == "npu") for count in counts
+    )
     optimizer.step()
     assert optimizer_state.num_updates(again) == 6
 
 
 @pytest.mark.parametrize(("platform", "there"), [("cuda", 1), ("npu", 0)])
-def test_more_ranks_than_devices_are_refused_before_any_starts(platform: str, there: int, monkeypatch: pytest.MonkeyPatch):
+def test_more_ranks_than_devices_are_refused_before_any_rank_starts(
+    platform: str, there: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(type(get(platform)), "device_count", lambda self: there)
-    with pytest.raises(MsrlError, match=mentions("cluster.devices_per_node", "2 ranks", platform, there)):
+    with pytest.raises(
+        MsrlError, match=mentions("cluster.devices_per_node", "2 ranks", platform, there)
+    ):
         LocalRanks("nowhere:main", None, num_ranks=2, platform=get(platform))

@@ -23,7 +23,13 @@ PLATFORMS = [name for name in registry.names("msrl.platforms") if name != "base"
 def _python(code: str, *, path: Path | None = None, **env: str) -> str:
     """What a fresh process prints."""
     variables = {**os.environ, **env, **({"PYTHONPATH": str(path)} if path else {})}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=variables, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        env=variables,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -33,32 +39,42 @@ def test_every_platform_file_can_be_chosen_by_name():
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
-def test_a_platform_says_what_it_is(name):
+def test_a_platform_defines_the_required_attributes(name):
     platform = get(name)
     assert platform.name == name
     assert platform.collective_backend and platform.ray_resource
     missing = platform.missing()
     assert missing is None or len(missing.splitlines()) == 1
     environments = (platform.worker_environment(2), platform.engine_environment())
-    assert all(isinstance(key, str) and isinstance(value, str) for env in environments for key, value in env.items())
+    assert all(
+        isinstance(key, str) and isinstance(value, str)
+        for env in environments
+        for key, value in env.items()
+    )
 
 
-def test_threads_of_a_cpu_process_spin_for_a_moment_and_a_process_of_one_thread_never(monkeypatch):
+def test_cpu_threads_spin_briefly_unless_a_process_has_only_one(monkeypatch):
     monkeypatch.setattr(type(get("cpu")), "device_count", lambda self: 4)
     for environment in (get("cpu").worker_environment, get("cpu").engine_environment):
         few, one = environment(2), environment(4)
-        assert few["OMP_NUM_THREADS"] == "2" and 0 < int(few["GOMP_SPINCOUNT"]) < 1_000_000 and few["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert (
+            few["OMP_NUM_THREADS"] == "2"
+            and 0 < int(few["GOMP_SPINCOUNT"]) < 1_000_000
+            and few["OMP_WAIT_POLICY"] == "PASSIVE"
+        )
         assert one["OMP_NUM_THREADS"] == "1" and "GOMP_SPINCOUNT" not in one
 
 
-def test_auto_takes_what_this_machine_has():
+def test_auto_selects_the_first_supported_platform():
     expected = next(name for name in NAMES if get(name).missing() is None)
     assert resolve("auto").name == expected
 
 
-def test_a_machine_that_is_ready_for_no_platform_is_told_what_each_lacks(monkeypatch, capsys):
+def test_without_a_supported_platform_the_message_lists_what_each_lacks(monkeypatch, capsys):
     for name in PLATFORMS:
-        monkeypatch.setattr(type(get(name)), "missing", lambda self: f"no {self.name}; run: something")
+        monkeypatch.setattr(
+            type(get(name)), "missing", lambda self: f"no {self.name}; run: something"
+        )
     told = "; ".join(f"{name}: no {name}; run: something" for name in NAMES)
     with pytest.raises(MsrlError, match=mentions("cluster.platform=auto: ", told)):
         resolve("auto")
@@ -66,23 +82,29 @@ def test_a_machine_that_is_ready_for_no_platform_is_told_what_each_lacks(monkeyp
     assert_mentions(" ".join(capsys.readouterr().out.split()), "platform", told)
 
 
-def test_a_cuda_machine_without_megatron_is_told_so_before_it_trains(monkeypatch):
+def test_cuda_without_megatron_is_refused_before_training(monkeypatch):
     monkeypatch.setattr(type(get("cuda")), "missing", lambda self: None)
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None if name == "megatron" else found(name, package))
-    with pytest.raises(MsrlError, match=mentions("cluster.platform=cuda", "Megatron", "pip install 'msrl[cuda]'")):
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, package=None: None if name == "megatron" else found(name, package),
+    )
+    with pytest.raises(
+        MsrlError, match=mentions("cluster.platform=cuda", "Megatron", "pip install 'msrl[cuda]'")
+    ):
         get("cuda").prepare()
 
 
 @pytest.mark.parametrize("name", [name for name in PLATFORMS if get(name).missing() is not None])
-def test_a_platform_that_is_not_here_is_refused_with_the_cure(name):
+def test_an_unsupported_platform_is_refused_with_a_remedy(name):
     with pytest.raises(MsrlError, match=rf"^cluster\.platform={name}: \S+"):
         resolve(name)
     with pytest.raises(MsrlError):
         get(name).prepare()
 
 
-def test_the_npu_platform_names_all_that_is_not_installed():
+def test_the_npu_platform_lists_all_missing_packages():
     message = get("npu").missing()
     if message is None:
         pytest.skip("this machine has an Ascend stack")
@@ -105,7 +127,7 @@ def test_the_npu_platform_hides_the_command_line_and_imports_in_order(tmp_path):
 
 
 @pytest.mark.slow
-def test_cpu_redirects_cuda_only_in_a_process_that_prepares():
+def test_cpu_redirects_cuda_only_in_a_process_that_calls_prepare():
     look = "import torch; print(torch.cuda.current_device() if torch.cuda.is_available() or PREPARED else 'untouched')"
     assert _python("PREPARED = False\n" + look) == "untouched"
     prepare = "from msrl.platforms import get; get('cpu').prepare(); get('cpu').prepare(); PREPARED = True\n"

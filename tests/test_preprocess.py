@@ -29,7 +29,11 @@ from training_runs import Command
 
 
 def preprocess(prefix, **settings):
-    settings = {"tokenizer": str(shared_data("tokenizers", "qwen2.5-0.5b-instruct")), "template": "qwen", **settings}
+    settings = {
+        "tokenizer": str(shared_data("tokenizers", "qwen2.5-0.5b-instruct")),
+        "template": "qwen",
+        **settings,
+    }
     given = {key: value for key, value in settings.items() if value is not None}
     return run(Config.model_validate({"preprocess": {"output_prefix": str(prefix), **given}}))
 
@@ -56,120 +60,212 @@ def rendered(row: dict):
 
 
 def same(one, other) -> bool:
-    return np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.loss_mask, other.loss_mask)
+    return np.array_equal(one.token_ids, other.token_ids) and np.array_equal(
+        one.loss_mask, other.loss_mask
+    )
 
 
-def test_gsm8k_becomes_examples_in_the_order_of_the_file(tmp_path):
+def test_gsm8k_is_converted_to_examples_in_file_order(tmp_path):
     rows = gsm8k()
-    manifest = preprocess(tmp_path / "g", input=jsonl(tmp_path / "g.jsonl", rows), handler="gsm8k", kind="sft", seq_length=1024)
+    manifest = preprocess(
+        tmp_path / "g",
+        input=jsonl(tmp_path / "g.jsonl", rows),
+        handler="gsm8k",
+        kind="sft",
+        seq_length=1024,
+    )
     data = SftDataset(tmp_path / "g")
-    assert data.manifest == manifest and len(data) == manifest.num_examples == len(rows) and manifest.dropped == {}
+    assert (
+        data.manifest == manifest
+        and len(data) == manifest.num_examples == len(rows)
+        and manifest.dropped == {}
+    )
     expected = [rendered(row) for row in rows]
-    assert all(len(row) == 1 and same(row[0], example) for row, example in zip(data, expected, strict=True))
+    assert all(
+        len(row) == 1 and same(row[0], example) for row, example in zip(data, expected, strict=True)
+    )
     assert manifest.num_tokens == sum(len(e.token_ids) for e in expected)
     assert manifest.num_loss_tokens == sum(int(e.loss_mask.sum()) for e in expected)
     assert manifest.max_tokens == max(len(e.token_ids) for e in expected)
-    assert manifest.tokenizer_hash == tokenizer_hash(qwen()) and manifest.vocab_size == 151665 and manifest.stop_token_ids == (151645,)
+    assert (
+        manifest.tokenizer_hash == tokenizer_hash(qwen())
+        and manifest.vocab_size == 151665
+        and manifest.stop_token_ids == (151645,)
+    )
 
 
-def test_gsm8k_becomes_prompts_with_answers_that_mindspeed_reads_too(tmp_path):
+def test_gsm8k_is_converted_to_prompts_that_mindspeed_can_read(tmp_path):
     rows = gsm8k()
     inputs = jsonl(tmp_path / "g.jsonl", rows)
     keys = {"extra.source": "question"}
-    manifest = preprocess(tmp_path / "g", input=inputs, handler="gsm8k", template="qwen_r1", seq_length=512, map_keys=keys)
+    manifest = preprocess(
+        tmp_path / "g",
+        input=inputs,
+        handler="gsm8k",
+        template="qwen_r1",
+        seq_length=512,
+        map_keys=keys,
+    )
     assert manifest.kind == "prompts"
     data = PromptDataset(tmp_path / "g")
     hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
     renderer = make_renderer(load_template("qwen_r1"), qwen())
     for number, (row, prompt) in enumerate(zip(rows, data, strict=True)):
-        assert prompt.index == number and prompt.answer == row["answer"].split("#### ")[1].replace(",", "")
+        assert prompt.index == number and prompt.answer == row["answer"].split("#### ")[1].replace(
+            ",", ""
+        )
         assert prompt.extra == {"source": row["question"]}
-        assert prompt.token_ids.tolist() == renderer.prompt(Conversation((Message("user", row["question"]),))).tolist()
+        assert (
+            prompt.token_ids.tolist()
+            == renderer.prompt(Conversation((Message("user", row["question"]),))).tolist()
+        )
     (tmp_path / "g_answers.jsonl").unlink()
     decoded = PromptDataset(tmp_path / "g", decode=lambda ids: str(hf.decode(ids)))
     assert [decoded[i].answer for i in range(5)] == ["72", "10", "5", "42", "624"]
 
 
 @pytest.mark.slow
-def test_whole_gsm8k_goes_through_with_two_workers(tmp_path):
+def test_the_complete_gsm8k_is_preprocessed_with_two_workers(tmp_path):
     source = [str(shared_data("math", "gsm8k_train.jsonl"))]
-    assert preprocess(tmp_path / "p", input=source, handler="gsm8k", template="qwen_r1", workers=2).num_examples == 7473
-    packed = preprocess(tmp_path / "s", input=source, handler="gsm8k", kind="sft", seq_length=512, pack=True, workers=2)
+    assert (
+        preprocess(
+            tmp_path / "p", input=source, handler="gsm8k", template="qwen_r1", workers=2
+        ).num_examples
+        == 7473
+    )
+    packed = preprocess(
+        tmp_path / "s",
+        input=source,
+        handler="gsm8k",
+        kind="sft",
+        seq_length=512,
+        pack=True,
+        workers=2,
+    )
     assert packed.num_examples + packed.dropped.get("too_long", 0) == 7473
     assert packed.num_tokens / (packed.num_rows * 512) > 0.96
 
 
-def test_packed_rows_hold_every_example_once_with_its_own_bounds(tmp_path):
+def test_packed_rows_contain_every_example_once_with_its_boundaries(tmp_path):
     rows = gsm8k()
     inputs = jsonl(tmp_path / "g.jsonl", rows)
-    manifest = preprocess(tmp_path / "g", input=inputs, handler="gsm8k", kind="sft", seq_length=512, pack=True)
+    manifest = preprocess(
+        tmp_path / "g", input=inputs, handler="gsm8k", kind="sft", seq_length=512, pack=True
+    )
     data = SftDataset(tmp_path / "g")
     found = [example for row in data for example in row]
     assert len(data) == manifest.num_rows < len(found) == manifest.num_examples == len(rows)
     key = lambda e: e.token_ids.tolist()  # noqa: E731
-    assert all(same(a, b) for a, b in zip(sorted(found, key=key), sorted(map(rendered, rows), key=key), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(sorted(found, key=key), sorted(map(rendered, rows), key=key), strict=True)
+    )
     raw = np.fromfile(tmp_path / "g_packed_attention_mask_document.bin", np.int32).reshape(-1, 512)
     assert all((np.diff(row[row > 0]) >= 0).all() and row[0] == 1 for row in raw)
 
 
 @pytest.mark.slow
-def test_megatron_reads_what_preprocess_wrote(tmp_path):
+def test_megatron_reads_preprocessed_files(tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    preprocess(tmp_path / "g", input=jsonl(tmp_path / "g.jsonl", gsm8k(20)), handler="gsm8k", kind="sft")
+    preprocess(
+        tmp_path / "g", input=jsonl(tmp_path / "g.jsonl", gsm8k(20)), handler="gsm8k", kind="sft"
+    )
     ours = SftDataset(tmp_path / "g")
     ids = IndexedDataset(str(tmp_path / "g_packed_input_ids_document"))
     labels = IndexedDataset(str(tmp_path / "g_packed_labels_document"))
     for number in range(20):
         example = ours[number][0]
         assert ids[number].tolist() == example.token_ids.tolist()
-        assert labels[number].tolist() == np.where(example.loss_mask, example.token_ids, -100).tolist()
+        assert (
+            labels[number].tolist() == np.where(example.loss_mask, example.token_ids, -100).tolist()
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", [False, True])
-def test_files_are_the_same_byte_for_byte_whatever_the_number_of_workers(tmp_path, pack):
+def test_files_are_identical_for_any_number_of_workers(tmp_path, pack):
     inputs = jsonl(tmp_path / "g.jsonl", gsm8k(1500))
     for workers in (1, 2):
-        preprocess(tmp_path / f"w{workers}" / "g", input=inputs, handler="gsm8k", kind="sft", seq_length=512, pack=pack, workers=workers)
+        preprocess(
+            tmp_path / f"w{workers}" / "g",
+            input=inputs,
+            handler="gsm8k",
+            kind="sft",
+            seq_length=512,
+            pack=pack,
+            workers=workers,
+        )
     one, two = (sorted((tmp_path / f"w{n}").iterdir()) for n in (1, 2))
     assert [p.name for p in one] == [p.name for p in two] and len(one) == 7
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
 
 
-def test_real_alpaca_and_tool_conversations_go_through(tmp_path):
-    alpaca = [str(shared_data("sft", "alpaca_en_demo.json")), str(shared_data("sft", "alpaca_zh_demo.json"))]
-    manifest = preprocess(tmp_path / "a", input=alpaca, handler="alpaca", template="qwen3", seq_length=4096)
+def test_real_alpaca_and_tool_conversations_are_preprocessed(tmp_path):
+    alpaca = [
+        str(shared_data("sft", "alpaca_en_demo.json")),
+        str(shared_data("sft", "alpaca_zh_demo.json")),
+    ]
+    manifest = preprocess(
+        tmp_path / "a", input=alpaca, handler="alpaca", template="qwen3", seq_length=4096
+    )
     assert manifest.num_examples + sum(manifest.dropped.values()) == 1999
     tools = [str(shared_data("sft", "glaive_toolcall_en_demo.json"))]
-    assert preprocess(tmp_path / "t", input=tools, handler="sharegpt", template="native").num_examples == 300
+    assert (
+        preprocess(tmp_path / "t", input=tools, handler="sharegpt", template="native").num_examples
+        == 300
+    )
 
 
-def test_pretraining_text_is_what_the_tokenizer_gives_with_the_end_of_document(tmp_path):
+def test_pretraining_text_has_the_tokenizers_ids_and_the_end_of_document(tmp_path):
     source = shared_data("sft", "c4_demo.jsonl")
-    manifest = preprocess(tmp_path / "c", input=[str(source)], handler="pretrain", template=None, append_eod=True)
+    manifest = preprocess(
+        tmp_path / "c", input=[str(source)], handler="pretrain", template=None, append_eod=True
+    )
     hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
     texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
     data = TextDataset(tmp_path / "c")
-    assert (tmp_path / "c_text_document.bin").exists() and len(data) == manifest.num_rows == len(texts)
-    assert all(data[i].tolist() == [*hf(texts[i])["input_ids"], hf.eos_token_id] for i in range(0, 300, 17))
+    assert (tmp_path / "c_text_document.bin").exists() and len(data) == manifest.num_rows == len(
+        texts
+    )
+    assert all(
+        data[i].tolist() == [*hf(texts[i])["input_ids"], hf.eos_token_id] for i in range(0, 300, 17)
+    )
 
 
 def test_dropped_rows_are_counted_by_reason(tmp_path):
     good = {"instruction": "Hi", "output": "Hello"}
     long = {"instruction": "Hi", "output": "word " * 100}
-    inputs = jsonl(tmp_path / "x.jsonl", [good, long, {"instruction": " ", "output": "x"}, {"instruction": "Hi", "output": ""}, good])
+    inputs = jsonl(
+        tmp_path / "x.jsonl",
+        [
+            good,
+            long,
+            {"instruction": " ", "output": "x"},
+            {"instruction": "Hi", "output": ""},
+            good,
+        ],
+    )
     manifest = preprocess(tmp_path / "x", input=inputs, handler="alpaca", seq_length=64)
-    assert manifest.num_examples == 2 and manifest.dropped == {"empty_answer": 1, "empty_prompt": 1, "too_long": 1}
+    assert manifest.num_examples == 2 and manifest.dropped == {
+        "empty_answer": 1,
+        "empty_prompt": 1,
+        "too_long": 1,
+    }
     assert json.loads(manifest_path(str(tmp_path / "x")).read_text())["dropped"] == manifest.dropped
 
 
-def test_example_of_just_the_length_is_kept_and_longer_ones_are_truncated_if_told(tmp_path):
+def test_examples_longer_than_seq_length_are_dropped_or_truncated(tmp_path):
     row = {"instruction": "Hi", "output": "one two three four five"}
     inputs = jsonl(tmp_path / "x.jsonl", [row])
     length = preprocess(tmp_path / "x", input=inputs, handler="alpaca").max_tokens
-    assert preprocess(tmp_path / "y", input=inputs, handler="alpaca", seq_length=length).num_examples == 1
-    cut = preprocess(tmp_path / "z", input=inputs, handler="alpaca", seq_length=length - 3, too_long="truncate")
+    assert (
+        preprocess(tmp_path / "y", input=inputs, handler="alpaca", seq_length=length).num_examples
+        == 1
+    )
+    cut = preprocess(
+        tmp_path / "z", input=inputs, handler="alpaca", seq_length=length - 3, too_long="truncate"
+    )
     assert (cut.truncated, cut.num_tokens, cut.dropped) == (1, length - 3, {})
     full, short = SftDataset(tmp_path / "x")[0][0], SftDataset(tmp_path / "z")[0][0]
     assert short.token_ids.tolist() == full.token_ids[:-3].tolist()
@@ -181,7 +277,7 @@ def test_alpaca_as_prompts_keeps_the_response_as_the_answer(tmp_path):
     assert PromptDataset(tmp_path / "x")[0].answer == '4\n"four" é'
 
 
-def test_existing_data_is_replaced_only_when_told_and_then_wholly(tmp_path):
+def test_existing_data_is_replaced_completely_and_only_with_overwrite(tmp_path):
     inputs = jsonl(tmp_path / "x.jsonl", gsm8k(3))
     preprocess(tmp_path / "x", input=inputs, handler="gsm8k")
     with pytest.raises(MsrlError, match=mentions(tmp_path / "x", "--overwrite")):
@@ -190,18 +286,24 @@ def test_existing_data_is_replaced_only_when_told_and_then_wholly(tmp_path):
     assert not (tmp_path / "x_answers.jsonl").exists() and len(SftDataset(tmp_path / "x")) == 3
 
 
-def test_failure_in_the_middle_leaves_the_old_data_and_no_scraps(tmp_path):
+def test_a_failure_keeps_the_old_data_and_leaves_no_temporary_files(tmp_path):
     preprocess(tmp_path / "x", input=jsonl(tmp_path / "x.jsonl", gsm8k(3)), handler="gsm8k")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    (tmp_path / "x.jsonl").write_text((tmp_path / "x.jsonl").read_text() + '{"question": 1, "answer": "#### 1"}\n')
+    (tmp_path / "x.jsonl").write_text(
+        (tmp_path / "x.jsonl").read_text() + '{"question": 1, "answer": "#### 1"}\n'
+    )
     with pytest.raises(MsrlError, match=mentions("x.jsonl:4", "'question'", "number")):
-        preprocess(tmp_path / "x", input=[str(tmp_path / "x.jsonl")], handler="gsm8k", overwrite=True)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix != ".jsonl" or "answers" in p.name} == {
-        name: content for name, content in before.items() if name != "x.jsonl"
-    }
+        preprocess(
+            tmp_path / "x", input=[str(tmp_path / "x.jsonl")], handler="gsm8k", overwrite=True
+        )
+    assert {
+        p.name: p.read_bytes()
+        for p in tmp_path.iterdir()
+        if p.suffix != ".jsonl" or "answers" in p.name
+    } == {name: content for name, content in before.items() if name != "x.jsonl"}
 
 
-def test_data_that_was_being_put_in_place_is_refused(tmp_path):
+def test_incomplete_data_is_refused(tmp_path):
     preprocess(tmp_path / "x", input=jsonl(tmp_path / "x.jsonl", gsm8k(3)), handler="gsm8k")
     incomplete_path(str(tmp_path / "x")).touch()
     with pytest.raises(MsrlError, match=mentions(tmp_path / "x", "--overwrite")):
@@ -209,10 +311,12 @@ def test_data_that_was_being_put_in_place_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_mistake_in_a_worker_process_names_file_and_row(tmp_path):
+def test_an_error_in_a_worker_process_contains_file_and_row(tmp_path):
     rows = [*gsm8k(600), {"question": "x", "answer": "none"}]
     with pytest.raises(MsrlError, match=r"g\.jsonl:601: column 'answer'"):
-        preprocess(tmp_path / "g", input=jsonl(tmp_path / "g.jsonl", rows), handler="gsm8k", workers=2)
+        preprocess(
+            tmp_path / "g", input=jsonl(tmp_path / "g.jsonl", rows), handler="gsm8k", workers=2
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["g.jsonl"]
 
 
@@ -232,7 +336,7 @@ def test_mistake_in_a_worker_process_names_file_and_row(tmp_path):
         ({"enable_thinking": False}, ("template qwen", "thoughts")),
     ],
 )
-def test_mistake_is_one_clear_message_and_nothing_is_written(tmp_path, settings, fragments):
+def test_an_error_is_one_message_and_nothing_is_written(tmp_path, settings, fragments):
     inputs = jsonl(tmp_path / "g.jsonl", gsm8k(3))
     with pytest.raises(MsrlError) as caught:
         preprocess(tmp_path / "out" / "g", **{"input": inputs, "handler": "gsm8k", **settings})
@@ -246,9 +350,12 @@ def test_empty_dataset_is_refused(tmp_path):
         preprocess(tmp_path / "x", input=[str(tmp_path / "x.jsonl")], handler="gsm8k")
 
 
-def test_tools_that_a_template_cannot_show_name_the_row(tmp_path):
+def test_tools_that_the_template_cannot_show_raise_an_error_with_the_row(tmp_path):
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    inputs = jsonl(tmp_path / "x.jsonl", [{"conversations": turns}, {"conversations": turns, "tools": '[{"name": "f"}]'}])
+    inputs = jsonl(
+        tmp_path / "x.jsonl",
+        [{"conversations": turns}, {"conversations": turns, "tools": '[{"name": "f"}]'}],
+    )
     with pytest.raises(MsrlError, match=mentions("x.jsonl:2", "qwen_plain", "tools")):
         own = tmp_path / "qwen_plain.yaml"
         own.write_text('user: "{{content}}"\nassistant: "{{content}}{{eos}}"\n')
@@ -256,7 +363,7 @@ def test_tools_that_a_template_cannot_show_name_the_row(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["instruction", "output", "note"])
-def test_half_of_a_character_is_named_with_its_row(tmp_path, part):
+def test_an_unpaired_surrogate_raises_an_error_with_its_row(tmp_path, part):
     row = {"instruction": "2+2?", "output": "4", "note": "x"}
     files = jsonl(tmp_path / "in.jsonl", [row, {**row, part: "cut \ud83d"}])
     with pytest.raises(MsrlError, match=mentions("in.jsonl:2", "\\ud83d", "character")):
@@ -265,12 +372,30 @@ def test_half_of_a_character_is_named_with_its_row(tmp_path, part):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_an_end_from_outside_leaves_no_workers_and_where_it_is_told_no_files(tmp_path, number, code):
-    files = jsonl(tmp_path / "in.jsonl", [{"instruction": "question " * 20, "output": "answer " * 50}] * 100_000)
+def test_a_terminated_run_leaves_no_workers_and_after_sigterm_no_files(
+    tmp_path, number, code
+):
+    files = jsonl(
+        tmp_path / "in.jsonl",
+        [{"instruction": "question " * 20, "output": "answer " * 50}] * 100_000,
+    )
     tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
-    flags = ["--input", *files, "--tokenizer", tokenizer, "--template", "qwen", "--handler", "alpaca", "--workers", "2"]
+    flags = [
+        "--input",
+        *files,
+        "--tokenizer",
+        tokenizer,
+        "--template",
+        "qwen",
+        "--handler",
+        "alpaca",
+        "--workers",
+        "2",
+    ]
     flags += ["--output-prefix", str(tmp_path / "out")]
-    with subprocess.Popen([sys.executable, "-c", "from msrl.cli.app import main; main()", "preprocess", *flags]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", "from msrl.cli.app import main; main()", "preprocess", *flags]
+    ) as process:
         deadline = time.monotonic() + 300
         while not any(path.stat().st_size for path in tmp_path.glob(".out*.bin.*")):
             assert process.poll() is None and time.monotonic() < deadline
@@ -285,13 +410,29 @@ def test_an_end_from_outside_leaves_no_workers_and_where_it_is_told_no_files(tmp
         assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_ctrl_c_while_workers_start_is_one_word(tmp_path):
+def test_ctrl_c_while_workers_start_prints_one_word(tmp_path):
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     inputs = jsonl(tmp_path / "g.jsonl", [{"instruction": "x" * 200, "output": "y"}] * 20_000)
-    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--handler", "alpaca", "--template", "qwen", "--workers", "4"]
+    flags = [
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--handler",
+        "alpaca",
+        "--template",
+        "qwen",
+        "--workers",
+        "4",
+    ]
     prefix = str(tmp_path / "out" / "g")
-    command = Command("preprocess", "--input", *inputs, *flags, "--output-prefix", prefix, log=tmp_path / "log")
-    command.when(lambda: any("spawn_main" in " ".join(p.cmdline()) for p in psutil.Process(command.process.pid).children()))
+    command = Command(
+        "preprocess", "--input", *inputs, *flags, "--output-prefix", prefix, log=tmp_path / "log"
+    )
+    command.when(
+        lambda: any(
+            "spawn_main" in " ".join(p.cmdline())
+            for p in psutil.Process(command.process.pid).children()
+        )
+    )
     time.sleep(0.5)  # they are importing
     os.killpg(command.process.pid, signal.SIGINT)
     assert command.wait() == 130

@@ -1,4 +1,5 @@
-"""Real input: the fine-tuning and pretraining files of `../shared/data/sft` through preprocess and train-sft at TP 2, in packed rows.
+"""Real input: the fine-tuning and pretraining files of `../shared/data/sft` through preprocess and
+train-sft at TP 2, in packed rows.
 
 GSM8K goes the same way in `test_gsm8k.py`.
 """
@@ -21,9 +22,19 @@ from test_train_sft import run_in_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 VOCAB, STEPS, LENGTH = 151936, 6, 512
-FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {  # files, options of preprocess, rows in them
-    "alpaca": (("alpaca_en_demo.json", "alpaca_zh_demo.json", "identity.json"), ("--handler", "alpaca", "--template", "qwen3"), 2090),
-    "tools": (("glaive_toolcall_en_demo.json",), ("--handler", "sharegpt", "--template", "native"), 300),
+FILES: dict[
+    str, tuple[tuple[str, ...], tuple[str, ...], int]
+] = {  # files, options of preprocess, rows in them
+    "alpaca": (
+        ("alpaca_en_demo.json", "alpaca_zh_demo.json", "identity.json"),
+        ("--handler", "alpaca", "--template", "qwen3"),
+        2090,
+    ),
+    "tools": (
+        ("glaive_toolcall_en_demo.json",),
+        ("--handler", "sharegpt", "--template", "native"),
+        300,
+    ),
     "text": (("c4_demo.jsonl",), ("--handler", "pretrain", "--append-eod"), 300),
 }
 
@@ -40,14 +51,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_real_rows_train_at_tp2_in_packs(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_real_packed_rows_train_at_tp2(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     """The loss begins at that of a guess over the whole vocabulary, and falls."""
     from msrl.cli import app
 
     files, options, num_rows = FILES[name]
     packed = [] if name == "text" else ["--seq-length", str(LENGTH), "--pack", "--too-long", "drop"]
     inputs = [argument for file in files for argument in ("--input", str(shared_data("sft", file)))]
-    arguments = ["preprocess", *inputs, "--tokenizer", str(model), *options, *packed, "--output-prefix", str(tmp_path / "data")]
+    arguments = [
+        "preprocess",
+        *inputs,
+        "--tokenizer",
+        str(model),
+        *options,
+        *packed,
+        "--output-prefix",
+        str(tmp_path / "data"),
+    ]
     app.app(arguments, standalone_mode=False)
     numbers = re.findall(r"([\d,]+) (?:examples|documents|too long)", capsys.readouterr().out)
     assert sum(int(number.replace(",", "")) for number in numbers) == num_rows
@@ -57,7 +79,14 @@ def test_real_rows_train_at_tp2_in_packs(tmp_path: Path, model: Path, capsys: py
         "model": {"path": str(model), "dtype": "float32"},
         "data": {**data, "handler": "pretrain", "seq_length": LENGTH} if name == "text" else data,
         "cluster": {"platform": "cpu", "devices_per_node": 2},
-        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 2, "chunk": 256, "optimizer": {"lr": 3e-3}, "parallel": {"tp": 2}},
+        "train": {
+            "steps": STEPS,
+            "global_batch": 4,
+            "micro_batch": 2,
+            "chunk": 256,
+            "optimizer": {"lr": 3e-3},
+            "parallel": {"tp": 2},
+        },
         "checkpoint": {"every_steps": None},
     }
     losses = [row["train/loss"] for row in run_in_process(settings)]

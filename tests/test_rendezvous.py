@@ -11,7 +11,7 @@ import torch.distributed as dist
 from msrl.cluster.rendezvous import held_port
 
 
-def test_a_named_port_is_not_given_to_others_before_the_ranks_meet_there():
+def test_a_rendezvous_port_is_reserved_until_the_ranks_connect():
     with held_port("127.0.0.1") as held, socket.socket() as other:
         port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):

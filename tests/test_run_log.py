@@ -1,4 +1,6 @@
-"""What both trainings keep of a run, where the disk is full: one message that says what to do, whatever else fails on the way out."""
+"""What both trainings keep of a run, where the disk is full: one message that says what to do,
+whatever else fails on the way out.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,15 @@ def _open(folder: Path) -> RunLog:
     return RunLog(config, num_steps=3, start_step=0, curves=("train/loss",))
 
 
-def test_a_disk_that_takes_no_more_metrics_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(MsrlError, match=mentions(tmp_path / "full", "step 2", "No space left on device")), _open(tmp_path) as log:
+def test_a_full_disk_for_metrics_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with (
+        pytest.raises(
+            MsrlError, match=mentions(tmp_path / "full", "step 2", "No space left on device")
+        ),
+        _open(tmp_path) as log,
+    ):
         log.log(StepReport(1, {"train/loss": 2.0}, {}))
         monkeypatch.setattr(MetricsWriter, "log", _no_room)
         monkeypatch.setattr(MetricsWriter, "close", _no_room)  # what it holds back is written then
@@ -35,13 +44,20 @@ def test_a_disk_that_takes_no_more_metrics_is_one_message(tmp_path: Path, monkey
     RunFolder.check(tmp_path, "full", resume=True)  # raises for a folder that is not let go
 
 
-def test_what_is_left_to_write_at_the_end_is_not_lost_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(MsrlError, match=mentions(tmp_path / "full", "No space left on device")), _open(tmp_path) as log:
+def test_a_failed_write_at_the_end_of_a_run_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with (
+        pytest.raises(MsrlError, match=mentions(tmp_path / "full", "No space left on device")),
+        _open(tmp_path) as log,
+    ):
         log.log(StepReport(1, {"train/loss": 2.0}, {}))
         monkeypatch.setattr(MetricsWriter, "close", _no_room)
     monkeypatch.undo()
     with (
-        pytest.raises(MsrlError, match=mentions(tmp_path / "again", "report", "No space left on device")),
+        pytest.raises(
+            MsrlError, match=mentions(tmp_path / "again", "report", "No space left on device")
+        ),
         _open(tmp_path / "again") as log,
     ):
         log.log(StepReport(1, {"train/loss": 2.0}, {}))

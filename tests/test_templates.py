@@ -1,4 +1,6 @@
-"""Templates: their token ids and loss masks against Hugging Face's own rendering, and what is refused."""
+"""Templates: their token ids and loss masks against Hugging Face's own rendering, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def hf_ids(hf, conversation: Conversation, **options) -> list[int]:
     return hf.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
-def learnt_text(hf, example) -> list[str]:
+def trained_texts(hf, example) -> list[str]:
     """The stretches that are learnt, as text."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask.astype(int), [0]])))
     return [hf.decode(example.token_ids[a:b]) for a, b in edges.reshape(-1, 2)]
@@ -59,42 +61,72 @@ def learnt_text(hf, example) -> list[str]:
 CONVERSATIONS = {
     "one question": talk(("user", "What is 2 + 2?"), ("assistant", "4")),
     "several turns": talk(
-        ("user", "Hi"), ("assistant", "Hello! How can I help?"), ("user", "  Two\n\nlines, 日本語 🙂 "), ("assistant", "Yes.\n\nSure.")
+        ("user", "Hi"),
+        ("assistant", "Hello! How can I help?"),
+        ("user", "  Two\n\nlines, 日本語 🙂 "),
+        ("assistant", "Yes.\n\nSure."),
     ),
     "tools": talk(
-        ("user", "Weather?"), ("assistant", "<tool_call>\n{}\n</tool_call>"), ("tool", "sunny"), ("tool", "warm"), ("assistant", "Fine.")
+        ("user", "Weather?"),
+        ("assistant", "<tool_call>\n{}\n</tool_call>"),
+        ("tool", "sunny"),
+        ("tool", "warm"),
+        ("assistant", "Fine."),
     ),
 }
 
 
 @pytest.mark.parametrize("case", CONVERSATIONS)
 @pytest.mark.parametrize("system", [SYSTEM, "Answer in French."])
-def test_qwen_is_what_qwen25_itself_renders(case, system):
-    conversation = talk(("system", system), *((m.role, m.content) for m in CONVERSATIONS[case].messages))
+def test_qwen_is_equal_to_the_rendering_of_qwen25(case, system):
+    conversation = talk(
+        ("system", system), *((m.role, m.content) for m in CONVERSATIONS[case].messages)
+    )
     example = renderer("qwen", qwen2()).examples([conversation])[0]
     assert example.token_ids.tolist() == hf_ids(qwen2(), conversation)
 
 
-def test_qwen_has_mindspeeds_system_text_where_none_is_given():
+def test_qwen_has_mindspeeds_default_system_text():
     bare, full = talk(("user", "Hi")), talk(("system", SYSTEM), ("user", "Hi"))
-    assert renderer("qwen", qwen2()).prompt(bare).tolist() == hf_ids(qwen2(), full, add_generation_prompt=True)
+    assert renderer("qwen", qwen2()).prompt(bare).tolist() == hf_ids(
+        qwen2(), full, add_generation_prompt=True
+    )
 
 
-def test_prompt_tokens_of_qwen_are_these():
+def test_prompt_tokens_of_qwen_match_the_golden_ids():
     prompt = renderer("qwen", qwen2()).prompt(talk(("user", "2+2?")))
     # <|im_start|> is 151644, <|im_end|> 151645, "\n" 198, "system" 8948, "user" 872, "assistant" 77091 in Qwen's vocabulary.
     text = [2610, 525, 264, 10950, 17847, 13]
     question = [17, 10, 17, 30]
-    expected = [151644, 8948, 198, *text, 151645, 198, 151644, 872, 198, *question, 151645, 198, 151644, 77091, 198]
+    expected = [
+        151644,
+        8948,
+        198,
+        *text,
+        151645,
+        198,
+        151644,
+        872,
+        198,
+        *question,
+        151645,
+        198,
+        151644,
+        77091,
+        198,
+    ]
     assert prompt.tolist() == expected
 
 
-def test_every_answer_is_learnt_with_its_end_of_turn_token_and_nothing_else():
+def test_exactly_the_answers_with_their_end_of_turn_tokens_are_trained():
     example = renderer("qwen", qwen2()).examples([CONVERSATIONS["several turns"]])[0]
-    assert learnt_text(qwen2(), example) == ["Hello! How can I help?<|im_end|>", "Yes.\n\nSure.<|im_end|>"]
+    assert trained_texts(qwen2(), example) == [
+        "Hello! How can I help?<|im_end|>",
+        "Yes.\n\nSure.<|im_end|>",
+    ]
 
 
-def test_prompt_is_the_beginning_of_the_example():
+def test_a_prompt_is_a_prefix_of_the_example():
     render = renderer("qwen3", qwen3())
     conversation = talk(("user", "Hi"), ("assistant", "\n Hello"))
     prompt = render.prompt(talk(("user", "Hi")))
@@ -107,43 +139,58 @@ THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour"
 QWEN3 = {
     "no thought in the last answer": talk(("user", "2+2?"), ("assistant", "Four")),
     "a thought in the last answer": talk(("user", "2+2?"), ("assistant", THOUGHT)),
-    "thoughts of earlier turns go": talk(("user", "2+2?"), ("assistant", THOUGHT), ("user", "Sure?"), ("assistant", THOUGHT)),
+    "thoughts of earlier turns go": talk(
+        ("user", "2+2?"), ("assistant", THOUGHT), ("user", "Sure?"), ("assistant", THOUGHT)
+    ),
     "a thought before a tool stays": talk(
-        ("user", "2+2?"), ("assistant", THOUGHT), ("tool", "4"), ("assistant", "Four"), ("tool", "5"), ("assistant", "Five")
+        ("user", "2+2?"),
+        ("assistant", THOUGHT),
+        ("tool", "4"),
+        ("assistant", "Four"),
+        ("tool", "5"),
+        ("assistant", "Five"),
     ),
     "with a system text": talk(("system", SYSTEM), ("user", "2+2?"), ("assistant", "Four")),
 }
 
 
 @pytest.mark.parametrize("case", QWEN3)
-def test_qwen3_is_what_qwen3_itself_renders(case):
-    assert renderer("qwen3", qwen3()).examples([QWEN3[case]])[0].token_ids.tolist() == hf_ids(qwen3(), QWEN3[case])
+def test_qwen3_is_equal_to_the_rendering_of_qwen3(case):
+    assert renderer("qwen3", qwen3()).examples([QWEN3[case]])[0].token_ids.tolist() == hf_ids(
+        qwen3(), QWEN3[case]
+    )
 
 
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
 @pytest.mark.parametrize("native", [False, True])
-def test_qwen3_prompts_follow_the_thinking_switch(enable_thinking, native):
+def test_qwen3_prompts_depend_on_enable_thinking(enable_thinking, native):
     conversation = talk(("user", "2+2?"), ("assistant", THOUGHT), ("user", "Sure?"))
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     render = renderer("native" if native else "qwen3", qwen3(), enable_thinking=enable_thinking)
-    assert render.prompt(conversation).tolist() == hf_ids(qwen3(), conversation, add_generation_prompt=True, **options)
+    assert render.prompt(conversation).tolist() == hf_ids(
+        qwen3(), conversation, add_generation_prompt=True, **options
+    )
 
 
-def test_qwen3_thinking_off_learns_the_answer_without_any_thought():
+def test_qwen3_without_thinking_trains_the_answer_without_a_thought():
     render = renderer("qwen3", qwen3(), enable_thinking=False)
     for answer in ("Four", THOUGHT):
         example = render.examples([talk(("user", "2+2?"), ("assistant", answer))])[0]
-        assert learnt_text(qwen3(), example) == ["Four<|im_end|>"]
-        assert example.token_ids.tolist() == hf_ids(qwen3(), talk(("user", "2+2?"), ("assistant", "Four")))
+        assert trained_texts(qwen3(), example) == ["Four<|im_end|>"]
+        assert example.token_ids.tolist() == hf_ids(
+            qwen3(), talk(("user", "2+2?"), ("assistant", "Four"))
+        )
 
 
-def test_qwen3_thinking_on_learns_the_thought_too():
-    example = renderer("qwen3", qwen3()).examples([talk(("user", "2+2?"), ("assistant", THOUGHT))])[0]
-    assert learnt_text(qwen3(), example) == [f"{THOUGHT}<|im_end|>"]
+def test_qwen3_with_thinking_trains_the_thought_too():
+    example = renderer("qwen3", qwen3()).examples([talk(("user", "2+2?"), ("assistant", THOUGHT))])[
+        0
+    ]
+    assert trained_texts(qwen3(), example) == [f"{THOUGHT}<|im_end|>"]
 
 
 @pytest.mark.parametrize(("template", "hf"), [("qwen", qwen2), ("qwen3", qwen3)])
-def test_native_agrees_with_the_packaged_template_in_ids_and_masks(template, hf):
+def test_native_has_the_ids_and_masks_of_the_packaged_template(template, hf):
     for conversation in CONVERSATIONS.values():
         full = talk(("system", SYSTEM), *((m.role, m.content) for m in conversation.messages))
         ours, native = (renderer(name, hf()).examples([full])[0] for name in (template, "native"))
@@ -153,19 +200,19 @@ def test_native_agrees_with_the_packaged_template_in_ids_and_masks(template, hf)
 
 def test_native_masks_follow_generation_blocks(tmp_path):
     hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
-    hf.chat_template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}!{% endgeneration %}\n{% else %}"
-    )
+    hf.chat_template = "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}!{% endgeneration %}\n{% else %}"
     hf.chat_template += "Q:{{ m.content }}\n{% endif %}{% endfor %}"
     hf.save_pretrained(tmp_path)
     hf = load_tokenizer(tmp_path)
     example = renderer("native", hf).examples([CONVERSATIONS["several turns"]])[0]
-    assert learnt_text(hf, example) == ["Hello! How can I help?!", "Yes.\n\nSure.!"]
+    assert trained_texts(hf, example) == ["Hello! How can I help?!", "Yes.\n\nSure.!"]
 
 
-def test_under_native_an_answer_that_holds_its_own_end_is_refused():
+def test_native_refuses_an_answer_that_contains_its_end_token():
     with pytest.raises(MsrlError, match=mentions("turn 2", "<|im_end|>", "template")):
-        renderer("native", qwen2()).examples([talk(("user", "Hi"), ("assistant", "I end with <|im_end|>, always"))])
+        renderer("native", qwen2()).examples(
+            [talk(("user", "Hi"), ("assistant", "I end with <|im_end|>, always"))]
+        )
 
 
 def test_native_needs_a_chat_template():
@@ -183,30 +230,40 @@ def test_qwen_r1_is_mindspeeds_prompt():
 def test_qwen_math_r1_asks_for_a_box():
     system = "Please reason step by step, and put your final answer within \\boxed{}."
     text = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    assert renderer("qwen_math_r1", qwen2()).prompt(talk(("user", "2+2?"))).tolist() == qwen2()(text)["input_ids"]
+    assert (
+        renderer("qwen_math_r1", qwen2()).prompt(talk(("user", "2+2?"))).tolist()
+        == qwen2()(text)["input_ids"]
+    )
 
 
-def test_mistral_prompt_is_what_mistral_itself_renders():
+def test_a_mistral_prompt_is_equal_to_the_rendering_of_mistral():
     hf = hf_tokenizer("mistral-7b-instruct-v0.2")
     conversation = talk(("user", "Hi <s> there"))
     plain = talk(("user", "Hi there"))
     assert renderer("mistral", hf).prompt(plain).tolist() == hf_ids(hf, plain)
-    example = renderer("mistral", hf).examples([talk(("user", "Hi"), ("assistant", "Hello"), ("user", "So?"), ("assistant", "Yes"))])[0]
-    assert learnt_text(hf, example) == ["Hello</s>", "Yes</s>"]
+    example = renderer("mistral", hf).examples(
+        [talk(("user", "Hi"), ("assistant", "Hello"), ("user", "So?"), ("assistant", "Yes"))]
+    )[0]
+    assert trained_texts(hf, example) == ["Hello</s>", "Yes</s>"]
     assert renderer("mistral", hf).prompt(conversation)[0] == hf.bos_token_id
 
 
 def test_mistral_puts_the_system_text_inside_the_first_question():
     hf = hf_tokenizer("mistral-7b-instruct-v0.2")
     prompt = renderer("mistral", hf).prompt(talk(("system", "Be brief."), ("user", "Hi")))
-    assert prompt.tolist() == hf("<s>[INST] Be brief.\n\nHi [/INST]", add_special_tokens=False)["input_ids"]
+    assert (
+        prompt.tolist()
+        == hf("<s>[INST] Be brief.\n\nHi [/INST]", add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_default_and_empty_are_plain_text():
     gpt2 = hf_tokenizer("gpt2")
-    default = renderer("default", gpt2).examples([talk(("system", "Be brief."), ("user", "Hi"), ("assistant", " Hello"))])[0]
+    default = renderer("default", gpt2).examples(
+        [talk(("system", "Be brief."), ("user", "Hi"), ("assistant", " Hello"))]
+    )[0]
     assert gpt2.decode(default.token_ids) == "Be brief.\nHuman: Hi\nAssistant: Hello<|endoftext|>\n"
-    assert learnt_text(gpt2, default) == [" Hello<|endoftext|>"]
+    assert trained_texts(gpt2, default) == [" Hello<|endoftext|>"]
     empty = renderer("empty", gpt2).examples([talk(("user", "1 + 1 ="), ("assistant", " 2"))])[0]
     assert gpt2.decode(empty.token_ids) == "1 + 1 = 2"
 
@@ -222,36 +279,52 @@ def with_tokens(tmp_path, *tokens: str, **names: str):
 def test_llama3_is_metas_prompt_format(tmp_path):
     names = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>")
     hf = with_tokens(tmp_path, *names, bos_token="<|begin_of_text|>")
-    example = renderer("llama3", hf).examples([talk(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"))])[0]
+    example = renderer("llama3", hf).examples(
+        [talk(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"))]
+    )[0]
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     text = f"<|begin_of_text|>{header.format('system')}Be brief.<|eot_id|>{header.format('user')}Hi<|eot_id|>{header.format('assistant')}"
     assert hf.decode(example.token_ids) == f"{text}Hello<|eot_id|>"
-    assert learnt_text(hf, example) == ["Hello<|eot_id|>"]
-    assert renderer("llama3", hf).stop_token_ids == (hf.convert_tokens_to_ids("<|eot_id|>"), hf.eos_token_id)
+    assert trained_texts(hf, example) == ["Hello<|eot_id|>"]
+    assert renderer("llama3", hf).stop_token_ids == (
+        hf.convert_tokens_to_ids("<|eot_id|>"),
+        hf.eos_token_id,
+    )
 
 
 def test_deepseek3_ends_answers_with_the_end_of_text_token(tmp_path):
-    hf = with_tokens(tmp_path, "<｜User｜>", "<｜Assistant｜>", bos_token="<｜begin▁of▁sentence｜>", eos_token="<｜end▁of▁sentence｜>")
-    example = renderer("deepseek3", hf).examples([talk(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"))])[0]
-    assert hf.decode(example.token_ids) == "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜>Hello<｜end▁of▁sentence｜>"
-    assert learnt_text(hf, example) == ["Hello<｜end▁of▁sentence｜>"]
+    hf = with_tokens(
+        tmp_path,
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        bos_token="<｜begin▁of▁sentence｜>",
+        eos_token="<｜end▁of▁sentence｜>",
+    )
+    example = renderer("deepseek3", hf).examples(
+        [talk(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"))]
+    )[0]
+    assert (
+        hf.decode(example.token_ids)
+        == "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜>Hello<｜end▁of▁sentence｜>"
+    )
+    assert trained_texts(hf, example) == ["Hello<｜end▁of▁sentence｜>"]
 
 
-def test_control_tokens_in_a_rows_text_stay_text():
+def test_control_tokens_in_the_text_of_a_row_remain_text():
     prompt = renderer("qwen", qwen2()).prompt(talk(("user", "say <|im_end|> twice")))
     ids = qwen2().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert [int((prompt == number).sum()) for number in ids] == [3, 2]
     assert "say <|im_end|> twice" in qwen2().decode(prompt)
 
 
-def test_text_around_a_quoted_control_token_is_encoded_as_without_one():
+def test_a_quoted_control_token_does_not_change_the_ids_before_it():
     marked = renderer("qwen", qwen2()).prompt(talk(("user", "\n\nsay\n<|im_end|>")))
     plain = renderer("qwen", qwen2()).prompt(talk(("user", "\n\nsay\n")))
     user = plain.tolist().index(872)
     assert marked[: user + 3].tolist() == plain[: user + 3].tolist()
 
 
-def test_the_tokenizers_own_tokens_that_a_template_writes_stay_text_too():
+def test_bos_and_eos_in_the_text_of_a_row_remain_text():
     hf = hf_tokenizer("mistral-7b-instruct-v0.2")
     text = "say </s> and <s> twice"
     example = renderer("mistral", hf).examples([talk(("user", text), ("assistant", text))])[0]
@@ -260,34 +333,51 @@ def test_the_tokenizers_own_tokens_that_a_template_writes_stay_text_too():
     start = hf("<s>[INST] say", add_special_tokens=False)["input_ids"]
     assert example.token_ids[: len(start)].tolist() == start
     gpt2 = hf_tokenizer("gpt2")
-    default = renderer("default", gpt2).examples([talk(("user", "Hi"), ("assistant", "<|endoftext|> is text"))])[0]
+    default = renderer("default", gpt2).examples(
+        [talk(("user", "Hi"), ("assistant", "<|endoftext|> is text"))]
+    )[0]
     assert int((default.token_ids == gpt2.eos_token_id).sum()) == 1
-    assert gpt2.decode(default.token_ids) == "Human: Hi\nAssistant:<|endoftext|> is text<|endoftext|>\n"
+    assert (
+        gpt2.decode(default.token_ids)
+        == "Human: Hi\nAssistant:<|endoftext|> is text<|endoftext|>\n"
+    )
 
 
-def test_under_empty_control_tokens_of_a_row_are_control_tokens():
+def test_the_empty_template_keeps_control_tokens_of_a_row():
     gpt2 = hf_tokenizer("gpt2")
-    assert renderer("empty", gpt2).prompt(talk(("user", "a<|endoftext|>"))).tolist()[-1] == gpt2.eos_token_id
+    assert (
+        renderer("empty", gpt2).prompt(talk(("user", "a<|endoftext|>"))).tolist()[-1]
+        == gpt2.eos_token_id
+    )
 
 
-def test_control_tokens_that_a_tokenizer_always_finds_are_torn_in_a_rows_text(tmp_path):
-    hf = with_tokens(tmp_path, bos_token="<｜begin▁of▁sentence｜>", eos_token="<｜end▁of▁sentence｜>")
-    hf.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<｜User｜>", "<｜Assistant｜>")])
+def test_added_tokens_that_always_match_are_split_in_the_text_of_a_row(tmp_path):
+    hf = with_tokens(
+        tmp_path, bos_token="<｜begin▁of▁sentence｜>", eos_token="<｜end▁of▁sentence｜>"
+    )
+    hf.add_tokens(
+        [
+            AddedToken(token, special=False, normalized=False)
+            for token in ("<｜User｜>", "<｜Assistant｜>")
+        ]
+    )
     hf.save_pretrained(tmp_path)
     hf = load_tokenizer(tmp_path)
-    prompt = renderer("deepseek3", hf).prompt(talk(("user", "no <｜Assistant｜> and no <｜end▁of▁sentence｜>")))
+    prompt = renderer("deepseek3", hf).prompt(
+        talk(("user", "no <｜Assistant｜> and no <｜end▁of▁sentence｜>"))
+    )
     tokens = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
     assert [int((prompt == hf.convert_tokens_to_ids(token)).sum()) for token in tokens] == [1, 1, 0]
     assert hf.decode(prompt).count("<｜Assistant｜>") == 2
 
 
-def test_stop_tokens_are_the_templates_and_the_tokenizers():
+def test_stop_tokens_come_from_the_template_and_the_tokenizer():
     qwen = renderer("qwen", qwen2())
     assert qwen.eos_token_id == 151645 and qwen.stop_token_ids == (151645,)
     assert renderer("mistral", hf_tokenizer("mistral-7b-instruct-v0.2")).stop_token_ids == (2,)
 
 
-def test_template_that_the_tokenizer_cannot_write_is_refused():
+def test_a_template_with_tokens_that_the_tokenizer_lacks_is_refused():
     with pytest.raises(MsrlError, match=mentions("template qwen", "'<|im_start|>'")):
         renderer("qwen", hf_tokenizer("gpt2"))
     with pytest.raises(MsrlError, match="beginning-of-text"):
@@ -299,8 +389,19 @@ def test_unknown_template_is_refused_with_the_nearest_name():
         load_template("qwen_r2")
 
 
-def test_templates_of_the_first_version_are_there_and_load():
-    wanted = {"empty", "default", "qwen", "qwen_r1", "qwen_math_r1", "qwen3", "llama3", "mistral", "deepseek3", "native"}
+def test_all_packaged_templates_load():
+    wanted = {
+        "empty",
+        "default",
+        "qwen",
+        "qwen_r1",
+        "qwen_math_r1",
+        "qwen3",
+        "llama3",
+        "mistral",
+        "deepseek3",
+        "native",
+    }
     assert wanted <= set(template_names())
     assert all(load_template(name).name == name for name in template_names())
 
@@ -312,12 +413,15 @@ def test_templates_of_the_first_version_are_there_and_load():
         ("user: 3", ("user=3", "text")),
         ("user: '{{content}}'\nassistant: 'x'", ("assistant", "{{content}}")),
         ("native: true\nuser: '{{content}}'", ("native", "field")),
-        ("user: '{{content}}'\nassistant: '{{content}}'\nreplace_eos: true", ("replace_eos", "stop")),
+        (
+            "user: '{{content}}'\nassistant: '{{content}}'\nreplace_eos: true",
+            ("replace_eos", "stop"),
+        ),
         ("- 1", ("mapping",)),
         ("a: [", ("YAML",)),
     ],
 )
-def test_users_own_template_with_a_mistake_is_refused(tmp_path, text, fragments):
+def test_a_custom_template_with_an_error_is_refused(tmp_path, text, fragments):
     path = tmp_path / "own.yaml"
     path.write_text(text)
     with pytest.raises(MsrlError) as caught:
@@ -325,8 +429,12 @@ def test_users_own_template_with_a_mistake_is_refused(tmp_path, text, fragments)
     assert_mentions(caught.value, path, *fragments)
 
 
-def test_users_own_template_is_a_file(tmp_path):
+def test_a_custom_template_is_a_file(tmp_path):
     path = tmp_path / "own.yaml"
-    path.write_text('user: "Q: {{content}}\\n"\nassistant_start: "A:"\nassistant: "{{content}}{{eos}}"\n')
-    example = renderer(str(path), hf_tokenizer("gpt2")).examples([talk(("user", "1?"), ("assistant", " 2"))])[0]
+    path.write_text(
+        'user: "Q: {{content}}\\n"\nassistant_start: "A:"\nassistant: "{{content}}{{eos}}"\n'
+    )
+    example = renderer(str(path), hf_tokenizer("gpt2")).examples(
+        [talk(("user", "1?"), ("assistant", " 2"))]
+    )[0]
     assert hf_tokenizer("gpt2").decode(example.token_ids) == "Q: 1?\nA: 2<|endoftext|>"

@@ -1,4 +1,6 @@
-"""What a run writes about itself: progress, metrics, trackers, console lines, plots, the run folder, the report."""
+"""What a run writes about itself: progress, metrics, trackers, console lines, plots, the run
+folder, the report.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,14 @@ from support import assert_mentions, mentions
 
 
 def report(step: int, **metrics: float) -> StepReport:
-    return StepReport(step, {name.replace("__", "/"): value for name, value in metrics.items()}, {"step": 0.5, "update": 0.25})
+    return StepReport(
+        step,
+        {name.replace("__", "/"): value for name, value in metrics.items()},
+        {"step": 0.5, "update": 0.25},
+    )
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     write_text(path, "old")
     with pytest.raises(RuntimeError), written_whole(path) as beside:
@@ -43,7 +49,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_progress_without_a_terminal_is_plain_lines_with_rate_and_time_left() -> None:
+def test_progress_without_a_terminal_is_plain_lines_with_rate_and_remaining_time() -> None:
     out = io.StringIO()
     with progress("converting", total=4_000_000, unit="B", stream=out, interval_s=0.0) as bar:
         bar.advance(1_000_000)
@@ -54,7 +60,7 @@ def test_progress_without_a_terminal_is_plain_lines_with_rate_and_time_left() ->
     assert lines[-1].startswith("converting: done, 4.0 MB in ")
 
 
-def test_progress_says_little_when_work_is_quick() -> None:
+def test_progress_of_quick_work_is_one_line() -> None:
     out = io.StringIO()
     with progress("reading", unit="rows", stream=out) as bar:
         for _ in range(1000):
@@ -63,7 +69,7 @@ def test_progress_says_little_when_work_is_quick() -> None:
     assert "1,000 rows" in out.getvalue()
 
 
-def test_progress_says_that_work_was_stopped() -> None:
+def test_progress_reports_that_work_was_stopped() -> None:
     out = io.StringIO()
     with pytest.raises(KeyboardInterrupt), progress("reading", total=10, stream=out) as bar:
         bar.advance(3)
@@ -71,11 +77,15 @@ def test_progress_says_that_work_was_stopped() -> None:
     assert_mentions(out.getvalue(), "reading: ", "stopped", "3 it")
 
 
-def test_progress_on_a_terminal_is_a_bar_on_standard_error_alone() -> None:
+def test_progress_on_a_terminal_is_a_bar_on_standard_error_only() -> None:
     code = "from msrl.tracking.progress import progress\nwith progress('packing', total=2, unit='rows') as bar: bar.advance(2)"
     leader, follower = pty.openpty()
     done = subprocess.run(
-        [sys.executable, "-c", code], stderr=follower, stdout=subprocess.PIPE, env=os.environ | {"TERM": "xterm"}, check=True
+        [sys.executable, "-c", code],
+        stderr=follower,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TERM": "xterm"},
+        check=True,
     )
     os.close(follower)
     shown = os.read(leader, 65536).decode()
@@ -86,19 +96,31 @@ def test_progress_on_a_terminal_is_a_bar_on_standard_error_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("amount", "unit", "text"), [(999, "B", "999 B"), (1_190_000_000, "B", "1.2 GB"), (2.5e12, "B", "2.5 TB"), (6000, "docs", "6,000 docs")]
+    ("amount", "unit", "text"),
+    [
+        (999, "B", "999 B"),
+        (1_190_000_000, "B", "1.2 GB"),
+        (2.5e12, "B", "2.5 TB"),
+        (6000, "docs", "6,000 docs"),
+    ],
 )
-def test_amounts_read_well(amount: float, unit: str, text: str) -> None:
+def test_amounts_are_formatted(amount: float, unit: str, text: str) -> None:
     assert amount_text(amount, unit) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(4.24, "4.2 s"), (9.97, "0:00:10"), (65, "0:01:05"), (3 * 3600 + 59.6, "3:01:00")])
-def test_durations_read_well(seconds: float, text: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(4.24, "4.2 s"), (9.97, "0:00:10"), (65, "0:01:05"), (3 * 3600 + 59.6, "3:01:00")],
+)
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
 
 
-def test_metrics_come_back_as_they_were_logged(tmp_path: Path) -> None:
-    reports = (report(1, train__loss=2.5), StepReport(2, {"a": math.inf, "b": -math.inf}, notes=("slow \u2028 node",)))
+def test_metrics_are_read_as_they_were_logged(tmp_path: Path) -> None:
+    reports = (
+        report(1, train__loss=2.5),
+        StepReport(2, {"a": math.inf, "b": -math.inf}, notes=("slow \u2028 node",)),
+    )
     with MetricsWriter(tmp_path) as writer:
         for row in reports:
             writer.log(row)
@@ -108,7 +130,11 @@ def test_metrics_come_back_as_they_were_logged(tmp_path: Path) -> None:
 def test_metrics_are_json_that_strict_parsers_read(tmp_path: Path) -> None:
     line = to_line(report(1, train__loss=math.nan))
     row = json.loads(line, parse_constant=pytest.fail)
-    assert row == {"step": 1, "metrics": {"train/loss": "NaN"}, "seconds": {"step": 0.5, "update": 0.25}}
+    assert row == {
+        "step": 1,
+        "metrics": {"train/loss": "NaN"},
+        "seconds": {"step": 0.5, "update": 0.25},
+    }
     (tmp_path / "metrics.jsonl").write_text(line)
     assert math.isnan(read_metrics(tmp_path)[0].metrics["train/loss"])
 
@@ -120,9 +146,12 @@ def test_each_step_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_resuming_takes_out_later_steps_and_the_line_that_a_crash_cut_off(tmp_path: Path) -> None:
+def test_resuming_removes_later_steps_and_a_truncated_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes("".join(to_line(report(step, x=step)) for step in range(1, 6)).encode() + b'{"step": 6, "notes": ["\xc3')
+    path.write_bytes(
+        "".join(to_line(report(step, x=step)) for step in range(1, 6)).encode()
+        + b'{"step": 6, "notes": ["\xc3'
+    )
     assert [row.step for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
     with MetricsWriter(tmp_path, resumed_step=3) as writer:
         assert writer.num_dropped == 3
@@ -136,18 +165,20 @@ def test_metrics_of_another_run_are_not_appended_to(tmp_path: Path) -> None:
         MetricsWriter(tmp_path)
 
 
-def test_a_broken_line_among_metrics_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_of_metrics_raises_an_error_with_its_number(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(to_line(report(1)) + "[]\n" + to_line(report(2)))
     with pytest.raises(MsrlError, match=mentions("metrics.jsonl:2", "step")):
         read_metrics(tmp_path)
 
 
-def test_metrics_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_missing_metrics_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MsrlError, match=mentions(tmp_path / "nothing", "metrics")):
         read_metrics(tmp_path / "nothing")
 
 
-def test_tensorboard_reads_what_the_tracker_wrote_and_forgets_what_a_resumed_run_did_again(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_events_and_hides_repeated_steps_of_a_resumed_run(
+    tmp_path: Path,
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resumed_step, steps, loss in [(None, (1, 2, 3), 1.0), (1, (2, 3), 2.0)]:
@@ -156,12 +187,18 @@ def test_tensorboard_reads_what_the_tracker_wrote_and_forgets_what_a_resumed_run
             tracker.log(report(step, train__loss=loss * step))
         tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 4.0), (3, 6.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (1, 1.0),
+        (2, 4.0),
+        (3, 6.0),
+    ]
     assert [event.value for event in events.Scalars("seconds/update")] == [0.25] * 3
 
 
 def wandb_records(file: Path) -> list[bytes]:
-    """The records of a .wandb file: LevelDB's log format (doc/log_format.md) behind a header of seven bytes."""
+    """The records of a .wandb file: LevelDB's log format (doc/log_format.md) behind a header of
+    seven bytes.
+    """
     data, at, found, part = file.read_bytes(), 7, list[bytes](), b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
@@ -176,7 +213,9 @@ def wandb_records(file: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_wandb_keeps_every_step_of_every_attempt_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_stores_every_step_of_every_attempt_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -191,8 +230,21 @@ def test_wandb_keeps_every_step_of_every_attempt_offline(tmp_path: Path, monkeyp
         (file,) = set(tmp_path.glob("wandb/offline-run-*/*.wandb")) - {file for file, _, _ in found}
         records = [Record.FromString(data) for data in wandb_records(file)]
         names = {record.run.display_name for record in records if record.run.display_name}
-        items = [{item.key or ".".join(item.nested_key): item.value_json for item in record.history.item} for record in records]
-        found.append((file, names, [(json.loads(row["_step"]), json.loads(row["train/loss"])) for row in items if "train/loss" in row]))
+        items = [
+            {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+            for record in records
+        ]
+        found.append(
+            (
+                file,
+                names,
+                [
+                    (json.loads(row["_step"]), json.loads(row["train/loss"]))
+                    for row in items
+                    if "train/loss" in row
+                ],
+            )
+        )
         assert all(row["seconds/update"] == "0.25" for row in items if "train/loss" in row)
     assert [rest for _, *rest in found] == [
         [{tmp_path.name}, [(1, 2.0), (2, 4.0), (3, 6.0)]],
@@ -200,9 +252,13 @@ def test_wandb_keeps_every_step_of_every_attempt_offline(tmp_path: Path, monkeyp
     ]
 
 
-def test_wandb_without_the_package_or_a_login_is_refused_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_the_package_or_a_login_is_refused_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MsrlError, match=mentions("log.trackers=wandb", "wandb", "pip install 'msrl[wandb]'")):
+    with pytest.raises(
+        MsrlError, match=mentions("log.trackers=wandb", "wandb", "pip install 'msrl[wandb]'")
+    ):
         open_trackers(("wandb",), tmp_path)
     nobody = types.ModuleType("wandb")
     vars(nobody)["login"] = lambda **_: False
@@ -217,7 +273,7 @@ def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path) -> None:
         open_trackers(("tensorbord",), tmp_path)
 
 
-def test_all_trackers_are_closed_though_one_fails_to() -> None:
+def test_all_trackers_are_closed_even_if_one_fails() -> None:
     class Failing:
         def log(self, report: StepReport) -> None: ...
 
@@ -236,11 +292,16 @@ def test_all_trackers_are_closed_though_one_fails_to() -> None:
     assert last.closed
 
 
-def test_the_console_line_names_loss_rate_speed_and_time_left() -> None:
+def test_the_console_line_contains_loss_rate_speed_and_remaining_time() -> None:
     out = io.StringIO()
     console = StepConsole(100, stream=out)
-    console.log(report(20, train__loss=2.34567, train__lr=1e-4, perf__tokens_per_s=4096.4, other=1.0))
-    assert out.getvalue() == "step  20/100  loss 2.3457  lr 1.0e-04  tok/s 4,096  0.50 s/step  0:00:40 left\n"
+    console.log(
+        report(20, train__loss=2.34567, train__lr=1e-4, perf__tokens_per_s=4096.4, other=1.0)
+    )
+    assert (
+        out.getvalue()
+        == "step  20/100  loss 2.3457  lr 1.0e-04  tok/s 4,096  0.50 s/step  0:00:40 left\n"
+    )
 
 
 def test_the_console_prints_the_first_step_every_nth_the_last_evaluations_and_notes() -> None:
@@ -248,14 +309,28 @@ def test_the_console_prints_the_first_step_every_nth_the_last_evaluations_and_no
     console = StepConsole(9, every_steps=4, stream=out)
     for step in range(1, 10):
         metrics = {"eval/reward": 0.25} if step == 6 else {}
-        console.log(StepReport(step, metrics, notes=("all rewards are equal",) if step == 3 else ()))
-    expected = ["step 1/9", "step 3: all rewards are equal", "step 4/9", "step 6/9  eval reward 0.250", "step 8/9", "step 9/9"]
+        console.log(
+            StepReport(step, metrics, notes=("all rewards are equal",) if step == 3 else ())
+        )
+    expected = [
+        "step 1/9",
+        "step 3: all rewards are equal",
+        "step 4/9",
+        "step 6/9  eval reward 0.250",
+        "step 8/9",
+        "step 9/9",
+    ]
     assert out.getvalue().splitlines() == expected
 
 
-def test_a_run_folder_holds_the_resolved_configuration_and_the_versions(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path, "first", config={"run": {"seed": 0}, "stop": ["é"]}, argv=["msrl", "train-sft"]) as run:
-        assert yaml.safe_load((run.path / "config.yaml").read_text()) == {"run": {"seed": 0}, "stop": ["é"]}
+def test_a_run_folder_contains_the_resolved_configuration_and_the_versions(tmp_path: Path) -> None:
+    with RunFolder.create(
+        tmp_path, "first", config={"run": {"seed": 0}, "stop": ["é"]}, argv=["msrl", "train-sft"]
+    ) as run:
+        assert yaml.safe_load((run.path / "config.yaml").read_text()) == {
+            "run": {"seed": 0},
+            "stop": ["é"],
+        }
         attempt = json.loads((run.path / "attempts.jsonl").read_text())
         assert attempt["command"] == ["msrl", "train-sft"]
         assert attempt["versions"] == stack_versions()
@@ -263,8 +338,12 @@ def test_a_run_folder_holds_the_resolved_configuration_and_the_versions(tmp_path
         assert run.attempt == 1
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "checkpoints/iter_0000002/x", "iter_0000002/x", "notes.txt"])
-def test_an_existing_run_is_refused_and_the_message_says_what_to_do(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "file", ["metrics.jsonl", "checkpoints/iter_0000002/x", "iter_0000002/x", "notes.txt"]
+)
+def test_an_existing_run_is_refused_with_a_remedy(
+    file: str, tmp_path: Path
+) -> None:
     if file != "notes.txt":  # any file of a folder that no run of ours has begun is somebody's
         RunFolder.create(tmp_path, "a", config={}).close()
     (tmp_path / "a" / file).parent.mkdir(parents=True, exist_ok=True)
@@ -274,12 +353,18 @@ def test_an_existing_run_is_refused_and_the_message_says_what_to_do(file: str, t
         with pytest.raises(MsrlError, match=mentions(tmp_path / "a", "--resume auto", "run.name")):
             open_run(tmp_path, "a")
     RunFolder.check(tmp_path, "a", resume=True)
-    assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == [path for path in before if path.name != ".lock"]
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == [
+        path for path in before if path.name != ".lock"
+    ]
 
 
-def test_what_failed_before_its_first_step_is_taken_over_by_the_next_attempt(tmp_path: Path) -> None:
+def test_a_run_that_failed_before_its_first_step_can_be_started_again(
+    tmp_path: Path,
+) -> None:
     with RunFolder.create(tmp_path, "a", config={"lr": 1}) as failed:
-        Trackers([MetricsWriter(failed.path), *open_trackers(("tensorboard",), failed.path)]).close()
+        Trackers(
+            [MetricsWriter(failed.path), *open_trackers(("tensorboard",), failed.path)]
+        ).close()
         (failed.path / "checkpoints").mkdir()
         with pytest.raises(MsrlError, match=mentions(tmp_path / "a", "process")):
             RunFolder.check(tmp_path, "a")
@@ -289,7 +374,7 @@ def test_what_failed_before_its_first_step_is_taken_over_by_the_next_attempt(tmp
         assert yaml.safe_load((run.path / "config.1.yaml").read_text()) == {"lr": 1}
 
 
-def test_a_resumed_run_keeps_the_configuration_that_it_had_before(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_earlier_configuration(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "a", config={"lr": 1}).close()
     RunFolder.create(tmp_path, "a", config={"lr": 1}, resume=True).close()
     with RunFolder.create(tmp_path, "a", config={"lr": 2}, resume=True) as run:
@@ -307,16 +392,23 @@ def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp"])
-def test_a_run_name_does_not_lead_out_of_its_folder(tmp_path: Path, name: str) -> None:
+def test_a_run_name_cannot_leave_its_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(MsrlError, match=r"run\.name="):
         RunFolder.create(tmp_path, name, config={})
 
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [("a/b", "file"), ("/proc/x", "No such file"), ("/sys/kernel/x", "denied|not permitted|Read-only"), ("l" * 300, "too long")],
+    [
+        ("a/b", "file"),
+        ("/proc/x", "No such file"),
+        ("/sys/kernel/x", "denied|not permitted|Read-only"),
+        ("l" * 300, "too long"),
+    ],
 )
-def test_a_run_folder_that_cannot_be_made_is_refused_with_the_reason(place: str, reason: str, tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_created_is_refused_with_the_reason(
+    place: str, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / "a").write_text("")
     for open_run in (RunFolder.check, partial(RunFolder.create, config={})):
         with pytest.raises(MsrlError, match=rf"(?s)folder.*({reason}).*run\.dir"):
@@ -324,11 +416,17 @@ def test_a_run_folder_that_cannot_be_made_is_refused_with_the_reason(place: str,
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_plot_is_a_png_with_a_panel_per_metric_and_names_what_was_not_logged(tmp_path: Path) -> None:
+def test_a_plot_is_a_png_with_a_panel_per_metric_and_returns_missing_metrics(
+    tmp_path: Path,
+) -> None:
     from PIL import Image
 
-    reports = [report(step, loss=math.nan if step == 3 else 1 / step, reward=step) for step in range(1, 80)]
-    assert plot_metrics(reports, ["loss", "reward", "kl"], tmp_path / "curves.png", title="a run") == ("kl",)
+    reports = [
+        report(step, loss=math.nan if step == 3 else 1 / step, reward=step) for step in range(1, 80)
+    ]
+    assert plot_metrics(
+        reports, ["loss", "reward", "kl"], tmp_path / "curves.png", title="a run"
+    ) == ("kl",)
     assert plot_metrics(reports, ["loss"], tmp_path / "loss.png") == ()
     curves, loss = Image.open(tmp_path / "curves.png"), Image.open(tmp_path / "loss.png")
     assert curves.format == "PNG"
@@ -342,12 +440,12 @@ def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_running_mean_leaves_out_what_is_not_a_number() -> None:
+def test_a_running_mean_ignores_nan() -> None:
     assert running_mean([1.0, math.nan, 5.0], 2) == [1.0, 1.0, 5.0]
     assert math.isnan(running_mean([math.nan], 3)[0])
 
 
-def test_plots_need_no_display_and_leave_pyplot_alone() -> None:
+def test_plots_need_no_display_and_do_not_import_pyplot() -> None:
     code = (
         "import sys, pathlib, tempfile\nfrom msrl.tracking.plots import plot_metrics\nfrom msrl.types import StepReport\n"
         "plot_metrics([StepReport(1, {'a': 1.0})], ['a'], pathlib.Path(tempfile.mkdtemp()) / 'a.png')\n"
@@ -357,8 +455,13 @@ def test_plots_need_no_display_and_leave_pyplot_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-def test_the_report_says_how_numbers_moved_where_time_went_and_what_was_noted(tmp_path: Path) -> None:
-    reports = [StepReport(s, {"loss": v}, {"step": 2.0, "rollout": 1.5}, ("retry",)) for s, v in [(3, 2.0), (4, math.nan), (5, 1.0)]]
+def test_the_report_contains_metrics_times_and_notes(
+    tmp_path: Path,
+) -> None:
+    reports = [
+        StepReport(s, {"loss": v}, {"step": 2.0, "rollout": 1.5}, ("retry",))
+        for s, v in [(3, 2.0), (4, math.nan), (5, 1.0)]
+    ]
     path = write_report(tmp_path, summarize(reports), results={"exported": "hf"})
     text = path.read_text()
     assert "3 steps (3 to 5)." in text
@@ -368,7 +471,7 @@ def test_the_report_says_how_numbers_moved_where_time_went_and_what_was_noted(tm
     assert "- retry (3 times)" in text
 
 
-def test_an_evaluation_of_what_a_run_starts_from_is_no_step(tmp_path: Path) -> None:
+def test_an_evaluation_of_the_initial_model_is_not_a_step(tmp_path: Path) -> None:
     summary = summarize([StepReport(0, {"eval/loss": 2.0}, {"eval": 1.0})])
     assert summary.num_steps == 0
     assert "No step" in write_report(tmp_path, summary).read_text()

@@ -1,4 +1,6 @@
-"""A random Qwen2 of some 200 thousand parameters and a byte-level tokenizer with ChatML, for tests that start a real engine."""
+"""A random Qwen2 of some 200 thousand parameters and a byte-level tokenizer with ChatML, for tests
+that start a real engine.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ def make_tokenizer(chat_template: bool = True) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate((*SPECIALS, *alphabet))}, merges=[]))
+    bpe = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate((*SPECIALS, *alphabet))}, merges=[])
+    )
     bpe.add_special_tokens(list(SPECIALS))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     if chat_template:
         tokenizer.chat_template = CHATML
     return tokenizer
@@ -43,7 +49,9 @@ def make_model(*, tied: bool, seed: int = 0, head_dim: int = 32, positions: int 
     return Qwen2ForCausalLM(config).eval()
 
 
-def save_model(folder: Path, *, tied: bool, seed: int = 0, positions: int = 512, chat_template: bool = True) -> Any:
+def save_model(
+    folder: Path, *, tied: bool, seed: int = 0, positions: int = 512, chat_template: bool = True
+) -> Any:
     """Write model and tokenizer to `folder`; returns the model."""
     model = make_model(tied=tied, seed=seed, positions=positions)
     model.save_pretrained(folder)

@@ -1,7 +1,8 @@
-"""Which column of a file is which part of a conversation.
+"""Mapping of dataset columns to the fields of a handler.
 
-A path is a column's name; dots go into objects and lists (`reward_model.ground_truth`, `0.value`), `|` separates alternatives of which
-the first that is there counts, and the empty path means that the part is not there.
+A path is the name of a column. Dots descend into objects and lists (`reward_model.ground_truth`,
+`0.value`). `|` separates alternatives, of which the first that exists is used. The empty path
+means that the dataset does not have the field.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ MISSING = object()
 EXTRA = "extra."
 
 
-class DroppedRow(Exception):  # noqa: N818 - not an error: the row is counted under `reason` and left out
-    """A row that cannot serve, for a reason that is counted in the manifest."""
+class DroppedRow(Exception):  # noqa: N818 - not an error: the row is counted under `reason`
+    """A row that is skipped. The manifest counts such rows by reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -26,84 +27,118 @@ class DroppedRow(Exception):  # noqa: N818 - not an error: the row is counted un
 
 @dataclass(frozen=True, slots=True)
 class ColumnMapping:
-    """The path of every part, and the parts whose column must be there."""
+    """Column path of every field, and the fields whose column must exist."""
 
     paths: Mapping[str, str]
     required: frozenset[str]
 
-    def value(self, row: Any, part: str) -> Any:
-        """The value of a part; None when it is absent and may be. Raises MsrlError when it may not."""
-        path = self.paths.get(part, "")
-        found = pick(row, path)
-        if found is MISSING:
-            if path and part in self.required:
-                raise MsrlError(_no_column(row, part, path))
-            return None
-        return found
+    def value(self, row: Any, name: str) -> Any:
+        """Return the value of a field, or None if the column of an optional field is absent.
 
-    def text(self, row: Any, part: str) -> str:
-        """A part that must be text; "" when it is absent or null and may be. Raises MsrlError for anything that is not text."""
-        value = self.value(row, part)
-        if value is None and part not in self.required:
+        Raises:
+            MsrlError: a required column is absent.
+        """
+        path = self.paths.get(name, "")
+        value = pick(row, path)
+        if value is not MISSING:
+            return value
+        if path and name in self.required:
+            raise MsrlError(_missing_column(row, name, path))
+        return None
+
+    def text(self, row: Any, name: str) -> str:
+        """Return the value of a text field, or "" if an optional field is absent or null.
+
+        Raises:
+            MsrlError: a required column is absent, or the value is not text.
+        """
+        value = self.value(row, name)
+        if value is None and name not in self.required:
             return ""
         if not isinstance(value, str):
-            hint = f'convert it to text, or name another column with --map-keys \'{{"{part}": "COLUMN"}}\''
-            raise MsrlError(f"column {self.paths[part]!r} (for {part!r}) holds {_kind(value)}, not text; {hint}")
+            raise MsrlError(
+                f"column {self.paths[name]!r} (for {name!r}) contains {_kind(value)}, not text. "
+                f"Convert it to text, or use another column with {_option(name)}."
+            )
         return value
 
     def extra(self, row: Any) -> dict[str, str]:
-        """Further columns to carry: those that are mapped as `extra.NAME`, as text."""
-        return {part.removeprefix(EXTRA): self.text(row, part) for part in self.paths if part.startswith(EXTRA)}
+        """Return the columns that are mapped as `extra.NAME`, as text by NAME."""
+        return {
+            name.removeprefix(EXTRA): self.text(row, name)
+            for name in self.paths
+            if name.startswith(EXTRA)
+        }
 
 
-def make_columns(defaults: Mapping[str, str], required: frozenset[str], map_keys: Mapping[str, str]) -> ColumnMapping:
-    """A handler's columns with the user's names. A column that the user names must be there. Raises MsrlError for an unknown part."""
-    for part, path in map_keys.items():
-        if part not in defaults and not part.startswith(EXTRA):
-            hint = f"{nearest(part, defaults)}; or extra.{part} to carry a column along"
-            raise MsrlError(f"map_keys.{part}: this handler has no such part; {hint}")
-        if part in required and not path:
-            raise MsrlError(f"map_keys.{part}: this handler cannot do without it; name the column")
-    named = frozenset(part for part, path in map_keys.items() if path)
-    return ColumnMapping({**defaults, **map_keys}, required | named)
+def make_columns(
+    defaults: Mapping[str, str], required: frozenset[str], map_keys: Mapping[str, str]
+) -> ColumnMapping:
+    """Return the columns of a handler with the user's names. A column that the user names must
+    exist.
+
+    Raises:
+        MsrlError: `map_keys` contains an unknown field, or no column for a required one.
+    """
+    for name, path in map_keys.items():
+        if name not in defaults and not name.startswith(EXTRA):
+            hint = f"{nearest(name, defaults)}; use extra.{name} to keep a column in the output"
+            raise MsrlError(f"map_keys.{name}: unknown field for this handler; {hint}")
+        if name in required and not path:
+            raise MsrlError(f"map_keys.{name}: this handler requires the field. Name its column.")
+    mapped = frozenset(name for name, path in map_keys.items() if path)
+    return ColumnMapping({**defaults, **map_keys}, required | mapped)
 
 
 def pick(row: Any, path: str) -> Any:
-    """The value at a path, or MISSING.
+    """Return the value at a path, or MISSING.
 
     >>> pick({"a": [{"b": 1}]}, "x|a.0.b")
     1
     """
     for alternative in path.split("|"):
-        found = _walk(row, alternative) if alternative else MISSING
-        if found is not MISSING:
-            return found
+        value = _walk(row, alternative) if alternative else MISSING
+        if value is not MISSING:
+            return value
     return MISSING
 
 
 def _walk(value: Any, path: str) -> Any:
-    """Into objects by name and lists by number; a column whose name itself has dots is found too."""
+    """Descend into objects by name and into lists by index. A name may itself contain dots."""
     if isinstance(value, dict) and path in value:
         return value[path]
-    head, _, rest = path.partition(".")
+    head, _, tail = path.partition(".")
     if isinstance(value, dict) and head in value:
         inner = value[head]
     elif isinstance(value, list) and head.isdecimal() and int(head) < len(value):
         inner = value[int(head)]
     else:
         return MISSING
-    return _walk(inner, rest) if rest else inner
+    return _walk(inner, tail) if tail else inner
 
 
-def _no_column(row: Any, part: str, path: str) -> str:
-    """What is missing, what is there, and how to say it."""
+def _missing_column(row: Any, name: str, path: str) -> str:
+    """Return the message for an absent column: the existing columns and the option to use."""
     if not isinstance(row, dict | list):
         return f"the row is {_kind(row)}, not an object"
-    there = ", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}"
-    return f'no column {path!r} (for {part!r}); the row has: {there}; name it with --map-keys \'{{"{part}": "COLUMN"}}\''
+    columns = ", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}"
+    problem = f"no column {path!r} (for {name!r}); the row has: {columns}"
+    return f"{problem}. Name the column with {_option(name)}."
+
+
+def _option(name: str) -> str:
+    return f'--map-keys \'{{"{name}": "COLUMN"}}\''
 
 
 def _kind(value: Any) -> str:
-    """A value's kind in words."""
-    names = {dict: "an object", list: "a list", int: "a number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    """Return the JSON type of a value for messages."""
+    names = {
+        dict: "an object",
+        list: "a list",
+        int: "a number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+    }
     return names.get(type(value), type(value).__name__)

@@ -1,7 +1,9 @@
-"""What the trainers read: preprocessed data by its prefix, memory-mapped, with numpy alone. T, P: tokens of an example, of a prompt.
+"""Preprocessed datasets for training: memory-mapped files, opened by their prefix, numpy only.
 
-Data that MindSpeed wrote is read too: it has no manifest (so its template, tokenizer and checksums are not known), and its answers are
-tokens only.
+T is the number of tokens of an example or document, P that of a prompt.
+
+Datasets that MindSpeed wrote can be read too. They have no manifest, so their template, tokenizer
+and checksums are unknown, and their answers exist as tokens only.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class SftDataset:
-    """Rows of examples: `[i]` are the examples that share row i, in order. `lengths` are the rows' tokens, padding not counted."""
+    """Rows of SFT examples. `[i]` returns the examples that are packed into row i, in order."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = prefix = str(prefix)
@@ -36,47 +38,64 @@ class SftDataset:
         self._labels = _open(prefix, "labels")
         for other in (self._masks, self._labels):
             if not np.array_equal(other.lengths, self._ids.lengths):
-                raise MsrlError(f"{other.name}.idx: its rows are not those of {self._ids.name}.idx; the files are not of one run")
+                raise MsrlError(
+                    f"{other.name}.idx: row lengths differ from {self._ids.name}.idx: the files "
+                    "are not from the same run. Preprocess the data again."
+                )
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def __getitem__(self, number: int) -> tuple[RenderedExample, ...]:
         ids, mask, labels = self._ids[number], self._masks[number], self._labels[number]
-        return tuple(RenderedExample(ids[run].astype(np.int64), labels[run] != IGNORE) for run in _runs(mask))
+        return tuple(
+            RenderedExample(ids[span].astype(np.int64), labels[span] != IGNORE)
+            for span in _example_spans(mask)
+        )
 
     def __iter__(self) -> Iterator[tuple[RenderedExample, ...]]:
         return (self[number] for number in range(len(self)))
 
     @property
     def max_tokens(self) -> int:
-        """The longest row in tokens, padding included."""
+        """The length of the longest row in tokens, including padding."""
         return int(self._ids.lengths.max())
 
     def lengths(self) -> list[int]:
-        """The tokens of every row, padding not counted."""
+        """Return the number of tokens of every row, without padding."""
         return [int(np.count_nonzero(self._masks[number])) for number in range(len(self))]
 
     def stray_token(self, vocab_size: int) -> StrayToken | None:
-        """Return the first token id outside of the vocabulary, padding not counted; reads all of the data."""
+        """Return the first token id outside the vocabulary, ignoring padding. Reads all data."""
         return stray_token(self._ids, vocab_size, self._masks)
 
 
 class PromptDataset:
-    """Prompts with their answers: `[i] -> Prompt`. `decode` turns answer tokens into text; only data without an answers file needs it."""
+    """Prompts with their answers: `[i] -> Prompt`.
 
-    def __init__(self, prefix: str | Path, *, decode: Callable[[list[int]], str] | None = None) -> None:
+    `decode` converts the tokens of an answer to text. Only data without an answers file needs it.
+    """
+
+    def __init__(
+        self, prefix: str | Path, *, decode: Callable[[list[int]], str] | None = None
+    ) -> None:
         self.prefix = prefix = str(prefix)
         self.manifest = _manifest(prefix, "prompts")
         self._ids = _open(prefix, "input_ids")
         self._decode = decode
-        self._answers = _Lines(answers_path(prefix)) if answers_path(prefix).is_file() else None
+        self._answers = _LineReader(answers_path(prefix)) if answers_path(prefix).is_file() else None
         self._labels = None if self._answers else _open(prefix, "labels")
         if self._answers is None and decode is None:
-            raise MsrlError(f"{answers_path(prefix)}: there is no such file, so answers are tokens: set model.tokenizer to decode them")
+            raise MsrlError(
+                f"{answers_path(prefix)}: no such file, so the answers exist as tokens only. "
+                "Set model.tokenizer to decode them."
+            )
         num_answers = len(self._answers if self._answers is not None else self._labels or ())
         if num_answers != len(self._ids):
-            raise MsrlError(f"{prefix}: {len(self._ids)} prompts but {num_answers} answers; the files are not of one run")
+            raise MsrlError(
+                f"{prefix}: {len(self._ids)} prompts but {num_answers} answers: the files are not "
+                "from the same run. Preprocess the data again."
+            )
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -94,19 +113,22 @@ class PromptDataset:
         return (self[number] for number in range(len(self)))
 
     def stray_token(self, vocab_size: int) -> StrayToken | None:
-        """Return the first token id of a prompt, or of an answer in tokens, outside of the vocabulary; reads all of the data."""
+        """Return the first token id of a prompt or tokenized answer outside the vocabulary.
+
+        Reads all data.
+        """
         readers = [self._ids] if self._labels is None else [self._ids, self._labels]
         strays = (stray_token(reader, vocab_size) for reader in readers)
         return next((stray for stray in strays if stray is not None), None)
 
     @property
     def max_tokens(self) -> int:
-        """The longest prompt in tokens."""
+        """The length of the longest prompt in tokens."""
         return int(self._ids.lengths.max())
 
 
 class TextDataset:
-    """Documents for pretraining: `[i] -> [T]` token ids."""
+    """Documents for pretraining. `[i]` returns the token ids [T] of document i."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = prefix = str(prefix)
@@ -115,7 +137,7 @@ class TextDataset:
         self.lengths = self._documents.lengths  # [documents] in tokens
 
     def stray_token(self, vocab_size: int) -> StrayToken | None:
-        """Return the first token id outside of the vocabulary; reads all of the data."""
+        """Return the first token id outside the vocabulary. Reads all data."""
         return stray_token(self._documents, vocab_size)
 
     def __len__(self) -> int:
@@ -124,13 +146,13 @@ class TextDataset:
     def __getitem__(self, number: int) -> Ints:
         return self._documents[number].astype(np.int64)
 
-    def part(self, number: int, start: int, stop: int) -> Ints:
-        """The tokens of a document from `start` up to `stop`; nothing else of it is read."""
+    def read_tokens(self, number: int, start: int, stop: int) -> Ints:
+        """Return tokens `start` to `stop` of a document without reading its other tokens."""
         return self._documents[number][start:stop].astype(np.int64)
 
 
-class _Lines:
-    """The lines of a file, memory-mapped."""
+class _LineReader:
+    """Lines of a memory-mapped file."""
 
     def __init__(self, path: Path) -> None:
         self._bytes = np.memmap(path, np.uint8, mode="r")
@@ -144,8 +166,8 @@ class _Lines:
         return self._bytes[start : int(self._ends[number])].tobytes()
 
 
-def _runs(mask: NDArray[np.int32]) -> list[slice]:
-    """The stretches of equal numbers other than 0: the examples of a row. A mask of ones alone is one example."""
+def _example_spans(mask: NDArray[np.int32]) -> list[slice]:
+    """Return the spans of equal nonzero values in an attention mask: the examples of a row."""
     bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [slice(a, b) for a, b in pairwise(bounds) if b > a and mask[a] != 0]
 
@@ -155,28 +177,45 @@ def _open(prefix: str, key: str) -> IndexedReader:
 
 
 def _reader(prefix: str, name: str) -> IndexedReader:
-    reader = IndexedReader(_whole(prefix, name))
+    if not Path(f"{name}.idx").is_file():
+        prefixes = _existing_prefixes(Path(prefix).parent)
+        hint = "Write it with `msrl preprocess`."
+        if prefixes:
+            hint = f"Prefixes in this folder: {', '.join(prefixes)}"
+        raise MsrlError(f"data prefix {prefix}: no such file: {name}.idx. {hint}")
+    reader = IndexedReader(name)
     if not len(reader):
-        raise MsrlError(f"data prefix {prefix}: {name}.idx holds no rows; preprocess it from files that have some")
+        raise MsrlError(
+            f"data prefix {prefix}: {name}.idx contains no rows. Preprocess files that have rows."
+        )
     return reader
 
 
-def _whole(prefix: str, name: str) -> str:
-    """The name of the files, which are there. Raises MsrlError that names what the folder has instead."""
-    if not Path(f"{name}.idx").is_file():
-        folder = Path(prefix).parent
-        ends = ("_packed_input_ids_document.idx", "_text_document.idx")
-        there = sorted({str(folder / f.name.removesuffix(end)) for end in ends for f in folder.glob(f"*{end}")}) if folder.is_dir() else []
-        hint = f"prefixes there: {', '.join(there)}" if there else "write it with `msrl preprocess`"
-        raise MsrlError(f"data prefix {prefix}: there is no {name}.idx; {hint}")
-    return name
+def _existing_prefixes(folder: Path) -> list[str]:
+    """Return the prefixes of all datasets in a folder."""
+    prefixes: set[str] = set()
+    if folder.is_dir():
+        for end in ("_packed_input_ids_document.idx", "_text_document.idx"):
+            prefixes.update(str(folder / f.name.removesuffix(end)) for f in folder.glob(f"*{end}"))
+    return sorted(prefixes)
 
 
 def _manifest(prefix: str, kind: str) -> DatasetManifest | None:
-    """The manifest, of the right kind; its absence is said."""
+    """Return the manifest of a dataset, or None with a warning if there is none.
+
+    Raises:
+        MsrlError: the dataset is of another kind.
+    """
     manifest = read_manifest(prefix)
     if manifest is None:
-        _LOG.warning("%s: no %s, so template and tokenizer cannot be checked", prefix, manifest_path(prefix).name)
+        _LOG.warning(
+            "%s: no %s: template and tokenizer cannot be checked",
+            prefix,
+            manifest_path(prefix).name,
+        )
     elif manifest.kind != kind:
-        raise MsrlError(f"data prefix {prefix}: holds {manifest.kind} data, {kind} is needed; preprocess it with kind={kind}")
+        raise MsrlError(
+            f"data prefix {prefix}: contains {manifest.kind} data, but {kind} data is required. "
+            f"Preprocess it with kind={kind}."
+        )
     return manifest

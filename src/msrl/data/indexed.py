@@ -1,9 +1,18 @@
-"""Megatron's IndexedDataset files: `<name>.bin` is all sequences end to end, `<name>.idx` says where each begins.
+r"""Megatron's IndexedDataset files: sequences in `<name>.bin`, their lengths and offsets in
+`<name>.idx`.
 
-Source of the format: megatron/core/datasets/indexed_dataset.py (megatron-core 0.16.1). The index is, little-endian: `MMIDIDX\\0\\0`, the
-version (u64, 1), the code of the element type (u8), the number of sequences S and of document bounds D (u64 each), the lengths in elements
-(i32 x S), the offsets in bytes (i64 x S), the document bounds (i64 x D: 0, then the number of sequences up to each document's end).
-Every sequence is a document of its own here. numpy alone writes and reads it, so that workers need not import Megatron.
+Source of the format: megatron/core/datasets/indexed_dataset.py (megatron-core 0.16.1). The index
+consists of these little-endian fields, for S sequences and D document boundaries:
+
+- the magic bytes `MMIDIDX\0\0` and the version (u64, 1)
+- the code of the element type (u8)
+- S and D (u64 each)
+- the lengths of the sequences in elements (i32 x S)
+- the offsets of the sequences in bytes (i64 x S)
+- the document boundaries (i64 x D): 0, then the number of sequences up to the end of each document
+
+msrl writes every sequence as a separate document. Reading and writing need only numpy, so worker
+processes do not import Megatron.
 """
 
 from __future__ import annotations
@@ -21,12 +30,21 @@ from msrl.types import FileRecord
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+_DTYPES: dict[int, Any] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
 TOKEN_DTYPE = np.int32
 
 
 class IndexedWriter:
-    """Writes one dataset of 32-bit integers. The index is written by `close`; both files are where the caller says."""
+    """Writer of one dataset of 32-bit integers. `close` writes the index."""
 
     def __init__(self, bin_path: Path, idx_path: Path) -> None:
         self._idx_path = idx_path
@@ -35,7 +53,7 @@ class IndexedWriter:
         self._bin_crc32 = 0
 
     def add(self, values: NDArray[np.int32], lengths: NDArray[np.int32]) -> None:
-        """Sequences end to end: `values` [sum of lengths], `lengths` [S] in elements."""
+        """Append S sequences: concatenated `values` [sum of lengths], `lengths` [S] in elements."""
         assert values.dtype == TOKEN_DTYPE and len(values) == int(lengths.sum())
         data = values.tobytes()
         self._bin_crc32 = crc32(data, self._bin_crc32)
@@ -43,53 +61,71 @@ class IndexedWriter:
         self._lengths.append(lengths.astype(np.int32))
 
     def close(self) -> tuple[FileRecord, FileRecord]:
-        """End the data and write the index; return the records of both files."""
+        """Close the data file and write the index. Return the records of both files."""
         num_bytes = self._bin.tell()
         self._bin.close()
         lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
         itemsize = np.dtype(TOKEN_DTYPE).itemsize
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[:-1], dtype=np.int64) * itemsize])[: len(lengths)]
+        offsets = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum(lengths[:-1], dtype=np.int64) * itemsize]
+        )[: len(lengths)]
         header = _HEADER.pack(_MAGIC, 1, 4, len(lengths), len(lengths) + 1)
-        index = b"".join((header, lengths.tobytes(), offsets.tobytes(), np.arange(len(lengths) + 1, dtype=np.int64).tobytes()))
+        index = b"".join(
+            (
+                header,
+                lengths.tobytes(),
+                offsets.tobytes(),
+                np.arange(len(lengths) + 1, dtype=np.int64).tobytes(),
+            )
+        )
         self._idx_path.write_bytes(index)
         return _record(num_bytes, self._bin_crc32), _record(len(index), crc32(index))
 
     def abandon(self) -> None:
-        """Ends writing without an index."""
+        """Close the data file without writing an index."""
         self._bin.close()
 
 
 class IndexedReader:
-    """Memory-mapped sequences of one dataset: `len()`, `[i] -> [T]`, `lengths` [S]. Raises MsrlError for files that are not whole."""
+    """Memory-mapped sequences of one dataset: `len()`, `[i] -> [T]`, `lengths` [S].
+
+    Raises:
+        MsrlError: a file is missing or truncated.
+    """
 
     def __init__(self, name: str | Path) -> None:
         self.name = str(name)
         index, data = Path(f"{name}.idx"), Path(f"{name}.bin")
         for path in (index, data):
             if not path.is_file():
-                raise MsrlError(f"{path}: there is no such file; write the data with `msrl preprocess`")
+                raise MsrlError(f"{path}: no such file. Write the data with `msrl preprocess`.")
         self.lengths, self._offsets, self._dtype = _read_index(index)
         needed = int(self.lengths.sum(dtype=np.int64)) * self._dtype.itemsize
         if data.stat().st_size < needed:
-            raise MsrlError(f"{data}: holds {data.stat().st_size} bytes, its index needs {needed}; the file was cut short: write it again")
-        self._data = np.memmap(data, np.uint8, mode="r", shape=(needed,)) if needed else np.zeros(0, np.uint8)
+            raise MsrlError(
+                f"{data}: {data.stat().st_size} bytes, but its index requires {needed}: the file "
+                "is truncated. Write it again."
+            )
+        self._data = np.zeros(0, np.uint8)
+        if needed:
+            self._data = np.memmap(data, np.uint8, mode="r", shape=(needed,))
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, number: int) -> NDArray[Any]:
-        """Sequence `number`, read-only, in its own type."""
+        """Return sequence `number`, read-only, in the element type of the file."""
         start = int(self._offsets[range(len(self))[number]])
         stop = start + int(self.lengths[number]) * self._dtype.itemsize
         return self._data[start:stop].view(self._dtype)
 
     @property
     def values(self) -> NDArray[Any]:
-        """All sequences end to end, read-only, in their own type."""
+        """All sequences, concatenated, read-only, in the element type of the file."""
         return self._data.view(self._dtype)
 
-    def place(self, index: int) -> tuple[int, int]:
-        """Return the sequence that holds element `index` of `values`, and the position of the element in it."""
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the sequence that contains element `index` of `values`, and the position in it."""
         ends = np.cumsum(self.lengths, dtype=np.int64)
         sequence = int(np.searchsorted(ends, index, side="right"))
         return sequence, index - int(ends[sequence] - self.lengths[sequence])
@@ -100,24 +136,30 @@ def _record(num_bytes: int, crc: int) -> FileRecord:
 
 
 def _read_index(path: Path) -> tuple[NDArray[np.int32], NDArray[np.int64], np.dtype[Any]]:
-    """(lengths, offsets, element type) of an index file."""
+    """Return (lengths, offsets, element type) of an index file."""
     raw = np.fromfile(path, np.uint8)
     if len(raw) < _HEADER.size:
-        raise MsrlError(f"{path}: {len(raw)} bytes is too short for an index; write the data again")
-    magic, version, code, num_sequences, num_documents = _HEADER.unpack(raw[: _HEADER.size].tobytes())
+        raise MsrlError(f"{path}: {len(raw)} bytes are too few for an index. Write the data again.")
+    magic, version, code, num_sequences, num_documents = _HEADER.unpack(
+        raw[: _HEADER.size].tobytes()
+    )
     if magic != _MAGIC or version != 1 or code not in _DTYPES:
-        raise MsrlError(f"{path}: not an index of Megatron's IndexedDataset (version 1)")
+        raise MsrlError(f"{path}: not an index of Megatron's IndexedDataset, version 1")
     size = _HEADER.size + num_sequences * 12 + num_documents * 8
     if len(raw) < size:
-        raise MsrlError(f"{path}: holds {len(raw)} bytes, {num_sequences} sequences need {size}; the file was cut short: write it again")
+        raise MsrlError(
+            f"{path}: {len(raw)} bytes, but {num_sequences} sequences require {size}: the file is "
+            "truncated. Write it again."
+        )
     lengths = np.frombuffer(raw, np.int32, num_sequences, _HEADER.size)
     offsets = np.frombuffer(raw, np.int64, num_sequences, _HEADER.size + 4 * num_sequences)
     dtype = np.dtype(_DTYPES[code])
-    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    if (lengths < 0).any() or not np.array_equal(offsets, ends - lengths.astype(np.int64) * dtype.itemsize):
-        row = int(np.argmax((lengths < 0) | (offsets != ends - lengths.astype(np.int64) * dtype.itemsize)))
+    sizes = lengths.astype(np.int64) * dtype.itemsize
+    is_damaged = (lengths < 0) | (offsets != np.cumsum(sizes) - sizes)
+    if is_damaged.any():
+        row = int(np.argmax(is_damaged))
         raise MsrlError(
-            f"{path}: sequence {row} of {lengths[row]} elements begins at byte {offsets[row]}, not where the one before it ends;"
-            " the file is damaged. Copy it or write the data again."
+            f"{path}: sequence {row} of {lengths[row]} elements begins at byte {offsets[row]}, not "
+            "at the end of the previous one: the file is damaged. Copy it or write the data again."
         )
     return lengths, offsets, dtype

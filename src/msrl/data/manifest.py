@@ -1,6 +1,7 @@
-"""The manifest beside the data: `<prefix>_manifest.json`, a `DatasetManifest` as JSON, and the names of all files of a prefix.
+"""Manifest of a dataset (`<prefix>_manifest.json`) and names of all files of a prefix.
 
-`<prefix>_incomplete` stands while files are being put in place: data that has it is not whole.
+The manifest is a `DatasetManifest` as JSON. `<prefix>_incomplete` exists while files are moved to
+their final names: a dataset with this file is incomplete.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
 from msrl.types import DatasetManifest
 
-KEYS = {"pretrain": ("text",), "sft": ("input_ids", "attention_mask", "labels"), "prompts": ("input_ids", "attention_mask", "labels")}
+KEYS = {
+    "pretrain": ("text",),
+    "sft": ("input_ids", "attention_mask", "labels"),
+    "prompts": ("input_ids", "attention_mask", "labels"),
+}
 
 
 def dataset_name(prefix: str, kind: str, key: str) -> str:
-    """The name of one key's files without suffix, as Megatron and MindSpeed have it."""
+    """Return the file name of a key without suffix, as Megatron and MindSpeed write it."""
     return f"{prefix}_{key}_document" if kind == "pretrain" else f"{prefix}_packed_{key}_document"
 
 
@@ -27,7 +32,10 @@ def manifest_path(prefix: str) -> Path:
 
 
 def answers_path(prefix: str) -> Path:
-    """The answers of prompts as text, one JSON object per line in the order of the prompts: {"answer": ..., "extra": {...}}."""
+    """Return the path of the answers of a prompt dataset.
+
+    The file has one JSON object per prompt, in order: {"answer": ..., "extra": {...}}.
+    """
     return Path(f"{prefix}_answers.jsonl")
 
 
@@ -36,42 +44,57 @@ def incomplete_path(prefix: str) -> Path:
 
 
 def all_paths(prefix: str) -> tuple[Path, ...]:
-    """Every file that data of any kind may have under this prefix."""
+    """Return every file that a dataset of any kind can have under this prefix."""
     names = {dataset_name(prefix, kind, key) for kind, keys in KEYS.items() for key in keys}
     data = [Path(f"{name}.{suffix}") for name in sorted(names) for suffix in ("bin", "idx")]
     return (*data, answers_path(prefix), manifest_path(prefix))
 
 
 def record_name(prefix: str, path: Path) -> str:
-    """The name of a file in the manifest: what follows the prefix, so that files may be moved and renamed together."""
+    """Return the name of a file in the manifest: its name after the prefix.
+
+    Without the prefix, all files of a dataset can be moved and renamed together.
+    """
     return path.name.removeprefix(Path(prefix).name)
 
 
 def fingerprint(prefix: str) -> str:
-    """What tells data of this prefix from other data."""
-    there = [path for path in all_paths(prefix) if path.is_file() and path != manifest_path(prefix)]
-    return digest_of_ends((record_name(prefix, path), path) for path in there)
+    """Return a digest that distinguishes the data of this prefix from other data."""
+    files = [path for path in all_paths(prefix) if path.is_file() and path != manifest_path(prefix)]
+    return digest_of_ends((record_name(prefix, path), path) for path in files)
 
 
 def manifest_text(manifest: DatasetManifest) -> str:
-    """The manifest as JSON."""
+    """Return the manifest as JSON."""
     return json.dumps(dataclasses.asdict(manifest), ensure_ascii=False, indent=1) + "\n"
 
 
 def read_manifest(prefix: str) -> DatasetManifest | None:
-    """The manifest of a prefix; None for data of another system, which has none. Raises MsrlError when data or manifest is not whole."""
+    """Return the manifest of a prefix, or None for data of another system, which has no manifest.
+
+    Raises:
+        MsrlError: the dataset is incomplete, or the manifest is not valid.
+    """
     if incomplete_path(prefix).exists():
-        raise MsrlError(f"{prefix}: its files were being put in place when `msrl preprocess` was ended; run it again with --overwrite")
+        raise MsrlError(
+            f"{prefix}: incomplete: `msrl preprocess` ended before all files had their final "
+            "names. Run it again with --overwrite."
+        )
     path = manifest_path(prefix)
     if not path.is_file():
         return None
     known = {field.name for field in dataclasses.fields(DatasetManifest)}
     try:
         loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items() if key in known}
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in loaded.items()
+            if key in known
+        }
         values["files"] = {
-            str(name): {"bytes": int(record["bytes"]), "crc32": str(record["crc32"])} for name, record in values.get("files", {}).items()
+            str(name): {"bytes": int(record["bytes"]), "crc32": str(record["crc32"])}
+            for name, record in values.get("files", {}).items()
         }
         return DatasetManifest(**values)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise MsrlError(f"{path}: not a manifest of msrl: {error}") from error
+        raise MsrlError(f"{path}: not a valid manifest: {error}") from error

@@ -1,4 +1,7 @@
-"""Which rows a step reads: a pure function of the seed and the step, so that a resumed run reads what the interrupted one would have."""
+"""Row order of training: the rows of each step, as a pure function of the seed and the step.
+
+A resumed run therefore reads the same rows as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def _epoch(num_rows: int, epoch: int, seed: int, shuffle: bool, dataset: int = 0
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """The order of a run: `num_rows` in all, `rows_per_step` of them a step, shuffled anew in every epoch or not."""
+    """Row order over one dataset. With `shuffle`, every epoch has a new order."""
 
     num_rows: int
     rows_per_step: int
@@ -29,21 +32,29 @@ class RowOrder:
     shuffle: bool
 
     def of_step(self, step: int) -> Ints:  # [rows_per_step]
-        """Rows of step `step` (from 0). Epochs follow without a gap: a step may hold the end of one and the start of the next."""
+        """Return the rows of step `step` (from 0).
+
+        A step may contain the end of one epoch and the start of the next.
+        """
         return self.after(step * self.rows_per_step, self.rows_per_step)
 
     def after(self, position: int, count: int) -> Ints:  # [count]
-        """The `count` rows that come after the first `position` ones."""
-        epochs_and_rows = [divmod(each, self.num_rows) for each in range(position, position + count)]
-        return np.array([_epoch(self.num_rows, epoch, self.seed, self.shuffle)[row] for epoch, row in epochs_and_rows], np.int64)
+        """Return the next `count` rows after the first `position` ones."""
+        rows = np.empty(count, np.int64)
+        for i in range(count):
+            epoch, row = divmod(position + i, self.num_rows)
+            rows[i] = _epoch(self.num_rows, epoch, self.seed, self.shuffle)[row]
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
 class BlendOrder:
-    """The order of a run over several datasets, each with the share of its weight; each starts over when it is used up.
+    """Row order over several datasets, mixed in proportion to their weights.
 
-    Row j of dataset d is due at time (j + 0.5) / weights[d], and rows come by their times: at every moment each dataset is within one row
-    of its share, and what comes next depends neither on the length of the run nor on what a resume has seen.
+    A dataset starts a new epoch when all its rows have been read. Row j of dataset d is due at time
+    (j + 0.5) / weights[d], and rows are read in the order of these times. At any time, the number
+    of rows read from each dataset is within one row of its share. The order depends neither on the
+    length of the run nor on where it was resumed.
     """
 
     num_rows: tuple[int, ...]  # of each dataset
@@ -53,28 +64,35 @@ class BlendOrder:
     shuffle: bool
 
     def of_step(self, step: int) -> Ints:  # [rows_per_step]
-        """Rows of step `step` (from 0), counted through all datasets: the first row of one follows the last of the one before it."""
+        """Return the rows of step `step` (from 0), as indices into the concatenated datasets."""
         first = step * self.rows_per_step
         starts = np.concatenate([[0], np.cumsum(self.num_rows)])
         due = self._due(first, first + self.rows_per_step)
         return np.array([starts[d] + self._row(d, number) for d, number in due], np.int64)
 
     def _row(self, dataset: int, number: int) -> int:
-        epoch, place = divmod(number, self.num_rows[dataset])
-        return int(_epoch(self.num_rows[dataset], epoch, self.seed, self.shuffle, dataset)[place])
+        epoch, index = divmod(number, self.num_rows[dataset])
+        return int(_epoch(self.num_rows[dataset], epoch, self.seed, self.shuffle, dataset)[index])
 
     def _due(self, first: int, last: int) -> list[tuple[int, int]]:
-        """(dataset, number of its row) at the positions from `first` to before `last`."""
+        """Return (dataset, number of its row) for the positions from `first` up to `last`."""
         slack, total = 2 * len(self.weights), sum(self.weights)
         begin, end = (first - slack) / total, (last + slack) / total
         numbers = [self._numbers_before(d, begin) for d in range(len(self.weights))]
         ends = [self._numbers_before(d, end) for d in range(len(self.weights))]
-        times = [((number + 0.5) / self.weights[d], d, number) for d, low in enumerate(numbers) for number in range(low, ends[d])]
+        times = [
+            ((number + 0.5) / self.weights[d], d, number)
+            for d, low in enumerate(numbers)
+            for number in range(low, ends[d])
+        ]
         skipped = sum(numbers)
         return [(d, number) for _, d, number in sorted(times)[first - skipped : last - skipped]]
 
     def _numbers_before(self, dataset: int, time: float) -> int:
-        """How many rows of a dataset are due before `time`, by the same arithmetic that sorts them."""
+        """Return the number of rows of a dataset that are due before `time`.
+
+        The comparison uses the same arithmetic as the sort, so that rounding cannot lose a row.
+        """
         weight = self.weights[dataset]
         number = max(0, int(time * weight - 0.5) - 1)
         while (number + 0.5) / weight < time:

@@ -1,4 +1,4 @@
-"""Which examples share a row: best fit, longest first, over a window of examples. Lengths are in tokens."""
+"""Best-fit-decreasing packing of examples into rows. Lengths are in tokens."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ WINDOW = 8192
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Rows of indices into `lengths`, none longer than `capacity` in sum, in order of their first index.
+    """Return rows of indices into `lengths`, sorted by their first index.
 
-    Each example goes to the row with the least room that still takes it (at most 11/9 of the fewest rows possible, plus one).
+    The lengths in a row add up to at most `capacity`. Each example, longest first, goes into the
+    row with the least free space that fits it. The number of rows is at most 11/9 of the optimum
+    plus one.
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    space: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         assert lengths[index] <= capacity
-        at = bisect_left(room, (lengths[index], -1))
-        if at < len(room):
-            free, row = room.pop(at)
+        position = bisect_left(space, (lengths[index], -1))
+        if position < len(space):
+            free, row = space.pop(position)
             rows[row].append(index)
         else:
             free, row = capacity, len(rows)
             rows.append([index])
-        insort(room, (free - lengths[index], row))
+        insort(space, (free - lengths[index], row))
     return sorted(sorted(row) for row in rows)

@@ -1,6 +1,7 @@
-"""Rows from JSON, JSONL and Parquet files, in batches that travel to worker processes.
+"""Readers of JSON, JSONL and Parquet files. They yield batches of rows for worker processes.
 
-JSONL lines stay bytes until a worker parses them; Parquet comes row group by row group; a JSON array has to be read whole.
+JSONL lines remain bytes until a worker parses them. Parquet is read in batches of rows. A JSON
+array is read at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Rows of one file: unparsed lines (`lines`) or values. `first` is the number of the first one, counted from 1."""
+    """Consecutive rows of one file: unparsed lines if `lines`, else values.
+
+    `first` is the number of the first row, from 1.
+    """
 
     path: str
     first: int
@@ -29,11 +33,16 @@ class RowBatch:
     lines: bool
 
     def where(self, offset: int) -> str:
-        """The place of row `offset` of the batch, for messages."""
-        return f"{self.path}:{self.first + offset}" if self.lines else f"{self.path}: row {self.first + offset}"
+        """Return the location of row `offset` of the batch for messages."""
+        separator = ":" if self.lines else ": row "
+        return f"{self.path}{separator}{self.first + offset}"
 
     def values(self) -> Iterator[tuple[int, Any]]:
-        """(offset, row) of every row; blank lines are no rows. Raises MsrlError for a line that is not JSON."""
+        """Yield (offset, row) for every row, skipping blank lines.
+
+        Raises:
+            MsrlError: a line is not JSON.
+        """
         for offset, row in enumerate(self.rows):
             if not self.lines:
                 yield offset, row
@@ -42,17 +51,24 @@ class RowBatch:
 
 
 def find_files(inputs: Sequence[str]) -> tuple[Path, ...]:
-    """The files that `inputs` (files, folders, globs) name, folders in order of name. Raises MsrlError when an input names none."""
+    """Return the files of `inputs` (files, folders or globs), each once; those of a folder sorted
+    by name.
+
+    Raises:
+        MsrlError: an input matches no file.
+    """
     if not inputs:
-        raise MsrlError("preprocess.input: no input is given; name JSON, JSONL or Parquet files, folders or globs")
-    found: dict[Path, None] = {}
+        raise MsrlError(
+            "preprocess.input: not set. Name JSON, JSONL or Parquet files, folders or globs."
+        )
+    files: dict[Path, None] = {}
     for item in inputs:
-        found.update(dict.fromkeys(_files_of(item)))
-    return tuple(found)
+        files.update(dict.fromkeys(_expand_input(item)))
+    return tuple(files)
 
 
 def read_batches(files: Iterable[Path]) -> Iterator[RowBatch]:
-    """All rows of the files in order. Raises MsrlError for a file that cannot be read."""
+    """Yield all rows of the files in order. Raises MsrlError if a file cannot be read."""
     for path in files:
         try:
             yield from _read(path)
@@ -60,29 +76,40 @@ def read_batches(files: Iterable[Path]) -> Iterator[RowBatch]:
             raise MsrlError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _files_of(item: str) -> list[Path]:
-    """The files of one input."""
+def _expand_input(item: str) -> list[Path]:
+    """Return the files of one input."""
     path = Path(item)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file() and not p.name.startswith("."))
-        problem = f"the folder holds no {', '.join(SUFFIXES)} file"
+        files = sorted(p for p in path.rglob("*") if _is_data_file(p))
+        problem = f"the folder contains no {', '.join(SUFFIXES)} file"
     elif path.is_file():
         files, problem = [path], ""
     else:
-        files = sorted(Path(p) for p in glob.glob(item, recursive=True) if Path(p).is_file())  # noqa: PTH207 - absolute patterns too
-        problem = "no file matches" if glob.has_magic(item) else "there is no such file or folder"
+        matches = glob.glob(item, recursive=True)  # noqa: PTH207 - absolute patterns too
+        files = sorted(Path(match) for match in matches if Path(match).is_file())
+        problem = "no file matches" if glob.has_magic(item) else "no such file or folder"
     if not files:
         raise MsrlError(f"preprocess.input={item}: {problem}")
-    wrong = [p for p in files if p.suffix not in SUFFIXES]
-    if wrong:
-        kind = wrong[0].suffix or "a file without a suffix"
-        advice = "; a configuration is given with -c" if kind in (".yaml", ".yml") else ""
-        raise MsrlError(f"preprocess.input={wrong[0]}: cannot read {kind}; known: {', '.join(SUFFIXES)}{advice}")
+    for file in files:
+        if file.suffix not in SUFFIXES:
+            raise _unknown_suffix(file)
     return files
 
 
+def _is_data_file(path: Path) -> bool:
+    return path.suffix in SUFFIXES and path.is_file() and not path.name.startswith(".")
+
+
+def _unknown_suffix(path: Path) -> MsrlError:
+    suffix = path.suffix or "a file without a suffix"
+    hint = " Pass a configuration file with -c." if suffix in (".yaml", ".yml") else ""
+    return MsrlError(
+        f"preprocess.input={path}: cannot read {suffix}; known: {', '.join(SUFFIXES)}.{hint}"
+    )
+
+
 def _read(path: Path) -> Iterator[RowBatch]:
-    """The batches of one file by its suffix."""
+    """Return the batches of one file, read by its suffix."""
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.suffix == ".json" and not _is_jsonl(path):
@@ -91,11 +118,11 @@ def _read(path: Path) -> Iterator[RowBatch]:
 
 
 def _read_lines(path: Path) -> Iterator[RowBatch]:
-    """Lines, cut into batches by number and size."""
+    """Yield the lines of a file in batches of limited number and size."""
     rows: list[bytes] = []
     size, first = 0, 1
     with path.open("rb") as file:
-        if file.peek(3).startswith(b"\xef\xbb\xbf"):  # a pipe cannot be wound back
+        if file.peek(3).startswith(b"\xef\xbb\xbf"):  # peek, since a pipe cannot seek
             file.read(3)
         for line in file:
             rows.append(line)
@@ -108,7 +135,7 @@ def _read_lines(path: Path) -> Iterator[RowBatch]:
 
 
 def _read_json(path: Path) -> Iterator[RowBatch]:
-    """An array of rows, or one object that is the only row."""
+    """Yield the rows of a JSON array, or a single JSON object as the only row."""
     loaded = _parse(path.read_bytes(), str(path))
     rows = loaded if isinstance(loaded, list) else [loaded]
     for start in range(0, len(rows), MAX_ROWS):
@@ -116,12 +143,14 @@ def _read_json(path: Path) -> Iterator[RowBatch]:
 
 
 def _read_parquet(path: Path) -> Iterator[RowBatch]:
-    """A Parquet file, a few hundred rows at a time."""
+    """Yield the rows of a Parquet file."""
     try:
         import pyarrow.parquet as pq
         from pyarrow import ArrowException
     except ImportError as error:
-        raise MsrlError(f"{path}: reading Parquet needs pyarrow; install it with `pip install pyarrow`") from error
+        raise MsrlError(
+            f"{path}: reading Parquet requires pyarrow. Install it with `pip install pyarrow`."
+        ) from error
     first = 1
     try:
         with pq.ParquetFile(path) as file:
@@ -129,11 +158,16 @@ def _read_parquet(path: Path) -> Iterator[RowBatch]:
                 yield RowBatch(str(path), first, batch.to_pylist(), lines=False)
                 first += batch.num_rows
     except ArrowException as error:
-        raise MsrlError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
+        raise MsrlError(
+            f"{path}: not a complete Parquet file: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Whether a .json file holds one object per line, as some tools write it: its first line is an object and more lines follow."""
+    """Return True if a .json file contains one object per line, as some tools write it.
+
+    The first line is then an object, and more lines follow.
+    """
     with path.open("rb") as file:
         first = file.readline().removeprefix(b"\xef\xbb\xbf").strip()
         if not (first.startswith(b"{") and first.endswith(b"}")) or not file.read(4096).strip():
@@ -145,7 +179,7 @@ def _is_jsonl(path: Path) -> bool:
 
 
 def _parse(text: bytes, where: str) -> Any:
-    """JSON, with the place in the message when it is none."""
+    """Parse JSON. Raises MsrlError that begins with `where`."""
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -153,5 +187,6 @@ def _parse(text: bytes, where: str) -> Any:
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise MsrlError(f"{where}: not JSON: {error.msg} ({line}column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in thousands of others
+    # Python limits the digits of an integer (ValueError) and the nesting depth (RecursionError).
+    except (ValueError, RecursionError) as error:
         raise MsrlError(f"{where}: cannot be read: {str(error).partition(';')[0]}") from error

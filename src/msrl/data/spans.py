@@ -1,8 +1,9 @@
-"""Pieces of text as token ids, in stretches.
+"""Tokenization of spans of text.
 
-What is learnt (an answer with its end-of-turn token) and what is not never share a token, so that a prompt has the same ids in
-preprocessing, in training and when a model samples after it. Control tokens of the template come out as single ids; the same characters
-inside the text of a row stay text.
+Trained tokens (an answer with its end-of-turn token) and all other tokens are encoded separately
+and never share a token. A prompt therefore has the same ids in preprocessing, in training and when
+the model generates. Control tokens of the template become single ids. The same characters in the
+text of a row remain text.
 """
 
 from __future__ import annotations
@@ -19,72 +20,113 @@ from msrl.types import Bools, Ints, RenderedExample
 
 
 class Span(NamedTuple):
-    """A piece of text. `learn`: it is learnt. `quoted`: it comes from the row, so that control tokens in it are text."""
+    """A piece of text.
+
+    `is_trained`: its tokens are in the loss mask. `is_quoted`: it comes from the row, so that
+    control tokens in it are text.
+    """
 
     text: str
-    learn: bool = False
-    quoted: bool = False
+    is_trained: bool = False
+    is_quoted: bool = False
 
 
-def encode(tokenizer: TextTokenizer, controls: Sequence[str], rows: Sequence[Sequence[Span]]) -> list[RenderedExample]:
-    """All rows in one call of the tokenizer: stretches of equal `learn`, then put together again. `controls`: what quoted text never is."""
-    owners: list[tuple[int, bool]] = []
-    plain: list[str] = []
-    quoted: dict[int, list[int]] = {}
-    for row, parts in enumerate(rows):
-        for learn, run in groupby(parts, key=lambda part: part.learn):
-            stretch = list(run)
-            if any(part.quoted and _holds(part.text, controls) for part in stretch):
-                quoted[len(owners)] = _encode_quoted(tokenizer, controls, stretch)
-            owners.append((row, learn))
-            plain.append("" if len(owners) - 1 in quoted else "".join(part.text for part in stretch))
-    ids = [encoding.ids for encoding in tokenizer.backend.encode_batch_fast(plain, add_special_tokens=False)]
+def encode(
+    tokenizer: TextTokenizer, controls: Sequence[str], rows: Sequence[Sequence[Span]]
+) -> list[RenderedExample]:
+    """Return the token ids and loss mask of each row of spans.
+
+    Consecutive spans with the same `is_trained` are encoded together.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        controls: control tokens, which are plain text in quoted spans.
+        rows: the spans of each row.
+    """
+    runs: list[tuple[int, bool, list[Span]]] = []
+    for row, spans in enumerate(rows):
+        for is_trained, group in groupby(spans, key=lambda span: span.is_trained):
+            runs.append((row, is_trained, list(group)))
+    ids = _encode_runs(tokenizer, controls, [spans for _, _, spans in runs])
     pieces: list[list[tuple[list[int], bool]]] = [[] for _ in rows]
-    for number, (row, learn) in enumerate(owners):
-        pieces[row].append((quoted[number] if number in quoted else ids[number], learn))
+    for (row, is_trained, _), run_ids in zip(runs, ids, strict=True):
+        pieces[row].append((run_ids, is_trained))
     return [_join(row) for row in pieces]
 
 
-def _holds(text: str, tokens: Iterable[str]) -> bool:
+def _encode_runs(
+    tokenizer: TextTokenizer, controls: Sequence[str], runs: Sequence[Sequence[Span]]
+) -> list[list[int]]:
+    """Return the token ids of each run.
+
+    All runs without quoted control tokens are encoded in one call.
+    """
+    quoted: dict[int, list[int]] = {}
+    texts: list[str] = []
+    for index, spans in enumerate(runs):
+        if any(span.is_quoted and _contains_any(span.text, controls) for span in spans):
+            quoted[index] = _encode_quoted(tokenizer, controls, spans)
+            texts.append("")
+        else:
+            texts.append("".join(span.text for span in spans))
+    encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+    return [quoted.get(index, encoding.ids) for index, encoding in enumerate(encodings)]
+
+
+def _contains_any(text: str, tokens: Iterable[str]) -> bool:
     return any(token in text for token in tokens)
 
 
-def _encode_quoted(tokenizer: TextTokenizer, controls: Sequence[str], parts: Sequence[Span]) -> list[int]:
-    """A stretch with control tokens inside quoted pieces, which are taken as text: all between two real ones is encoded at once."""
+def _encode_quoted(
+    tokenizer: TextTokenizer, controls: Sequence[str], spans: Sequence[Span]
+) -> list[int]:
+    """Return the token ids of spans whose quoted text contains control tokens.
+
+    All text between two real control tokens is encoded together.
+    """
     backend: Any = tokenizer.backend
     added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-    never_text = [token for token in controls if not added.get(token, True)]
+    # `encode_special_tokens` has no effect on added tokens that are not special: split these.
+    always_matched = [token for token in controls if not added.get(token, True)]
+    special = (token for token, is_special in added.items() if is_special)
     ids: list[int] = []
-    for number, text in enumerate(_at_controls(parts, {*controls, *(token for token, special in added.items() if special)})):
-        backend.encode_special_tokens = number % 2 == 0
+    for number, text in enumerate(_split_at_controls(spans, {*controls, *special})):
+        is_text = number % 2 == 0
+        backend.encode_special_tokens = is_text
         try:
-            for piece in _torn(text, never_text) if number % 2 == 0 else [text]:
+            for piece in _split_tokens(text, always_matched) if is_text else [text]:
                 ids += backend.encode(piece, add_special_tokens=False).ids
         finally:
             backend.encode_special_tokens = False
     return ids
 
 
-def _at_controls(parts: Sequence[Span], controls: Iterable[str]) -> list[str]:
-    """Text, a control token of a piece that is not quoted, text, and so on."""
-    splitter = re.compile(f"({'|'.join(map(re.escape, sorted(controls, key=len, reverse=True)))})")
-    found = [""]
-    for part in parts:
-        first, *rest = [part.text] if part.quoted else splitter.split(part.text)
-        found[-1] += first
-        found += rest
-    return found
+def _split_at_controls(spans: Sequence[Span], controls: Iterable[str]) -> list[str]:
+    """Return the text of the spans as [text, control, text, control, ..., text].
+
+    Control tokens in quoted spans belong to the text.
+    """
+    longest_first = sorted(controls, key=len, reverse=True)
+    splitter = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+    pieces = [""]
+    for span in spans:
+        first, *more = [span.text] if span.is_quoted else splitter.split(span.text)
+        pieces[-1] += first
+        pieces += more
+    return pieces
 
 
-def _torn(text: str, tokens: Sequence[str]) -> list[str]:
-    """A text in pieces that hold none of `tokens`, for those that a tokenizer finds whatever it is told."""
+def _split_tokens(text: str, tokens: Sequence[str]) -> list[str]:
+    """Split a text after the first character of each of the `tokens`, so that none can match."""
     if not tokens:
         return [text]
-    return re.split("|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in tokens), text)
+    positions = (f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in tokens)
+    return re.split("|".join(positions), text)
 
 
 def _join(pieces: Sequence[tuple[list[int], bool]]) -> RenderedExample:
-    """Stretches as one example."""
+    """Concatenate the (token ids, is_trained) of the runs of a row."""
     token_ids: Ints = np.array([number for ids, _ in pieces for number in ids], np.int64)
-    mask: Bools = np.repeat(np.array([learn for _, learn in pieces], np.bool_), [len(ids) for ids, _ in pieces])
+    lengths = [len(ids) for ids, _ in pieces]
+    mask: Bools = np.repeat(np.array([trained for _, trained in pieces], np.bool_), lengths)
     return RenderedExample(token_ids, mask)

@@ -1,7 +1,7 @@
-"""Prompt templates as data: one YAML file each, the fields documented in `templates/README.md`.
+"""Prompt templates: one YAML file each, with the fields documented in `templates/README.md`.
 
-Where they lie is `config/templates.py`'s to know. The texts of MindSpeed's templates of the same names are kept
-(MindSpeed-RL `configs/model/templates.json`), so that prompts agree.
+`config/templates.py` locates the files. Templates that MindSpeed-RL also has use the same texts
+(`configs/model/templates.json`), so that prompts are identical.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ __all__ = ["Template", "load_template", "template_names"]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How a conversation becomes text. `name` is the file's name; the other fields are explained in `templates/README.md`."""
+    """Format of a conversation as text.
+
+    `name` is the name of the file. `templates/README.md` documents the other fields.
+    """
 
     name: str
     prefix: str = ""
@@ -44,9 +47,11 @@ class Template:
 
 
 def load_template(name: str) -> Template:
-    """The template `name`: a packaged one, or the path of a YAML file (ends in .yaml or .yml).
+    """Return the template `name`: a packaged one, or the path of a YAML file (.yaml or .yml).
 
-    Raises MsrlError for an unknown name, a missing file, an unknown field or a field of the wrong type.
+    Raises:
+        MsrlError: the name or a field is unknown, the file is missing, or a field has the wrong
+            type.
     """
     try:
         path = find_template(name)
@@ -56,7 +61,7 @@ def load_template(name: str) -> Template:
 
 
 def _read(path: Path) -> Template:
-    """The template in one file."""
+    """Return the template in a file."""
     try:
         loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -64,40 +69,46 @@ def _read(path: Path) -> Template:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise MsrlError(f"template {path}: not a YAML file: {error}") from error
     if not isinstance(loaded, dict):
-        raise MsrlError(f"template {path}: must be a mapping of fields; see templates/README.md")
-    template = Template(name=path.stem, **{str(key): _field(path, str(key), value) for key, value in loaded.items()})
+        raise MsrlError(f"template {path}: must be a mapping of fields. See templates/README.md.")
+    values = {str(key): _field(path, str(key), value) for key, value in loaded.items()}
+    template = Template(name=path.stem, **values)
     _check(path, template)
     return template
 
 
 def _field(path: Path, key: str, value: Any) -> Any:
-    """One field, checked against the type of its default."""
+    """Return the value of a field, checked against the type of its default."""
     defaults = {f.name: f.default for f in fields(Template) if f.name != "name"}
     if key not in defaults:
-        raise MsrlError(f"template {path}: {key}: there is no such field; {nearest(key, defaults)}")
+        raise MsrlError(f"template {path}: {key}: unknown field; {nearest(key, defaults)}")
     default = defaults[key]
     if isinstance(default, tuple):
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-            raise MsrlError(f"template {path}: {key}={value!r}: must be a list of texts")
+            raise MsrlError(f"template {path}: {key}={value!r}: must be a list of strings")
         return tuple(value)
     if not isinstance(value, type(default)):
-        raise MsrlError(f"template {path}: {key}={value!r}: must be {'true or false' if isinstance(default, bool) else 'a text'}")
+        expected = "true or false" if isinstance(default, bool) else "text"
+        raise MsrlError(f"template {path}: {key}={value!r}: must be {expected}")
     return value
 
 
 def _check(path: Path, template: Template) -> None:
-    """What the fields need of each other."""
+    """Raise MsrlError if the fields contradict each other."""
     if template.native:
         if template != Template(name=template.name, native=True):
-            raise MsrlError(f"template {path}: native: the tokenizer's own template is used, so no other field may be set")
+            raise MsrlError(
+                f"template {path}: native=true: the tokenizer's chat template replaces all other "
+                "fields. Set no other field."
+            )
         return
     for key in ("user", "assistant", "system", "tool"):
         text = getattr(template, key)
-        if "{{content}}" not in text and not (key == "tool" and not text):
+        is_absent = key == "tool" and not text
+        if "{{content}}" not in text and not is_absent:
             raise MsrlError(f"template {path}: {key}={text!r}: must contain {{{{content}}}}")
     if template.tools and "{{tools}}" not in template.tools:
         raise MsrlError(f"template {path}: tools: must contain {{{{tools}}}}")
     if template.replace_eos and not template.stop:
-        raise MsrlError(f"template {path}: replace_eos: needs a stop token to replace it with; set stop")
+        raise MsrlError(f"template {path}: replace_eos=true: needs a stop token. Set stop.")
     if bool(template.thought_start) != bool(template.thought_end):
-        raise MsrlError(f"template {path}: thought_start and thought_end belong together; set both or none")
+        raise MsrlError(f"template {path}: thought_start and thought_end must be set together")

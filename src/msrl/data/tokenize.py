@@ -1,4 +1,7 @@
-"""One batch of rows to token ids: what a worker process does. It imports neither torch nor transformers (but for template `native`)."""
+"""Tokenization of one batch of rows in a worker process.
+
+It imports neither torch nor transformers, except for the template `native`.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """What is to be done with every row. `seq_length` None: rows of any length. `renderer` None: text for pretraining."""
+    """Settings for the tokenization of every row."""
 
     handler: Handler
     tokenizer: TextTokenizer
-    renderer: Renderer | None
-    seq_length: int | None
-    truncate: bool
-    eod_token_id: int | None
+    renderer: Renderer | None  # None for pretraining text
+    seq_length: int | None  # maximum length in tokens, None for no limit
+    truncate: bool  # truncate longer examples instead of dropping them
+    eod_token_id: int | None  # appended to every document
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Sequences end to end: `values` [sum of lengths], `lengths` [S]."""
+    """Concatenated sequences: `values` [sum of lengths], `lengths` [S]."""
 
     values: Tokens
     lengths: Tokens
@@ -46,65 +49,81 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRows:
-    """A batch's result. `learn` marks the tokens that are learnt (sft); `answers` are lines of the answers file and
-    `answer_ids` their tokens."""
+    """Result of a batch. N is the number of tokens of all sequences."""
 
     num_read: int
     sequences: Ragged
-    learn: Bools
-    answers: tuple[str, ...]
-    answer_ids: Ragged
-    dropped: Mapping[str, int]
+    loss_mask: Bools  # [N] for sft, else empty
+    answers: tuple[str, ...]  # lines of the answers file (prompts)
+    answer_ids: Ragged  # tokens of the answers (prompts)
+    dropped: Mapping[str, int]  # number of dropped rows by reason
     truncated: int
 
 
 def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
-    """All rows of a batch. Raises MsrlError that names file and row for one that cannot be read."""
+    """Tokenize the rows of a batch. Raises MsrlError with file and row if a row is not valid."""
     dropped: Counter[str] = Counter()
-    offsets, made = _rows(job, batch, dropped)
-    num_read = len(made) + dropped.total()
+    offsets, items = _convert_rows(job, batch, dropped)
+    num_read = len(items) + dropped.total()
     if job.handler.kind == "pretrain":
-        return _texts(job, made, dropped, num_read)
+        return _tokenize_texts(job, items, dropped, num_read)
     assert job.renderer is not None
     if job.handler.kind == "prompts":
-        prompts = _render(job.renderer.prompts, made, batch, offsets)
-        return _prompts(job, made, prompts, dropped, num_read)
-    return _examples(job, _render(job.renderer.examples, made, batch, offsets), dropped, num_read)
+        prompts = _render(job.renderer.prompts, items, batch, offsets)
+        return _collect_prompts(job, items, prompts, dropped, num_read)
+    examples = _render(job.renderer.examples, items, batch, offsets)
+    return _collect_examples(job, examples, dropped, num_read)
 
 
-def _rows(job: TokenizeSettings, batch: RowBatch, dropped: Counter[str]) -> tuple[list[int], list[Any]]:
-    """The offsets of the rows that serve and what the handler makes of them; the others are counted."""
+def _convert_rows(
+    job: TokenizeSettings, batch: RowBatch, dropped: Counter[str]
+) -> tuple[list[int], list[Any]]:
+    """Return the offsets of the usable rows and their texts or conversations."""
     module, kind = job.handler.module, job.handler.kind
-    make = module.text if kind == "pretrain" else module.conversation
+    convert = module.text if kind == "pretrain" else module.conversation
     offsets: list[int] = []
-    kept: list[Any] = []
+    items: list[Any] = []
     for offset, row in batch.values():
         try:
-            made = make(row, job.handler.columns, **job.handler.options)
-            _check_characters(made)
-            kept.append(made if kind == "pretrain" else _shape(made, kind))
+            item = convert(row, job.handler.columns, **job.handler.options)
+            _check_characters(item)
+            items.append(item if kind == "pretrain" else _fit_to_kind(item, kind))
             offsets.append(offset)
-        except DroppedRow as reason:
-            dropped[reason.reason] += 1
+        except DroppedRow as error:
+            dropped[error.reason] += 1
         except MsrlError as error:
             raise MsrlError(f"{batch.where(offset)}: {error}") from None
-    return offsets, kept
+    return offsets, items
 
 
-def _check_characters(made: str | Conversation) -> None:
-    """That all of it is text: JSON can write half of a character (`\\ud83d` alone), which no tokenizer and no file takes."""
-    texts = [made] if isinstance(made, str) else [*(m.content for m in made.messages), made.answer or "", *made.extra.values()]
+def _check_characters(item: str | Conversation) -> None:
+    r"""Raise MsrlError if a text contains an unpaired surrogate.
+
+    JSON can contain one (`\ud83d` alone), but it can be neither tokenized nor written to a file.
+    """
+    texts = [item] if isinstance(item, str) else _conversation_texts(item)
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:
         code = ascii(error.object[error.start])[1:-1]
-        raise MsrlError(f"holds {code}, which is half of a character and no text; take it out, or write both halves") from None
+        raise MsrlError(
+            f"contains {code}, which is only half of a character (an unpaired surrogate). "
+            "Remove it, or write both halves."
+        ) from None
+
+
+def _conversation_texts(conversation: Conversation) -> list[str]:
+    contents = [message.content for message in conversation.messages]
+    return [*contents, conversation.answer or "", *conversation.extra.values()]
 
 
 def _render(
-    render: Callable[[Sequence[Conversation]], list[T]], conversations: list[Conversation], batch: RowBatch, offsets: list[int]
+    render: Callable[[Sequence[Conversation]], list[T]],
+    conversations: list[Conversation],
+    batch: RowBatch,
+    offsets: list[int],
 ) -> list[T]:
-    """All conversations rendered; when the template cannot show one, the error names its row."""
+    """Render all conversations. If one fails, raise an MsrlError with its row."""
     try:
         return render(conversations)
     except MsrlError:
@@ -116,8 +135,12 @@ def _render(
         raise
 
 
-def _shape(conversation: Conversation, kind: str) -> Conversation:
-    """A conversation as the kind needs it: a prompt ends before the answer, an example with one. Raises DroppedRow."""
+def _fit_to_kind(conversation: Conversation, kind: str) -> Conversation:
+    """Return a conversation that ends before the answer (prompts) or with an answer (sft).
+
+    Raises:
+        DroppedRow: the prompt or the answer is empty.
+    """
     messages, answer = conversation.messages, conversation.answer
     if kind == "prompts" and messages and messages[-1].role == "assistant":
         answer = without_thought(messages[-1].content) if answer is None else answer
@@ -133,51 +156,76 @@ def _shape(conversation: Conversation, kind: str) -> Conversation:
     return Conversation(messages, answer, conversation.extra)
 
 
-def _texts(job: TokenizeSettings, texts: Sequence[str], dropped: Counter[str], num_read: int) -> TokenizedRows:
-    """Documents, with the tokens that the tokenizer itself puts around a text, and the end of document if asked."""
-    kept = [text for text in texts if text.strip()]
-    _count(dropped, "empty_text", len(texts) - len(kept))
+def _tokenize_texts(
+    job: TokenizeSettings, texts: Sequence[str], dropped: Counter[str], num_read: int
+) -> TokenizedRows:
+    """Tokenize documents.
+
+    The tokenizer adds its own special tokens; the end-of-document token follows if it is set.
+    """
+    documents = [text for text in texts if text.strip()]
+    _count(dropped, "empty_text", len(texts) - len(documents))
     end = [] if job.eod_token_id is None else [job.eod_token_id]
-    sequences = _ragged([encoding.ids + end for encoding in job.tokenizer.backend.encode_batch_fast(kept)])
+    encodings = job.tokenizer.backend.encode_batch_fast(documents)
+    sequences = _ragged([encoding.ids + end for encoding in encodings])
     return TokenizedRows(num_read, sequences, np.zeros(0, np.bool_), (), _ragged([]), dropped, 0)
 
 
-def _examples(job: TokenizeSettings, rendered: Sequence[RenderedExample], dropped: Counter[str], num_read: int) -> TokenizedRows:
-    """Examples with their loss masks, none longer than seq_length and each with something to learn."""
-    long = [job.seq_length is not None and len(e.token_ids) > job.seq_length for e in rendered]
-    if job.truncate:
-        kept = [RenderedExample(e.token_ids[: job.seq_length], e.loss_mask[: job.seq_length]) for e in rendered]
-    else:
-        kept = [e for e, too_long in zip(rendered, long, strict=True) if not too_long]
-        _count(dropped, "too_long", sum(long))
-    # The first token of a sequence is predicted by nothing.
-    learnable = [e for e in kept if e.loss_mask[1:].any()]
-    _count(dropped, "nothing_to_learn", len(kept) - len(learnable))
-    truncated = sum(long) if job.truncate else 0
-    sequences = _ragged([e.token_ids for e in learnable])
-    learn = np.concatenate([np.zeros(0, np.bool_), *(e.loss_mask for e in learnable)])
-    return TokenizedRows(num_read, sequences, learn, (), _ragged([]), dropped, truncated)
-
-
-def _prompts(
-    job: TokenizeSettings, conversations: Sequence[Conversation], prompts: Sequence[Ints], dropped: Counter[str], num_read: int
+def _collect_examples(
+    job: TokenizeSettings, rendered: Sequence[RenderedExample], dropped: Counter[str], num_read: int
 ) -> TokenizedRows:
-    """Prompts with their answers."""
-    kept = [(c, ids) for c, ids in zip(conversations, prompts, strict=True) if job.seq_length is None or len(ids) <= job.seq_length]
-    _count(dropped, "too_long", len(prompts) - len(kept))
-    lines = tuple(json.dumps({"answer": c.answer or "", "extra": dict(c.extra)}, ensure_ascii=False) for c, _ in kept)
-    answers = job.tokenizer.backend.encode_batch_fast([c.answer or "" for c, _ in kept], add_special_tokens=False)
-    answer_ids = _ragged([encoding.ids for encoding in answers])
-    return TokenizedRows(num_read, _ragged([ids for _, ids in kept]), np.zeros(0, np.bool_), lines, answer_ids, dropped, 0)
+    """Return the examples that fit into seq_length and have tokens to train on."""
+    limit = job.seq_length
+    num_long = sum(limit is not None and len(e.token_ids) > limit for e in rendered)
+    if job.truncate:
+        fitting = [RenderedExample(e.token_ids[:limit], e.loss_mask[:limit]) for e in rendered]
+    else:
+        fitting = [e for e in rendered if limit is None or len(e.token_ids) <= limit]
+        _count(dropped, "too_long", num_long)
+    # No token predicts the first token of a sequence.
+    examples = [e for e in fitting if e.loss_mask[1:].any()]
+    _count(dropped, "nothing_to_learn", len(fitting) - len(examples))
+    truncated = num_long if job.truncate else 0
+    sequences = _ragged([e.token_ids for e in examples])
+    loss_mask = np.concatenate([np.zeros(0, np.bool_), *(e.loss_mask for e in examples)])
+    return TokenizedRows(num_read, sequences, loss_mask, (), _ragged([]), dropped, truncated)
+
+
+def _collect_prompts(
+    job: TokenizeSettings,
+    conversations: Sequence[Conversation],
+    prompts: Sequence[Ints],
+    dropped: Counter[str],
+    num_read: int,
+) -> TokenizedRows:
+    """Return the prompts that fit into seq_length, with their answers."""
+    limit = job.seq_length
+    fitting = [
+        (conversation, ids)
+        for conversation, ids in zip(conversations, prompts, strict=True)
+        if limit is None or len(ids) <= limit
+    ]
+    _count(dropped, "too_long", len(prompts) - len(fitting))
+    answers = [conversation.answer or "" for conversation, _ in fitting]
+    lines = tuple(
+        json.dumps({"answer": answer, "extra": dict(conversation.extra)}, ensure_ascii=False)
+        for answer, (conversation, _) in zip(answers, fitting, strict=True)
+    )
+    encodings = job.tokenizer.backend.encode_batch_fast(answers, add_special_tokens=False)
+    answer_ids = _ragged([encoding.ids for encoding in encodings])
+    sequences = _ragged([ids for _, ids in fitting])
+    no_mask = np.zeros(0, np.bool_)
+    return TokenizedRows(num_read, sequences, no_mask, lines, answer_ids, dropped, 0)
 
 
 def _ragged(sequences: Sequence[Sequence[int] | NDArray[Any]]) -> Ragged:
-    """Sequences end to end as 32-bit integers."""
+    """Concatenate sequences as 32-bit integers."""
     arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
-    return Ragged(np.concatenate([np.zeros(0, np.int32), *arrays]), np.array([len(a) for a in arrays], np.int32))
+    lengths = np.array([len(array) for array in arrays], np.int32)
+    return Ragged(np.concatenate([np.zeros(0, np.int32), *arrays]), lengths)
 
 
 def _count(dropped: Counter[str], reason: str, number: int) -> None:
-    """Counts under a reason; reasons that never happened are not listed."""
+    """Add to the count of a reason. Reasons that never occur are not listed."""
     if number:
         dropped[reason] += number

@@ -1,7 +1,8 @@
-"""Tokenizers from a local folder: no hub, no remote code.
+"""Tokenizers from a local folder, without access to the hub and without remote code.
 
-`load_tokenizer` is transformers' object. `open_tokenizer` is the little that preprocessing needs, and spares the import of transformers
-(about two seconds) where tokenizer.json is by definition the whole tokenizer (class PreTrainedTokenizerFast or TokenizersBackend).
+`load_tokenizer` returns the tokenizer of transformers. `open_tokenizer` returns only what
+preprocessing needs. It avoids the import of transformers (about two seconds) for tokenizers that
+tokenizer.json defines completely (class PreTrainedTokenizerFast or TokenizersBackend).
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_DEFINING_FILES = {"tokenizer.json", "tokenizer_config.json", "config.json"}
 
 
 class HasVocab(Protocol):
-    """Anything that knows its tokens and their ids."""
+    """Object with a vocabulary: tokens and their ids."""
 
     def get_vocab(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizers back end with the names of its control tokens. `folder` is where it came from."""
+    """A back end of the `tokenizers` library with its control tokens, read from `folder`."""
 
     backend: Tokenizer
     bos_token: str | None
@@ -38,21 +40,24 @@ class TextTokenizer:
     folder: str
 
     def get_vocab(self) -> dict[str, int]:
-        """All tokens, added ones included, and their ids."""
+        """Return all tokens, including added ones, and their ids."""
         return self.backend.get_vocab(with_added_tokens=True)
 
     @property
     def vocab_size(self) -> int:
-        """The largest id plus one: the rows that an embedding needs."""
+        """The largest id plus one: the number of rows that the embedding needs."""
         return max(self.get_vocab().values()) + 1
 
     def token_id(self, token: str) -> int | None:
-        """The id of one token, None when it is not in the vocabulary."""
+        """Return the id of a token, or None if it is not in the vocabulary."""
         return self.backend.token_to_id(token)
 
     @property
     def pad_token_id(self) -> int:
-        """The padding token's id, else that of the end of text, else 0. Padding is never learnt nor attended to."""
+        """The id of the padding token, else of the end-of-text token, else 0.
+
+        The value does not matter for training: padding is masked in the loss and in the attention.
+        """
         for token in (self.pad_token, self.eos_token):
             if token is not None and (number := self.token_id(token)) is not None:
                 return number
@@ -60,60 +65,85 @@ class TextTokenizer:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The Hugging Face tokenizer of a local folder. Raises MsrlError when the folder holds none.
+    """Return the Hugging Face tokenizer of a local folder.
 
-    A folder with vocab.json and merges.txt but neither tokenizer.json nor a configuration is read as a byte-level BPE of GPT-2's kind.
+    A folder with vocab.json and merges.txt but neither tokenizer.json nor a configuration is read
+    as a byte-level BPE tokenizer like GPT-2's.
+
+    Raises:
+        MsrlError: the folder does not contain a tokenizer.
     """
     folder = _folder(path)
     from transformers import AutoTokenizer, GPT2Tokenizer
 
     files = {file.name for file in folder.iterdir()}
     try:
-        if {"vocab.json", "merges.txt"} <= files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
-            return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"), name_or_path=str(folder))
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if {"vocab.json", "merges.txt"} <= files and not files & _DEFINING_FILES:
+            return GPT2Tokenizer(
+                vocab=str(folder / "vocab.json"),
+                merges=str(folder / "merges.txt"),
+                name_or_path=str(folder),
+            )
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise MsrlError(f"tokenizer={folder}: cannot be loaded: {reason}") from error
-    if tokenizer.get_vocab().keys() <= tokenizer.added_tokens_encoder.keys():  # made from config.json's class alone
-        raise MsrlError(f"tokenizer={folder}: holds no vocabulary, as tokenizer.json is; copy it there, or name a folder that has it")
+    # transformers creates a tokenizer without a vocabulary from the class in config.json alone.
+    if tokenizer.get_vocab().keys() <= tokenizer.added_tokens_encoder.keys():
+        raise MsrlError(
+            f"tokenizer={folder}: contains no vocabulary such as tokenizer.json. "
+            "Copy it to this folder, or name a folder that contains it."
+        )
     return tokenizer
 
 
 def open_tokenizer(path: str | Path) -> TextTokenizer:
-    """The tokenizer of a local folder for encoding only; the same ids as `load_tokenizer`'s. Raises MsrlError when there is none."""
+    """Return the tokenizer of a local folder for encoding, with the same ids as `load_tokenizer`.
+
+    Raises:
+        MsrlError: the folder does not contain a tokenizer.
+    """
     folder = _folder(path)
     return _read_plain(folder) or text_tokenizer(load_tokenizer(folder))
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
-    """The encoding part of a Hugging Face tokenizer. Raises MsrlError when it has no fast back end."""
+    """Return the back end of a Hugging Face tokenizer. Raises MsrlError if it is not a fast one."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise MsrlError(f"tokenizer={tokenizer.name_or_path}: has no fast form (tokenizer.json); convert it with transformers first")
-    return TextTokenizer(
-        backend, *(_name(getattr(tokenizer, f"{n}_token")) for n in ("bos", "eos", "pad")), folder=str(tokenizer.name_or_path)
-    )
+        raise MsrlError(
+            f"tokenizer={tokenizer.name_or_path}: not a fast tokenizer (tokenizer.json). "
+            "Convert it with transformers first."
+        )
+    names = [_name(getattr(tokenizer, f"{name}_token")) for name in ("bos", "eos", "pad")]
+    return TextTokenizer(backend, *names, folder=str(tokenizer.name_or_path))
 
 
 def tokenizer_hash(tokenizer: HasVocab) -> str:
-    """SHA-256 over (token, id) in order of id: equal when every id means the same, whatever files the tokenizer was read from."""
+    """Return the SHA-256 of all (token, id) pairs in order of id.
+
+    It is equal for tokenizers in which every id has the same meaning, independent of their files.
+    """
     items = sorted((number, token) for token, number in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(items, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
+    text = json.dumps(items, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _folder(path: str | Path) -> Path:
-    """The folder, proven to exist and to be one."""
+    """Return the folder. Raises MsrlError if it does not exist."""
     folder = Path(path)
     if not folder.is_dir():
         raise MsrlError(
-            f"tokenizer={folder}: there is no such folder; give a local folder with tokenizer.json, or vocab.json and merges.txt"
+            f"tokenizer={folder}: no such folder. "
+            "Name a local folder with tokenizer.json, or with vocab.json and merges.txt."
         )
     return folder
 
 
 def _read_plain(folder: Path) -> TextTokenizer | None:
-    """The tokenizer straight from tokenizer.json, or None where transformers would make more of it than stands there."""
+    """Return the tokenizer in tokenizer.json, or None if transformers would modify it."""
     config_file, tokenizer_file = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if not (config_file.is_file() and tokenizer_file.is_file()):
         return None
@@ -121,27 +151,39 @@ def _read_plain(folder: Path) -> TextTokenizer | None:
 
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
-        if config.get("tokenizer_class") not in _PLAIN_CLASSES or (folder / "special_tokens_map.json").exists():
+        if (
+            config.get("tokenizer_class") not in _PLAIN_CLASSES
+            or (folder / "special_tokens_map.json").exists()
+        ):
             return None
         backend: Any = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise MsrlError(f"tokenizer={folder}: cannot be read: {error}") from error
-    added = {str(number): token.content for number, token in backend.get_added_tokens_decoder().items()}
-    declared = {number: token["content"] for number, token in config.get("added_tokens_decoder", {}).items()}
     names = [_name(config.get(f"{name}_token")) for name in ("bos", "eos", "pad")]
-    further = [name for key in ("additional_special_tokens", "extra_special_tokens") for name in config.get(key) or ()]
-    known = set(added.values())
-    if any(added.get(number) != content for number, content in declared.items()):
-        return None
-    if not all(token in known for token in (*filter(None, names), *further)):
+    if not _is_complete(backend, config, names):
         return None
     backend.no_truncation()
     backend.no_padding()
     return TextTokenizer(backend, *names, folder=str(folder))
 
 
+def _is_complete(backend: Any, config: dict[str, Any], names: list[str | None]) -> bool:
+    """Return True if tokenizer.json contains every token that tokenizer_config.json declares."""
+    added = {str(id_): token.content for id_, token in backend.get_added_tokens_decoder().items()}
+    for id_, token in config.get("added_tokens_decoder", {}).items():
+        if added.get(id_) != token["content"]:
+            return False
+    tokens = [name for name in names if name]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        tokens += config.get(key) or ()
+    return set(tokens) <= set(added.values())
+
+
 def _name(token: Any) -> str | None:
-    """The text of a control token, which configurations write as text or as an object with `content`."""
+    """Return the text of a control token.
+
+    Configurations write it as a string or as an object with `content`.
+    """
     if isinstance(token, dict):
         token = token.get("content")
     return None if token is None else str(token)

@@ -1,4 +1,7 @@
-"""Devices: `resolve("auto")` picks npu, then cuda, then cpu, whichever this machine has."""
+"""Platforms (kinds of devices).
+
+`resolve("auto")` selects the first of npu, cuda and cpu that this machine supports.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ NAMES = ("npu", "cuda", "cpu")
 
 
 def get(name: str) -> Platform:
-    """The platform of that name, whether or not this machine has it."""
+    """Return the platform `name`. This machine need not support it."""
     return importlib.import_module(f"msrl.platforms.{name}").PLATFORM
 
 
 def resolve(name: str = "auto") -> Platform:
-    """The platform to run on. Raises MsrlError when something is missing: of the one that was asked for, or of each."""
+    """Return the platform to run on.
+
+    Raises:
+        MsrlError: this machine does not support the platform, or for "auto" any platform.
+    """
     if name == "auto":
-        return _first()
+        return _first_supported()
     platform = get(name)
     missing = platform.missing()
     if missing:
@@ -26,11 +33,13 @@ def resolve(name: str = "auto") -> Platform:
     return platform
 
 
-def _first() -> Platform:
-    lacking: list[str] = []
+def _first_supported() -> Platform:
+    problems: list[str] = []
     for platform in map(get, NAMES):
         missing = platform.missing()
         if missing is None:
             return platform
-        lacking.append(f"{platform.name}: {missing}")
-    raise MsrlError(f"cluster.platform=auto: this machine is ready for none; {'; '.join(lacking)}")
+        problems.append(f"{platform.name}: {missing}")
+    raise MsrlError(
+        f"cluster.platform=auto: this machine supports no platform; {'; '.join(problems)}"
+    )

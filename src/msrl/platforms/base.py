@@ -1,4 +1,4 @@
-"""What a device is to msrl: one contract, one file per platform. Device names appear in this package and nowhere else."""
+"""Platform interface. Device names appear in this package only, in one module per platform."""
 
 from __future__ import annotations
 
@@ -9,105 +9,158 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     import torch
 
-# Versions of what every platform needs besides; pyproject's extra `engine`.
-COMMON_STACK = {"ray": ">=2.54,<2.61", "datasets": ">=3,<6", "math-verify": ">=0.8,<0.10", "safetensors": ">=0.4.5"}
+# Versions of packages that every platform needs; pyproject's extra `engine`.
+COMMON_STACK = {
+    "ray": ">=2.54,<2.61",
+    "datasets": ">=3,<6",
+    "math-verify": ">=0.8,<0.10",
+    "safetensors": ">=0.4.5",
+}
 
 
 class VarlenAttention(Protocol):
-    """Causal attention over packed sequences in one kernel, differentiable.
+    """Differentiable causal attention over packed sequences in one kernel.
 
-    query [Q, h, d] and key, value [K, g, d] hold the sequences end to end, up to `query_ends` and `key_ends` (cumulative lengths). The
-    queries of a sequence are its last ones: each sees the keys up to its own, of which the newest `window`, where that is set.
+    Q and K are the numbers of query and key tokens, h and g the numbers of query and key heads, d
+    is the channels per head. The sequences are concatenated. The queries of a sequence are its last
+    tokens: each query attends to the keys up to its position, or to the last `window` of them.
     """
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: tuple[int, ...], key_ends: tuple[int, ...],
-        scale: float, window: int | None,
-    ) -> torch.Tensor: ...  # fmt: skip
+        self,
+        query: torch.Tensor,  # [Q, h, d]
+        key: torch.Tensor,  # [K, g, d]
+        value: torch.Tensor,  # [K, g, d]
+        query_ends: tuple[int, ...],  # cumulative lengths of the sequences in `query`
+        key_ends: tuple[int, ...],  # cumulative lengths of the sequences in `key` and `value`
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor: ...  # [Q, h, d]
 
 
 class Platform(ABC):
-    """One kind of device. `prepare` is the first line of every worker process, before any import of Megatron or vLLM."""
+    """One kind of device.
+
+    Every worker process calls `prepare` before it imports Megatron or vLLM.
+    """
 
     name: str
     collective_backend: str  # of torch.distributed
-    ray_resource: str  # the logical resource that an actor asks for, one per device
-    deterministic_environment: ClassVar[Mapping[str, str]] = {}  # what a process needs before it starts for `run.deterministic`
-    visible_devices_variable: str  # the environment variable that hides devices from a process; "" where there is none
-    overlap_communication: bool  # whether overlapping gradient reduction with the backward pass gains anything
-    elements_at_once: int = 1 << 26  # of a temporary tensor that is made piece by piece: small enough to be nothing beside the logits
-    upcast_attention: bool = False  # whether torch's own attention computes halves faster as float32
-    reduction_dtype: str = "float64"  # the widest type that the back end sums over ranks
-    shares_main_memory: bool = False  # whether the device's memory is the machine's own
-    stack: ClassVar[Mapping[str, str]] = (
-        COMMON_STACK  # packages and the versions that are known to fit together, as the README's table has them
-    )
-    libraries: tuple[str, ...] = ("torch", "transformers", "ray", "megatron.core", "vllm")  # what the workers import
-    engine_head_dims: tuple[int, ...] = ()  # sizes of a head that vLLM has attention kernels for; empty where it decides by itself
+    ray_resource: str  # the logical resource that an actor requests, one per device
+    # The environment variable that hides devices from a process, "" if there is none.
+    visible_devices_variable: str
+    # True if overlapping gradient reduction with the backward pass improves the speed.
+    overlap_communication: bool
+    # Environment variables that `run.deterministic` needs before a process starts.
+    deterministic_environment: ClassVar[Mapping[str, str]] = {}
+    # Size of temporary tensors in chunked computations: small compared to the logits.
+    elements_at_once: int = 1 << 26
+    upcast_attention: bool = False  # torch's attention is faster in float32 than in 16 bits
+    reduction_dtype: str = "float64"  # the widest type that the back end can sum over ranks
+    shares_main_memory: bool = False  # the device's memory is the main memory
+    # Packages with the versions that were tested together, as in the README's table.
+    stack: ClassVar[Mapping[str, str]] = COMMON_STACK
+    # Modules that the workers import.
+    libraries: tuple[str, ...] = ("torch", "transformers", "ray", "megatron.core", "vllm")
+    # Head dimensions that vLLM's attention kernels support, empty if vLLM selects the kernel.
+    engine_head_dims: tuple[int, ...] = ()
 
     @abstractmethod
     def missing(self) -> str | None:
-        """What this machine lacks for the platform, as one sentence with the cure; None when nothing is missing. Imports nothing heavy."""
+        """Return what this machine lacks for the platform and how to install it, in one line.
+
+        Returns None if nothing is missing. Does not import large packages.
+        """
 
     @abstractmethod
     def device_count(self) -> int:
-        """How many devices this machine offers. On CPU a device is a process: as many as there are cores."""
+        """Return the number of devices. On CPU a device is a process, one per core."""
 
     def memory_bytes(self) -> int | None:
-        """Memory of one device, in bytes; where devices share the machine's, all of it. None where it cannot be told."""
+        """Return the memory of one device in bytes, or None if it is unknown.
+
+        For devices that use the main memory, this is the total main memory.
+        """
         return None
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Operations per second of one device in dense matrix products of that type, by its data sheet; None where it is not known."""
+        """Return the peak FLOP/s of dense matrix products of one device, or None if unknown.
+
+        The number comes from the data sheet of the device.
+        """
         return None
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make this process ready to import Megatron. Raises MsrlError that says what is missing."""
+        """Prepare this process for the import of Megatron. Raises MsrlError if a package is
+        missing.
+        """
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
-        """The device of a rank; selects it for the process."""
+        """Return the device of a rank and select it for the process."""
 
-    def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
-        """Environment of a training process, to be set before it starts; so many of them are on its machine, and on others too or not."""
+    def worker_environment(
+        self, num_local_ranks: int, *, spans_machines: bool = False
+    ) -> Mapping[str, str]:
+        """Return the environment variables of a training process, to be set before it starts.
+
+        Args:
+            num_local_ranks: number of training processes on the machine.
+            spans_machines: the ranks run on several machines.
+        """
         return {}
 
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
-        """Environment that vLLM needs before it is imported, where so many devices of a machine generate at once."""
+        """Return the environment variables that vLLM needs before it is imported.
+
+        Args:
+            num_local_devices: number of devices of the machine that generate at the same time.
+        """
         return {}
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Arguments that `vllm.LLM` needs on this platform."""
+        """Return the arguments that `vllm.LLM` needs on this platform."""
         return {}
 
     def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:
-        """The platform's fused attention for such heads; or why it has none, "" where that is as it should be."""
+        """Return the fused attention of the platform, or the reason why it is not available.
+
+        The reason is "" if the platform has no fused attention at all.
+        """
         return ""
 
     def token_multiple(self, dtype: torch.dtype) -> int:
-        """What counts of tokens are padded to a multiple of: where kernels are compiled for each shape, few shapes should come again and
-        again. 1 where they are not."""
+        """Return the multiple to which token counts are padded.
+
+        It is larger than 1 where kernels are compiled per shape, so that few shapes occur.
+        """
         return 1
 
     def seed(self, seed: int) -> None:
-        """Seed every generator of torch in this process."""
+        """Seed all random generators of torch in this process."""
         import torch
 
         torch.manual_seed(seed)
 
     def count_of_updates(self, updates: int) -> int | torch.Tensor:
-        """How a fused AdamW of the platform's libraries, which counts them once for all parameters, wants the count: Apex and Transformer
-        Engine a number."""
+        """Return the update count in the type that the platform's fused AdamW expects.
+
+        These optimizers have one count for all parameters. Apex and Transformer Engine use a
+        number.
+        """
         return updates
 
     def random_state(self) -> torch.Tensor | None:
-        """The state of the generator of this process's device, bytes on the host; None where torch's own is that of the device."""
+        """Return the state of the device's random generator as bytes on the host.
+
+        Returns None if the device uses torch's default generator.
+        """
         return None
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Go on from what `random_state` gave on a device of this kind."""
+        """Restore a state that `random_state` returned on a device of this kind."""
         raise NotImplementedError
 
     def synchronize(self) -> None:  # noqa: B027 - a platform without queues has nothing to wait for
-        """Wait until the device has done what it was given, so that a clock can be read."""
+        """Wait for all queued operations of the device, so that durations can be measured."""

@@ -1,8 +1,8 @@
-"""CPU: unmodified Megatron-core over gloo.
+"""CPU platform: unmodified megatron-core over gloo.
 
-Megatron speaks to its device through `torch.cuda`. In a worker process, and before Megatron is imported, those calls are
-redirected to the CPU: the same technique that torch_npu's `transfer_to_npu` uses. Nothing is changed on disk, and only
-`prepare` does it, so a process that never trains keeps its torch as it is.
+Megatron accesses its device through `torch.cuda`. In a worker process, `prepare` redirects these
+calls to the CPU before Megatron is imported, as torch_npu's `transfer_to_npu` does for NPUs. Files
+are not modified, and torch is not modified in processes that do not call `prepare`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,36 @@ from msrl.platforms.base import COMMON_STACK, Platform
 if TYPE_CHECKING:
     import torch
 
-_FACTORIES = ("zeros", "empty", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like", "ones_like", "full_like")
+_FACTORIES = (
+    "zeros",
+    "empty",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+)
 
-# The C library gives memory back as soon as a tensor is freed, and the kernel clears every page again for the next one. That is a third
-# of the time of a step: keep what was freed, and take what is new in large pages (glibc manual, "Memory Allocation Tunables").
-_ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=17179869184"
+# By default glibc returns freed memory to the kernel, which clears every page again for the next
+# tensor. That takes a third of the time of a step, so freed memory is kept and new memory is
+# allocated in huge pages (glibc manual, "Memory Allocation Tunables").
+_ALLOCATOR = ":".join(
+    (
+        "glibc.malloc.hugetlb=1",
+        "glibc.malloc.mmap_threshold=33554432",
+        "glibc.malloc.trim_threshold=17179869184",
+    )
+)
 
 
 class CpuPlatform(Platform):
+    """CPU cores. A device is a process."""
+
     name = "cpu"
     stack: ClassVar[Mapping[str, str]] = {
         "torch": "==2.13.0",
@@ -43,13 +65,17 @@ class CpuPlatform(Platform):
     visible_devices_variable = ""
     overlap_communication = False
     shares_main_memory = True
-    elements_at_once = 1 << 18  # so that it stays in the cores' second-level caches
-    upcast_attention = True  # its backward pass in bfloat16 is many products too small for oneDNN, and takes ten times as long
+    elements_at_once = 1 << 18  # fits into the second-level cache of a core
+    # In bfloat16 the backward pass consists of many products that are too small for oneDNN, and
+    # takes ten times as long.
+    upcast_attention = True
     engine_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
     def missing(self) -> str | None:
         absent = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
-        return f"not installed: {', '.join(absent)}; run: pip install 'msrl[cpu]'" if absent else None
+        if not absent:
+            return None
+        return f"not installed: {', '.join(absent)}. Run: pip install 'msrl[cpu]'"
 
     def device_count(self) -> int:
         return os.cpu_count() or 1
@@ -57,7 +83,8 @@ class CpuPlatform(Platform):
     def memory_bytes(self) -> int | None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         try:
-            limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()  # of a container (cgroup v2)
+            # Memory limit of a container (cgroup v2).
+            limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
         except OSError:
             return total
         return min(total, int(limit)) if limit.isdigit() else total
@@ -74,40 +101,51 @@ class CpuPlatform(Platform):
         return torch.device("cpu")
 
     def token_multiple(self, dtype: torch.dtype) -> int:
-        # oneDNN compiles its products of bfloat16 for each shape, some milliseconds a time, and keeps the last 1,024; MKL's of float32 are
-        # compiled already.
+        # oneDNN compiles bfloat16 products for each shape, which takes milliseconds, and caches the
+        # last 1,024. The float32 products of MKL need no compilation.
         import torch
 
         return 64 if dtype == torch.bfloat16 else 1
 
-    def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
-        own = self._process_environment(num_local_ranks)
-        return own if spans_machines else {**own, "GLOO_SOCKET_IFNAME": "lo"}
+    def worker_environment(
+        self, num_local_ranks: int, *, spans_machines: bool = False
+    ) -> Mapping[str, str]:
+        environment = self._process_environment(num_local_ranks)
+        return environment if spans_machines else {**environment, "GLOO_SOCKET_IFNAME": "lo"}
 
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
-        # Training ranks and other engines share the cores, so none may be bound to one.
-        return {**self._process_environment(num_local_devices), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # Training ranks and other engines share the cores, so threads must not be bound to cores.
+        return {
+            **self._process_environment(num_local_devices),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
 
     def _process_environment(self, num_processes: int) -> Mapping[str, str]:
-        """Of one of so many processes that compute at the same time; other roles wait meanwhile."""
+        """Return the environment of one of `num_processes` processes that compute simultaneously.
+
+        Processes of other roles wait in the meantime.
+        """
         num_threads = max(1, self.device_count() // num_processes)
-        # Turns, each as long as the processor's pause (10 to 140 cycles): to sleep and be woken at each of many loops takes longer.
+        # Spin iterations of 10 to 140 cycles each. Sleeping and waking up after every parallel loop
+        # would take longer.
         spin = {"GOMP_SPINCOUNT": "100000"} if num_threads > 1 else {}
         return {
             "OMP_NUM_THREADS": str(num_threads),
-            "OMP_WAIT_POLICY": "PASSIVE",  # a thread that spins for long would hold up the one that it waits for
+            # A thread that spins for long would delay the thread that it waits for.
+            "OMP_WAIT_POLICY": "PASSIVE",
             **spin,
             "TORCHDYNAMO_DISABLE": "1",
             "GLIBC_TUNABLES": _ALLOCATOR,
         }
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        # A prompt that is prefilled in parts makes vLLM rewind the generator of its seed, which a CPU generator cannot.
+        # With chunked prefill, vLLM rewinds the generator of a seeded request, which the generators
+        # of the CPU do not support.
         return {"enforce_eager": True, "enable_chunked_prefill": False}
 
 
-class _Stream:
-    """A stream of a device that has none: everything is done in order."""
+class _CpuStream:
+    """Stand-in for `torch.cuda.Stream`. Operations on the CPU are executed in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -115,13 +153,15 @@ class _Stream:
 
     def wait_event(self, event: object) -> None: ...
 
-    def record_event(self, event: object = None) -> _Event:
-        return _Event()
+    def record_event(self, event: object = None) -> _CpuEvent:
+        return _CpuEvent()
 
     def synchronize(self) -> None: ...
 
 
-class _Event:
+class _CpuEvent:
+    """Stand-in for `torch.cuda.Event`."""
+
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def record(self, stream: object = None) -> None: ...
@@ -138,36 +178,41 @@ class _Event:
 
 
 def _nothing() -> Callable[..., None]:
-    """A function that does nothing; a new one each time, since torch._dynamo refuses one function under two names."""
+    """Return a new function that does nothing.
+
+    Each use needs its own function, because torch._dynamo rejects one function with two names.
+    """
     return lambda *args, **kwargs: None
 
 
 def _uncompiled(model: Any = None, **kwargs: object) -> Any:
-    """`torch.compile` as a decorator with or without arguments, leaving the function as it is."""
+    """Return the function unchanged. Replaces `torch.compile`, with or without arguments."""
     return model if model is not None else _uncompiled
 
 
 def _is_cuda(device: object) -> bool:
     import torch
 
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def create(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)
 
-    return made
+    return create
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
-    """What each redirected name of `torch.cuda` becomes."""
+    """Return the replacements for names of `torch.cuda`."""
     import torch
 
-    stream = _Stream()
+    stream = _CpuStream()
     cpu = torch.device("cpu")
     return {
         "current_device": lambda: cpu,
@@ -181,8 +226,8 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": _CpuStream,
+        "Event": _CpuEvent,
         "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
@@ -191,7 +236,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
 
 @functools.cache
 def _redirect_cuda() -> None:
-    """Point `torch.cuda` of this process at the CPU; once."""
+    """Redirect `torch.cuda` of this process to the CPU, once."""
     import torch
 
     for name, stand_in in _cuda_stand_ins().items():
@@ -202,99 +247,132 @@ def _redirect_cuda() -> None:
     torch.cuda.nvtx.range_pop = _nothing()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # Megatron compiles its small fusions when it is imported; here that would cost seconds and gain nothing.
+    # Megatron compiles small fusions on import. On the CPU that takes seconds without any benefit.
     torch.compile = _uncompiled
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    _skip_collectives_with_oneself()
-    _name_tensor_types()
-    _carry_uneven_parts()
+    _skip_collectives_in_groups_of_one()
+    _rename_tensor_types()
+    _support_uneven_collectives()
     _redirect_megatron_rng()
     _redirect_megatron_dispatch()
 
 
-def _skip_collectives_with_oneself() -> None:
-    """Without data parallelism Megatron still reduces its gradients and gathers its parameters, each buffer in place over a group of one.
+def _skip_collectives_in_groups_of_one() -> None:
+    """Skip in-place collectives in groups of one rank.
 
-    gloo copies such a buffer twice; other back ends see that there is nothing to do.
+    Without data parallelism Megatron still reduces gradients and gathers parameters, in place and
+    over a group of one rank. gloo copies such a buffer twice, while other back ends do nothing.
     """
     import torch.distributed as dist
 
     def unless_in_place(collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
-        def done(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            # In place and of one size means a group of one: otherwise one of the two is a part of the other.
-            is_itself = output.data_ptr() == input.data_ptr() and output.numel() == input.numel()
-            return None if is_itself else collective(output, input, *args, **kwargs)
+        def run(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # In larger groups the sizes of input and output differ.
+            is_same = output.data_ptr() == input.data_ptr() and output.numel() == input.numel()
+            return None if is_same else collective(output, input, *args, **kwargs)
 
-        return done
+        return run
 
     dist.reduce_scatter_tensor = unless_in_place(dist.reduce_scatter_tensor)
     dist.all_gather_into_tensor = unless_in_place(dist.all_gather_into_tensor)
 
 
-def _carry_uneven_parts() -> None:
-    """Megatron gathers the tokens of experts that are cut over ranks in parts of differing length, which gloo does not."""
+def _support_uneven_collectives() -> None:
+    """Support all-gather and reduce-scatter with parts of different lengths.
+
+    Megatron uses them for the tokens of experts that are sharded over ranks. gloo requires equal
+    lengths.
+    """
+    import torch.distributed as dist
+
+    dist.all_gather = _uneven_all_gather(dist.all_gather)
+    dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
+
+
+def _uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    def run(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any
+    ) -> Any:
+        if all(output.shape == tensor_list[0].shape for output in tensor_list):
+            return all_gather(tensor_list, tensor, group=group, **kwargs)
+        max_length = max(len(output) if output.dim() else 0 for output in tensor_list)
+        shape = tensor.shape[1:]
+        padded = [tensor.new_zeros((max_length, *shape)) for _ in tensor_list]
+        padding = tensor.new_zeros((max_length - len(tensor), *shape))
+        all_gather(padded, torch.cat([tensor, padding]), group=group)
+        for output, rows in zip(tensor_list, padded, strict=True):
+            output.copy_(rows[: len(output)])
+        return None
+
+    return run
+
+
+def _uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
     import torch
     import torch.distributed as dist
 
-    gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
-
-    def all_gather(parts: list[torch.Tensor], part: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
-        longest = max(len(each) if each.dim() else 0 for each in parts)
-        if all(each.shape == parts[0].shape for each in parts):
-            return gather(parts, part, group=group, **kwargs)
-        padded = [part.new_zeros((longest, *part.shape[1:])) for _ in parts]
-        mine = torch.cat([part, part.new_zeros((longest - len(part), *part.shape[1:]))])
-        gather(padded, mine, group=group)
-        for each, whole in zip(parts, padded, strict=True):
-            each.copy_(whole[: len(each)])
+    def run(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if all(tensor.shape == input_list[0].shape for tensor in input_list):
+            return reduce_scatter(output, input_list, op=op, group=group, **kwargs)
+        total = torch.cat(input_list)
+        dist.all_reduce(total, op=op, group=group)
+        output.copy_(total.split([len(tensor) for tensor in input_list])[dist.get_rank(group)])
         return None
 
-    def scatter(mine: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any) -> Any:
-        if all(each.shape == parts[0].shape for each in parts):
-            return reduce_scatter(mine, parts, op=op, group=group, **kwargs)
-        whole = torch.cat(parts)
-        dist.all_reduce(whole, op=op, group=group)
-        mine.copy_(whole.split([len(each) for each in parts])[dist.get_rank(group)])
-        return None
-
-    dist.all_gather, dist.reduce_scatter = all_gather, scatter
+    return run
 
 
-def _name_tensor_types() -> None:
-    """Megatron's distributed optimizer compares `Tensor.type()` with `torch.cuda.*Tensor`."""
+def _rename_tensor_types() -> None:
+    """Return `torch.cuda.*Tensor` from `Tensor.type()`.
+
+    Megatron's distributed optimizer compares the result with these names.
+    """
     import torch
 
-    plain = torch.Tensor.type
+    original = torch.Tensor.type
 
     def type_(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
         if dtype is None:
-            return plain(self).replace("torch.", "torch.cuda.", 1)
-        return plain(self, dtype, **kwargs)
+            return original(self).replace("torch.", "torch.cuda.", 1)
+        return original(self, dtype, **kwargs)
 
     torch.Tensor.type = type_  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _redirect_megatron_rng() -> None:
+    """Use the CPU's random generator in Megatron's random state functions."""
     import torch
     from megatron.core.tensor_parallel import random as megatron_random
 
-    # It warns where a device's generator is in use and the CPU's has moved: here they are one.
+    # It warns if the state of the CPU's generator changed while the device's generator was in use.
+    # Here both are the same generator.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 def _redirect_megatron_dispatch() -> None:
-    """Megatron takes the lengths of what experts are sent from the device to the CPU as numpy arrays; here they are there already."""
+    """Skip the copy of the experts' token counts to the host.
+
+    Megatron's token dispatcher copies them from the device as numpy arrays.
+    """
     import torch
     from megatron.core.transformer.moe import token_dispatcher
 
-    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = moved
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
 PLATFORM = CpuPlatform()

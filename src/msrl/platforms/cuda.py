@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: Megatron and vLLM as they are."""
+"""CUDA platform: NVIDIA GPUs with unmodified Megatron and vLLM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msrl.errors import MsrlError
@@ -15,8 +16,8 @@ from msrl.platforms.base import COMMON_STACK, Platform, VarlenAttention
 if TYPE_CHECKING:
     import torch
 
-# Dense bfloat16 with float32 sums, operations per second, by NVIDIA's data sheets (half of what they give with sparsity). The first name
-# that a device's contains counts.
+# FLOP/s of dense bfloat16 products with float32 accumulation from NVIDIA's data sheets (half of the
+# numbers with sparsity). The first entry whose name is in the name of the device is used.
 _PEAKS = (
     ("B200", 2250e12),
     ("H100 PCIe", 756e12),
@@ -41,35 +42,52 @@ _PEAKS = (
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of a device of that name; None where the table does not have it."""
-    return next((peak for part, peak in _PEAKS if re.search(rf"\b{part}\b", name)), None)
+    """Return the peak FLOP/s of the device `name`, or None if it is not in the table."""
+    return next((peak for model, peak in _PEAKS if re.search(rf"\b{model}\b", name)), None)
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: tuple[int, ...], key_ends: tuple[int, ...],
-    scale: float, window: int | None,
-) -> torch.Tensor:  # fmt: skip
-    """torch's own flash attention over sequences of any lengths (`torch.nn.attention.varlen`); see `VarlenAttention`."""
+    query: torch.Tensor,  # [Q, h, d]
+    key: torch.Tensor,  # [K, g, d]
+    value: torch.Tensor,  # [K, g, d]
+    query_ends: tuple[int, ...],
+    key_ends: tuple[int, ...],
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Compute `VarlenAttention` with torch's flash attention (`torch.nn.attention.varlen`)."""
     from torch.nn.attention import varlen
 
-    def longest(ends: tuple[int, ...]) -> int:
-        return max(end - start for start, end in zip((0, *ends), ends, strict=False))
-
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
-    if "enable_gqa" not in _accepted(varlen.varlen_attn):  # which came later than windows
-        grouped = {}
+    options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
+    if "enable_gqa" not in _parameter_names(varlen.varlen_attn):  # added later than `window_size`
+        options = {}
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    found = varlen.varlen_attn(
-        query, key, value, _bounds(query_ends, query.device), _bounds(key_ends, query.device), longest(query_ends), longest(key_ends),
-        scale=scale, window_size=(-1 if window is None else window - 1, 0),  # keys before the query's own, and behind it
-        **grouped,
-    )  # fmt: skip
-    return cast("torch.Tensor", found)
+    output = varlen.varlen_attn(
+        query,
+        key,
+        value,
+        _bounds(query_ends, query.device),
+        _bounds(key_ends, query.device),
+        _max_length(query_ends),
+        _max_length(key_ends),
+        scale=scale,
+        # Numbers of keys before and after the position of the query.
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    return cast("torch.Tensor", output)
+
+
+def _max_length(ends: tuple[int, ...]) -> int:
+    return max(end - start for start, end in pairwise((0, *ends)))
 
 
 @functools.lru_cache(maxsize=16)
 def _bounds(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where sequences begin and the last ends. Kept, since every layer asks, and a copy to the device waits for all that it has to do."""
+    """Return the starts of the sequences and the end of the last one.
+
+    The result is cached: every layer needs it, and a copy to the device waits for all queued work.
+    """
     import torch
 
     return torch.tensor((0, *ends), dtype=torch.int32, device=device)
@@ -77,21 +95,22 @@ def _bounds(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _has_varlen_attention() -> bool:
-    """Whether this torch has it, with scales and windows: the first one had neither."""
+    """Return True if `varlen_attn` supports scales and windows. Its first version did not."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False
     from torch.nn.attention import varlen
 
-    return {"scale", "window_size"} <= _accepted(varlen.varlen_attn)
+    return {"scale", "window_size"} <= _parameter_names(varlen.varlen_attn)
 
 
 @functools.cache
-def _accepted(function: Callable[..., Any]) -> frozenset[str]:
-    """The names of its parameters."""
+def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
 class CudaPlatform(Platform):
+    """NVIDIA GPUs."""
+
     name = "cuda"
     stack: ClassVar[Mapping[str, str]] = {
         "torch": "==2.13.0",
@@ -101,19 +120,22 @@ class CudaPlatform(Platform):
         **COMMON_STACK,
     }
     collective_backend = "nccl"
-    deterministic_environment: ClassVar[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    deterministic_environment: ClassVar[Mapping[str, str]] = {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "Ring",
+    }
     ray_resource = "GPU"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
     overlap_communication = True
 
     def missing(self) -> str | None:
         if importlib.util.find_spec("torch") is None:
-            return "PyTorch is not installed; run: pip install 'msrl[cuda]'"
+            return "PyTorch is not installed. Run: pip install 'msrl[cuda]'"
         import torch
 
         if torch.version.cuda is None:
-            return "this PyTorch was built without CUDA; run: pip install 'msrl[cuda]'"
-        return None if torch.cuda.is_available() else "no CUDA device answers; look at nvidia-smi"
+            return "the installed PyTorch has no CUDA support. Run: pip install 'msrl[cuda]'"
+        return None if torch.cuda.is_available() else "no CUDA device is available. See nvidia-smi"
 
     def device_count(self) -> int:
         import torch
@@ -123,7 +145,9 @@ class CudaPlatform(Platform):
     def memory_bytes(self) -> int | None:
         import torch
 
-        return int(torch.cuda.get_device_properties(0).total_memory) if self.device_count() else None
+        if not self.device_count():
+            return None
+        return int(torch.cuda.get_device_properties(0).total_memory)
 
     def peak_flops(self, dtype: str) -> float | None:
         if dtype != "bfloat16" or self.missing() is not None:
@@ -134,8 +158,9 @@ class CudaPlatform(Platform):
 
     def prepare(self) -> None:
         missing = self.missing()
-        if missing is None and importlib.util.find_spec("megatron") is None:  # which generating needs not
-            missing = "Megatron is not installed; run: pip install 'msrl[cuda]'"
+        # Not in `missing`, because generation does not need Megatron.
+        if missing is None and importlib.util.find_spec("megatron") is None:
+            missing = "Megatron is not installed. Run: pip install 'msrl[cuda]'"
         if missing:
             raise MsrlError(f"cluster.platform=cuda: {missing}")
 
@@ -146,8 +171,10 @@ class CudaPlatform(Platform):
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
 
-    def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
-        # Megatron's overlap of tensor-parallel communication relies on the order of a single hardware queue.
+    def worker_environment(
+        self, num_local_ranks: int, *, spans_machines: bool = False
+    ) -> Mapping[str, str]:
+        # Megatron's overlap of tensor-parallel communication needs a single hardware queue.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def engine_arguments(self) -> Mapping[str, Any]:
@@ -157,13 +184,14 @@ class CudaPlatform(Platform):
         import torch
 
         if dtype not in (torch.bfloat16, torch.float16):
-            return f"flash attention has no {str(dtype).removeprefix('torch.')}"
+            return f"flash attention does not support {str(dtype).removeprefix('torch.')}"
         if head_dim % 8 or head_dim > 256:
-            return f"flash attention has heads of 8, 16, ... 256 channels, not {head_dim}"
+            return f"flash attention supports head dimensions 8, 16, ... 256, not {head_dim}"
         if not _has_varlen_attention():
             return f"torch {torch.__version__} has no varlen_attn with scales and windows"
         if torch.cuda.get_device_capability() < (8, 0):
-            return f"flash attention needs compute capability 8.0, and this is a {torch.cuda.get_device_name()}"
+            device = torch.cuda.get_device_name()
+            return f"flash attention needs compute capability 8.0, which {device} does not have"
         return flash_attention
 
     def random_state(self) -> torch.Tensor | None:

@@ -1,7 +1,8 @@
-"""Ascend NPUs: torch_npu, and MindSpeed under Megatron.
+"""NPU platform: Ascend NPUs with torch_npu and MindSpeed.
 
-MindSpeed's adaptor replaces parts of torch and Megatron when it is imported, so it must come first; it reads `sys.argv` as its own
-command line, which therefore is hidden from it (MindSpeed, mindspeed/megatron_adaptor.py and args_utils.py, core_r0.16.0).
+MindSpeed's adaptor patches torch and Megatron when it is imported, so it is imported first. It
+parses `sys.argv` as its command line, so `sys.argv` is replaced during the import (MindSpeed
+core_r0.16.0, mindspeed/megatron_adaptor.py and args_utils.py).
 """
 
 from __future__ import annotations
@@ -20,51 +21,75 @@ from msrl.platforms.base import COMMON_STACK, Platform, VarlenAttention
 if TYPE_CHECKING:
     import torch
 
-_NEEDS = {
+_REQUIREMENTS = {
     "torch": "torch 2.10.0",
     "torch_npu": "torch_npu 2.10.0.post4",
     "megatron": "Megatron-LM core_r0.16.0",
     "mindspeed": "MindSpeed core_r0.16.0",
 }
 
-# Dense bfloat16 of one device (of 910_93: one of a card's two dies). No data sheet gives it by name; this is what open trainers count with.
+# FLOP/s of dense bfloat16 products of one device (for 910_93 one of the two dies of a card). They
+# are not from a data sheet, but the numbers that open-source trainers use.
 _PEAKS = {"Ascend910B": 354e12, "Ascend910_93": 354e12}
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of a device of that name, operations per second; None where the table does not have it."""
-    return next((peak for part, peak in _PEAKS.items() if name.startswith(part)), None)
+    """Return the peak FLOP/s of the device `name`, or None if it is not in the table."""
+    return next((peak for model, peak in _PEAKS.items() if name.startswith(model)), None)
 
 
-_MASK_SIZE = 2048  # of the compressed causal mask that the sparse modes read
-_RIGHT_DOWN_CAUSAL, _BAND = 3, 4  # sparse modes; both count from the last query and the last key of a sequence
+_MASK_SIZE = 2048  # of the compressed causal mask that the sparse modes use
+# Sparse modes of npu_fusion_attention. Both align the last query and the last key of a sequence.
+_RIGHT_DOWN_CAUSAL = 3
+_BAND = 4
 
 
 @functools.cache
 def _causal_mask(device: torch.device) -> torch.Tensor:
-    """What no query sees: [2048, 2048] bool, whatever the lengths."""
+    """Return the mask of excluded keys, [2048, 2048] bool. It is the same for all lengths."""
     import torch
 
     return torch.ones((_MASK_SIZE, _MASK_SIZE), dtype=torch.bool, device=device).triu(1)
 
 
 def fusion_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_ends: tuple[int, ...], key_ends: tuple[int, ...],
-    scale: float, window: int | None,
-) -> torch.Tensor:  # fmt: skip
-    """`torch_npu.npu_fusion_attention` on packed sequences (hiascend.com, API list of its PyTorch extension); see `VarlenAttention`."""
+    query: torch.Tensor,  # [Q, h, d]
+    key: torch.Tensor,  # [K, g, d]
+    value: torch.Tensor,  # [K, g, d]
+    query_ends: tuple[int, ...],
+    key_ends: tuple[int, ...],
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Compute `VarlenAttention` with `torch_npu.npu_fusion_attention`.
+
+    Source: hiascend.com, API list of the PyTorch extension.
+    """
     torch_npu = importlib.import_module("torch_npu")
-    reach = {"sparse_mode": _RIGHT_DOWN_CAUSAL} if window is None else {"sparse_mode": _BAND, "pre_tockens": window - 1, "next_tockens": 0}
-    found = torch_npu.npu_fusion_attention(
-        query, key, value, query.shape[1], input_layout="TND", atten_mask=_causal_mask(query.device), scale=scale,
-        actual_seq_qlen=list(query_ends), actual_seq_kvlen=list(key_ends), **reach,
-    )  # fmt: skip
-    return found[0]
+    sparsity = {"sparse_mode": _RIGHT_DOWN_CAUSAL}
+    if window is not None:
+        sparsity = {"sparse_mode": _BAND, "pre_tockens": window - 1, "next_tockens": 0}
+    outputs = torch_npu.npu_fusion_attention(
+        query,
+        key,
+        value,
+        query.shape[1],
+        input_layout="TND",
+        atten_mask=_causal_mask(query.device),
+        scale=scale,
+        actual_seq_qlen=list(query_ends),
+        actual_seq_kvlen=list(key_ends),
+        **sparsity,
+    )
+    return outputs[0]
 
 
 class NpuPlatform(Platform):
+    """Ascend NPUs."""
+
     name = "npu"
-    stack: ClassVar[Mapping[str, str]] = {  # vLLM, vllm-ascend, Megatron and MindSpeed are built from source
+    # vLLM, vllm-ascend, Megatron and MindSpeed are built from source.
+    stack: ClassVar[Mapping[str, str]] = {
         "torch": "==2.10.0",
         "torch-npu": "==2.10.0.post4",
         "transformers": ">=5.5.4,<5.11",
@@ -77,14 +102,21 @@ class NpuPlatform(Platform):
     ray_resource = "NPU"
     visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
     overlap_communication = True
-    reduction_dtype = "float32"  # HCCL refuses float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce)
+    # HCCL does not support float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce).
+    reduction_dtype = "float32"
 
     def missing(self) -> str | None:
-        absent = [wanted for module, wanted in _NEEDS.items() if importlib.util.find_spec(module) is None]
+        absent = [
+            release
+            for module, release in _REQUIREMENTS.items()
+            if importlib.util.find_spec(module) is None
+        ]
         if absent:
-            return f"not installed: {', '.join(absent)}; see docs/installation.md for Ascend NPUs (CANN 9.1)"
+            hint = "See docs/installation.md for Ascend NPUs (CANN 9.1)"
+            return f"not installed: {', '.join(absent)}. {hint}"
         if not (os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")):
-            return "CANN's environment is not set; run: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+            hint = "Run: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+            return f"the environment variables of CANN are not set. {hint}"
         return None
 
     def device_count(self) -> int:
@@ -93,7 +125,9 @@ class NpuPlatform(Platform):
 
     def memory_bytes(self) -> int | None:
         torch_npu = importlib.import_module("torch_npu")
-        return int(torch_npu.npu.get_device_properties(0).total_memory) if self.device_count() else None
+        if not self.device_count():
+            return None
+        return int(torch_npu.npu.get_device_properties(0).total_memory)
 
     def peak_flops(self, dtype: str) -> float | None:
         if dtype != "bfloat16" or self.missing() is not None:
@@ -110,7 +144,8 @@ class NpuPlatform(Platform):
             importlib.import_module("mindspeed.megatron_adaptor")
         except ImportError as error:
             raise MsrlError(
-                f"cluster.platform=npu: {error}; torch_npu, CANN and MindSpeed must be of one release (see docs/installation.md)"
+                f"cluster.platform=npu: {error}. Install matching releases of torch_npu, CANN and "
+                "MindSpeed (see docs/installation.md)."
             ) from error
         finally:
             sys.argv = arguments
@@ -123,11 +158,17 @@ class NpuPlatform(Platform):
         torch_npu.npu.set_device(index)
         return torch.device("npu", index)
 
-    def worker_environment(self, num_local_ranks: int, *, spans_machines: bool = False) -> Mapping[str, str]:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"}
+    def worker_environment(
+        self, num_local_ranks: int, *, spans_machines: bool = False
+    ) -> Mapping[str, str]:
+        return {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "HCCL_CONNECT_TIMEOUT": "1800",
+            "TASK_QUEUE_ENABLE": "2",
+        }
 
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
-        # Weights that are loaded again must keep their plain layout (vllm-ascend issues 4960 and 10014).
+        # Weights can only be loaded again in the plain layout (vllm-ascend issues 4960 and 10014).
         return {"VLLM_ASCEND_ENABLE_NZ": "0"}
 
     def engine_arguments(self) -> Mapping[str, Any]:
@@ -135,13 +176,14 @@ class NpuPlatform(Platform):
 
     def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:
         if head_dim % 16 or head_dim > 512:
-            return f"npu_fusion_attention has heads of 16, 32, ... 512 channels, not {head_dim}"
+            return f"npu_fusion_attention supports head dimensions 16, 32, ... 512, not {head_dim}"
         return fusion_attention
 
     def count_of_updates(self, updates: int) -> int | torch.Tensor:
         import torch
 
-        return torch.tensor(updates, dtype=torch.int64)  # as MindSpeed makes it, which also moves it to the device
+        # The type of MindSpeed's count. MindSpeed moves it to the device.
+        return torch.tensor(updates, dtype=torch.int64)
 
     def random_state(self) -> torch.Tensor | None:
         return importlib.import_module("torch_npu").npu.get_rng_state()

@@ -1,1 +1,1 @@
-"""What a run writes about itself: progress, metrics, trackers, plots, the run folder and the report at its end."""
+"""Output of a run: progress, metrics, trackers, plots, the run folder and the final report."""

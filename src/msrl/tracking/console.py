@@ -1,4 +1,4 @@
-"""One line per step on standard error: what it did, how fast, and when the run will be done."""
+"""Console tracker: one line per step on standard error, with metrics, speed and remaining time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO
 from msrl.tracking.progress import duration_text
 from msrl.types import StepReport
 
-# Metric, its label on the terminal, how it is written; a report shows those that it has, in this order.
+# Metric, label and format. A line shows the metrics that the report has, in this order.
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("train/loss", "loss", "{:.4f}".format),
     ("eval/loss", "eval loss", "{:.4f}".format),
@@ -33,9 +33,15 @@ RECENT = 20
 
 
 class StepConsole:
-    """A tracker that prints. `seconds["step"]` of a report is the duration of its step; the time left follows the recent ones."""
+    """Tracker that prints to standard error.
 
-    def __init__(self, total_steps: int, *, every_steps: int = 1, stream: IO[str] | None = None) -> None:
+    `seconds["step"]` of a report is the duration of the step. The remaining time is estimated from
+    the median of the recent steps.
+    """
+
+    def __init__(
+        self, total_steps: int, *, every_steps: int = 1, stream: IO[str] | None = None
+    ) -> None:
         self._total = total_steps
         self._every = every_steps
         self._stream = stream
@@ -52,20 +58,28 @@ class StepConsole:
             print(f"step {report.step}: {note}", file=self._stream or sys.stderr, flush=True)
 
     def _is_due(self, report: StepReport) -> bool:
-        """The first step is shown, so that a slow run says early that it runs; so is every evaluation."""
-        evaluated = any(name.startswith("eval/") for name in report.metrics)
-        return self._is_first or evaluated or report.step % self._every == 0 or report.step == self._total
+        """Return True if the report is printed.
+
+        The first step is always printed, so that a slow run shows early that it works. Evaluations
+        are always printed too.
+        """
+        is_evaluation = any(name.startswith("eval/") for name in report.metrics)
+        is_interval = report.step % self._every == 0 or report.step == self._total
+        return self._is_first or is_evaluation or is_interval
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the stream belongs to the caller."""
 
     def line(self, report: StepReport) -> str:
-        """The line of a report."""
+        """Return the line of a report."""
         width = len(str(self._total))
-        parts = [f"step {report.step:>{width}}/{self._total}"]
-        parts += [f"{label} {write(report.metrics[name])}" for name, label, write in COLUMNS if name in report.metrics]
+        fields = [f"step {report.step:>{width}}/{self._total}"]
+        for name, label, format_value in COLUMNS:
+            if name in report.metrics:
+                fields.append(f"{label} {format_value(report.metrics[name])}")
         if STEP in report.seconds:
-            parts.append(f"{report.seconds[STEP]:.2f} s/step")
+            fields.append(f"{report.seconds[STEP]:.2f} s/step")
         if self._recent and report.step < self._total:
-            parts.append(f"{duration_text((self._total - report.step) * statistics.median(self._recent))} left")
-        return "  ".join(parts)
+            remaining_s = (self._total - report.step) * statistics.median(self._recent)
+            fields.append(f"{duration_text(remaining_s)} left")
+        return "  ".join(fields)

@@ -1,6 +1,7 @@
-"""`metrics.jsonl` of a run: one StepReport per line, as JSON that every parser reads.
+"""Metrics file of a run (`metrics.jsonl`): one StepReport per line as standard JSON.
 
-Numbers that JSON lacks stand as the strings "NaN", "Infinity" and "-Infinity" (the spelling that `float()` reads back).
+Numbers that JSON cannot represent are the strings "NaN", "Infinity" and "-Infinity", which
+`float()` accepts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends reports to `run_dir/metrics.jsonl`, each flushed at once.
+    """Writer that appends reports to `run_dir/metrics.jsonl` and flushes each of them.
 
-    With `resumed_step`, lines past that step and a line that was cut off by a crash are taken out first; `num_dropped` counts them.
-    Without it the file must not have lines yet: raises MsrlError.
+    With `resumed_step`, later lines and a line that a crash truncated are removed first.
+    `num_dropped` is their number.
+
+    Raises:
+        MsrlError: the file already has lines, and `resumed_step` is None.
     """
 
     def __init__(self, run_dir: Path, *, resumed_step: int | None = None) -> None:
@@ -44,26 +48,33 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> tuple[StepReport, ...]:
-    """The reports of a metrics file (or of the run folder that holds it). A last line that was cut off is left out.
+    """Return the reports of a metrics file, or of the run folder that contains it.
 
-    Raises MsrlError where the file is missing or another line is not a report.
+    A truncated last line is ignored.
+
+    Raises:
+        MsrlError: the file is missing, or another line is not a report.
     """
     path = path / FILE_NAME if path.is_dir() else path
     if not path.exists():
-        raise MsrlError(f"{path}: there are no metrics here; name the folder of a run that has begun")
+        raise MsrlError(f"{path}: no metrics found. Name the folder of a run that has started.")
     return tuple(_reports(path))
 
 
 def to_line(report: StepReport) -> str:
-    """The report as a line of JSON, newline included."""
-    row: JsonObject = {"step": report.step, "metrics": _safe(report.metrics), "seconds": _safe(report.seconds)}
+    """Return the report as a line of JSON, including the line feed."""
+    row: JsonObject = {
+        "step": report.step,
+        "metrics": _safe(report.metrics),
+        "seconds": _safe(report.seconds),
+    }
     if report.notes:
         row["notes"] = list(report.notes)
     return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def from_line(line: str) -> StepReport:
-    """The report of a line. Raises ValueError, TypeError or KeyError where it is none."""
+    """Return the report of a line. Raises ValueError, TypeError or KeyError for other lines."""
     row = json.loads(line)
     return StepReport(
         step=int(row["step"]),
@@ -74,16 +85,18 @@ def from_line(line: str) -> StepReport:
 
 
 def _prepare(path: Path, resumed_step: int | None) -> int:
-    """Leaves the lines up to `resumed_step` in the file; returns how many went."""
+    """Remove the lines after `resumed_step` from the file. Return the number of removed lines."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     if not lines:
         return 0
     if resumed_step is None:
-        raise MsrlError(f"{path}: an earlier run wrote its metrics here; resume it or choose another run.name")
-    kept = [report for report in _reports(path) if report.step <= resumed_step]
-    num_dropped = len(lines) - len(kept)
+        raise MsrlError(
+            f"{path}: contains the metrics of an earlier run. Resume it or choose another run.name."
+        )
+    reports = [report for report in _reports(path) if report.step <= resumed_step]
+    num_dropped = len(lines) - len(reports)
     if num_dropped:
-        write_text(path, "".join(to_line(report) for report in kept))
+        write_text(path, "".join(to_line(report) for report in reports))
     return num_dropped
 
 
@@ -94,7 +107,9 @@ def _reports(path: Path) -> Iterator[StepReport]:
         try:
             yield from_line(line.decode())
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise MsrlError(f"{path}:{number}: not the report of a step ({error}); mend or delete the line") from error
+            raise MsrlError(
+                f"{path}:{number}: not the report of a step ({error}). Fix or delete the line."
+            ) from error
 
 
 def _safe(numbers: Mapping[str, float]) -> dict[str, float | str]:
@@ -104,4 +119,6 @@ def _safe(numbers: Mapping[str, float]) -> dict[str, float | str]:
 def _safe_number(value: float) -> float | str:
     if math.isfinite(value):
         return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"

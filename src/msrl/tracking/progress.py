@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error: a bar on a terminal, a plain line every few seconds elsewhere.
+"""Progress of long operations on standard error: a bar on a terminal, else periodic lines.
 
 with progress("converting", total=num_bytes, unit="B") as bar:
     bar.advance(chunk_bytes)
@@ -17,7 +17,7 @@ BYTES = "B"
 
 
 class Progress(Protocol):
-    """What the work tells, from one thread or several: how much more of it is done."""
+    """Progress of an operation. Threads report finished work by calling `advance`."""
 
     def advance(self, amount: float = 1) -> None: ...
 
@@ -31,56 +31,75 @@ def progress(
     stream: IO[str] | None = None,
     interval_s: float = 5.0,
 ) -> Generator[Progress, None, None]:
-    """Shows the progress of the block. `total` counts units ("B": bytes, shown as KB, MB, GB); None where it is not known."""
+    """Show the progress of the `with` block.
+
+    Args:
+        description: name of the operation.
+        total: total amount in units, None if unknown.
+        unit: unit of the amounts. "B" stands for bytes, which are shown as KB, MB or GB.
+        stream: output, standard error by default.
+        interval_s: minimum time between two lines in seconds, where the stream is no terminal.
+    """
     out = stream or sys.stderr
-    shown = _on_terminal if out.isatty() else _in_lines
-    with shown(description, total, unit, out, interval_s) as bar:
+    show = _show_bar if out.isatty() else _show_lines
+    with show(description, total, unit, out, interval_s) as bar:
         yield bar
 
 
-class _Lines:
-    """Says a line at most every `interval_s` seconds."""
+class _LineProgress:
+    """Progress as lines of text, at most one every `interval_s` seconds."""
 
-    def __init__(self, description: str, total: float | None, unit: str, say: Callable[[str], object], interval_s: float) -> None:
+    def __init__(
+        self,
+        description: str,
+        total: float | None,
+        unit: str,
+        write: Callable[[str], object],
+        interval_s: float,
+    ) -> None:
         self._description = description
         self._total = total
         self._unit = unit
-        self._say = say
+        self._write = write
         self._interval_s = interval_s
         self._done = 0.0
-        self._start = self._said = time.monotonic()
+        self._start = self._last_write = time.monotonic()
         self._lock = threading.Lock()
 
     def advance(self, amount: float = 1) -> None:
         with self._lock:
             self._done += amount
             now = time.monotonic()
-            if now - self._said >= self._interval_s:
-                self._said = now
-                self._say(self._line(now - self._start))
+            if now - self._last_write >= self._interval_s:
+                self._last_write = now
+                self._write(self._line(now - self._start))
 
-    def finish(self, outcome: str) -> None:
-        """The last line: what was done, in what time."""
-        elapsed = time.monotonic() - self._start
-        self._say(f"{self._description}: {outcome}, {amount_text(self._done, self._unit)} in {duration_text(elapsed)}\n")
+    def finish(self, status: str) -> None:
+        """Write the last line: status, amount and duration."""
+        duration = duration_text(time.monotonic() - self._start)
+        amount = amount_text(self._done, self._unit)
+        self._write(f"{self._description}: {status}, {amount} in {duration}\n")
 
     def _line(self, elapsed_s: float) -> str:
         rate = self._done / elapsed_s
-        parts = [amount_text(self._done, self._unit), f"{amount_text(rate, self._unit)}/s"]
+        fields = [amount_text(self._done, self._unit), f"{amount_text(rate, self._unit)}/s"]
         if self._total:
-            parts[0] += f" of {amount_text(self._total, self._unit)} ({100 * self._done / self._total:.0f}%)"
+            percent = 100 * self._done / self._total
+            fields[0] += f" of {amount_text(self._total, self._unit)} ({percent:.0f}%)"
             if rate > 0:
-                parts.append(f"{duration_text((self._total - self._done) / rate)} left")
-        return f"{self._description}: {', '.join(parts)}\n"
+                fields.append(f"{duration_text((self._total - self._done) / rate)} left")
+        return f"{self._description}: {', '.join(fields)}\n"
 
 
 @contextlib.contextmanager
-def _in_lines(description: str, total: float | None, unit: str, out: IO[str], interval_s: float) -> Generator[Progress, None, None]:
-    def say(line: str) -> None:
+def _show_lines(
+    description: str, total: float | None, unit: str, out: IO[str], interval_s: float
+) -> Generator[Progress, None, None]:
+    def write(line: str) -> None:
         out.write(line)
         out.flush()
 
-    lines = _Lines(description, total, unit, say, interval_s)
+    lines = _LineProgress(description, total, unit, write, interval_s)
     try:
         yield lines
     except BaseException:
@@ -90,7 +109,7 @@ def _in_lines(description: str, total: float | None, unit: str, out: IO[str], in
 
 
 class _Bar:
-    """A task of rich's progress display."""
+    """Progress as a bar of rich."""
 
     def __init__(self, advance: Callable[[float], None]) -> None:
         self._advance = advance
@@ -100,12 +119,16 @@ class _Bar:
 
 
 @contextlib.contextmanager
-def _on_terminal(description: str, total: float | None, unit: str, out: IO[str], interval_s: float) -> Generator[Progress, None, None]:
+def _show_bar(
+    description: str, total: float | None, unit: str, out: IO[str], interval_s: float
+) -> Generator[Progress, None, None]:
     from rich import progress as rich_progress
     from rich.console import Console
 
-    of_bytes = (rich_progress.DownloadColumn(), rich_progress.TransferSpeedColumn())
-    columns = of_bytes if unit == BYTES else (rich_progress.MofNCompleteColumn(), rich_progress.TextColumn(unit))
+    columns: list[rich_progress.ProgressColumn]
+    columns = [rich_progress.MofNCompleteColumn(), rich_progress.TextColumn(unit)]
+    if unit == BYTES:
+        columns = [rich_progress.DownloadColumn(), rich_progress.TransferSpeedColumn()]
     display = rich_progress.Progress(
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
@@ -120,7 +143,7 @@ def _on_terminal(description: str, total: float | None, unit: str, out: IO[str],
 
 
 def amount_text(amount: float, unit: str) -> str:
-    """An amount for people: bytes in decimal units, other things with thousands separators.
+    """Format an amount: bytes in decimal units, other units with thousands separators.
 
     >>> amount_text(1_190_000_000, "B"), amount_text(6000, "docs")
     ('1.2 GB', '6,000 docs')
@@ -135,8 +158,8 @@ def amount_text(amount: float, unit: str) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Hours, minutes and seconds: `0:01:05`; below ten seconds with tenths: `4.2 s`."""
+    """Format a duration as `0:01:05` (hours, minutes, seconds), or `4.2 s` below ten seconds."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

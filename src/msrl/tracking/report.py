@@ -1,4 +1,4 @@
-"""The report at the end of a run: how its numbers moved, where the time went, what was noted; `report.md` in the run folder."""
+"""Final report of a run (`report.md` in the run folder): metrics, time per stage and notes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FILE_NAME = "report.md"
 
 
 @dataclass(frozen=True, slots=True)
-class Movement:
-    """A metric over a run; only finite values count, `num_not_finite` says how many were left out."""
+class MetricSummary:
+    """Values of a metric over a run. `num_not_finite` is the number of values that are ignored."""
 
     first: float
     last: float
@@ -30,66 +30,84 @@ class Movement:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a run did. `seconds` are totals per stage; `notes` count how often each was said."""
+    """Summary of a run. `seconds` are totals per stage; `notes` are notes with their counts."""
 
     first_step: int
     last_step: int
     num_steps: int
-    movements: Mapping[str, Movement]
+    metrics: Mapping[str, MetricSummary]
     seconds: Mapping[str, float]
     notes: Mapping[str, int]
 
 
 def summarize(reports: Sequence[StepReport]) -> RunSummary:
-    """The summary of a run's reports. Raises MsrlError when there are none."""
+    """Return the summary of a run's reports. Raises MsrlError if there are none."""
     if not reports:
-        raise MsrlError("the run has no step to report: train.steps may have been reached before it was resumed")
+        raise MsrlError(
+            "the run has no step to report. It may have reached train.steps before it was resumed."
+        )
     names = dict.fromkeys(name for report in reports for name in report.metrics)
     stages = dict.fromkeys(stage for report in reports for stage in report.seconds)
-    trained = [report.step for report in reports if report.step]  # step 0 is an evaluation of what the run starts from
+    # Step 0 is the evaluation of the initial model.
+    trained = [report.step for report in reports if report.step]
+    metrics: dict[str, MetricSummary] = {}
+    for name in names:
+        metrics[name] = _summarize_metric([r.metrics[name] for r in reports if name in r.metrics])
     return RunSummary(
         first_step=trained[0] if trained else 0,
         last_step=trained[-1] if trained else 0,
         num_steps=len(trained),
-        movements={name: _movement([r.metrics[name] for r in reports if name in r.metrics]) for name in names},
+        metrics=metrics,
         seconds={stage: sum(r.seconds.get(stage, 0.0) for r in reports) for stage in stages},
         notes=Counter(note for report in reports for note in report.notes),
     )
 
 
-def write_report(run_dir: Path, summary: RunSummary, *, results: Mapping[str, str] | None = None) -> Path:
-    """Writes `report.md` with the summary; `results` are further lines, such as where the exported model is."""
+def write_report(
+    run_dir: Path, summary: RunSummary, *, results: Mapping[str, str] | None = None
+) -> Path:
+    """Write `report.md` with the summary and return its path.
+
+    `results` are further lines, for example the path of the exported model.
+    """
     path = run_dir / FILE_NAME
     write_text(path, "\n".join(lines(summary, title=run_dir.name, results=results or {})) + "\n")
     return path
 
 
 def lines(summary: RunSummary, *, title: str, results: Mapping[str, str]) -> list[str]:
-    """The report as lines of Markdown."""
-    steps = f"{summary.num_steps} steps ({summary.first_step} to {summary.last_step})." if summary.num_steps else "No step was trained."
+    """Return the report as lines of Markdown."""
+    steps = "No step was trained."
+    if summary.num_steps:
+        steps = f"{summary.num_steps} steps ({summary.first_step} to {summary.last_step})."
     text = [f"# {title}", "", steps]
     text += [f"- {name}: {value}" for name, value in results.items()]
     text += ["", "| metric | first | last | lowest | highest |", "|---|---|---|---|---|"]
-    text += [_metric_row(name, movement) for name, movement in summary.movements.items()]
+    text += [_metric_row(name, metric) for name, metric in summary.metrics.items()]
     if summary.seconds:
-        text += ["", "| stage | time | of the steps |", "|---|---|---|", *_time_rows(summary.seconds)]
+        text += ["", "| stage | time | of the steps |", "|---|---|---|"]
+        text += _time_rows(summary.seconds)
     if summary.notes:
         text += ["", *(f"- {note} ({count} times)" for note, count in summary.notes.items())]
     return text
 
 
-def _movement(values: Sequence[float]) -> Movement:
+def _summarize_metric(values: Sequence[float]) -> MetricSummary:
     finite = [value for value in values if math.isfinite(value)] or [math.nan]
     num_not_finite = sum(not math.isfinite(value) for value in values)
-    return Movement(finite[0], finite[-1], min(finite), max(finite), num_not_finite)
+    return MetricSummary(finite[0], finite[-1], min(finite), max(finite), num_not_finite)
 
 
-def _metric_row(name: str, movement: Movement) -> str:
-    numbers = " | ".join(f"{value:.5g}" for value in (movement.first, movement.last, movement.lowest, movement.highest))
-    flaw = f" ({movement.num_not_finite} not finite)" if movement.num_not_finite else ""
-    return f"| {name}{flaw} | {numbers} |"
+def _metric_row(name: str, metric: MetricSummary) -> str:
+    values = (metric.first, metric.last, metric.lowest, metric.highest)
+    numbers = " | ".join(f"{value:.5g}" for value in values)
+    warning = f" ({metric.num_not_finite} not finite)" if metric.num_not_finite else ""
+    return f"| {name}{warning} | {numbers} |"
 
 
 def _time_rows(seconds: Mapping[str, float]) -> list[str]:
-    whole = seconds.get(STEP) or sum(seconds.values()) or 1.0
-    return [f"| {stage} | {duration_text(spent)} | {100 * spent / whole:.0f}% |" for stage, spent in seconds.items()]
+    total = seconds.get(STEP) or sum(seconds.values()) or 1.0
+    return [
+        f"| {stage} | {duration_text(spent)} | {100 * spent / total:.0f}% |"
+        for stage, spent in seconds.items()
+    ]

@@ -1,11 +1,12 @@
-"""The folder of a run, `run.dir/run.name`: everything that the run writes lives in it.
+"""Run folder (`run.dir/run.name`), which contains everything that a run writes.
 
-    config.yaml       what was in force, every key resolved
-    attempts.jsonl    one line per start: when, the command line, the versions of the stack
-    metrics.jsonl, tensorboard/, checkpoints/, rollouts/, report.md, ...: by whom they concern
+    config.yaml       the effective configuration with all keys
+    attempts.jsonl    one line per start: time, command line, versions of the stack
+    metrics.jsonl, tensorboard/, checkpoints/, rollouts/, report.md, ...: written by other modules
 
-One process writes a run at a time: the folder is locked while it is open. A folder in which no step was reported and no checkpoint lies,
-since its attempts failed while they started, is not a run yet: the next attempt takes it over.
+One process writes to a run at a time: the folder is locked while it is open. If all attempts failed
+before the first step, the folder has neither metrics nor checkpoints, and the next attempt uses it
+without --resume.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ STACK = (
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """An open run folder. `attempt` counts the starts, from 1."""
+    """An open run folder. `attempt` is the number of the current start, from 1."""
 
     path: Path
     attempt: int
@@ -67,28 +68,47 @@ class RunFolder:
         resume: bool = False,
         argv: Sequence[str] | None = None,
     ) -> RunFolder:
-        """Opens `directory/name` for a new run, or with `resume` for a new or an earlier one, and writes down how it was started.
+        """Open `directory/name` and record how the run was started.
 
-        `config` is the resolved configuration as plain values (`Config.model_dump(mode="json")`). On a resumed run with another
-        configuration the earlier one stays as `config.<attempt>.yaml`. Raises MsrlError when the run exists and `resume` is not set,
-        when another process is writing it, when the folder cannot be made or written, or when the name leads out of it.
+        If a resumed run has another configuration, the earlier one is kept as
+        `config.<attempt>.yaml`.
+
+        Args:
+            directory: parent folder of all runs.
+            name: name of the run.
+            config: the resolved configuration as plain values (`Config.model_dump(mode="json")`).
+            resume: accept an existing run.
+            argv: the command line, `sys.argv` by default.
+
+        Raises:
+            MsrlError: the run exists and `resume` is not set, another process writes to it, the
+                folder is not writable, or the name is not a single folder name.
         """
         path = _folder(Path(directory), name)
         _refuse_unwritable(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            return cls._opened(path, _locked(path), config, sys.argv if argv is None else argv, resume=resume)
+            command = sys.argv if argv is None else argv
+            return cls._start(path, _lock(path), config, command, resume=resume)
         except OSError as error:
-            raise _cannot_be_made(path, error.strerror or str(error)) from error
+            raise _not_writable(path, error.strerror or str(error)) from error
 
     @classmethod
-    def _opened(cls, path: Path, lock: IO[str], config: Mapping[str, object], argv: Sequence[str], *, resume: bool) -> RunFolder:
+    def _start(
+        cls,
+        path: Path,
+        lock: IO[str],
+        config: Mapping[str, object],
+        argv: Sequence[str],
+        *,
+        resume: bool,
+    ) -> RunFolder:
         try:
             attempt = _attempts(path) + 1
             if not resume:
                 _refuse_used(path)
             _write_config(path, config, attempt)
-            _note_attempt(path, attempt, argv)
+            _record_attempt(path, attempt, argv)
         except BaseException:
             lock.close()
             raise
@@ -96,16 +116,16 @@ class RunFolder:
 
     @staticmethod
     def check(directory: str | Path, name: str, *, resume: bool = False) -> None:
-        """Raises MsrlError where `create` would; writes nothing."""
+        """Raise the errors of `create` without writing anything."""
         path = _folder(Path(directory), name)
         _refuse_unwritable(path)
         if (path / LOCK).is_file():
-            _locked(path, "r").close()
+            _lock(path, "r").close()
         if path.is_dir() and not resume:
             _refuse_used(path)
 
     def close(self) -> None:
-        """Lets other processes write the run."""
+        """Release the lock of the folder."""
         self._lock.close()
 
     def __enter__(self) -> RunFolder:
@@ -116,7 +136,10 @@ class RunFolder:
 
 
 def stack_versions() -> dict[str, str]:
-    """The versions of Python and of what is installed of the stack, from package metadata: nothing is imported."""
+    """Return the versions of Python and of the installed packages of the stack.
+
+    The versions come from package metadata, so nothing is imported.
+    """
     versions = {"python": platform.python_version()}
     for name in STACK:
         try:
@@ -128,40 +151,54 @@ def stack_versions() -> dict[str, str]:
 
 def _folder(directory: Path, name: str) -> Path:
     if name in {"", ".", ".."} or Path(name).name != name:
-        raise MsrlError(f"run.name={name}: a run's name is one folder name, without slashes; set the folder above it with run.dir")
+        raise MsrlError(
+            f"run.name={name}: must be a folder name without slashes. "
+            "Set the parent folder with run.dir."
+        )
     return directory / name
 
 
 def _refuse_unwritable(path: Path) -> None:
     reason = why_not_writable(path)
     if reason is not None:
-        raise _cannot_be_made(path, reason)
+        raise _not_writable(path, reason)
 
 
-def _cannot_be_made(path: Path, reason: str) -> MsrlError:
-    return MsrlError(f"{path}: the run's folder cannot be made or written ({reason}); choose another run.dir or run.name")
+def _not_writable(path: Path, reason: str) -> MsrlError:
+    return MsrlError(
+        f"{path}: cannot create or write the run folder ({reason}). "
+        "Choose another run.dir or run.name."
+    )
 
 
-def _locked(path: Path, mode: str = "w") -> IO[str]:
-    held = (path / LOCK).open(mode)
-    if not take_lock(held):
-        held.close()
-        raise MsrlError(f"{path}: another process is writing this run; wait for it to end or choose another run.name")
-    return held
+def _lock(path: Path, mode: str = "w") -> IO[str]:
+    lock = (path / LOCK).open(mode)
+    if not take_lock(lock):
+        lock.close()
+        raise MsrlError(
+            f"{path}: another process is writing to this run. "
+            "Wait for it to end or choose another run.name."
+        )
+    return lock
 
 
 def _refuse_used(path: Path) -> None:
     if _is_used(path):
-        raise MsrlError(f"{path}: this run exists already; go on with it (--resume auto), choose another run.name, or delete the folder")
+        raise MsrlError(
+            f"{path}: this run already exists. "
+            "Resume it (--resume auto), choose another run.name, or delete the folder."
+        )
 
 
 def _is_used(path: Path) -> bool:
-    """Whether there is more than what attempts leave that failed before their first step."""
+    """Return True if the folder contains more than attempts that failed before the first step."""
     entries = {entry.name for entry in path.iterdir()} - {LOCK}
     if ATTEMPTS not in entries:
         return bool(entries - {CONFIG})
     metrics = path / METRICS
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(path.glob("iter_*")) or any(path.glob("checkpoints/iter_*"))
+    if metrics.exists() and metrics.stat().st_size > 0:
+        return True
+    return any(path.glob("iter_*")) or any(path.glob("checkpoints/iter_*"))
 
 
 def _attempts(path: Path) -> int:
@@ -177,7 +214,7 @@ def _write_config(path: Path, config: Mapping[str, object], attempt: int) -> Non
     write_text(file, text)
 
 
-def _note_attempt(path: Path, attempt: int, argv: Sequence[str]) -> None:
+def _record_attempt(path: Path, attempt: int, argv: Sequence[str]) -> None:
     row = {
         "attempt": attempt,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),

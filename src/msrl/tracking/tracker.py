@@ -1,6 +1,7 @@
-"""Trackers: whatever takes the report of every step (the metrics file, the terminal, TensorBoard, ...).
+"""Trackers: receivers of the report of every step (metrics file, console, TensorBoard, ...).
 
-A tracker plugin is a module of `msrl.tracking.trackers`, named as in `log.trackers`; its main function is `open_tracker(run_dir)`.
+A tracker plugin is a module of `msrl.tracking.trackers` whose name is used in `log.trackers`. Its
+main function is `open_tracker(run_dir, *, resumed_step=None)`.
 """
 
 from __future__ import annotations
@@ -16,24 +17,32 @@ PACKAGE = "msrl.tracking.trackers"
 
 
 class Tracker(Protocol):
-    """Takes one report per step, in order."""
+    """Receiver of one report per step, in order."""
 
     def log(self, report: StepReport) -> None: ...
 
     def close(self) -> None: ...
 
 
-def open_trackers(names: Sequence[str], run_dir: Path, *, resumed_step: int | None = None) -> tuple[Tracker, ...]:
-    """The trackers of `log.trackers`. `resumed_step` is the step that a resumed run continues after.
+def open_trackers(
+    names: Sequence[str], run_dir: Path, *, resumed_step: int | None = None
+) -> tuple[Tracker, ...]:
+    """Return the trackers of `log.trackers`.
 
-    Raises MsrlError for a name that is no tracker.
+    Args:
+        names: names of the plugins.
+        run_dir: the run folder.
+        resumed_step: the last step of the checkpoint that a run resumes from.
+
+    Raises:
+        MsrlError: a name is unknown, or a tracker cannot start.
     """
     modules = [registry.load(PACKAGE, name, key="log.trackers") for name in names]
     return tuple(module.open_tracker(run_dir, resumed_step=resumed_step) for module in modules)
 
 
 class Trackers:
-    """Several trackers as one, closed together even where one of them fails to close."""
+    """Several trackers combined. `close` closes all of them even if one of them fails."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)

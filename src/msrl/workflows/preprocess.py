@@ -1,4 +1,9 @@
-"""msrl preprocess: rows of text -> conversations -> token ids -> indexed files with a manifest, by several worker processes in order."""
+"""Workflow of `msrl preprocess`: convert rows of text to indexed files of token ids with a
+manifest.
+
+Rows become conversations, then token ids. Several worker processes tokenize batches of rows; the
+results are written in the order of the rows.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +38,24 @@ _REPORT_EVERY_S = 5.0
 
 
 def run(config: Config) -> DatasetManifest:
-    """Preprocesses as `config.preprocess` says. Raises MsrlError for anything that the user has to mend; then no data is written."""
+    """Preprocess the data of `config.preprocess`.
+
+    Raises:
+        MsrlError: the configuration or the data is not valid. No data is written then.
+    """
     settings = config.preprocess
     files = find_files(settings.input)
     job = make_job(settings)
-    prefix = _needed("output_prefix", settings.output_prefix)
+    prefix = _required("output_prefix", settings.output_prefix)
     capacity = settings.seq_length if settings.pack else None
     start = time.perf_counter()
     pad = job.tokenizer.pad_token_id
-    writing = DatasetWriter(prefix, job.handler.kind, capacity=capacity, pad_token_id=pad, overwrite=settings.overwrite)
-    with _exit_when_terminated(), writing as writer:
+    dataset = DatasetWriter(
+        prefix, job.handler.kind, capacity=capacity, pad_token_id=pad, overwrite=settings.overwrite
+    )
+    with _exit_when_terminated(), dataset as writer:
         progress = PreprocessProgress(start)
-        for result in tokenise_all(job, read_batches(files), settings.workers):
+        for result in tokenize_all(job, read_batches(files), settings.workers):
             writer.add(result)
             progress.report(writer)
         writer.finish()
@@ -56,19 +67,39 @@ def run(config: Config) -> DatasetManifest:
 
 
 def make_job(settings: PreprocessConfig) -> TokenizeSettings:
-    """What is done with every row, checked before any row is read. Raises MsrlError."""
-    name = _needed("handler", settings.handler)
-    handler = make_handler(name, kind=settings.kind, map_keys=settings.map_keys, options=settings.options)
+    """Return the settings for every row.
+
+    Raises:
+        MsrlError: a setting is not valid. This is checked before any row is read.
+    """
+    name = _required("handler", settings.handler)
+    handler = make_handler(
+        name, kind=settings.kind, map_keys=settings.map_keys, options=settings.options
+    )
     _check_kind(settings, handler.kind)
-    template = None if handler.kind == "pretrain" else _template(settings.template)
-    tokenizer = open_tokenizer(_needed("tokenizer", settings.tokenizer))
-    renderer = None if template is None else make_renderer(template, tokenizer, enable_thinking=settings.enable_thinking)
-    end = _end_of_document(tokenizer) if settings.append_eod else None
-    return TokenizeSettings(handler, tokenizer, renderer, settings.seq_length, settings.too_long == "truncate", end)
+    template = None if handler.kind == "pretrain" else _load_template(settings.template)
+    tokenizer = open_tokenizer(_required("tokenizer", settings.tokenizer))
+    renderer: Renderer | None = None
+    if template is not None:
+        renderer = make_renderer(template, tokenizer, enable_thinking=settings.enable_thinking)
+    return TokenizeSettings(
+        handler=handler,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        seq_length=settings.seq_length,
+        truncate=settings.too_long == "truncate",
+        eod_token_id=_end_of_document(tokenizer) if settings.append_eod else None,
+    )
 
 
-def tokenise_all(job: TokenizeSettings, batches: Iterable[RowBatch], workers: int) -> Iterator[TokenizedRows]:
-    """The result of every batch, in order: in this process (on all cores of the tokenizer's own threads), or in `workers` others."""
+def tokenize_all(
+    job: TokenizeSettings, batches: Iterable[RowBatch], workers: int
+) -> Iterator[TokenizedRows]:
+    """Yield the result of every batch in order.
+
+    With one worker, this process tokenizes with the threads of the tokenizer on all cores.
+    Otherwise `workers` other processes do.
+    """
     if workers == 1:
         yield from (tokenize_rows(job, batch) for batch in batches)
         return
@@ -76,13 +107,18 @@ def tokenise_all(job: TokenizeSettings, batches: Iterable[RowBatch], workers: in
     try:
         yield from _in_order(pool, batches, ahead=3 * workers)
     except BrokenProcessPool as error:
-        raise MsrlError("a worker process was killed, most likely for want of memory; use fewer preprocess.workers") from error
+        raise MsrlError(
+            "a worker process was killed, probably because the machine ran out of memory. "
+            "Use fewer preprocess.workers."
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def make_manifest(settings: PreprocessConfig, job: TokenizeSettings, writer: DatasetWriter) -> DatasetManifest:
-    """What was written and dropped."""
+def make_manifest(
+    settings: PreprocessConfig, job: TokenizeSettings, writer: DatasetWriter
+) -> DatasetManifest:
+    """Return the manifest of the written data."""
     counts, kind, renderer = writer.counts, job.handler.kind, job.renderer
     loss_tokens = {"sft": counts["loss_tokens"], "pretrain": counts["tokens"], "prompts": 0}
     return DatasetManifest(
@@ -108,13 +144,15 @@ def make_manifest(settings: PreprocessConfig, job: TokenizeSettings, writer: Dat
 
 
 def summary(prefix: str, manifest: DatasetManifest, wall_s: float) -> str:
-    """What was done, in a few words."""
-    dropped = ", ".join(f"{number:,} {reason.replace('_', ' ')}" for reason, number in manifest.dropped.items()) or "none"
+    """Return the line that is printed at the end."""
+    reasons = [f"{n:,} {reason.replace('_', ' ')}" for reason, n in manifest.dropped.items()]
+    dropped = ", ".join(reasons) or "none"
     packed = f" in {manifest.num_rows:,} rows" if manifest.pack else ""
     truncated = f"; truncated: {manifest.truncated:,}" if manifest.truncated else ""
     return (
-        f"{prefix}: {manifest.num_examples:,} {_NOUNS[manifest.kind]}{packed}, {manifest.num_tokens:,} tokens "
-        f"(longest {manifest.max_tokens:,}), {wall_s:.1f} s; dropped: {dropped}{truncated}"
+        f"{prefix}: {manifest.num_examples:,} {_NOUNS[manifest.kind]}{packed}, "
+        f"{manifest.num_tokens:,} tokens (longest {manifest.max_tokens:,}), {wall_s:.1f} s; "
+        f"dropped: {dropped}{truncated}"
     )
 
 
@@ -122,25 +160,29 @@ _NOUNS = {"pretrain": "documents", "sft": "examples", "prompts": "prompts"}
 
 
 class PreprocessProgress:
-    """A line on standard error every few seconds."""
+    """Progress as a line on standard error every few seconds."""
 
     def __init__(self, start: float) -> None:
         self._start = self._last = start
 
     def report(self, writer: DatasetWriter) -> None:
-        """Says how far it is, if it is time."""
+        """Print the progress if the last line is old enough."""
         now = time.perf_counter()
         if now - self._last >= _REPORT_EVERY_S:
             self._last = now
             rows, tokens = writer.counts["read"], writer.counts["tokens"]
-            print(f"preprocess: {rows:,} rows, {tokens:,} tokens, {rows / (now - self._start):,.0f} rows/s", file=sys.stderr, flush=True)
+            rate = rows / (now - self._start)
+            line = f"preprocess: {rows:,} rows, {tokens:,} tokens, {rate:,.0f} rows/s"
+            print(line, file=sys.stderr, flush=True)
 
 
-def _in_order(pool: ProcessPoolExecutor, batches: Iterable[RowBatch], ahead: int) -> Iterator[TokenizedRows]:
-    """Results in the order of the batches, with at most `ahead` batches on their way."""
+def _in_order(
+    pool: ProcessPoolExecutor, batches: Iterable[RowBatch], ahead: int
+) -> Iterator[TokenizedRows]:
+    """Yield the results in the order of the batches, with at most `ahead` batches submitted."""
     waiting: deque[Future[TokenizedRows]] = deque()
     for batch in batches:
-        with children_ignore_interrupts():  # the pool starts a worker for a batch while it has fewer than it may
+        with children_ignore_interrupts():  # submitting may start a worker process
             waiting.append(pool.submit(_work, batch))
         if len(waiting) >= ahead:
             yield waiting.popleft().result()
@@ -150,22 +192,25 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterable[RowBatch], ahead: int
 
 @contextlib.contextmanager
 def _exit_when_terminated() -> Generator[None, None, None]:
-    """SIGTERM, which batch systems and containers send, tidies up as Ctrl-C does."""
+    """Remove temporary files on SIGTERM as on Ctrl-C. Batch systems and containers send SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 _JOB: list[TokenizeSettings] = []
 
 
 def _start_worker(job: TokenizeSettings) -> None:
-    """A worker's first act: one thread each, the job kept. Ctrl-C is the main process's to handle, whose end is a worker's too."""
+    """Initialize a worker process: one thread, and the settings for all its batches.
+
+    The main process handles Ctrl-C. When it ends, the worker ends too.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -173,7 +218,10 @@ def _start_worker(job: TokenizeSettings) -> None:
 
 
 def _end_with_parent() -> None:
-    """End when the main process has been killed: the queue that a worker waits at stays open, since the other workers hold it."""
+    """End this process when the main process has been killed.
+
+    A worker would otherwise wait forever: the other workers keep its queue open.
+    """
     parent = parent_process()
     if parent is not None:
         parent.join()
@@ -184,16 +232,19 @@ def _work(batch: RowBatch) -> TokenizedRows:
     return tokenize_rows(_JOB[0], batch)
 
 
-def _template(name: str | None) -> Template:
-    """The template, which conversations need."""
+def _load_template(name: str | None) -> Template:
+    """Return the template. Raises MsrlError if it is not set, since conversations need one."""
     if name is None:
-        raise MsrlError(f"preprocess.template: not set, and conversations need one; known: {', '.join(template_names())}, or a .yaml file")
+        raise MsrlError(
+            "preprocess.template: not set, but conversations need one; "
+            f"known: {', '.join(template_names())}, or a .yaml file"
+        )
     return load_template(name)
 
 
 def _check_kind(settings: PreprocessConfig, kind: str) -> None:
-    """That no key is set which this kind of data has no use for."""
-    wrong = {
+    """Raise MsrlError if a key is set that has no effect for this kind of data."""
+    unused = {
         "pack": settings.pack and kind != "sft",
         "too_long": settings.too_long == "truncate" and kind != "sft",
         "seq_length": settings.seq_length is not None and kind == "pretrain",
@@ -201,38 +252,46 @@ def _check_kind(settings: PreprocessConfig, kind: str) -> None:
         "enable_thinking": settings.enable_thinking is not None and kind == "pretrain",
         "append_eod": settings.append_eod and kind != "pretrain",
     }
-    for key, is_wrong in wrong.items():
-        if is_wrong:
-            raise MsrlError(f"preprocess.{key}={getattr(settings, key)}: means nothing for {kind} data; leave it out")
+    for key, is_set in unused.items():
+        if is_set:
+            raise MsrlError(
+                f"preprocess.{key}={getattr(settings, key)}: has no effect for {kind} data. "
+                "Remove it."
+            )
     if settings.pack and settings.seq_length is None:
-        raise MsrlError("preprocess.pack: needs the length of a row; set preprocess.seq_length")
+        raise MsrlError("preprocess.pack=true: needs the row length. Set preprocess.seq_length.")
 
 
 def _end_of_document(tokenizer: TextTokenizer) -> int:
-    """The token that ends a document."""
+    """Return the id of the token that ends a document."""
     number = None if tokenizer.eos_token is None else tokenizer.token_id(tokenizer.eos_token)
     if number is None:
-        raise MsrlError(f"preprocess.append_eod: the tokenizer of {tokenizer.folder} has no end-of-text token")
+        raise MsrlError(
+            "preprocess.append_eod=true: the tokenizer of "
+            f"{tokenizer.folder} has no end-of-text token"
+        )
     return number
 
 
 def _eos_token_id(tokenizer: TextTokenizer, renderer: Renderer | None) -> int | None:
-    """The token that ends an answer, or a document."""
+    """Return the id of the token that ends an answer or a document."""
     if renderer is not None:
         return renderer.eos_token_id
     return None if tokenizer.eos_token is None else tokenizer.token_id(tokenizer.eos_token)
 
 
 def _check_not_empty(manifest: DatasetManifest, files: tuple[Path, ...]) -> None:
-    """That something is left to write."""
+    """Raise MsrlError if there is nothing to write."""
     if not manifest.num_examples:
         dropped = ", ".join(f"{number} {reason}" for reason, number in manifest.dropped.items())
-        why = f"all rows were dropped ({dropped})" if dropped else "there are no rows"
-        raise MsrlError(f"preprocess.input={', '.join(map(str, files[:3]))}: nothing to write: {why}")
+        reason = f"all rows were dropped ({dropped})" if dropped else "there are no rows"
+        raise MsrlError(
+            f"preprocess.input={', '.join(map(str, files[:3]))}: nothing to write: {reason}"
+        )
 
 
-def _needed(key: str, value: str | None) -> str:
-    """A key that must be set."""
+def _required(key: str, value: str | None) -> str:
+    """Return the value of a key. Raises MsrlError if it is not set."""
     if value is None:
-        raise MsrlError(f"preprocess.{key}: not set; give --{key.replace('_', '-')}")
+        raise MsrlError(f"preprocess.{key}: not set. Pass --{key.replace('_', '-')}.")
     return value

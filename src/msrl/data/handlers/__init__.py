@@ -1,8 +1,13 @@
-"""Dataset handlers: one module each, `handler: NAME` is its file's name.
+"""Dataset handlers: one module each, selected by `handler: NAME`, the name of its file.
 
-A handler module has `KINDS` (what its rows can become, the usual one first), `COLUMNS` (its parts and their usual columns), `REQUIRED`
-(the parts that must be there) and `conversation(row, columns, *, options) -> Conversation`; that of pretraining has `text(row, columns)`.
-MindSpeed's class names are known too.
+A handler module defines:
+
+- `KINDS`: the kinds of data that it can produce, the default first
+- `COLUMNS`: its fields and their default columns
+- `REQUIRED`: the required fields
+- `conversation(row, columns, *, options) -> Conversation`, or `text(row, columns)` for pretraining
+
+The class names of MindSpeed's handlers are accepted as aliases.
 """
 
 from __future__ import annotations
@@ -29,16 +34,20 @@ ALIASES = {
     "PPOAlpacaStyleInstructionHandler": "r1",
     "Math17kAlpacaStyleInstructionHandler": "r1",
 }
-# What MindSpeed's handlers imply beyond ours: columns and kind.
+# Columns and kinds that MindSpeed's handlers imply.
 _IMPLIED_COLUMNS = {
-    "Math17kAlpacaStyleInstructionHandler": {"prompt": "prompt", "query": "", "response": "reward_model.ground_truth"},
+    "Math17kAlpacaStyleInstructionHandler": {
+        "prompt": "prompt",
+        "query": "",
+        "response": "reward_model.ground_truth",
+    },
 }
 _IMPLIED_KINDS = {"R1SharegptStyleInstructionHandler": "prompts"}
 
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """A handler with everything that the user chose: `module` does the work, `kind` says what comes out."""
+    """A handler with the user's settings. `kind` is the kind of data that it produces."""
 
     name: str
     kind: Kind
@@ -47,24 +56,36 @@ class Handler:
 
     @property
     def module(self) -> ModuleType:
-        """The plugin's module."""
+        """The module of the plugin."""
         return registry.load(__name__, self.name, key="preprocess.handler")
 
 
 def handler_names() -> tuple[str, ...]:
-    """All names that `make_handler` takes."""
+    """Return all names that `make_handler` accepts."""
     return (*registry.names(__name__), *sorted(ALIASES))
 
 
-def make_handler(name: str, *, kind: str | None, map_keys: Mapping[str, str], options: Mapping[str, Any]) -> Handler:
-    """The handler `name`. Raises MsrlError for an unknown name, part or option, or a kind that it cannot make."""
+def make_handler(
+    name: str, *, kind: str | None, map_keys: Mapping[str, str], options: Mapping[str, Any]
+) -> Handler:
+    """Return the handler `name` with the user's settings.
+
+    Raises:
+        MsrlError: the name, a field or an option is unknown, or the handler cannot produce `kind`.
+    """
     if name not in handler_names():
-        raise MsrlError(f"preprocess.handler={name}: there is no such handler; {nearest(name, handler_names())}")
+        hint = nearest(name, handler_names())
+        raise MsrlError(f"preprocess.handler={name}: unknown handler; {hint}")
     plugin = ALIASES.get(name, name)
     module = registry.load(__name__, plugin, key="preprocess.handler")
-    wanted: Any = kind or _IMPLIED_KINDS.get(name) or module.KINDS[0]
-    if wanted not in module.KINDS:
-        raise MsrlError(f"preprocess.kind={wanted}: handler {name} makes {' or '.join(module.KINDS)}")
-    columns = make_columns(module.COLUMNS, module.REQUIRED, {**_IMPLIED_COLUMNS.get(name, {}), **map_keys})
-    function = module.text if wanted == "pretrain" else module.conversation
-    return Handler(plugin, wanted, columns, registry.check_options(function, options, key="preprocess.options"))
+    resolved_kind: Any = kind or _IMPLIED_KINDS.get(name) or module.KINDS[0]
+    if resolved_kind not in module.KINDS:
+        kinds = " or ".join(module.KINDS)
+        raise MsrlError(
+            f"preprocess.kind={resolved_kind}: handler {name} produces {kinds} data only"
+        )
+    mapped = {**_IMPLIED_COLUMNS.get(name, {}), **map_keys}
+    columns = make_columns(module.COLUMNS, module.REQUIRED, mapped)
+    function = module.text if resolved_kind == "pretrain" else module.conversation
+    checked = registry.check_options(function, options, key="preprocess.options")
+    return Handler(plugin, resolved_kind, columns, checked)

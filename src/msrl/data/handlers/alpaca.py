@@ -1,7 +1,8 @@
-"""Alpaca's form: an instruction, perhaps an input, the answer; perhaps a system text and earlier turns.
+"""Alpaca format: an instruction, an optional input, the answer, an optional system text and
+history.
 
-The question is the instruction and the input, each on lines of its own (as LLaMA-Factory and MindSpeed join them); `history` is a list of
-[question, answer] pairs.
+The question is the instruction followed by the input on a new line, as LLaMA-Factory and MindSpeed
+join them. `history` is a list of earlier [question, answer] pairs.
 """
 
 from __future__ import annotations
@@ -13,32 +14,41 @@ from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 
 KINDS = ("sft", "prompts")
-COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
+COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "system": "system",
+    "history": "history",
+}
 REQUIRED = frozenset({"prompt", "response"})
 
 
 def conversation(row: Any, columns: ColumnMapping) -> Conversation:
-    """The turns of a row. Raises MsrlError when a column is missing or holds something else than text."""
+    """Return the turns of a row. Raises MsrlError if a column is missing or not text."""
     messages: list[Message] = []
     if system := columns.text(row, "system"):
         messages.append(Message("system", system))
     for question, answer in _history(columns.value(row, "history")):
         messages += [Message("user", question), Message("assistant", answer)]
-    messages.append(Message("user", question_of(row, columns)))
+    messages.append(Message("user", join_question(row, columns)))
     messages.append(Message("assistant", columns.text(row, "response")))
     return Conversation(tuple(messages), extra=columns.extra(row))
 
 
-def question_of(row: Any, columns: ColumnMapping) -> str:
-    """Instruction and input, those that are not empty, one after the other."""
-    return "\n".join(part for part in (columns.text(row, "prompt"), columns.text(row, "query")) if part)
+def join_question(row: Any, columns: ColumnMapping) -> str:
+    """Return the instruction and the input, without empty ones, joined by a line feed."""
+    texts = (columns.text(row, "prompt"), columns.text(row, "query"))
+    return "\n".join(text for text in texts if text)
 
 
 def _history(value: Any) -> list[tuple[str, str]]:
-    """Pairs of earlier questions and answers."""
+    """Return the pairs of earlier questions and answers."""
     pairs: list[Any] = value or []
-    if not isinstance(pairs, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(turn, str) for turn in pair) for pair in pairs
-    ):
+    if not isinstance(pairs, list) or not all(map(_is_text_pair, pairs)):
         raise MsrlError("the history must be a list of [question, answer] pairs of text")
     return [(pair[0], pair[1]) for pair in pairs]
+
+
+def _is_text_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair)

@@ -12,5 +12,5 @@ REQUIRED = frozenset({"text"})
 
 
 def text(row: Any, columns: ColumnMapping) -> str:
-    """The document of a row."""
+    """Return the document of a row."""
     return columns.text(row, "text")

@@ -1,6 +1,8 @@
-"""Prompts with answers for reinforcement learning on verifiable tasks (DAPO, DeepScaleR, Open-Reasoner-Zero and the like).
+"""Prompts with verifiable answers for reinforcement learning (DAPO, DeepScaleR,
+Open-Reasoner-Zero).
 
-The prompt is text, or a list of turns of which the last is the question; the answer is the ground truth that verifiers read.
+The prompt is text, or a list of turns that ends with the question. The answer is the ground truth
+that verifiers read.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping
-from msrl.data.handlers.alpaca import question_of
+from msrl.data.handlers.alpaca import join_question
 from msrl.data.handlers.sharegpt import check_order, read_messages, without_thought
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
@@ -19,9 +21,16 @@ REQUIRED = frozenset({"prompt", "response"})
 
 
 def conversation(row: Any, columns: ColumnMapping) -> Conversation:
-    """The prompt's turns and the answer. Raises MsrlError when a column is missing or of another form."""
+    """Return the prompt's turns and the answer.
+
+    Raises:
+        MsrlError: a column is missing or has an unknown format.
+    """
     prompt = columns.value(row, "prompt")
-    messages = list(read_messages(prompt)) if isinstance(prompt, list) else [Message("user", question_of(row, columns))]
+    if isinstance(prompt, list):
+        messages = list(read_messages(prompt))
+    else:
+        messages = [Message("user", join_question(row, columns))]
     if system := columns.text(row, "system"):
         messages = [Message("system", system), *(m for m in messages if m.role != "system")]
     check_order(messages)
@@ -29,7 +38,7 @@ def conversation(row: Any, columns: ColumnMapping) -> Conversation:
 
 
 def _answer(row: Any, columns: ColumnMapping) -> str:
-    """The ground truth as text; whole numbers are written out."""
+    """Return the ground truth as text. Integers are converted."""
     value = columns.value(row, "response")
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -37,7 +46,8 @@ def _answer(row: Any, columns: ColumnMapping) -> str:
         turns = read_messages(value)
         if turns[-1].role != "assistant":
             raise MsrlError(
-                f"column {columns.paths['response']!r} (for 'response') ends with a turn of {turns[-1].role}, not with an answer"
+                f"column {columns.paths['response']!r} (for 'response') ends with a turn of "
+                f"{turns[-1].role}, not with an answer"
             )
         return without_thought(turns[-1].content)
     return columns.text(row, "response")

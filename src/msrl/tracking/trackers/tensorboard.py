@@ -1,4 +1,7 @@
-"""TensorBoard event files, written by TensorBoard's own writer into `<run>/tensorboard` (no TensorFlow, no torch)."""
+"""TensorBoard tracker: event files in `<run>/tensorboard`.
+
+The writer of the package tensorboard is used, which requires neither TensorFlow nor torch.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,22 @@ if TYPE_CHECKING:
 
 
 def open_tracker(run_dir: Path, *, resumed_step: int | None = None) -> TensorBoardTracker:
-    """A tracker that writes to `run_dir/tensorboard`; what an earlier attempt logged past `resumed_step` is no longer shown."""
+    """Return a tracker that writes to `run_dir/tensorboard`.
+
+    TensorBoard hides what earlier attempts logged after `resumed_step`.
+    """
     try:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError as error:
-        raise MsrlError("log.trackers=tensorboard: the package tensorboard is not installed; pip install tensorboard") from error
+        raise MsrlError(
+            "log.trackers=tensorboard: the package tensorboard is not installed. "
+            "Install it with `pip install tensorboard`."
+        ) from error
     return TensorBoardTracker(EventFileWriter(str(run_dir / "tensorboard")), resumed_step)
 
 
 class TensorBoardTracker:
-    """Scalars by metric name; seconds per stage as `seconds/<stage>`."""
+    """Tracker that logs scalars by metric name, and seconds per stage as `seconds/<stage>`."""
 
     def __init__(self, writer: EventFileWriter, resumed_step: int | None) -> None:
         event_pb2 = _generated("event_pb2")
@@ -33,17 +42,31 @@ class TensorBoardTracker:
         self._summary = _generated("summary_pb2").Summary
         if resumed_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(self._event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
+            self._writer.add_event(
+                self._event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
+            )
 
     def log(self, report: StepReport) -> None:
-        scalars = dict(report.metrics) | {f"seconds/{stage}": seconds for stage, seconds in report.seconds.items()}
-        values = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=report.step, summary=self._summary(value=values)))
+        scalars = dict(report.metrics) | {
+            f"seconds/{stage}": seconds for stage, seconds in report.seconds.items()
+        }
+        values = [
+            self._summary.Value(tag=name, simple_value=float(value))
+            for name, value in scalars.items()
+        ]
+        self._writer.add_event(
+            self._event(
+                wall_time=time.time(), step=report.step, summary=self._summary(value=values)
+            )
+        )
 
     def close(self) -> None:
         self._writer.close()
 
 
 def _generated(name: str) -> Any:
-    """A module that protobuf generated: its classes come into being when it is imported, so that no type checker knows them."""
+    """Import a module that protobuf generated.
+
+    It creates its classes when it is imported, so type checkers do not know them.
+    """
     return importlib.import_module(f"tensorboard.compat.proto.{name}")

@@ -45,7 +45,7 @@ class _Stream:
 
     def _piece(self, document: int, begin: int, end: int) -> NDArray[np.int64]:
         start = int(self.starts[document])
-        return self.dataset.part(document, max(0, begin - start), max(0, end - start))
+        return self.dataset.read_tokens(document, max(0, begin - start), max(0, end - start))
 
 
 class TextRows:
