@@ -13,7 +13,7 @@ import pytest
 
 from mixture_families import QWEN3_MOE
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.families import all_rules, families, load_shape, num_parameters, shape_of
+from msrl.models.families import all_rules, families, load_shape, num_parameters, shape_from_config
 from msrl.models.hf_config import HfConfig
 from msrl.models.megatron import transformer_settings
 from msrl.models.rules import Qkv
@@ -33,7 +33,7 @@ LLAMA3_SCALING = {
 
 
 def shape(config: dict[str, Any], **changes: Any) -> Any:
-    return shape_of(HfConfig({**config, **changes}, "config.json"))
+    return shape_from_config(HfConfig({**config, **changes}, "config.json"))
 
 
 # The counts are those of the models' cards and of the indices of their published weights.
@@ -92,7 +92,7 @@ def test_both_spellings_of_the_number_of_experts_mean_the_same() -> None:
     """transformers 5 writes Qwen3's as num_local_experts."""
     values = {**QWEN3_MOE, "num_local_experts": 4}
     del values["num_experts"]
-    found = shape_of(HfConfig(values, "config.json")).moe
+    found = shape_from_config(HfConfig(values, "config.json")).moe
     assert found is not None and found.num_experts == 4
 
 
