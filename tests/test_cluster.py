@@ -132,7 +132,7 @@ def test_two_nodes_are_joined_planned_over_and_ended_and_nothing_else_is(head, c
         with pytest.raises(MsrlError, match=mentions("node", f"127.0.0.2:{port}")):
             launch.join(f"127.0.0.2:{port}", host="127.0.0.3", devices=3, platform_resource=RESOURCE)
         check_two_nodes(f"127.0.0.2:{port}")
-        records = launch.recorded()
+        records = launch.recorded_nodes()
         pids = [process for record in records for process in record.processes]
         assert len(pids) >= 10
         worker = next(record for record in records if record.kind == "worker")
@@ -169,7 +169,7 @@ def test_a_ray_that_does_not_start_says_its_last_words_and_leaves_nothing():
     launch.down()
     with pytest.raises(MsrlError, match=mentions("Ray", "exit status 1", "CPU")):
         launch.up(port=probe.free_port(), dashboard_port=probe.free_port(), devices=1, platform_resource="CPU")
-    assert launch.recorded() == ()
+    assert launch.recorded_nodes() == ()
     assert list(Path(os.environ["RAY_TMPDIR"]).iterdir()) == []
 
 

@@ -235,24 +235,24 @@ def test_a_folder_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
 def test_the_folder_of_a_run_that_was_killed_goes_with_the_next_run_and_kept_logs_stay(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
         monkeypatch.setenv("RAY_TMPDIR", base)
-        code = "from msrl.cluster import state; a, b = state.own_temp_dir(), state.own_temp_dir(); state.keep_temp_dir(b); print(a, b)"
+        code = "from msrl.cluster import state; a, b = state.make_owned_temp_dir(), state.make_owned_temp_dir(); state.keep_temp_dir(b); print(a, b)"
         killed, kept = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
         assert Path(killed).is_dir()
-        mine = state.own_temp_dir()
+        mine = state.make_owned_temp_dir()
         assert not Path(killed).exists()
         assert Path(kept).is_dir()
-        assert state.own_temp_dir() != mine
+        assert state.make_owned_temp_dir() != mine
         assert mine.is_dir()
 
 
 def test_the_folder_of_a_run_on_another_machine_stays(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
         monkeypatch.setenv("RAY_TMPDIR", base)
-        code = "from msrl.cluster import state; print(state.own_temp_dir())"
+        code = "from msrl.cluster import state; print(state.make_owned_temp_dir())"
         there = f"import socket; socket.gethostname = lambda: 'another-machine'; {code}"
         theirs, ours = (
             subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True).stdout.strip() for c in (there, code)
         )
-        state.own_temp_dir()
+        state.make_owned_temp_dir()
         assert Path(theirs).is_dir()
         assert not Path(ours).exists()

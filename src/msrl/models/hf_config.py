@@ -29,7 +29,7 @@ class HfConfig:
     def fail(self, key: str, reason: str) -> NoReturn:
         """Raise MsrlError with the file, the key, its value and the reason."""
         setting = f"{key}={json.dumps(self.values[key])}" if key in self.values else key
-        raise MsrlError(f"{self.where}: {setting}: {reason}")
+        raise MsrlError(f"{self.where}: {setting}: {reason}.")
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a positive integer; `default` is used if the key is absent or null."""
@@ -147,7 +147,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
         values: Any = json.loads(file.read_text(encoding="utf-8"))
         token_ids: Any = values.get("eos_token_id")
     except (ValueError, RecursionError, AttributeError) as error:
-        raise MsrlError(f"{file}: not a JSON object ({error}). Restore the file") from error
+        raise MsrlError(f"{file}: not a JSON object ({error}). Restore the file.") from error
     listed = cast("list[Any]", token_ids) if isinstance(token_ids, list) else [token_ids]
     return tuple(
         token for token in listed if isinstance(token, int) and not isinstance(token, bool)
@@ -162,11 +162,11 @@ def read_hf_config(path: Path) -> HfConfig:
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise MsrlError(f"{path}: no config.json found. Pass the folder of a Hugging Face model")
+        raise MsrlError(f"{path}: no config.json found. Pass the folder of a Hugging Face model.")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise MsrlError(f"{file}: not valid JSON ({error}). Restore the file") from error
+        raise MsrlError(f"{file}: not valid JSON ({error}). Restore the file.") from error
     if not isinstance(values, dict):
-        raise MsrlError(f"{file}: must contain a JSON object")
+        raise MsrlError(f"{file}: must contain a JSON object.")
     return HfConfig(cast("dict[str, Any]", values), str(file))

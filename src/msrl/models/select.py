@@ -65,7 +65,7 @@ def check_layers(shape: Shape, targets: Iterable[str], *, key: str) -> None:
     layers = sorted({name for rule in rules for name in _layer_names(rule)} - problems.keys())
     for target in targets:
         if target in problems:
-            raise MsrlError(f"{key}={target}: {problems[target]}. Choose from {', '.join(layers)}")
+            raise MsrlError(f"{key}={target}: {problems[target]}. Choose from {', '.join(layers)}.")
         if target not in layers:
             raise MsrlError(
                 f"{key}={target}: not a linear layer of {shape.architecture}; "
@@ -106,6 +106,6 @@ def _is_chosen(rule: Rule, patterns: Collection[str], key: str) -> bool:
         unmatched = ", ".join(name for name in rule.hf if name not in matched)
         raise MsrlError(
             f"{key}: {', '.join(matched)} shares one tensor with {unmatched}. Select all of "
-            "them or none"
+            "them or none."
         )
     return bool(matched)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from msrl import platforms
 from msrl.cluster import launch, probe, state
-from msrl.cluster.launch import Ended
+from msrl.cluster.launch import EndedNode
 from msrl.cluster.session import NodeStatus, ray_session
 from msrl.cluster.state import NodeRecord
 from msrl.config.schema import Config
@@ -57,7 +57,7 @@ def join(
 def status(config: Config | None = None, *, json: bool = False) -> ClusterStatus:
     """Print the nodes of the cluster of `cluster.address`, else of the one that was started or joined here."""
     config = config or Config()
-    recorded = launch.recorded()
+    recorded = launch.recorded_nodes()
     own = next((record for record in recorded if record.alive), None)
     address = config.cluster.address or (own.address if own else None)
     resource = own.resource if own else (_devices(config, 1, None)[1] if address else None)
@@ -70,7 +70,7 @@ def status(config: Config | None = None, *, json: bool = False) -> ClusterStatus
     return found
 
 
-def down(config: Config | None = None) -> tuple[Ended, ...]:
+def down(config: Config | None = None) -> tuple[EndedNode, ...]:
     """End the nodes that were started on this machine and say which."""
     ended = launch.down()
     for one in ended:
