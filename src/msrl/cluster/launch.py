@@ -1,4 +1,4 @@
-"""Start and stop of Ray nodes on this machine, each under a recorded_nodes supervisor.
+"""Start and stop of Ray nodes on this machine, each under a recorded supervisor.
 
 The supervisor is `ray start --block`. It ends its Ray processes on SIGTERM, and the kernel ends
 them when the supervisor is killed. `ray stop` is never used, since it ends every Ray process on the

@@ -74,7 +74,7 @@ class Attention:
     window_layers: tuple[int, ...] = ()
     sinks: bool = False
 
-    def window_of(self, layer: int) -> int | None:
+    def layer_window(self, layer: int) -> int | None:
         """Return the window of a layer; None if it attends to all earlier positions."""
         return self.window if layer in self.window_layers else None
 
