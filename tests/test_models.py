@@ -114,7 +114,7 @@ def test_several_errors_survive_pickling() -> None:
 
 
 def test_both_spellings_of_the_number_of_experts_mean_the_same() -> None:
-    """transformers 5 writes Qwen3's number of experts as num_local_experts."""
+    """Accept num_local_experts, as transformers 5 writes it for Qwen3."""
     values = {**QWEN3_MOE, "num_local_experts": 4}
     del values["num_experts"]
     moe = shape_from_config(HfConfig(values, "config.json")).moe

@@ -40,10 +40,8 @@ def mixture_rules(
     `attention` are the rules of every layer's attention.
     """
     assert shape.moe is not None
-    dense, mixture = (
-        (*attention, *mlp_rules(shape, names)),
-        (*attention, *_layer(shape, shape.moe, names, experts)),
-    )
+    dense = (*attention, *mlp_rules(shape, names))
+    mixture = (*attention, *_layer(shape, shape.moe, names, experts))
     return model_rules(
         shape, names, tuple(mixture if is_mixture else dense for is_mixture in shape.moe.layers)
     )
@@ -109,19 +107,11 @@ def _feed_forward(
 
 def aux_loss_coef(config: HfConfig) -> float | None:
     """Return the coefficient of the load-balancing loss; None if the config has none."""
-    key = next(
-        (
-            key
-            for key in ("router_aux_loss_coef", "aux_loss_alpha")
-            if config.values.get(key) is not None
-        ),
-        None,
-    )
-    if key is None:
-        return None
-    return (
-        0.0 if config.values[key] == 0 else config.checked_positive(key, config.values[key], None)
-    )
+    for key in ("router_aux_loss_coef", "aux_loss_alpha"):
+        value = config.values.get(key)
+        if value is not None:
+            return 0.0 if value == 0 else config.checked_positive(key, value, None)
+    return None
 
 
 def check_experts(config: HfConfig, moe: Moe) -> Moe:

@@ -33,11 +33,14 @@ class Coords(NamedTuple):
 class ParallelLayout:
     """Sizes of a parallel layout.
 
-    `vpp`: layers per virtual stage, as in `num_layers_per_virtual_pipeline_stage`. None: no virtual
-    stages. `num_layer_list`: layers of each stage. None: stages of equal size. `noop_layers`:
-    positions that hold no layer. `ep`: number of ranks that the experts are distributed over.
-    `etp`: number of ranks that one expert is sharded over. None: tp. `moe_tp_extend_ep`: distribute
-    unsharded experts over ep * tp ranks, in files numbered by ep (MindSpeed's option).
+    - `vpp`: layers per virtual stage, as in `num_layers_per_virtual_pipeline_stage`. None: no
+      virtual stages.
+    - `num_layer_list`: layers of each stage. None: stages of equal size.
+    - `noop_layers`: positions that hold no layer.
+    - `ep`: number of ranks that the experts are distributed over.
+    - `etp`: number of ranks that one expert is sharded over. None: tp.
+    - `moe_tp_extend_ep`: distribute unsharded experts over ep * tp ranks, in files numbered by ep
+      (MindSpeed's option).
     """
 
     tp: int = 1
@@ -246,8 +249,9 @@ class ParallelLayout:
                 "etp": self.etp is not None,
                 "moe_tp_extend_ep": self.moe_tp_extend_ep,
             }
-            for field in (field for field, has_value in is_set.items() if has_value):
-                yield field, "the model has no experts. Remove this option"
+            for field, has_value in is_set.items():
+                if has_value:
+                    yield field, "the model has no experts. Remove this option"
             return
         if experts % self.num_expert_groups:
             factor = f"times tp={self.tp} " if self.moe_tp_extend_ep else ""

@@ -85,10 +85,8 @@ def _memory(config: Config, command: str, platform: Platform) -> Iterator[Config
 
 def _cache(config: Config, shape: Shape, cache_bytes: int) -> Iterator[ConfigFinding]:
     """Check that the KV cache can hold one sequence of maximum length."""
-    token, longest = (
-        kv_bytes_per_token(shape, element_bytes(config), config.rollout.engine.tp),
-        max_model_len(config),
-    )
+    token = kv_bytes_per_token(shape, element_bytes(config), config.rollout.engine.tp)
+    longest = max_model_len(config)
     if cache_bytes < token * longest:
         text = (
             f"{cache_bytes / GB:.2f} GB hold {cache_bytes // token} tokens, but one sequence "
