@@ -19,7 +19,7 @@ from torch import Tensor
 
 from msrl.checkpoint.hf.expert_stacks import put_together
 from msrl.models.entries import stack_sizes
-from msrl.models.families import all_rules, shape_of
+from msrl.models.families import all_rules, shape_from_config
 from msrl.models.hf_config import HfConfig
 
 SIZES = {
@@ -139,7 +139,7 @@ FAMILIES = {
 
 def shape(config: dict[str, Any], **changes: Any) -> Any:
     """The shape of a config, with `changes` made."""
-    return shape_of(HfConfig({**config, **changes}, "config.json"))
+    return shape_from_config(HfConfig({**config, **changes}, "config.json"))
 
 
 def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:

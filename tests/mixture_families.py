@@ -1,4 +1,7 @@
-"""The rows of mixtures of experts, like those of `families.py`: experts, groups, shared experts and latent attention, made small."""
+"""Small models of the mixture-of-experts families, in the format of `families.py`.
+
+They cover experts, groups, shared experts and latent attention.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +9,131 @@ from families import COMMON, QWEN2, Family
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
 QWEN3_MOE = {
-    **QWEN2, **_EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32, "attention_bias": False,
-    "sliding_window": None, "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+    **QWEN2,
+    **_EXPERTS,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "attention_bias": False,
+    "sliding_window": None,
+    "num_experts": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 MIXTRAL = {
-    **COMMON, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-    "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2,
-}  # fmt: skip
+    **COMMON,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 DEEPSEEK = {
-    **COMMON, **_EXPERTS, "num_key_value_heads": 4, "attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10000,
-    "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1, "kv_lora_rank": 32,
+    **COMMON,
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "kv_lora_rank": 32,
     "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16, "v_head_dim": 20, "routed_scaling_factor": 1.0,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "routed_scaling_factor": 1.0,
     "rope_scaling": {
-        "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
         "original_max_position_embeddings": 16,
     },
-}  # fmt: skip
+}
 DEEPSEEK_V2 = {
-    **DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "norm_topk_prob": False, "scoring_func": "softmax",
-}  # fmt: skip
+    **DEEPSEEK,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+}
 DEEPSEEK_V3 = {
-    **DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "scoring_func": "sigmoid", "q_lora_rank": 40,
-    "topk_method": "noaux_tc", "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 0, "rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
-}  # fmt: skip
+    **DEEPSEEK,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "scoring_func": "sigmoid",
+    "q_lora_rank": 40,
+    "topk_method": "noaux_tc",
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 GPT_OSS = {
-    **COMMON, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32, "attention_bias": True, "rms_norm_eps": 1e-5,
-    "rope_theta": 150000, "sliding_window": 8, "swiglu_limit": 1.0, "num_local_experts": 8, "num_experts_per_tok": 3,
+    **COMMON,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 32,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "sliding_window": 8,
+    "swiglu_limit": 1.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "rope_scaling": {
-        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16,
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
     },
-}  # fmt: skip
+}
 MIXTURES = {
     "qwen3 moe": Family(QWEN3_MOE, "aic/Qwen--Qwen3-30B-A3B_config.json"),
     "qwen3 moe, every second layer": Family(
         {**QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False},
-        "aic/Qwen--Qwen3-30B-A3B_config.json, with the keys that leave layers dense in use",
+        "aic/Qwen--Qwen3-30B-A3B_config.json, with the keys for dense layers set",
     ),
     "mixtral": Family(MIXTRAL, "aic/mistralai--Mixtral-8x22B-v0.1_config.json"),
     "deepseek v2 lite": Family(
-        {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}, "DeepSeek-V2-Lite.config.json"
+        {
+            **DEEPSEEK_V2,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        "DeepSeek-V2-Lite.config.json",
     ),
     "deepseek v2": Family(
         {
-            **DEEPSEEK_V2, "q_lora_rank": 40, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+            **DEEPSEEK_V2,
+            "q_lora_rank": 40,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
             "routed_scaling_factor": 16.0,
         },
-        "DeepSeek-V2-Lite.config.json, with the latent queries and groups of the whole V2 (arXiv:2405.04434, section 3.1.2)",
+        "DeepSeek-V2-Lite.config.json, with the latent queries and groups of V2 "
+        "(arXiv:2405.04434, section 3.1.2)",
     ),
     "deepseek v3": Family(DEEPSEEK_V3, "aic/deepseek-ai--DeepSeek-V3_config.json"),
-    "gpt-oss": Family(GPT_OSS, "aic/openai--gpt-oss-20b_config.json, its clamp so low that it shows"),
-    "kimi k2": Family({**DEEPSEEK_V3, "n_group": 1, "topk_group": 1}, "aic/moonshotai--Kimi-K2-Instruct_config.json"),
-}  # fmt: skip
+    "gpt-oss": Family(
+        GPT_OSS, "aic/openai--gpt-oss-20b_config.json, with a clamp low enough to have an effect"
+    ),
+    "kimi k2": Family(
+        {**DEEPSEEK_V3, "n_group": 1, "topk_group": 1},
+        "aic/moonshotai--Kimi-K2-Instruct_config.json",
+    ),
+}

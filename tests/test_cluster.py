@@ -1,4 +1,4 @@
-"""A real Ray: heads and nodes started and ended by record, tokens, placement, and runs that end at their first failure."""
+"""Nodes, tokens, placement and failures of workers with a real Ray."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ RESOURCE = "msrl_device"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_state(tmp_path_factory):
-    """State and folders of its own for the whole file, with a short path; no token of the environment."""
+def separate_state(tmp_path_factory):
+    """Use a separate state and a short temporary path for this file, and no token of the
+    environment.
+    """
     patch = pytest.MonkeyPatch()
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     patch.setenv("RAY_TMPDIR", folder)
@@ -41,104 +43,145 @@ def own_state(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head():
-    """A head on loopback, as `msrl cluster up` starts it."""
-    record = launch.up(port=probe.free_port(), dashboard_port=probe.free_port(), devices=2, platform_resource=RESOURCE)
+    """Start a head on loopback as `msrl cluster up` does."""
+    record = launch.up(
+        port=probe.free_port(),
+        dashboard_port=probe.free_port(),
+        devices=2,
+        platform_resource=RESOURCE,
+    )
     yield record
     launch.down()
 
 
 def listening_hosts(pids):
-    """The addresses on which these processes listen."""
-    return {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in pids}
+    """Return the addresses on which these processes listen."""
+    return {
+        c.laddr.ip
+        for c in psutil.net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN and c.pid in pids
+    }
 
 
-def test_a_head_on_loopback_listens_nowhere_else(head):
+def test_a_head_on_loopback_listens_on_loopback_only(head):
     hosts = listening_hosts({process.pid for process in head.processes})
     assert hosts
     assert {host.removeprefix("::ffff:") for host in hosts} == {"127.0.0.1"}
 
 
-def test_no_other_user_reaches_the_sockets_of_a_node_or_its_token(head):
+def test_other_users_cannot_access_a_node_or_its_token(head):
     assert stat.S_IMODE(Path(head.temp_dir).stat().st_mode) == 0o700
     assert list(Path(head.temp_dir).glob("ray/session_latest/sockets/raylet"))
     assert stat.S_IMODE(state.token_path().stat().st_mode) == 0o600
 
 
-def test_status_tells_nodes_and_free_devices_in_words_and_as_json(head, capsys):
+def test_status_prints_nodes_and_free_devices_as_text_and_json(head, capsys):
     from msrl.workflows import cluster
 
     cluster.status()
-    assert_each_mentions(capsys.readouterr().out.splitlines(), (head.address, RESOURCE), ("127.0.0.1", "2 device", "2 free"))
+    assert_each_mentions(
+        capsys.readouterr().out.splitlines(),
+        (head.address, RESOURCE),
+        ("127.0.0.1", "2 device", "2 free"),
+    )
     cluster.status(json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["nodes"] == [{"host": "127.0.0.1", "alive": True, "num_devices": 2.0, "num_free": 2.0}]
-    assert [(r["kind"], r["alive"]) for r in found["recorded"]] == [("head", True)]
+    status = json.loads(capsys.readouterr().out)
+    assert status["nodes"] == [
+        {"host": "127.0.0.1", "alive": True, "num_devices": 2.0, "num_free": 2.0}
+    ]
+    assert [(r["kind"], r["alive"]) for r in status["recorded"]] == [("head", True)]
 
 
-def test_a_second_head_is_refused_while_the_first_is_up(head):
+def test_a_second_head_is_refused_while_the_first_is_running(head):
     with pytest.raises(MsrlError, match=mentions("2 device", head.address)):
         launch.up(port=probe.free_port(), devices=2, platform_resource=RESOURCE)
 
 
-def test_a_run_works_in_the_given_cluster_and_leaves_it_running(head):
+def test_a_run_leaves_its_cluster_running(head):
     import ray
 
     from msrl.cluster.session import ray_session
     from msrl.cluster.waiting import wait_all
 
-    with ray_session(head.address, num_devices=2, resource_name=RESOURCE, env={"COLOUR": "green"}) as session:
-        placed = session.create_placement(plan([Role("actor", 2), Role("rollout", 1, 2)], 2, resource=RESOURCE))
-        teller = make_teller()
-        actors = [session.start(teller, placed, role, worker) for role, worker in (("actor", 0), ("actor", 1), ("rollout", 0))]
-        assert wait_all([actor.environment.remote("COLOUR") for actor in actors], timeout_s=60) == ["green"] * 3
+    with ray_session(
+        head.address, num_devices=2, resource_name=RESOURCE, env={"COLOR": "green"}
+    ) as session:
+        placed = session.create_placement(
+            plan([Role("actor", 2), Role("rollout", 1, 2)], 2, resource=RESOURCE)
+        )
+        probe_class = make_probe_class()
+        actors = [
+            session.start(probe_class, placed, role, worker)
+            for role, worker in (("actor", 0), ("actor", 1), ("rollout", 0))
+        ]
+        assert (
+            wait_all([actor.environment.remote("COLOR") for actor in actors], timeout_s=60)
+            == ["green"] * 3
+        )
         assert session.nodes()[0].num_free == 0
     assert not ray.is_initialized()
     with ray_session(head.address, num_devices=2, resource_name=RESOURCE) as session:
         wait_until(lambda: session.nodes()[0].num_free == 2)
 
 
-def test_a_client_with_another_token_is_told_so_at_once(head, monkeypatch):
+def test_a_client_with_another_token_is_refused_at_once(head, monkeypatch):
     from msrl.cluster.session import ray_session
 
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     began = time.monotonic()
-    with pytest.raises(MsrlError, match=mentions(head.address, "token")), ray_session(head.address, num_devices=2, resource_name=RESOURCE):
+    with (
+        pytest.raises(MsrlError, match=mentions(head.address, "token")),
+        ray_session(head.address, num_devices=2, resource_name=RESOURCE),
+    ):
         pass
     assert time.monotonic() - began < 20
 
 
 def test_ray_itself_refuses_a_client_without_the_token(head, tmp_path):
     code = f"import ray; ray.init(address={head.address!r}); print('let in')"
-    environment = {**os.environ, "HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_NUM_REDIS_GET_RETRIES": "3"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_NUM_REDIS_GET_RETRIES": "3",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode != 0
     assert "let in" not in run.stdout
     assert "Authentication token" in run.stderr
 
 
-def test_two_nodes_are_joined_planned_over_and_ended_and_nothing_else_is(head, capsys):
-    """`ray stop` would end the other Ray too; `down` ends exactly what was recorded, even when a supervisor was killed."""
+def test_down_ends_the_two_nodes_that_it_recorded_and_nothing_else(head, capsys):
+    """`ray stop` would also end the other Ray; `down` ends the recorded nodes, even if a supervisor
+    was killed.
+    """
     from msrl.workflows import cluster
 
     launch.down()
     bystander = subprocess.Popen(["sleep", "300"])
     with other_ray() as other:
         port = probe.free_port()
-        cluster.up(host="127.0.0.2", port=port, dashboard_port=probe.free_port(), devices=2, platform="cpu")
-        said = capsys.readouterr().out
-        assert f"msrl cluster join 127.0.0.2:{port}" in said
-        assert f"scp -p 127.0.0.2:{state.token_path()}" in said
+        cluster.up(
+            host="127.0.0.2", port=port, dashboard_port=probe.free_port(), devices=2, platform="cpu"
+        )
+        printed = capsys.readouterr().out
+        assert f"msrl cluster join 127.0.0.2:{port}" in printed
+        assert f"scp -p 127.0.0.2:{state.token_path()}" in printed
         cluster.join(address=f"127.0.0.2:{port}", host="127.0.0.3", devices=3, platform="cpu")
         with pytest.raises(MsrlError, match=mentions("node", f"127.0.0.2:{port}")):
-            launch.join(f"127.0.0.2:{port}", host="127.0.0.3", devices=3, platform_resource=RESOURCE)
+            launch.join(
+                f"127.0.0.2:{port}", host="127.0.0.3", devices=3, platform_resource=RESOURCE
+            )
         check_two_nodes(f"127.0.0.2:{port}")
-        records = launch.recorded()
+        records = launch.recorded_nodes()
         pids = [process for record in records for process in record.processes]
         assert len(pids) >= 10
         worker = next(record for record in records if record.kind == "worker")
         psutil.Process(worker.processes[0].pid).kill()
         ended = launch.down()
-        assert [one.record.kind for one in ended] == ["worker", "head"]
+        assert [node.record.kind for node in ended] == ["worker", "head"]
         assert not [process for process in pids if state.is_running(process)]
         assert not [record for record in records if Path(record.temp_dir).exists()]
         assert bystander.poll() is None
@@ -151,29 +194,42 @@ def test_two_nodes_are_joined_planned_over_and_ended_and_nothing_else_is(head, c
 
 
 def check_two_nodes(address):
-    """A plan over both nodes gets devices on each; one that is too large for them is refused with what is there."""
+    """Check that a plan over both nodes gets devices on each, and that a plan too large for them is
+    refused.
+    """
     from msrl.cluster.session import ray_session
     from msrl.cluster.waiting import wait_all
 
     with ray_session(address, num_devices=0, resource_name=RESOURCE) as session:
-        assert sorted((node.host, node.num_devices) for node in session.nodes()) == [("127.0.0.2", 2.0), ("127.0.0.3", 3.0)]
+        assert sorted((node.host, node.num_devices) for node in session.nodes()) == [
+            ("127.0.0.2", 2.0),
+            ("127.0.0.3", 3.0),
+        ]
         placed = session.create_placement(plan([Role("actor", 4)], 2, 2, resource=RESOURCE))
-        teller = make_teller()
-        hosts = wait_all([session.start(teller, placed, "actor", rank).host.remote() for rank in range(4)], timeout_s=60)
+        probe_class = make_probe_class()
+        hosts = wait_all(
+            [session.start(probe_class, placed, "actor", rank).host.remote() for rank in range(4)],
+            timeout_s=60,
+        )
         assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
         with pytest.raises(MsrlError, match=mentions("4, 1", "msrl_device", "127.0.0.2")):
             session.create_placement(plan([Role("actor", 5)], 4, 2, resource=RESOURCE))
 
 
-def test_a_ray_that_does_not_start_says_its_last_words_and_leaves_nothing():
+def test_a_failed_start_of_ray_is_reported_with_its_output_and_leaves_nothing():
     launch.down()
     with pytest.raises(MsrlError, match=mentions("Ray", "exit status 1", "CPU")):
-        launch.up(port=probe.free_port(), dashboard_port=probe.free_port(), devices=1, platform_resource="CPU")
-    assert launch.recorded() == ()
+        launch.up(
+            port=probe.free_port(),
+            dashboard_port=probe.free_port(),
+            devices=1,
+            platform_resource="CPU",
+        )
+    assert launch.recorded_nodes() == ()
     assert list(Path(os.environ["RAY_TMPDIR"]).iterdir()) == []
 
 
-def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(monkeypatch, caplog):
+def test_a_start_of_ray_that_times_out_is_retried(monkeypatch, caplog):
     from msrl.cluster import ray_process
 
     starts, ends = [], []
@@ -181,7 +237,10 @@ def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(monkeypatch,
     def init(num_late, **arguments):
         starts.append(arguments)
         if len(starts) <= num_late:
-            raise Exception("The current node timed out during startup. This could happen because some of the raylet failed to startup")
+            raise Exception(
+                "The current node timed out during startup. This could happen because some of "
+                "the raylet failed to startup"
+            )
 
     monkeypatch.setattr(ray_process.ray, "shutdown", lambda: ends.append(len(starts)))
     monkeypatch.setattr(ray_process.ray, "init", lambda **arguments: init(1, **arguments))
@@ -194,11 +253,14 @@ def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(monkeypatch,
     assert len(starts) == 5
 
 
-def make_teller():
-    """The class of an actor that tells where it is, and fails in the ways that workers fail. Local, so that Ray carries its code along."""
+def make_probe_class():
+    """Return an actor class that reports its environment and fails in several ways.
+
+    It is local, so that Ray pickles its code.
+    """
     import ray
 
-    class Teller:
+    class ProbeActor:
         def environment(self, name):
             return os.environ.get(name)
 
@@ -220,42 +282,48 @@ def make_teller():
             time.sleep(after_s)
             os._exit(7)
 
-    return ray.remote(Teller)
+    return ray.remote(ProbeActor)
 
 
 @pytest.fixture(scope="module")
 def run():
-    """A local Ray with two devices of a kind that Ray numbers."""
+    """Start a local Ray with two devices of the resource that Ray numbers."""
     from msrl.cluster.session import ray_session
 
     launch.down()
     with ray_session(None, num_devices=2, resource_name="GPU") as session:
-        placed = session.create_placement(plan([Role("actor", 2), Role("rollout", 1, 2)], 2, resource="GPU"))
-        yield session, placed, make_teller()
+        placed = session.create_placement(
+            plan([Role("actor", 2), Role("rollout", 1, 2)], 2, resource="GPU")
+        )
+        yield session, placed, make_probe_class()
 
 
-def test_a_local_ray_listens_on_loopback_alone(run):
-    own = {process.pid for process in psutil.Process().children(recursive=True)}
-    hosts = listening_hosts(own)
+def test_a_local_ray_listens_on_loopback_only(run):
+    children = {process.pid for process in psutil.Process().children(recursive=True)}
+    hosts = listening_hosts(children)
     assert hosts
     assert {host.removeprefix("::ffff:") for host in hosts} <= {"127.0.0.1", "::1"}
 
 
-def test_a_worker_of_several_devices_is_told_the_numbers_of_all_of_them(run):
+def test_device_ids_lists_all_devices_of_a_worker(run):
     _, placed, _ = run
     assert sorted(placed.device_ids("rollout", 0)) == ["0", "1"]
     assert placed.device_ids("actor", 0) + placed.device_ids("actor", 1) in [("0", "1"), ("1", "0")]
 
 
-def test_a_failure_ends_the_wait_at_once_with_the_traceback_of_the_worker(run):
+def test_a_failure_ends_the_wait_at_once_with_the_workers_traceback(run):
     from msrl.cluster.waiting import WorkerError, wait_all
 
-    session, placed, teller = run
-    slow, bad = (session.start(teller, placed, "actor", rank) for rank in range(2))
+    session, placed, probe_class = run
+    slow, bad = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
     wait_all([slow.pid.remote(), bad.pid.remote()], timeout_s=60)
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        wait_all([slow.wait.remote(120), bad.fail.remote("value", "the ninth token")], timeout_s=120, labels=("actor 0", "actor 1"))
+        wait_all(
+            [slow.wait.remote(120), bad.fail.remote("value", "the ninth token")],
+            timeout_s=120,
+            labels=("actor 0", "actor 1"),
+        )
     assert time.monotonic() - began < 40
     assert str(caught.value).startswith("actor 1 failed:")
     assert "in fail\n" in str(caught.value)
@@ -263,34 +331,38 @@ def test_a_failure_ends_the_wait_at_once_with_the_traceback_of_the_worker(run):
     end(slow, bad)
 
 
-def test_a_worker_that_refuses_input_raises_its_own_error(run):
+def test_an_msrl_error_of_a_worker_is_raised_unchanged(run):
     from msrl.cluster.waiting import wait_all
 
-    session, placed, teller = run
-    actor = session.start(teller, placed, "actor", 0)
+    session, placed, probe_class = run
+    actor = session.start(probe_class, placed, "actor", 0)
     with pytest.raises(MsrlError, match=r"^model\.path: nothing there$"):
         wait_all([actor.fail.remote("user", "model.path: nothing there")], timeout_s=60)
     end(actor)
 
 
-def test_the_worker_that_died_is_named_before_the_peers_that_noticed(run):
+def test_a_dead_worker_is_reported_before_its_failed_peers(run):
     from msrl.cluster.waiting import WorkerError, wait_all
 
-    session, placed, teller = run
-    peer, dying = (session.start(teller, placed, "actor", rank) for rank in range(2))
+    session, placed, probe_class = run
+    peer, dying = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
     wait_all([peer.pid.remote(), dying.pid.remote()], timeout_s=60)
     with pytest.raises(WorkerError) as caught:
-        wait_all([peer.fail.remote("peer", "peer gone", 0.2), dying.die.remote(0.5)], timeout_s=60, labels=("actor 0", "actor 1"))
+        wait_all(
+            [peer.fail.remote("peer", "peer gone", 0.2), dying.die.remote(0.5)],
+            timeout_s=60,
+            labels=("actor 0", "actor 1"),
+        )
     assert str(caught.value).startswith("actor 1 ")
     assert_mentions(caught.value, "died", "actor 0: ConnectionError: peer gone")
     end(peer)
 
 
-def test_the_death_of_a_worker_that_has_nothing_to_do_ends_the_wait_for_the_others(run):
+def test_the_death_of_an_idle_worker_ends_the_wait(run):
     from msrl.cluster.waiting import WorkerError, wait_all
 
-    session, placed, teller = run
-    busy, idle = (session.start(teller, placed, "actor", rank) for rank in range(2))
+    session, placed, probe_class = run
+    busy, idle = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
     _, victim = wait_all([busy.pid.remote(), idle.pid.remote()], timeout_s=60)
     refs, watch = [busy.wait.remote(100)], session.watch({"actor": "training rank"})
     with pytest.raises(MsrlError, match=mentions("rpc_timeout_s", "rollout engine 0")):
@@ -303,25 +375,29 @@ def test_the_death_of_a_worker_that_has_nothing_to_do_ends_the_wait_for_the_othe
     end(busy)
 
 
-def test_workers_that_do_not_answer_in_time_are_named(run):
+def test_workers_that_do_not_answer_in_time_are_reported(run):
     from msrl.cluster.waiting import wait_all
 
-    session, placed, teller = run
-    quick, slow = (session.start(teller, placed, "actor", rank) for rank in range(2))
+    session, placed, probe_class = run
+    quick, slow = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
     wait_all([quick.pid.remote(), slow.pid.remote()], timeout_s=60)
     with pytest.raises(MsrlError, match=mentions("rpc_timeout_s=1", "actor 1")):
-        wait_all([quick.wait.remote(0), slow.wait.remote(20)], timeout_s=1.0, labels=("actor 0", "actor 1"))
+        wait_all(
+            [quick.wait.remote(0), slow.wait.remote(20)],
+            timeout_s=1.0,
+            labels=("actor 0", "actor 1"),
+        )
     end(quick, slow)
 
 
-def test_devices_that_another_run_holds_are_waited_for_and_then_named(run):
+def test_devices_that_another_run_holds_are_waited_for_and_then_reported(run):
     session, _, _ = run
     with pytest.raises(MsrlError, match=mentions("GPU", "127.0.0.1: 2", "0 free", "1 s")):
         session.create_placement(plan([Role("actor", 2)], 2, resource="GPU"), timeout_s=1.0)
 
 
-def test_a_failed_run_keeps_the_logs_of_its_workers_and_a_refused_one_leaves_nothing():
-    """In processes of their own, since this one may hold a session."""
+def test_a_failed_run_keeps_its_logs_and_a_refused_run_leaves_nothing():
+    """Use subprocesses, since this process may have a session."""
     code = (
         "import sys, logging; logging.basicConfig()\n"
         "from msrl.cluster.session import ray_session\n"
@@ -331,18 +407,22 @@ def test_a_failed_run_keeps_the_logs_of_its_workers_and_a_refused_one_leaves_not
     )
     base = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     environment = {**os.environ, "RAY_TMPDIR": str(base)}
-    refused = subprocess.run([sys.executable, "-c", code, "MsrlError"], env=environment, capture_output=True, text=True)
+    refused = subprocess.run(
+        [sys.executable, "-c", code, "MsrlError"], env=environment, capture_output=True, text=True
+    )
     assert refused.stderr.rstrip().endswith("msrl.errors.MsrlError: x")
     assert list(base.iterdir()) == []
-    failed = subprocess.run([sys.executable, "-c", code, "KeyError"], env=environment, capture_output=True, text=True)
-    (kept,) = base.glob("msrl-*/ray/session_latest/logs")
-    assert_mentions(failed.stderr, kept, "logs")
+    failed = subprocess.run(
+        [sys.executable, "-c", code, "KeyError"], env=environment, capture_output=True, text=True
+    )
+    (logs,) = base.glob("msrl-*/ray/session_latest/logs")
+    assert_mentions(failed.stderr, logs, "logs")
     assert not list(base.rglob("token"))
     shutil.rmtree(base)
 
 
 def end(*actors):
-    """End actors so that the next test has their devices."""
+    """End actors to release their devices for the next test."""
     import ray
 
     for actor in actors:
@@ -357,7 +437,7 @@ def wait_until(condition, timeout_s=60.0):
 
 
 class other_ray:  # noqa: N801
-    """A Ray that somebody else runs: after a line of input it proves that it still works."""
+    """A Ray of another user; after a line of input it prints that it still works."""
 
     def __enter__(self):
         code = (
@@ -366,9 +446,12 @@ class other_ray:  # noqa: N801
             "with ray_session(None, num_devices=1, resource_name='other'):\n"
             "    print('up', flush=True)\n"
             "    input()\n"
-            "    print(ray.get(ray.remote(lambda: 'alive').options(num_cpus=0).remote()), flush=True)\n"
+            "    print(ray.get(ray.remote(lambda: 'alive').options(num_cpus=0).remote()), "
+            "flush=True)\n"
         )
-        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout.readline() == "up\n"
         return self.process
 

@@ -1,4 +1,4 @@
-"""Placement: which worker sits on which devices, checked by hand against small clusters."""
+"""Placement of workers on devices, compared with placements by hand on small clusters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from support import assert_mentions
 
 
 def placed(roles, devices_per_node, num_nodes=1, colocate=True):
-    """Every worker as (role, worker, node, bundles, share)."""
-    made = plan(roles, devices_per_node, num_nodes, colocate=colocate, resource="device")
-    return [(a.role, a.worker, a.node, a.bundle_indices, a.share) for a in made.assignments]
+    """Return every worker as (role, worker, node, bundles, share)."""
+    placement = plan(roles, devices_per_node, num_nodes, colocate=colocate, resource="device")
+    return [(a.role, a.worker, a.node, a.bundle_indices, a.share) for a in placement.assignments]
 
 
 @pytest.mark.parametrize(
@@ -24,32 +24,47 @@ def placed(roles, devices_per_node, num_nodes=1, colocate=True):
             2,
             1,
             True,
-            [("actor", 0, 0, (0,), 0.5), ("actor", 1, 0, (1,), 0.5), ("rollout", 0, 0, (0, 1), 0.5)],
+            [
+                ("actor", 0, 0, (0,), 0.5),
+                ("actor", 1, 0, (1,), 0.5),
+                ("rollout", 0, 0, (0, 1), 0.5),
+            ],
         ),
         (
             [Role("actor", 2), Role("rollout", 1, 2)],
             2,
             2,
             False,
-            [("actor", 0, 0, (0,), 1.0), ("actor", 1, 0, (1,), 1.0), ("rollout", 0, 1, (0, 1), 1.0)],
+            [
+                ("actor", 0, 0, (0,), 1.0),
+                ("actor", 1, 0, (1,), 1.0),
+                ("rollout", 0, 1, (0, 1), 1.0),
+            ],
         ),
         (
             [Role("actor", 1), Role("rollout", 1), Role("reference", 1)],
             1,
             1,
             True,
-            [("actor", 0, 0, (0,), 0.3333), ("rollout", 0, 0, (0,), 0.3333), ("reference", 0, 0, (0,), 0.3333)],
+            [
+                ("actor", 0, 0, (0,), 0.3333),
+                ("rollout", 0, 0, (0,), 0.3333),
+                ("reference", 0, 0, (0,), 0.3333),
+            ],
         ),
         (
             [Role("actor", 4), Role("rollout", 2, 2)],
             2,
             2,
             True,
-            [("actor", i, i // 2, (i % 2,), 0.5) for i in range(4)] + [("rollout", 0, 0, (0, 1), 0.5), ("rollout", 1, 1, (0, 1), 0.5)],
+            [("actor", i, i // 2, (i % 2,), 0.5) for i in range(4)]
+            + [("rollout", 0, 0, (0, 1), 0.5), ("rollout", 1, 1, (0, 1), 0.5)],
         ),
     ],
 )
-def test_workers_get_the_devices_that_a_person_would_give_them(roles, devices_per_node, num_nodes, colocate, expected):
+def test_workers_are_placed_on_the_expected_devices(
+    roles, devices_per_node, num_nodes, colocate, expected
+):
     assert placed(roles, devices_per_node, num_nodes, colocate) == expected
 
 
@@ -58,14 +73,20 @@ def test_a_worker_of_several_devices_never_spans_two_nodes():
         ("rollout", 0, 0, (1, 2), 1.0),
         ("rollout", 1, 1, (0, 1), 1.0),
     ]
-    assert [(node, bundles) for _, _, node, bundles, _ in placed([Role("rollout", 2, 2)], 3, 2)] == [(0, (0, 1)), (1, (0, 1))]
+    assert [
+        (node, bundles) for _, _, node, bundles, _ in placed([Role("rollout", 2, 2)], 3, 2)
+    ] == [(0, (0, 1)), (1, (0, 1))]
 
 
-def test_only_the_devices_in_use_are_reserved_and_idle_ones_between_them_are_named():
-    made = plan([Role("actor", 3), Role("rollout", 1, 2)], 4, 2, colocate=False, resource="device")
-    assert made.bundles == (NodePlan(0, 3), NodePlan(1, 2))
-    made = plan([Role("a", 1), Role("b", 1, 3), Role("c", 1)], 3, 3, colocate=False, resource="device")
-    assert made.num_devices == 1 + 3 + 1
+def test_only_the_devices_in_use_are_reserved_and_idle_ones_are_listed():
+    placement = plan(
+        [Role("actor", 3), Role("rollout", 1, 2)], 4, 2, colocate=False, resource="device"
+    )
+    assert placement.bundles == (NodePlan(0, 3), NodePlan(1, 2))
+    placement = plan(
+        [Role("a", 1), Role("b", 1, 3), Role("c", 1)], 3, 3, colocate=False, resource="device"
+    )
+    assert placement.num_devices == 1 + 3 + 1
     uneven = plan([Role("engine", 2, 2), Role("actor", 6)], 3, 2, resource="device")
     assert uneven.describe()[2] == "node 0 device 2: actor 2"
     assert uneven.describe()[5] == "node 1 device 2: actor 5"
@@ -74,22 +95,28 @@ def test_only_the_devices_in_use_are_reserved_and_idle_ones_between_them_are_nam
 def test_shares_on_a_device_never_add_up_to_more_than_the_device():
     for count in range(1, 12):
         shares = [share for *_, share in placed([Role(f"role{i}", 2) for i in range(count)], 2)]
-        assert sum(round(share * 10_000) for share in shares) <= 2 * 10_000  # as Ray counts them
+        assert sum(round(share * 10_000) for share in shares) <= 2 * 10_000  # Ray's unit
         assert min(shares) > 0
 
 
 def test_a_role_plan_lists_the_bundles_of_each_of_its_workers():
-    made = plan([Role("actor", 4)], 2, 2, resource="device")
-    assert made.roles[0].bundle_indices == ((0,), (1,), (0,), (1,))
-    assert made.roles[0].nodes == (0, 0, 1, 1)
-    assert made.worker("actor", 3).node == 1
+    placement = plan([Role("actor", 4)], 2, 2, resource="device")
+    assert placement.roles[0].bundle_indices == ((0,), (1,), (0,), (1,))
+    assert placement.roles[0].nodes == (0, 0, 1, 1)
+    assert placement.worker("actor", 3).node == 1
 
 
 @pytest.mark.parametrize(
-    ("roles", "devices_per_node", "num_nodes", "colocate", "said"),
+    ("roles", "devices_per_node", "num_nodes", "colocate", "keywords"),
     [
         ([Role("actor", 4)], 2, 1, True, ("2 node", "actor 4 x 1 = 4", "1 x 2 = 2")),
-        ([Role("actor", 2), Role("rollout", 1, 2)], 2, 1, False, ("actor 2 x 1 = 2", "rollout 1 x 2 = 2")),
+        (
+            [Role("actor", 2), Role("rollout", 1, 2)],
+            2,
+            1,
+            False,
+            ("actor 2 x 1 = 2", "rollout 1 x 2 = 2"),
+        ),
         ([Role("rollout", 1, 4)], 2, 2, True, ("rollout", "4 devices", "2")),
         ([Role("actor", 0)], 2, 1, True, ("actor", "0 worker")),
         ([Role("actor", 1)], 0, 1, True, ("1 node", "0 device")),
@@ -97,7 +124,9 @@ def test_a_role_plan_lists_the_bundles_of_each_of_its_workers():
         ([], 2, 1, True, ("role",)),
     ],
 )
-def test_an_impossible_plan_is_refused_with_what_it_needs_and_what_there_is(roles, devices_per_node, num_nodes, colocate, said):
+def test_an_impossible_plan_is_refused_with_needed_and_available_devices(
+    roles, devices_per_node, num_nodes, colocate, keywords
+):
     with pytest.raises(MsrlError) as caught:
         plan(roles, devices_per_node, num_nodes, colocate=colocate, resource="device")
-    assert_mentions(caught.value, *said)
+    assert_mentions(caught.value, *keywords)

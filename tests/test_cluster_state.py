@@ -1,4 +1,4 @@
-"""What is remembered of nodes, and what is looked at before Ray is asked; nothing here starts Ray."""
+"""Records of nodes, tokens, and checks before Ray starts; nothing here starts Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support import mentions
 
 
 @pytest.fixture(autouse=True)
-def own_state(tmp_path, monkeypatch):
+def separate_state(tmp_path, monkeypatch):
     monkeypatch.setenv("MSRL_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
@@ -32,14 +32,14 @@ def own_state(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bystander():
-    """A process that msrl did not start."""
+    """Start a process that msrl did not start."""
     process = subprocess.Popen(["sleep", "120"])
     yield process
     process.kill()
     process.wait()
 
 
-def record_of(process: ProcessRecord, tmp_path) -> NodeRecord:
+def node_record(process: ProcessRecord, tmp_path) -> NodeRecord:
     return NodeRecord(
         kind="head",
         address="127.0.0.1:1234",
@@ -59,14 +59,14 @@ def save(record: NodeRecord) -> None:
         state.save_record(folder / "node-test.json", record)
 
 
-def own_ticks(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     ticks = temporary.start_ticks(pid)
     assert ticks is not None
     return ticks
 
 
-def test_a_record_comes_back_as_it_was_written_and_only_its_owner_reads_it(tmp_path):
-    record = record_of(ProcessRecord(os.getpid(), own_ticks(os.getpid()), "python"), tmp_path)
+def test_a_record_is_read_back_and_is_private(tmp_path):
+    record = node_record(ProcessRecord(os.getpid(), start_ticks(os.getpid()), "python"), tmp_path)
     save(record)
     ((path, read),) = state.load_records()
     assert read == record
@@ -75,42 +75,48 @@ def test_a_record_comes_back_as_it_was_written_and_only_its_owner_reads_it(tmp_p
     assert read.alive
 
 
-def test_down_leaves_a_process_alone_that_got_the_pid_of_one_of_ours(bystander, tmp_path):
-    save(record_of(ProcessRecord(bystander.pid, own_ticks(bystander.pid) - 1, "raylet"), tmp_path))
+def test_down_leaves_a_process_alone_that_reuses_a_recorded_pid(bystander, tmp_path):
+    save(
+        node_record(
+            ProcessRecord(bystander.pid, start_ticks(bystander.pid) - 1, "raylet"), tmp_path
+        )
+    )
     (ended,) = launch.down()
     assert ended.num_ended == 0
     assert bystander.poll() is None
     assert state.load_records() == ()
 
 
-def test_down_leaves_processes_of_an_earlier_boot_and_nodes_of_other_machines_alone(bystander, tmp_path):
-    process = ProcessRecord(bystander.pid, own_ticks(bystander.pid), "raylet")
-    save(replace(record_of(process, tmp_path), boot_id="another boot"))
+def test_down_leaves_processes_of_an_earlier_boot_and_nodes_of_other_machines_alone(
+    bystander, tmp_path
+):
+    process = ProcessRecord(bystander.pid, start_ticks(bystander.pid), "raylet")
+    save(replace(node_record(process, tmp_path), boot_id="another boot"))
     assert [ended.num_ended for ended in launch.down()] == [0]
-    save(replace(record_of(process, tmp_path), machine="another machine"))
+    save(replace(node_record(process, tmp_path), machine="another machine"))
     assert launch.down() == ()
     assert len(state.load_records()) == 1
     assert bystander.poll() is None
 
 
-def test_down_ends_a_recorded_process_with_its_children_and_nothing_beside_them(bystander, tmp_path):
-    mine = subprocess.Popen(["bash", "-c", "trap '' TERM; sleep 121 & wait; wait"])
-    while not (children := processes.descendants(mine.pid)):
+def test_down_ends_a_recorded_process_with_its_children_only(bystander, tmp_path):
+    parent = subprocess.Popen(["bash", "-c", "trap '' TERM; sleep 121 & wait; wait"])
+    while not (children := processes.descendants(parent.pid)):
         time.sleep(0.05)
-    save(record_of(ProcessRecord(mine.pid, own_ticks(mine.pid), "bash"), tmp_path))
+    save(node_record(ProcessRecord(parent.pid, start_ticks(parent.pid), "bash"), tmp_path))
     launch_timeout = launch._END_TIMEOUT_S
     try:
-        launch._END_TIMEOUT_S = 0.5  # it ignores the request to stop, so it is killed
+        launch._END_TIMEOUT_S = 0.5  # the process ignores SIGTERM, so it is killed
         (ended,) = launch.down()
     finally:
         launch._END_TIMEOUT_S = launch_timeout
     assert ended.num_ended == 2
-    assert mine.wait(30) == -9
+    assert parent.wait(30) == -9
     assert not state.is_running(children[0])
     assert bystander.poll() is None
 
 
-def test_a_record_that_cannot_be_read_is_named(tmp_path):
+def test_an_unreadable_record_is_reported(tmp_path):
     with state.locked() as folder:
         (folder / "node-x.json").write_text("{")
     with pytest.raises(MsrlError, match=mentions("node-x.json", "record")):
@@ -118,11 +124,15 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_one_command_at_a_time_changes_the_state():
-    with state.locked(), pytest.raises(MsrlError, match=mentions("msrl cluster", "command")), state.locked():
+    with (
+        state.locked(),
+        pytest.raises(MsrlError, match=mentions("msrl cluster", "command")),
+        state.locked(),
+    ):
         pass
 
 
-def test_the_token_is_made_once_and_kept_from_others():
+def test_the_token_is_created_once_and_is_private():
     with state.locked():
         path = state.make_token()
         first = path.read_text()
@@ -132,7 +142,7 @@ def test_the_token_is_made_once_and_kept_from_others():
     assert state.find_token() == path
 
 
-def test_a_token_that_is_missing_empty_or_open_to_others_is_refused_with_the_remedy(tmp_path):
+def test_a_missing_empty_or_readable_token_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(MsrlError, match=mentions("token", "msrl cluster up")):
         state.find_token()
     with state.locked():
@@ -146,7 +156,7 @@ def test_a_token_that_is_missing_empty_or_open_to_others_is_refused_with_the_rem
         state.find_token()
 
 
-def test_a_token_of_the_environment_comes_first(tmp_path, monkeypatch):
+def test_a_token_of_the_environment_takes_precedence(tmp_path, monkeypatch):
     with state.locked():
         state.make_token()
     other = tmp_path / "other"
@@ -158,18 +168,20 @@ def test_a_token_of_the_environment_comes_first(tmp_path, monkeypatch):
     assert state.token_environment("def") == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "def"}
 
 
-def test_a_taken_port_is_named_with_its_holder():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(MsrlError, match=mentions(f"--port {port}", "127.0.0.1", f"pid {os.getpid()}")):
+def test_a_port_in_use_is_reported_with_its_process():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(
+            MsrlError, match=mentions(f"--port {port}", "127.0.0.1", f"pid {os.getpid()}")
+        ):
             launch.up(port=port, devices=1, platform_resource="device")
     assert state.load_records() == ()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "keywords"),
     [
         ({"host": "203.0.113.7"}, ("203.0.113.7", "address")),
         ({"host": "0.0.0.0"}, ("0.0.0.0", "address")),
@@ -177,14 +189,18 @@ def test_a_taken_port_is_named_with_its_holder():
         ({"devices": 0}, ("--devices 0",)),
     ],
 )
-def test_an_impossible_head_is_refused_before_anything_starts(arguments, said):
-    with pytest.raises(MsrlError, match=mentions(*said)):
-        launch.up(**{"port": probe.free_port(), "devices": 1, "platform_resource": "device", **arguments})
+def test_an_impossible_head_is_refused_before_anything_starts(arguments, keywords):
+    with pytest.raises(MsrlError, match=mentions(*keywords)):
+        launch.up(
+            **{"port": probe.free_port(), "devices": 1, "platform_resource": "device", **arguments}
+        )
     assert state.load_records() == ()
 
 
-@pytest.mark.parametrize("address", ["nowhere", "host:", "host:0", "host:70000", ":6344", "host:port"])
-def test_what_is_no_address_is_refused_with_an_example(address):
+@pytest.mark.parametrize(
+    "address", ["nowhere", "host:", "host:0", "host:70000", ":6344", "host:port"]
+)
+def test_an_invalid_address_is_refused_with_an_example(address):
     with pytest.raises(MsrlError, match=r"10\.0\.0\.1:6344"):
         probe.parse_address(address)
 
@@ -199,11 +215,16 @@ def test_joining_an_address_that_does_not_answer_ends_in_bounded_time():
         state.make_token()
     began = time.monotonic()
     with pytest.raises(MsrlError, match=mentions("127.0.0.2", "1 s")):
-        launch.join(f"127.0.0.2:{probe.free_port()}", devices=1, platform_resource="device", answer_timeout_s=1.0)
+        launch.join(
+            f"127.0.0.2:{probe.free_port()}",
+            devices=1,
+            platform_resource="device",
+            answer_timeout_s=1.0,
+        )
     assert time.monotonic() - began < 20
 
 
-def test_joining_something_that_is_not_ray_is_said_at_once():
+def test_joining_a_server_that_is_not_ray_fails_at_once():
     with state.locked():
         state.make_token()
     server = http.server.HTTPServer(("127.0.0.2", 0), http.server.SimpleHTTPRequestHandler)
@@ -221,7 +242,7 @@ def test_a_head_on_loopback_cannot_be_joined():
         launch.join("127.0.0.1:6344", devices=1, platform_resource="device")
 
 
-def test_the_gpu_resource_of_ray_has_a_flag_of_its_own():
+def test_the_gpu_resource_has_its_own_option():
     assert launch.resource_arguments("GPU", 8) == ["--num-gpus=8"]
     assert launch.resource_arguments("NPU", 8) == ['--resources={"NPU": 8}']
 
@@ -232,27 +253,35 @@ def test_a_folder_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
         state.make_temp_dir()
 
 
-def test_the_folder_of_a_run_that_was_killed_goes_with_the_next_run_and_kept_logs_stay(monkeypatch):
+def test_the_folder_of_a_killed_run_is_removed_by_the_next_run_but_kept_logs_remain(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
         monkeypatch.setenv("RAY_TMPDIR", base)
-        code = "from msrl.cluster import state; a, b = state.own_temp_dir(), state.own_temp_dir(); state.keep_temp_dir(b); print(a, b)"
-        killed, kept = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        assert Path(killed).is_dir()
-        mine = state.own_temp_dir()
-        assert not Path(killed).exists()
-        assert Path(kept).is_dir()
-        assert state.own_temp_dir() != mine
-        assert mine.is_dir()
-
-
-def test_the_folder_of_a_run_on_another_machine_stays(monkeypatch):
-    with tempfile.TemporaryDirectory(dir="/tmp") as base:
-        monkeypatch.setenv("RAY_TMPDIR", base)
-        code = "from msrl.cluster import state; print(state.own_temp_dir())"
-        there = f"import socket; socket.gethostname = lambda: 'another-machine'; {code}"
-        theirs, ours = (
-            subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True).stdout.strip() for c in (there, code)
+        code = (
+            "from msrl.cluster import state; a, b = state.make_owned_temp_dir(), "
+            "state.make_owned_temp_dir(); state.keep_temp_dir(b); print(a, b)"
         )
-        state.own_temp_dir()
-        assert Path(theirs).is_dir()
-        assert not Path(ours).exists()
+        killed, preserved = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+        assert Path(killed).is_dir()
+        current = state.make_owned_temp_dir()
+        assert not Path(killed).exists()
+        assert Path(preserved).is_dir()
+        assert state.make_owned_temp_dir() != current
+        assert current.is_dir()
+
+
+def test_the_folder_of_a_run_on_another_machine_remains(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        monkeypatch.setenv("RAY_TMPDIR", base)
+        code = "from msrl.cluster import state; print(state.make_owned_temp_dir())"
+        other_machine = f"import socket; socket.gethostname = lambda: 'another-machine'; {code}"
+        foreign, local = (
+            subprocess.run(
+                [sys.executable, "-c", c], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for c in (other_machine, code)
+        )
+        state.make_owned_temp_dir()
+        assert Path(foreign).is_dir()
+        assert not Path(local).exists()

@@ -1,4 +1,4 @@
-"""msrl generate: what it takes and refuses, and its answers against transformers."""
+"""`msrl generate`: accepted and refused input, and completions compared with transformers."""
 
 from __future__ import annotations
 
@@ -43,19 +43,25 @@ def renderer(folder):
 
 def rows_file(tmp_path, *rows):
     path = tmp_path / "in.jsonl"
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
 @torch.no_grad()
 def greedy_text(folder, messages, num_tokens=GREEDY):
-    """What transformers answers to messages under the tokenizer's own template."""
+    """Return the greedy response of transformers to messages with the tokenizer's template."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = make_tokenizer()
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")[
+        "input_ids"
+    ]
     model = AutoModelForCausalLM.from_pretrained(folder)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
+    )
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -68,26 +74,38 @@ DIALOGUE = [
 ]
 
 
-def test_a_prompt_a_dialogue_and_a_list_under_prompt_are_rendered_by_the_tokenizers_own_template(tmp_path, renderer):
+def test_a_prompt_a_dialogue_and_a_list_under_prompt_are_rendered_by_the_tokenizers_own_template(
+    tmp_path, renderer
+):
     path = rows_file(tmp_path, {"prompt": "2+3="}, {"messages": DIALOGUE}, {"prompt": DIALOGUE})
     requests = generate.read_requests(GenerateConfig(input=str(path)), renderer)
-    wanted = [make_tokenizer().apply_chat_template(m, add_generation_prompt=True)["input_ids"] for m in (USER, DIALOGUE, DIALOGUE)]
-    assert [r.token_ids.tolist() for r in requests] == wanted
+    expected = [
+        make_tokenizer().apply_chat_template(m, add_generation_prompt=True)["input_ids"]
+        for m in (USER, DIALOGUE, DIALOGUE)
+    ]
+    assert [r.token_ids.tolist() for r in requests] == expected
 
 
 def test_the_system_text_goes_to_rows_that_have_none(tmp_path, renderer):
-    path = rows_file(tmp_path, {"messages": DIALOGUE[1:]}, {"messages": [{"role": "system", "content": "x"}, *DIALOGUE[1:]]})
+    path = rows_file(
+        tmp_path,
+        {"messages": DIALOGUE[1:]},
+        {"messages": [{"role": "system", "content": "x"}, *DIALOGUE[1:]]},
+    )
     requests = generate.read_requests(GenerateConfig(input=str(path), system="be brief"), renderer)
-    assert requests[0].token_ids.tolist() == make_tokenizer().apply_chat_template(DIALOGUE, add_generation_prompt=True)["input_ids"]
+    assert (
+        requests[0].token_ids.tolist()
+        == make_tokenizer().apply_chat_template(DIALOGUE, add_generation_prompt=True)["input_ids"]
+    )
     assert "be brief" not in make_tokenizer().decode(requests[1].token_ids)
 
 
-def test_a_raw_prompt_is_taken_as_it_is_control_tokens_included(renderer):
+def test_a_raw_prompt_is_used_unchanged_including_control_tokens(renderer):
     (request,) = generate.read_requests(GenerateConfig(prompt="<|im_start|>ab", raw=True), renderer)
     assert request.token_ids.tolist() == [1, *make_tokenizer()("ab")["input_ids"]]
 
 
-def test_without_a_chat_template_the_text_stands_alone(tmp_path):
+def test_without_a_chat_template_the_prompt_is_the_text(tmp_path):
     save_model(tmp_path, tied=True, chat_template=False)
     renderer = serving.choose_renderer(tmp_path, None)
     assert renderer.template.name == "empty"
@@ -95,11 +113,17 @@ def test_without_a_chat_template_the_text_stands_alone(tmp_path):
     assert request.token_ids.tolist() == make_tokenizer()("ab")["input_ids"]
 
 
-def test_every_wrong_row_is_named_with_its_line(tmp_path, renderer):
+def test_every_wrong_row_is_reported_with_its_line(tmp_path, renderer):
     rows = (
-        {"prompt": "good"}, {"text": "no prompt"}, {"prompt": 3}, {"messages": [{"role": "boss", "content": "x"}]},
-        {"messages": DIALOGUE[:3]}, {"prompt": "x", "completions": []}, {"prompt": "x", "messages": USER}, [1],
-    )  # fmt: skip
+        {"prompt": "good"},
+        {"text": "no prompt"},
+        {"prompt": 3},
+        {"messages": [{"role": "boss", "content": "x"}]},
+        {"messages": DIALOGUE[:3]},
+        {"prompt": "x", "completions": []},
+        {"prompt": "x", "messages": USER},
+        [1],
+    )
     path = rows_file(tmp_path, *rows)
     with pytest.raises(MsrlError) as caught:
         generate.read_requests(GenerateConfig(input=str(path)), renderer)
@@ -115,22 +139,41 @@ def test_every_wrong_row_is_named_with_its_line(tmp_path, renderer):
     )
 
 
-def test_tools_and_their_calls_are_shown_as_the_models_own_template_shows_them(tmp_path):
+def test_tools_and_their_calls_are_rendered_by_the_models_template(tmp_path):
     folder = shared_data("tokenizers", "qwen2.5-0.5b-instruct")
-    tools = [{"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object", "properties": {}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "description": "x",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        }
+    ]
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    messages = [
+        *USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
     renderer = serving.choose_renderer(folder, None)
     rows = (
-        {"messages": messages, "tools": tools}, {"messages": USER, "tools": None}, {"prompt": "2+3=", "tools": "saws"},
-        {"prompt": USER, "tools": tools}, {"prompt": "2+3=", "tools": tools},
-    )  # fmt: skip
+        {"messages": messages, "tools": tools},
+        {"messages": USER, "tools": None},
+        {"prompt": "2+3=", "tools": "saws"},
+        {"prompt": USER, "tools": tools},
+        {"prompt": "2+3=", "tools": tools},
+    )
     path = rows_file(tmp_path, *rows)
     requests = generate.read_requests(GenerateConfig(input=str(path)), renderer)
     hf = load_tokenizer(folder)
-    shown = ((messages, tools), (USER, None), (USER, None), (USER, tools), (USER, tools))
-    wanted = [hf.apply_chat_template(m, tools=t, add_generation_prompt=True)["input_ids"] for m, t in shown]
-    assert [r.token_ids.tolist() for r in requests] == wanted
+    conversations = ((messages, tools), (USER, None), (USER, None), (USER, tools), (USER, tools))
+    expected = [
+        hf.apply_chat_template(m, tools=t, add_generation_prompt=True)["input_ids"]
+        for m, t in conversations
+    ]
+    assert [r.token_ids.tolist() for r in requests] == expected
     for row, message in (
         ({"messages": USER, "tools": "saws"}, (":1", "tools", "JSON")),
         ({"prompt": USER, "tools": "saws"}, (":1", "tools", "JSON")),
@@ -145,46 +188,65 @@ def test_an_input_without_rows_is_refused(tmp_path, renderer):
         generate.read_requests(GenerateConfig(input=str(rows_file(tmp_path))), renderer)
 
 
-def test_prompts_that_leave_no_room_are_refused_by_row(tmp_path, renderer):
+def test_prompts_that_leave_no_room_for_a_response_are_refused_by_row(tmp_path, renderer):
     path = rows_file(tmp_path, *[{"prompt": "x" * n} for n in (10, 500, 600)])
     requests = generate.read_requests(GenerateConfig(input=str(path), raw=True), renderer)
     with pytest.raises(MsrlError) as caught:
         generate.check_lengths(requests, 500)
-    assert_each_mentions([line.split(" tokens")[0] for line in str(caught.value).splitlines()], (f"{path}:2", "500"), (f"{path}:3", "600"))
+    assert_each_mentions(
+        [line.split(" tokens")[0] for line in str(caught.value).splitlines()],
+        (f"{path}:2", "500"),
+        (f"{path}:3", "600"),
+    )
 
 
-def test_only_twenty_wrong_rows_are_named():
+def test_only_twenty_wrong_rows_are_listed():
     with pytest.raises(MsrlError) as caught:
         generate._refuse([f"row {n}" for n in range(25)])
     assert_each_mentions(str(caught.value).splitlines()[-2:], ("row 19",), ("5 more",))
 
 
-def test_an_output_that_exists_is_left_alone(tmp_path, folder):
+def test_an_existing_output_is_not_changed(tmp_path, folder):
     path = tmp_path / "out.jsonl"
     path.write_text("mine")
     with pytest.raises(MsrlError, match=mentions(path, "exists")):
-        generate.run(Config(generate=GenerateConfig(model=str(folder), prompt="x", output=str(path))))
+        generate.run(
+            Config(generate=GenerateConfig(model=str(folder), prompt="x", output=str(path)))
+        )
     assert path.read_text() == "mine"
 
 
-def test_an_output_that_cannot_be_made_is_refused_before_anything_is_loaded(tmp_path):
+def test_an_output_that_cannot_be_created_is_refused_before_the_model_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "out.jsonl"
     with pytest.raises(MsrlError, match=mentions("generate.output=", "out.jsonl", "file")):
-        generate.run(Config(generate=GenerateConfig(model=str(tmp_path / "none"), prompt="x", output=str(path))))
+        generate.run(
+            Config(
+                generate=GenerateConfig(model=str(tmp_path / "none"), prompt="x", output=str(path))
+            )
+        )
 
 
-def test_rows_that_cannot_be_written_as_json_are_refused_before_they_are_answered(tmp_path, renderer):
+def test_rows_that_cannot_be_written_as_json_are_refused_before_generation(tmp_path, renderer):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = tmp_path / "in.parquet"
-    pq.write_table(pa.Table.from_pylist([{"prompt": "x", "when": datetime(2026, 1, 1), "image": b"\xff"}]), path)
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": "x", "when": datetime(2026, 1, 1), "image": b"\xff"}]),
+        path,
+    )
     with pytest.raises(MsrlError, match=mentions("in.parquet", "row 1", "'when'", "JSON")):
         generate.read_requests(GenerateConfig(input=str(path)), renderer)
     with pytest.raises(MsrlError, match=mentions("in.jsonl:1", "'score'", "JSON")):
-        generate.read_requests(GenerateConfig(input=str(rows_file(tmp_path, {"prompt": "x", "score": float("nan")}))), renderer)
-    for rows in (GenerateConfig(prompt="x\udce4"), GenerateConfig(input=str(rows_file(tmp_path, {"prompt": "x", "id": "\ud83d"})))):
+        generate.read_requests(
+            GenerateConfig(input=str(rows_file(tmp_path, {"prompt": "x", "score": float("nan")}))),
+            renderer,
+        )
+    for rows in (
+        GenerateConfig(prompt="x\udce4"),
+        GenerateConfig(input=str(rows_file(tmp_path, {"prompt": "x", "id": "\ud83d"}))),
+    ):
         with pytest.raises(MsrlError, match=mentions("column", "JSON", "surrogates")):
             generate.read_requests(rows, renderer)
 
@@ -199,10 +261,18 @@ def test_a_missing_model_is_refused(tmp_path):
 def test_a_file_of_prompts_becomes_a_file_of_completions(kind, request, folder, tmp_path):
     out = tmp_path / "new" / "out.jsonl"
     path = rows_file(tmp_path, {"prompt": "2+3=", "id": "ü"}, {"messages": DIALOGUE})
-    section = GenerateConfig(model=str(request.getfixturevalue(kind)), input=str(path), output=str(out), max_tokens=GREEDY)
+    section = GenerateConfig(
+        model=str(request.getfixturevalue(kind)),
+        input=str(path),
+        output=str(out),
+        max_tokens=GREEDY,
+    )
     generate.run(Config(generate=section))
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert [row["completions"][0]["text"] for row in rows] == [greedy_text(folder, USER), greedy_text(folder, DIALOGUE)]
+    assert [row["completions"][0]["text"] for row in rows] == [
+        greedy_text(folder, USER),
+        greedy_text(folder, DIALOGUE),
+    ]
     assert rows[0]["id"] == "ü"
     assert rows[1]["messages"] == DIALOGUE
     assert set(rows[0]["completions"][0]) == {"text", "finish_reason", "num_tokens"}
@@ -210,8 +280,10 @@ def test_a_file_of_prompts_becomes_a_file_of_completions(kind, request, folder, 
 
 
 @pytest.mark.slow
-def test_one_prompt_is_answered_on_standard_output(folder, capsys):
-    generate.run(Config(generate=GenerateConfig(model=str(folder), prompt="2+3=", max_tokens=GREEDY)))
+def test_the_completion_of_one_prompt_is_printed(folder, capsys):
+    generate.run(
+        Config(generate=GenerateConfig(model=str(folder), prompt="2+3=", max_tokens=GREEDY))
+    )
     captured = capsys.readouterr()
     assert captured.out == greedy_text(folder, USER) + "\n"
     assert f"1 completions, {GREEDY} tokens" in captured.err
@@ -219,11 +291,17 @@ def test_one_prompt_is_answered_on_standard_output(folder, capsys):
 
 
 @pytest.mark.slow
-def test_samples_differ_and_a_stop_text_ends_them_and_is_left_out(folder, capsys):
+def test_samples_differ_and_end_before_a_stop_text(folder, capsys):
     letter = greedy_text(folder, USER)[3]
     section = GenerateConfig(
-        model=str(folder), prompt="2+3=", max_tokens=64, num_samples=16, temperature=1.5, seed=1, stop=(letter,)
-    )  # fmt: skip
+        model=str(folder),
+        prompt="2+3=",
+        max_tokens=64,
+        num_samples=16,
+        temperature=1.5,
+        seed=1,
+        stop=(letter,),
+    )
     generate.run(Config(generate=section))
     first = capsys.readouterr().out
     assert letter not in first.replace("[", "").replace("]", "")

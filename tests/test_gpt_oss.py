@@ -134,7 +134,7 @@ def test_fused_experts_have_no_biases_but_transformer_engines_have(tmp_path: Pat
 def test_a_config_without_rope_settings_has_the_class_s_own() -> None:
     from transformers import GptOssConfig
 
-    ours = families.shape_of(HfConfig({key: value for key, value in GPT_OSS.items() if not key.startswith("rope")}, "config.json"))
+    ours = families.shape_from_config(HfConfig({key: value for key, value in GPT_OSS.items() if not key.startswith("rope")}, "config.json"))
     theirs = GptOssConfig().rope_parameters
     assert ours.rope_theta == theirs["rope_theta"]
     for key in ("factor", "beta_fast", "beta_slow", "truncate", "original_max_position_embeddings"):

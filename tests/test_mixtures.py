@@ -1,4 +1,4 @@
-"""Mixtures of experts on real Megatron ranks, spread and cut in every way, compute the logits of transformers."""
+"""Mixtures of experts on real Megatron ranks have the logits of transformers in every layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from support import assert_mentions, shared_data
 from test_families import transformers_logits
 
 LAYOUTS = {
-    "whole": Layout(),
+    "one rank": Layout(),
     "tp2": Layout(tp=2),
     "ep2": Layout(ep=2),
     "tp2 pp2": Layout(tp=2, pp=2),
@@ -46,31 +46,36 @@ LAYOUTS = {
 }
 
 USUAL = (
-    ("qwen3 moe", "ep2"), ("mixtral", "tp2 ep2 etp1"), ("deepseek v2 lite", "tp2 ep2 etp2"), ("deepseek v3", "pp2 ep2"),
+    ("qwen3 moe", "ep2"),
+    ("mixtral", "tp2 ep2 etp1"),
+    ("deepseek v2 lite", "tp2 ep2 etp2"),
+    ("deepseek v3", "pp2 ep2"),
     ("gpt-oss", "tp2 ep2 etp1"),
-)  # fmt: skip
-REST = tuple((name, cut) for name in MIXTURES for cut in LAYOUTS if (name, cut) not in USUAL)
+)
+REMAINING = tuple(
+    (name, layout) for name in MIXTURES for layout in LAYOUTS if (name, layout) not in USUAL
+)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each row as a Hugging Face folder."""
+    """Save a small random model of each family as a Hugging Face folder."""
     return families.save_models(tmp_path_factory.mktemp("mixtures"), MIXTURES)
 
 
 @pytest.fixture(scope="module")
 def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
-    """Logits of rows at layouts, [tokens, vocabulary]."""
+    """Return logits for pairs of model and layout, [tokens, vocabulary]."""
     return _logits(folders, USUAL)
 
 
 @pytest.fixture(scope="module")
 def more_megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
-    return _logits(folders, REST)
+    return _logits(folders, REMAINING)
 
 
 def _logits(folders: dict[str, Path], rows: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
-    cases = [Case(f"{name}, {cut}", folders[name], LAYOUTS[cut]) for name, cut in rows]
+    cases = [Case(f"{name}, {layout}", folders[name], LAYOUTS[layout]) for name, layout in rows]
     return parity_ranks.logits_of(cases)
 
 
@@ -79,43 +84,61 @@ def _expected(folder: Path, vocab_size: int) -> np.ndarray:
     return transformers_logits(folder, parity_ranks.sequences(vocab_size))
 
 
-def _assert_logits_of_transformers(found: np.ndarray, folder: Path, name: str) -> None:
+def _assert_logits_of_transformers(logits: np.ndarray, folder: Path, name: str) -> None:
     expected = _expected(folder, MIXTURES[name].config["vocab_size"])
-    assert expected.std() > 0.3, "logits so small that nothing is compared"
-    assert np.abs(found - expected).max() < 1e-4
+    assert expected.std() > 0.3, "the logits are too small for a comparison"
+    assert np.abs(logits - expected).max() < 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "cut"), USUAL)
-def test_logits_are_those_of_transformers(folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str, cut: str) -> None:
-    _assert_logits_of_transformers(megatron[f"{name}, {cut}"], folders[name], name)
+@pytest.mark.parametrize(("name", "layout"), USUAL)
+def test_logits_are_those_of_transformers(
+    folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str, layout: str
+) -> None:
+    _assert_logits_of_transformers(megatron[f"{name}, {layout}"], folders[name], name)
 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_conversion_of_a_mixture_proves_itself(tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """Over experts spread and cut: real ranks of the cut against transformers, then back to the same bits."""
-    there = {"command": "hf2mcore", "load": str(folders["deepseek v3"]), "save": str(tmp_path / "mcore"), "tp": 2, "ep": 2, "etp": 1}
-    convert(Config.model_validate({"convert": there}))
+def test_a_conversion_of_a_mixture_is_verified(
+    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Convert with sharded and distributed experts; real ranks verify it, and the way back has the
+    same bits.
+    """
+    forward = {
+        "command": "hf2mcore",
+        "load": str(folders["deepseek v3"]),
+        "save": str(tmp_path / "mcore"),
+        "tp": 2,
+        "ep": 2,
+        "etp": 1,
+    }
+    convert(Config.model_validate({"convert": forward}))
     back = {"command": "mcore2hf", "load": str(tmp_path / "mcore"), "save": str(tmp_path / "back")}
     convert(Config.model_validate({"convert": back}))
     assert capsys.readouterr().out.count("round trip") == 2
-    before, after = (load_file(folder / "model.safetensors") for folder in (folders["deepseek v3"], tmp_path / "back"))
-    assert before.keys() == after.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    before, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (folders["deepseek v3"], tmp_path / "back")
+    )
+    assert before.keys() == after.keys() and all(
+        torch.equal(after[name], tensor) for name, tensor in before.items()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "cut"), REST)
+@pytest.mark.parametrize(("name", "layout"), REMAINING)
 def test_logits_are_those_of_transformers_at_all_layouts(
-    folders: dict[str, Path], more_megatron: dict[str, np.ndarray], name: str, cut: str
+    folders: dict[str, Path], more_megatron: dict[str, np.ndarray], name: str, layout: str
 ) -> None:
-    _assert_logits_of_transformers(more_megatron[f"{name}, {cut}"], folders[name], name)
+    _assert_logits_of_transformers(more_megatron[f"{name}, {layout}"], folders[name], name)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize(
-    "cut",
+    "layout",
     [
         ParallelLayout(ep=4),
         ParallelLayout(tp=2, ep=2, etp=1),
@@ -124,62 +147,119 @@ def test_logits_are_those_of_transformers_at_all_layouts(
     ],
     ids=str,
 )
-def test_a_mixture_comes_back_from_every_cut(folders: dict[str, Path], name: str, cut: ParallelLayout) -> None:
+def test_a_mixture_is_recovered_from_every_layout(
+    folders: dict[str, Path], name: str, layout: ParallelLayout
+) -> None:
     source = open_weights(folders[name])
-    shards = {at: dict(source.local_tensors(cut, at)) for at in cut.ranks()}
-    found = compare(source, ShardedSource(source.shape, cut, shards, folders[name], "shards"), None)
-    assert found.different == () and found.num_tensors == sum(len(rule.hf) for rule in all_rules(source.shape))
+    shards = {at: dict(source.local_tensors(layout, at)) for at in layout.ranks()}
+    result = compare(
+        source, ShardedSource(source.shape, layout, shards, folders[name], "shards"), None
+    )
+    assert result.different == () and result.num_tensors == sum(
+        len(rule.hf) for rule in all_rules(source.shape)
+    )
 
 
-def test_an_expert_goes_to_its_rank_and_is_cut_there(folders: dict[str, Path]) -> None:
-    """8 experts of 48 over 2 ranks, each cut in 2: expert 5 is number 1 of the second rank."""
-    hf, source = load_file(folders["deepseek v3"] / "model.safetensors"), open_weights(folders["deepseek v3"])
-    mine = dict(source.local_tensors(ParallelLayout(tp=2, ep=2), Coords(tp=1, ep=1)))
-    gate, up, down = (hf[f"model.layers.2.mlp.experts.5.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
+def test_an_expert_is_sharded_on_its_rank(folders: dict[str, Path]) -> None:
+    """Check expert 5 of 8: with two groups of ranks and two shards each, it is number 1 of the
+    second group.
+    """
+    hf, source = (
+        load_file(folders["deepseek v3"] / "model.safetensors"),
+        open_weights(folders["deepseek v3"]),
+    )
+    tensors = dict(source.local_tensors(ParallelLayout(tp=2, ep=2), Coords(tp=1, ep=1)))
+    gate, up, down = (
+        hf[f"model.layers.2.mlp.experts.5.{kind}_proj.weight"] for kind in ("gate", "up", "down")
+    )
     expert = "decoder.layers.2.mlp.experts.local_experts.1."
-    assert torch.equal(mine[expert + "linear_fc1.weight"], torch.cat([gate[24:], up[24:]]))
-    assert torch.equal(mine[expert + "linear_fc2.weight"], down[:, 24:])
+    assert torch.equal(tensors[expert + "linear_fc1.weight"], torch.cat([gate[24:], up[24:]]))
+    assert torch.equal(tensors[expert + "linear_fc2.weight"], down[:, 24:])
     attention = "model.layers.2.self_attn."
-    both = torch.cat([hf[attention + "q_a_proj.weight"], hf[attention + "kv_a_proj_with_mqa.weight"]])
-    assert torch.equal(mine["decoder.layers.2.self_attention.linear_qkv.weight"], both)
-    assert torch.equal(mine["decoder.layers.2.self_attention.linear_q_up_proj.weight"], hf[attention + "q_b_proj.weight"][80:])
-    assert torch.equal(mine["decoder.layers.2.mlp.router.expert_bias"], hf["model.layers.2.mlp.gate.e_score_correction_bias"])
-    assert "decoder.layers.0.mlp.linear_fc1.weight" in mine and "decoder.layers.0.mlp.router.weight" not in mine
+    rows = torch.cat(
+        [hf[attention + "q_a_proj.weight"], hf[attention + "kv_a_proj_with_mqa.weight"]]
+    )
+    assert torch.equal(tensors["decoder.layers.2.self_attention.linear_qkv.weight"], rows)
+    assert torch.equal(
+        tensors["decoder.layers.2.self_attention.linear_q_up_proj.weight"],
+        hf[attention + "q_b_proj.weight"][80:],
+    )
+    assert torch.equal(
+        tensors["decoder.layers.2.mlp.router.expert_bias"],
+        hf["model.layers.2.mlp.gate.e_score_correction_bias"],
+    )
+    assert (
+        "decoder.layers.0.mlp.linear_fc1.weight" in tensors
+        and "decoder.layers.0.mlp.router.weight" not in tensors
+    )
 
 
-def test_the_bias_of_experts_stays_in_float32(folders: dict[str, Path]) -> None:
+def test_the_bias_of_experts_remains_in_float32(folders: dict[str, Path]) -> None:
     source = open_weights(folders["deepseek v3"])
-    types = {name: tensor.dtype for name, tensor in source.local_tensors(ParallelLayout(), Coords(), torch.bfloat16)}
+    types = {
+        name: tensor.dtype
+        for name, tensor in source.local_tensors(ParallelLayout(), Coords(), torch.bfloat16)
+    }
     wide = {name for name, dtype in types.items() if dtype == torch.float32}
     assert wide == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2, 3)}
 
 
 # The counts are those of the models' cards and of the indices of their published weights.
 @pytest.mark.parametrize(
-    ("file", "parameters", "cut"),
+    ("file", "parameters", "layout"),
     [
         ("aic/Qwen--Qwen3-30B-A3B_config.json", 30_532_122_624, ParallelLayout(tp=4, ep=8, etp=1)),
-        ("aic/Qwen--Qwen3-235B-A22B_config.json", 235_093_634_560, ParallelLayout(tp=4, pp=2, ep=32, etp=1)),
-        ("aic/mistralai--Mixtral-8x22B-v0.1_config.json", 140_620_634_112, ParallelLayout(tp=8, pp=4, ep=8, etp=1)),
+        (
+            "aic/Qwen--Qwen3-235B-A22B_config.json",
+            235_093_634_560,
+            ParallelLayout(tp=4, pp=2, ep=32, etp=1),
+        ),
+        (
+            "aic/mistralai--Mixtral-8x22B-v0.1_config.json",
+            140_620_634_112,
+            ParallelLayout(tp=8, pp=4, ep=8, etp=1),
+        ),
         ("DeepSeek-V2-Lite.config.json", 15_706_484_224, ParallelLayout(ep=8)),
         ("aic/openai--gpt-oss-20b_config.json", 20_914_757_184, ParallelLayout(tp=4, ep=8, etp=1)),
-        ("aic/openai--gpt-oss-120b_config.json", 116_829_156_672, ParallelLayout(tp=4, pp=4, ep=16, etp=1)),
-        ("aic/deepseek-ai--DeepSeek-V3_config.json", 671_026_419_200, ParallelLayout(tp=4, pp=8, num_layer_list=(7, *[8] * 6, 6), ep=32, etp=1)),
+        (
+            "aic/openai--gpt-oss-120b_config.json",
+            116_829_156_672,
+            ParallelLayout(tp=4, pp=4, ep=16, etp=1),
+        ),
+        (
+            "aic/deepseek-ai--DeepSeek-V3_config.json",
+            671_026_419_200,
+            ParallelLayout(tp=4, pp=8, num_layer_list=(7, *[8] * 6, 6), ep=32, etp=1),
+        ),
     ],
-)  # fmt: skip
-def test_the_plan_of_a_whole_model_is_made_in_seconds(file: str, parameters: int, cut: ParallelLayout) -> None:
+)
+def test_the_plan_of_a_large_model_takes_seconds(
+    file: str, parameters: int, layout: ParallelLayout
+) -> None:
     shape = load_shape(shared_data("configs", file))
     assert num_parameters(shape) == parameters
     begun = time.process_time()
-    plan = make_plan(shape, cut)
+    plan = make_plan(shape, layout)
     assert time.process_time() - begun < 5
-    experts = sum(math.prod(size) for rank in plan.ranks for name, size in rank.tensors.items() if "local_experts" in name)
-    assert experts == sum(math.prod(size) for rule in all_rules(shape) if rule.expert is not None for size in rule.shapes)
+    experts = sum(
+        math.prod(size)
+        for rank in plan.ranks
+        for name, size in rank.tensors.items()
+        if "local_experts" in name
+    )
+    assert experts == sum(
+        math.prod(size)
+        for rule in all_rules(shape)
+        if rule.expert is not None
+        for size in rule.shapes
+    )
 
 
 def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
     shape = load_shape(shared_data("configs", "aic/mistralai--Mixtral-8x22B-v0.1_config.json"))
-    published = json.loads(shared_data("weight_index", "Mixtral-8x22B.model.safetensors.index.json").read_text())
+    published = json.loads(
+        shared_data("weight_index", "Mixtral-8x22B.model.safetensors.index.json").read_text()
+    )
     assert {name for rule in all_rules(shape) for name in rule.hf} == set(published["weight_map"])
     assert num_parameters(shape) * 2 == published["metadata"]["total_size"]
 
@@ -189,23 +269,37 @@ def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
     [
         ("qwen3 moe", {"num_experts_per_tok": 9}, ("num_experts_per_tok=9", "8 experts")),
         ("qwen3 moe", {"decoder_sparse_step": 5}, ("num_hidden_layers=4", "experts")),
-        ("qwen3 moe", {"shared_expert_intermediate_size": 64}, ("shared_expert_intermediate_size=64",)),
+        (
+            "qwen3 moe",
+            {"shared_expert_intermediate_size": 64},
+            ("shared_expert_intermediate_size=64",),
+        ),
         ("deepseek v3", {"n_group": 3}, ("n_group=3", "8 experts")),
         ("deepseek v3", {"topk_group": 5}, ("topk_group=5", "4 groups")),
         ("deepseek v3", {"topk_group": 1}, ("num_experts_per_tok=3", "4 groups")),
         ("deepseek v3", {"scoring_func": "softmax"}, ("scoring_func",)),
         ("deepseek v3", {"moe_layer_freq": 2}, ("moe_layer_freq=2",)),
-        ("deepseek v3", {"num_key_value_heads": 2}, ("num_key_value_heads=2", "num_attention_heads=4")),
+        (
+            "deepseek v3",
+            {"num_key_value_heads": 2},
+            ("num_key_value_heads=2", "num_attention_heads=4"),
+        ),
         ("deepseek v3", {"qk_rope_head_dim": 15}, ("qk_rope_head_dim", "even")),
         ("deepseek v2", {"norm_topk_prob": True}, ("norm_topk_prob=true",)),
         ("gpt-oss", {"attention_bias": False}, ("attention_bias=false",)),
         ("gpt-oss", {"swiglu_limit": 0}, ("swiglu_limit=0", "above 0")),
         ("gpt-oss", {"quantization_config": {"quant_method": "fp8"}}, ("quant_method", "mxfp4")),
-        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, ("quant_method", "fp8", "weight_block_size")),
+        (
+            "mixtral",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            ("quant_method", "fp8", "weight_block_size"),
+        ),
         ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise=0.1",)),
     ],
-)  # fmt: skip
-def test_a_mixture_that_makes_no_sense_is_refused_by_key(name: str, changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
+)
+def test_an_inconsistent_mixture_is_refused_by_key(
+    name: str, changes: dict[str, Any], fragments: tuple[str, ...]
+) -> None:
     with pytest.raises(MsrlError) as error:
         families.shape(MIXTURES[name].config, **changes)
     assert_mentions(error.value, *fragments)

@@ -1,4 +1,4 @@
-"""What a config.json says of a model: shapes, weight rules and Megatron settings, on the configs of real models."""
+"""Shapes, weight rules and Megatron settings from the config.json of real models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from mixture_families import QWEN3_MOE
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.families import all_rules, families, load_shape, num_parameters, shape_of
+from msrl.models.families import all_rules, families, load_shape, num_parameters, shape_from_config
 from msrl.models.hf_config import HfConfig
 from msrl.models.megatron import transformer_settings
 from msrl.models.rules import Qkv
@@ -21,19 +21,31 @@ from msrl.models.shape import Llama3RopeScaling, YarnRopeScaling
 from support import assert_mentions, mentions, shared_data
 
 QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 100, "rope_theta": 1e6, "torch_dtype": "bfloat16", "hidden_act": "silu",
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+}
 QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 LLAMA = {**QWEN2, "architectures": ["LlamaForCausalLM"]}
 MISTRAL = {**QWEN2, "architectures": ["MistralForCausalLM"]}
 LLAMA3_SCALING = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def shape(config: dict[str, Any], **changes: Any) -> Any:
-    return shape_of(HfConfig({**config, **changes}, "config.json"))
+    return shape_from_config(HfConfig({**config, **changes}, "config.json"))
 
 
 # The counts are those of the models' cards and of the indices of their published weights.
@@ -53,9 +65,16 @@ def shape(config: dict[str, Any], **changes: Any) -> Any:
         ("Qwen3-4B.config.json", 4_022_468_096, True, 1e6, "bfloat16"),
     ],
 )
-def test_shape_of_a_real_model_is_read_from_its_config(file: str, parameters: int, tied: bool, theta: float, dtype: str) -> None:
-    found = load_shape(shared_data("configs", file))
-    assert (num_parameters(found), found.tie_word_embeddings, found.rope_theta, found.dtype) == (parameters, tied, theta, dtype)
+def test_shape_of_a_real_model_is_read_from_its_config(
+    file: str, parameters: int, tied: bool, theta: float, dtype: str
+) -> None:
+    model = load_shape(shared_data("configs", file))
+    assert (num_parameters(model), model.tie_word_embeddings, model.rope_theta, model.dtype) == (
+        parameters,
+        tied,
+        theta,
+        dtype,
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,41 +84,49 @@ def test_shape_of_a_real_model_is_read_from_its_config(file: str, parameters: in
         ("Reflection-Llama-3.1-70B.config.json", "Llama-3.1-70B.model.safetensors.index.json", 4),
     ],
 )
-def test_rules_name_exactly_the_tensors_of_a_published_index(config: str, index: str, bytes_per_parameter: int) -> None:
-    found = load_shape(shared_data("configs", config))
+def test_rules_name_exactly_the_tensors_of_a_published_index(
+    config: str, index: str, bytes_per_parameter: int
+) -> None:
+    model = load_shape(shared_data("configs", config))
     published = json.loads(shared_data("weight_index", index).read_text())
-    assert {name for rule in all_rules(found) for name in rule.hf} == set(published["weight_map"])
-    assert num_parameters(found) * bytes_per_parameter == published["metadata"]["total_size"]
+    assert {name for rule in all_rules(model) for name in rule.hf} == set(published["weight_map"])
+    assert num_parameters(model) * bytes_per_parameter == published["metadata"]["total_size"]
 
 
-def test_llama3_scaling_is_read_whole() -> None:
-    found = load_shape(shared_data("configs", "Llama-3.2-3B-Instruct.config.json"))
-    assert found.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
+def test_llama3_scaling_is_read_with_all_its_numbers() -> None:
+    model = load_shape(shared_data("configs", "Llama-3.2-3B-Instruct.config.json"))
+    assert model.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
-def test_head_size_of_qwen3_is_its_own() -> None:
-    found = load_shape(shared_data("configs", "Qwen3-4B.config.json"))
-    assert (found.head_dim, found.hidden_size // found.num_attention_heads) == (128, 80)
-    assert (found.qkv_bias, found.qk_norm) == (False, True)
+def test_head_size_of_qwen3_is_independent_of_the_hidden_size() -> None:
+    model = load_shape(shared_data("configs", "Qwen3-4B.config.json"))
+    assert (model.head_dim, model.hidden_size // model.num_attention_heads) == (128, 80)
+    assert (model.qkv_bias, model.qk_norm) == (False, True)
 
 
-def test_several_mistakes_come_back_from_a_worker_as_they_were() -> None:
-    found = pickle.loads(pickle.dumps(ManyErrors(["a: one", "b: two"])))
-    assert isinstance(found, ManyErrors) and found.messages == ("a: one", "b: two") and str(found) == "a: one\nb: two"
+def test_several_errors_survive_pickling() -> None:
+    error = pickle.loads(pickle.dumps(ManyErrors(["a: one", "b: two"])))
+    assert (
+        isinstance(error, ManyErrors)
+        and error.messages == ("a: one", "b: two")
+        and str(error) == "a: one\nb: two"
+    )
 
 
 def test_both_spellings_of_the_number_of_experts_mean_the_same() -> None:
-    """transformers 5 writes Qwen3's as num_local_experts."""
+    """Accept num_local_experts, as transformers 5 writes it for Qwen3."""
     values = {**QWEN3_MOE, "num_local_experts": 4}
     del values["num_experts"]
-    found = shape_of(HfConfig(values, "config.json")).moe
-    assert found is not None and found.num_experts == 4
+    moe = shape_from_config(HfConfig(values, "config.json")).moe
+    assert moe is not None and moe.num_experts == 4
 
 
 def test_both_spellings_of_the_rope_settings_mean_the_same() -> None:
     old = shape(LLAMA, rope_theta=5e5, rope_scaling=LLAMA3_SCALING)
     new = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "torch_dtype")}
-    assert old == shape(new, dtype="bfloat16", rope_parameters={**LLAMA3_SCALING, "rope_theta": 5e5})
+    assert old == shape(
+        new, dtype="bfloat16", rope_parameters={**LLAMA3_SCALING, "rope_theta": 5e5}
+    )
 
 
 def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
@@ -110,7 +137,9 @@ def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
         names = config.get("architectures")
         if not names or names[0] in families():
             continue
-        with pytest.raises(MsrlError, match=mentions(names[0], "LlamaForCausalLM", "Qwen2ForCausalLM")):
+        with pytest.raises(
+            MsrlError, match=mentions(names[0], "LlamaForCausalLM", "Qwen2ForCausalLM")
+        ):
             load_shape(file)
         refused += 1
     assert refused > 20
@@ -126,34 +155,73 @@ def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
         (QWEN2, {"rms_norm_eps": -1e-6}, ("rms_norm_eps",)),
         (QWEN2, {"num_key_value_heads": 3}, ("num_key_value_heads=3", "num_attention_heads=4")),
         (QWEN2, {"num_key_value_heads": None}, ("num_key_value_heads",)),
-        (QWEN2, {"num_attention_heads": 3, "num_key_value_heads": 1}, ("hidden_size", "num_attention_heads=3")),
+        (
+            QWEN2,
+            {"num_attention_heads": 3, "num_key_value_heads": 1},
+            ("hidden_size", "num_attention_heads=3"),
+        ),
         (QWEN3, {"head_dim": 33}, ("head_dim", "even")),
         (QWEN2, {"torch_dtype": "float8_e4m3fn"}, ("float8_e4m3fn",)),
         (QWEN2, {"hidden_act": "gelu"}, ("hidden_act",)),
         (QWEN2, {"use_sliding_window": True, "sliding_window": 0}, ("sliding_window=0", "number")),
-        (QWEN2, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, ("max_window_layers=-1",)),
-        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "sliding_attention", "window")),
-        (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types", "2 layers")),
+        (
+            QWEN2,
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1},
+            ("max_window_layers=-1",),
+        ),
+        (
+            QWEN2,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ("layer_types", "sliding_attention", "window"),
+        ),
+        (
+            QWEN2,
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            ("layer_types", "2 layers"),
+        ),
         (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 layers")),
         (MISTRAL, {"sliding_window": "8"}, ("sliding_window",)),
-        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 4.0}}, ("'longrope'", "default, llama3, linear")),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            ("'longrope'", "default, llama3, linear"),
+        ),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, ("rope_scaling.factor", "missing")),
-        (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}}, ("rope_scaling.truncate",)),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": "no"}},
+            ("rope_scaling.truncate",),
+        ),
         (LLAMA, {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "heads")),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
-        (LLAMA, {"rope_scaling": {"rope_type": ["llama3"], "factor": 8.0}}, ("['llama3']", "rope type")),
         (
-            LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 0.5}},
+            LLAMA,
+            {"rope_scaling": {"rope_type": ["llama3"], "factor": 8.0}},
+            ("['llama3']", "rope type"),
+        ),
+        (
+            LLAMA,
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 0.5,
+                }
+            },
             ("original_max_position_embeddings", "1"),
         ),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale_all_dim": "x"}}, ("mscale_all_dim", "number")),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale_all_dim": "x"}},
+            ("mscale_all_dim", "number"),
+        ),
         (LLAMA, {"attention_bias": True}, ("attention_bias=true",)),
         (LLAMA, {"mlp_bias": True}, ("mlp_bias",)),
         (LLAMA, {"quantization_config": {"quant_method": "awq"}}, ("quantization_config",)),
         (LLAMA, {"architectures": None}, ("architectures",)),
     ],
-)  # fmt: skip
-def test_what_makes_no_sense_or_is_not_supported_is_refused_by_key(
+)
+def test_invalid_and_unsupported_values_are_refused_by_key(
     base: dict[str, Any], changes: dict[str, Any], fragments: tuple[str, ...]
 ) -> None:
     with pytest.raises(MsrlError) as error:
@@ -163,28 +231,52 @@ def test_what_makes_no_sense_or_is_not_supported_is_refused_by_key(
 
 
 def test_a_window_that_no_layer_uses_is_no_window() -> None:
-    assert shape(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=2) == shape(QWEN2)
+    assert shape(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=2) == shape(
+        QWEN2
+    )
     assert shape(MISTRAL, sliding_window=None).attention == shape(QWEN2).attention
 
 
-def test_windows_are_in_the_layers_that_each_family_gives_them() -> None:
+def test_each_family_has_windows_in_its_own_layers() -> None:
     def layers(config: dict[str, Any], **changes: Any) -> list[int | None]:
-        found = shape(config, num_hidden_layers=4, **changes).attention
-        return [found.window_of(layer) for layer in range(4)]
+        attention = shape(config, num_hidden_layers=4, **changes).attention
+        return [attention.layer_window(layer) for layer in range(4)]
 
-    assert layers(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=3) == [None, None, None, 8]
+    assert layers(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=3) == [
+        None,
+        None,
+        None,
+        8,
+    ]
     assert layers(QWEN2, use_sliding_window=True, max_window_layers=0) == [4096] * 4
     kinds = ["full_attention", "sliding_attention"] * 2
-    assert layers(QWEN2, use_sliding_window=True, sliding_window=8, layer_types=kinds) == [None, 8, None, 8]
+    assert layers(QWEN2, use_sliding_window=True, sliding_window=8, layer_types=kinds) == [
+        None,
+        8,
+        None,
+        8,
+    ]
     assert layers(MISTRAL, sliding_window=16) == [16] * 4 and layers(MISTRAL) == [4096] * 4
 
 
-def test_what_yarn_leaves_out_is_as_in_transformers() -> None:
-    """0.1 ln(4) + 1 = 1.13863; with both mscales, DeepSeek-V2-Lite's ratio of two equal numbers is 1."""
-    found = shape(QWEN2, rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=64).rope_scaling
-    assert found == YarnRopeScaling(4.0, 32.0, 1.0, 64, pytest.approx(1.1386294), True)
-    both = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
-    assert shape(QWEN2, rope_scaling=both).rope_scaling == YarnRopeScaling(40.0, 32.0, 1.0, 4096, 1.0, True, 0.707)
+def test_missing_yarn_settings_have_the_defaults_of_transformers() -> None:
+    """0.1 ln(4) + 1 = 1.13863; with both mscales, DeepSeek-V2-Lite's ratio of two equal numbers is
+    1.
+    """
+    scaling = shape(
+        QWEN2, rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=64
+    ).rope_scaling
+    assert scaling == YarnRopeScaling(4.0, 32.0, 1.0, 64, pytest.approx(1.1386294), True)
+    both = {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    }
+    assert shape(QWEN2, rope_scaling=both).rope_scaling == YarnRopeScaling(
+        40.0, 32.0, 1.0, 4096, 1.0, True, 0.707
+    )
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
@@ -195,41 +287,58 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         load_shape(tmp_path)
 
 
-def test_megatron_settings_follow_from_the_shape() -> None:
+def test_megatron_settings_are_derived_from_the_shape() -> None:
     settings = transformer_settings(shape(QWEN2))
     expected = {
-        "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16,
-        "add_qkv_bias": True, "qk_layernorm": False, "add_bias_linear": False, "normalization": "RMSNorm", "gated_linear_unit": True,
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 96,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "add_qkv_bias": True,
+        "qk_layernorm": False,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
         "activation_func": "silu",
-    }  # fmt: skip
+    }
     assert {name: settings[name] for name in expected} == expected
 
 
 def test_a_rule_of_a_layer_names_its_tensors() -> None:
-    found = shape(QWEN3)
-    rules = {rule.mcore: rule for rule in all_rules(found)}
+    qwen3 = shape(QWEN3)
+    rules = {rule.mcore: rule for rule in all_rules(qwen3)}
     qkv = rules["decoder.layers.1.self_attention.linear_qkv.weight"]
     assert qkv.hf == tuple(f"model.layers.1.self_attn.{kind}_proj.weight" for kind in "qkv")
     assert qkv.layout == Qkv(num_groups=2, heads_per_group=2, head_dim=32)
     assert qkv.shapes == ((128, 64), (64, 64), (64, 64))
-    assert rules["decoder.layers.0.self_attention.k_layernorm.weight"].hf == ("model.layers.0.self_attn.k_norm.weight",)
+    assert rules["decoder.layers.0.self_attention.k_layernorm.weight"].hf == (
+        "model.layers.0.self_attn.k_norm.weight",
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA, MISTRAL])
 @pytest.mark.parametrize("tied", [True, False])
-def test_rules_name_the_parameters_of_transformers_models(config: dict[str, Any], tied: bool) -> None:
+def test_rules_name_the_parameters_of_transformers_models(
+    config: dict[str, Any], tied: bool
+) -> None:
     import torch
     import transformers
 
-    values = {key: value for key, value in config.items() if key not in ("architectures", "torch_dtype")}
+    values = {
+        key: value for key, value in config.items() if key not in ("architectures", "torch_dtype")
+    }
     with torch.device("meta"):
         name = config["architectures"][0]
-        settings = getattr(transformers, name.replace("ForCausalLM", "Config"))(**values, tie_word_embeddings=tied)
+        settings = getattr(transformers, name.replace("ForCausalLM", "Config"))(
+            **values, tie_word_embeddings=tied
+        )
         model = getattr(transformers, name)(settings)
     rules = all_rules(shape(config, tie_word_embeddings=tied))
-    found = {name: size for rule in rules for name, size in zip(rule.hf, rule.shapes, strict=True)}
-    assert found == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    sizes = {name: size for rule in rules for name, size in zip(rule.hf, rule.shapes, strict=True)}
+    assert sizes == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 SIGNATURE = """
@@ -240,6 +349,11 @@ print(json.dumps(list(inspect.signature(TransformerConfig).parameters)))
 
 
 @pytest.mark.slow
-def test_settings_are_arguments_that_megatron_takes() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SIGNATURE], capture_output=True, text=True, check=True)
+def test_settings_are_arguments_of_transformer_config() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SIGNATURE],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert set(transformer_settings(shape(QWEN2))) <= set(json.loads(done.stdout.splitlines()[-1]))

@@ -8,11 +8,11 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from msrl.cluster.rendezvous import held_port
+from msrl.cluster.rendezvous import reserve_port
 
 
-def test_a_rendezvous_port_is_reserved_until_the_ranks_connect():
-    with held_port("127.0.0.1") as held, socket.socket() as other:
+def test_a_named_port_is_not_given_to_others_before_the_ranks_meet_there():
+    with reserve_port("127.0.0.1") as held, socket.socket() as other:
         port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))

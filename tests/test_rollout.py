@@ -1,4 +1,4 @@
-"""What a rollout engine is given and refuses, before any engine is started."""
+"""Checks, seeds and cache sizes of rollout engines that need no running engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from msrl.rollout.engine import (
 )
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.rl import worker_groups as grpo_team
+from msrl.workflows.rl import worker_groups
 from msrl.workflows.rl.worker_groups import shares
 from support import mentions, shared_data
 
@@ -39,8 +39,8 @@ def prompt(index: int, *ids: int) -> Prompt:
 
 def test_a_seed_depends_on_every_number_and_fits_a_signed_integer():
     base = (3, 1, 7, 0, 2)
-    others = [tuple(n + (i == place) for i, n in enumerate(base)) for place in range(5)]
-    seeds = {sample_seed(*numbers) for numbers in [base, *others]}
+    changed = [tuple(n + (i == position) for i, n in enumerate(base)) for position in range(5)]
+    seeds = {sample_seed(*numbers) for numbers in [base, *changed]}
     assert len(seeds) == 6
     assert all(0 <= seed < 1 << 62 for seed in seeds)
 
@@ -54,55 +54,74 @@ def test_the_seeds_of_a_prompt_do_not_change_with_the_batch():
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 7])
-def test_a_prompt_that_a_step_asks_twice_is_answered_anew_whichever_engines_share_the_prompts(num_engines: int):
-    asked, sampling = [prompt(index, 1) for index in (7, 3, 9, 7, 4, 3)], SamplingParams(max_tokens=1, num_samples=2, seed=5)
-    places, found = shares(asked, num_engines), dict[int, list[int | None]]()
-    for mine in places:
-        seeds = sample_seeds([asked[place] for place in mine], sampling, 0)
-        found |= {place: seeds[2 * number : 2 * number + 2] for number, place in enumerate(mine)}
-    assert [seed for place in range(6) for seed in found[place]] == sample_seeds(asked, sampling, 0)
+def test_a_repeated_prompt_gets_new_samples_for_any_number_of_engines(num_engines: int):
+    prompts = [prompt(index, 1) for index in (7, 3, 9, 7, 4, 3)]
+    sampling = SamplingParams(max_tokens=1, num_samples=2, seed=5)
+    by_position = dict[int, list[int | None]]()
+    for positions in shares(prompts, num_engines):
+        seeds = sample_seeds([prompts[position] for position in positions], sampling, 0)
+        for number, position in enumerate(positions):
+            by_position[position] = seeds[2 * number : 2 * number + 2]
+    assert [seed for position in range(6) for seed in by_position[position]] == sample_seeds(
+        prompts, sampling, 0
+    )
 
 
-def test_engines_share_prompts_evenly_neighbours_together():
+def test_engines_share_prompts_evenly_in_contiguous_ranges():
     assert shares([prompt(index, 1) for index in range(5)], 2) == [[0, 1], [2, 3, 4]]
     assert shares([prompt(index, 1) for index in range(2)], 3) == [[], [0], [1]]
 
 
-class Answering:
-    """An engine's actor that says which prompts it was asked."""
+class EchoActor:
+    """A stand-in for an engine's actor that returns the prompts that it received."""
 
     def __init__(self, number: int) -> None:
         self.number, self.generate = number, self
 
-    def remote(self, prompts: tuple[Prompt, ...], sampling: SamplingParams, policy_version: int) -> list[tuple[int, int]]:
+    def remote(
+        self, prompts: tuple[Prompt, ...], sampling: SamplingParams, policy_version: int
+    ) -> list[tuple[int, int]]:
         return [(self.number, prompt.index) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("asked", "engines"), [((7, 3, 9, 7, 4, 3), [0, 0, 0, 0, 1, 0]), ((5,), [1])])
-def test_engines_answer_in_the_order_of_the_prompts_and_are_waited_for_by_their_own_numbers(
-    monkeypatch: pytest.MonkeyPatch, asked: tuple[int, ...], engines: list[int]
+@pytest.mark.parametrize(
+    ("indices", "engines"), [((7, 3, 9, 7, 4, 3), [0, 0, 0, 0, 1, 0]), ((5,), [1])]
+)
+def test_completions_are_in_the_order_of_the_prompts_and_errors_name_the_engine(
+    monkeypatch: pytest.MonkeyPatch, indices: tuple[int, ...], engines: list[int]
 ):
-    waited = list[str]()
+    waited_labels = list[str]()
 
     def wait_all(refs: list[Any], *, labels: list[str], **_: object) -> list[Any]:
-        waited.extend(labels)
+        waited_labels.extend(labels)
         return refs
 
-    monkeypatch.setattr(grpo_team, "wait_all", wait_all)
-    team: Any = grpo_team.EngineGroup.__new__(grpo_team.EngineGroup)
-    team._actors, team._timeout_s, team._watch = [Answering(0), Answering(1)], 1.0, None
-    found = team.generate([prompt(index, 1) for index in asked], SamplingParams(max_tokens=1), 0)
-    assert found == tuple(zip(engines, asked, strict=True))
-    assert waited == [f"rollout engine {number}" for number in sorted(set(engines))]
+    monkeypatch.setattr(worker_groups, "wait_all", wait_all)
+    group: Any = worker_groups.EngineGroup.__new__(worker_groups.EngineGroup)
+    group._actors, group._timeout_s, group._watch = [EchoActor(0), EchoActor(1)], 1.0, None
+    completions = group.generate(
+        [prompt(index, 1) for index in indices], SamplingParams(max_tokens=1), 0
+    )
+    assert completions == tuple(zip(engines, indices, strict=True))
+    assert waited_labels == [f"rollout engine {number}" for number in sorted(set(engines))]
 
 
-def test_without_a_seed_nothing_is_seeded():
-    assert sample_seeds([prompt(0, 1)], SamplingParams(max_tokens=1, num_samples=3), 0) == [None, None, None]
+def test_without_a_seed_no_sample_has_a_seed():
+    assert sample_seeds([prompt(0, 1)], SamplingParams(max_tokens=1, num_samples=3), 0) == [
+        None,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
     ("ids", "fragments"),
-    [((), ("prompt 3", "empty")), ((1, 2, 3, 4), ("prompt 3", "4 tokens")), ((1, 10), ("token id 10",)), ((-1,), ("token id -1",))],
+    [
+        ((), ("prompt 3", "empty")),
+        ((1, 2, 3, 4), ("prompt 3", "4 tokens")),
+        ((1, 10), ("token id 10",)),
+        ((-1,), ("token id -1",)),
+    ],
 )
 def test_a_prompt_that_cannot_be_continued_is_refused(ids, fragments):
     with pytest.raises(MsrlError, match=mentions(*fragments)):
@@ -113,7 +132,7 @@ def test_a_prompt_that_leaves_room_for_one_token_is_accepted():
     check_prompt(prompt(0, 1, 2, 9), vocab_size=10, max_model_len=4)
 
 
-def test_weights_that_miss_repeat_or_invent_a_name_are_refused():
+def test_missing_repeated_and_unknown_weights_are_refused():
     expected = frozenset({"a", "b"})
     assert [name for name, _ in checked_weights([("b", None), ("a", None)], expected)] == ["b", "a"]
     for names, fragments in (
@@ -125,11 +144,12 @@ def test_weights_that_miss_repeat_or_invent_a_name_are_refused():
             list(checked_weights([(name, None) for name in names], expected))
 
 
-def test_a_tied_model_is_given_no_output_layer():
+def test_a_tied_model_expects_no_output_layer():
     names = expected_weights(load_shape(qwen()))
     assert "model.layers.23.self_attn.q_proj.bias" in names
     assert "lm_head.weight" not in names
-    assert len(names) == 290  # as in the model's safetensors file: 24 layers of 12 tensors, embedding and final norm
+    # as in the model's safetensors file: 24 layers of 12 tensors, embedding and final norm
+    assert len(names) == 290
 
 
 def test_the_kv_cache_of_qwen_takes_12_kib_a_token():
@@ -138,7 +158,7 @@ def test_the_kv_cache_of_qwen_takes_12_kib_a_token():
     assert kv_bytes_per_token(shape, 4, tp=2) == 24 * 2 * 1 * 64 * 4
 
 
-def test_the_kv_cache_holds_all_sequences_or_what_the_share_of_memory_holds():
+def test_the_kv_cache_holds_all_sequences_or_fills_its_share_of_memory():
     shape = load_shape(qwen())
     settings = EngineSettings(Path("m"), max_num_seqs=4, memory_fraction=0.5)
     token = 24 * 2 * 2 * 64 * 2
@@ -157,14 +177,16 @@ def write_config(folder: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("changes", "settings", "fragments"),
     [
-        ({"hidden_size": 224, "head_dim": 16}, {}, ("head_dim 16", "attention", "vLLM", "32, 64")),
+        ({"hidden_size": 224, "head_dim": 16}, {}, ("head_dim=16", "attention", "vLLM", "32, 64")),
         ({"architectures": ["MambaForCausalLM"]}, {}, ("MambaForCausalLM",)),
         ({}, {"max_model_len": 40000}, ("32768 positions",)),
-        ({}, {"dtype": "int8"}, ("dtype int8",)),
+        ({}, {"dtype": "int8"}, ("dtype=int8",)),
         ({}, {"tp": 3}, ("tp=3", "14 attention heads")),
     ],
 )
-def test_a_model_that_the_engine_cannot_serve_is_refused_before_it_starts(tmp_path, changes, settings, fragments):
+def test_a_model_that_the_engine_cannot_serve_is_refused_before_it_starts(
+    tmp_path, changes, settings, fragments
+):
     folder = write_config(tmp_path, **changes)
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         VllmEngine(EngineSettings(folder, **settings), get("cpu"))

@@ -1,4 +1,4 @@
-"""Families on a real vLLM engine: the log-probabilities of their reference, or a refusal that says why."""
+"""Model families on a real vLLM engine: reference log-probabilities, or a refusal."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ from test_families import transformers_logits
 
 
 def _save(folder: Path, name: str) -> tuple[Path, dict]:
-    """A model of the row whose heads vLLM has kernels for on CPU (32 channels), and whose vocabulary holds the byte tokenizer's."""
+    """Save a model of the family with heads of 32 channels, the smallest that vLLM supports on CPU.
+
+    Its vocabulary holds that of the byte tokenizer.
+    """
     config = {**FAMILIES[name].config, "hidden_size": 128}
     config |= {key: 32 for key in ("head_dim", "kv_channels") if key in config}
-    config |= {key: tiny_qwen2.VOCAB_SIZE for key in ("vocab_size", "padded_vocab_size") if key in config}
+    config |= {
+        key: tiny_qwen2.VOCAB_SIZE for key in ("vocab_size", "padded_vocab_size") if key in config
+    }
     families.save_model(folder, config)
     tiny_qwen2.make_tokenizer().save_pretrained(folder)
     return folder, config
@@ -58,32 +63,47 @@ def test_the_engine_has_the_logprobs_of_the_reference(tmp_path: Path, name: str)
         logits = transformers_logits(folder, ids)
     else:
         logits = getattr(reference_models, reference)(config, families.weights(config), ids)
-    engine = VllmEngine(EngineSettings(folder, dtype="float32", max_model_len=64, max_num_seqs=4), get("cpu"))
-    found = engine.score(ids)
+    engine = VllmEngine(
+        EngineSettings(folder, dtype="float32", max_model_len=64, max_num_seqs=4), get("cpu")
+    )
+    scores = engine.score(ids)
     engine.close()
     start = 0
-    for row, logprobs in zip(ids, found, strict=True):
-        exact = torch.from_numpy(np.asarray(logits[start : start + len(row) - 1])).double().log_softmax(-1)
+    for row, logprobs in zip(ids, scores, strict=True):
+        exact = (
+            torch.from_numpy(np.asarray(logits[start : start + len(row) - 1]))
+            .double()
+            .log_softmax(-1)
+        )
         picked = exact.gather(-1, torch.from_numpy(row[1:])[:, None])[:, 0].numpy()
         np.testing.assert_allclose(logprobs, picked, rtol=0, atol=1e-4)
         start += len(row)
 
 
 @pytest.mark.slow
-def test_experts_that_are_pushed_into_the_engine_are_those_that_it_answers_with(tmp_path: Path) -> None:
-    """An engine of random weights gets those of a Qwen3 mixture twice, as it does after every update."""
+def test_the_engine_uses_the_experts_that_are_loaded_into_it(tmp_path: Path) -> None:
+    """Load the weights of a Qwen3 mixture twice into an engine with random weights, as after every
+    update.
+    """
     config = {**QWEN3_MOE, "hidden_size": 128, "vocab_size": tiny_qwen2.VOCAB_SIZE}
     weights = families.weights(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tiny_qwen2.make_tokenizer().save_pretrained(tmp_path)
     ids = parity_ranks.sequences(190)
-    logits = torch.from_numpy(np.asarray(transformers_logits(tmp_path, ids))).double().log_softmax(-1)
+    logits = (
+        torch.from_numpy(np.asarray(transformers_logits(tmp_path, ids))).double().log_softmax(-1)
+    )
     labels = torch.from_numpy(np.concatenate([np.append(row[1:], 0) for row in ids]))
     exact = logits.gather(-1, labels[:, None])[:, 0].split([len(row) for row in ids])
-    engine = VllmEngine(EngineSettings(tmp_path, dtype="float32", max_model_len=64, max_num_seqs=4, random_weights=True), get("cpu"))
+    engine = VllmEngine(
+        EngineSettings(
+            tmp_path, dtype="float32", max_model_len=64, max_num_seqs=4, random_weights=True
+        ),
+        get("cpu"),
+    )
     for _ in range(2):
         engine.load_weights(weights.items())
-        for found, row in zip(engine.score(ids), exact, strict=True):
-            np.testing.assert_allclose(found, row[:-1].numpy(), rtol=0, atol=1e-4)
+        for scores, row in zip(engine.score(ids), exact, strict=True):
+            np.testing.assert_allclose(scores, row[:-1].numpy(), rtol=0, atol=1e-4)
     engine.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from msrl.errors import MsrlError
-from msrl.models.families import shape_of
+from msrl.models.families import shape_from_config
 from msrl.models.hf_config import HfConfig
 from msrl.models.select import chosen
 from msrl.trainer.checkpointing.resume import STATE, Retention, training_dir
@@ -91,7 +91,7 @@ def shape():
         "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "torch_dtype": "float32",
     }  # fmt: skip
-    return shape_of(HfConfig(values, "config.json"))
+    return shape_from_config(HfConfig(values, "config.json"))
 
 
 def test_parameters_are_chosen_by_either_name(shape):

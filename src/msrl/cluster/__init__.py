@@ -1,1 +1,1 @@
-"""Where workers run: the plan (pure), Ray nodes started and stopped, and the session of a run."""
+"""Placement of workers on devices, lifecycle of Ray nodes, and a run's connection to Ray."""

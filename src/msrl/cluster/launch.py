@@ -1,7 +1,8 @@
-"""Ray nodes of this machine: started under a supervisor that is recorded, and ended by that record alone.
+"""Start and stop of Ray nodes on this machine, each under a recorded supervisor.
 
-The supervisor is `ray start --block`: it ends its Ray processes when it is asked to stop, and the kernel ends them when it is
-killed. `ray stop` is never used, since it ends every Ray on the machine, whoever started it.
+The supervisor is `ray start --block`. It ends its Ray processes on SIGTERM, and the kernel ends
+them when the supervisor is killed. `ray stop` is never used, since it ends every Ray process on the
+machine, including those of others.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from msrl.errors import MsrlError
 
 START_TIMEOUT_S = 90.0
 _STARTED = "Ray runtime started"
-_DRAIN_S = 5  # what Ray may spend on letting workers finish before it ends them
+_DRAIN_S = 5  # seconds that Ray waits for workers to finish before it ends them
 _END_TIMEOUT_S = _DRAIN_S + 10.0
-_SUPERVISORS: list[subprocess.Popen[bytes]] = []  # held so that a supervisor that ended is reaped and not warned about
+# References to the supervisors, so that ended ones are reaped without a warning.
+_SUPERVISORS: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """What `down` did about one recorded node."""
+class EndedNode:
+    """Result of `down` for one recorded node."""
 
     record: NodeRecord
-    num_ended: int  # processes that it ended; 0 when the node was gone already
+    num_ended: int  # ended processes; 0 if the node was no longer running
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a node is to be."""
+    """Description of a node to start."""
 
     kind: str
     address: Address
@@ -61,17 +63,30 @@ def up(
     platform_resource: str,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
-    """Start the head of a cluster on this machine with token authentication, listening on `host`, and record it.
+    """Start and record the head of a cluster on this machine, listening on `host`.
 
-    The dashboard comes with it where `ray[default]` is installed. Raises MsrlError when a head of ours is up already, a port is
-    taken, an address is not this machine's, or Ray does not start within `timeout_s` seconds.
+    It requires a token. The dashboard is started too if `ray[default]` is installed.
+
+    Raises:
+        MsrlError: A head started by `up` is running already, a port is in use, an address does not
+            belong to this machine, or Ray does not start within `timeout_s` seconds.
     """
     address = Address(probe.resolve(host), port)
-    dashboard = Address(probe.resolve(dashboard_host), dashboard_port) if dashboard_is_installed() else None
+    dashboard = (
+        Address(probe.resolve(dashboard_host), dashboard_port) if dashboard_is_installed() else None
+    )
     with state.locked():
         _check_not_up()
         _check_head_can_listen(address, dashboard)
-        start = _Start("head", address, address.host, _checked_devices(devices), platform_resource, dashboard, state.make_token())
+        start = _Start(
+            "head",
+            address,
+            address.host,
+            _checked_devices(devices),
+            platform_resource,
+            dashboard,
+            state.make_token(),
+        )
         return _start_node(start, timeout_s)
 
 
@@ -84,45 +99,67 @@ def join(
     answer_timeout_s: float = 20.0,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
-    """Start a node on this machine that joins the head at `address` (HOST:PORT) with this user's token, and record it.
+    """Start and record a node on this machine that joins the head at `address` (HOST:PORT).
 
-    `host` is this machine's address as the head sees it; by default that of the route there. Raises MsrlError when the head does
-    not answer within `answer_timeout_s` seconds, refuses the token or is loopback, and when a node of ours is up at `host` already.
+    It uses this user's token. `host` is this machine's address as the head sees it; by default the
+    source address of the route to the head.
+
+    Raises:
+        MsrlError: The head does not answer within `answer_timeout_s` seconds, refuses the token or
+            listens on loopback, or a node recorded here is running at `host` already.
     """
     head = probe.parse_address(address)
     if probe.is_own_loopback(head.host):
         raise MsrlError(
-            f"{address}: a cluster on loopback takes no other nodes; start it with `msrl cluster up --host ADDRESS`,"
-            " ADDRESS being one that this machine reaches"
+            f"{address}: a cluster on loopback cannot have other nodes. Start it with `msrl "
+            "cluster up --host ADDRESS`,"
+            " with an ADDRESS that this machine can reach."
         )
     with state.locked():
         token = state.find_token()
         probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
         own = probe.resolve(host) if host else probe.local_host_towards(head)
         _check_not_joined(own)
-        return _start_node(_Start("worker", head, own, _checked_devices(devices), platform_resource, None, token), timeout_s)
+        return _start_node(
+            _Start("worker", head, own, _checked_devices(devices), platform_resource, None, token),
+            timeout_s,
+        )
 
 
-def down() -> tuple[Ended, ...]:
-    """End the nodes that `up` and `join` recorded on this machine, workers before the head, and forget them. Nothing else is touched."""
+def down() -> tuple[EndedNode, ...]:
+    """End the nodes that `up` and `join` recorded on this machine and delete their records.
+
+    Workers end before the head. No other processes are touched.
+    """
     with state.locked():
-        mine = [(path, record) for path, record in state.load_records() if record.machine == socket.gethostname()]
-        mine.sort(key=lambda item: item[1].kind == "head")
-        return tuple(_end_node(path, record) for path, record in mine)
+        records = [
+            (path, record)
+            for path, record in state.load_records()
+            if record.machine == socket.gethostname()
+        ]
+        records.sort(key=lambda item: item[1].kind == "head")
+        return tuple(_end_node(path, record) for path, record in records)
 
 
-def recorded() -> tuple[NodeRecord, ...]:
-    """The nodes that were recorded on this machine, dead ones included."""
-    return tuple(record for _, record in state.load_records() if record.machine == socket.gethostname())
+def recorded_nodes() -> tuple[NodeRecord, ...]:
+    """Return the nodes that were recorded on this machine, including ended ones."""
+    return tuple(
+        record for _, record in state.load_records() if record.machine == socket.gethostname()
+    )
 
 
 def head_record() -> NodeRecord | None:
-    """The live head that `up` started on this machine, if there is one."""
-    return next((record for record in recorded() if record.kind == "head" and record.alive), None)
+    """Return the running head that `up` started on this machine, or None."""
+    return next(
+        (record for record in recorded_nodes() if record.kind == "head" and record.alive), None
+    )
 
 
 def dashboard_is_installed() -> bool:
-    """Whether Ray's dashboard can be started: its dependencies come with `ray[default]`, not with `ray`."""
+    """Return True if Ray's dashboard can be started.
+
+    Its dependencies come with `ray[default]`, not with `ray`.
+    """
     try:
         import ray.dashboard.optional_deps  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError:
@@ -132,36 +169,47 @@ def dashboard_is_installed() -> bool:
 
 def _checked_devices(devices: int) -> int:
     if devices < 1:
-        raise MsrlError(f"--devices {devices}: a node of a cluster offers at least 1 device")
+        raise MsrlError(f"--devices {devices}: a node must offer at least 1 device.")
     return devices
 
 
 def _check_not_up() -> None:
     running = head_record()
     if running:
-        raise MsrlError(f"a cluster of {running.num_devices} device(s) is up already at {running.address}; end it: msrl cluster down")
+        raise MsrlError(
+            f"{running.address}: a cluster of {running.num_devices} device(s) is already "
+            "running here. End it with `msrl cluster down`."
+        )
 
 
 def _check_not_joined(host: str) -> None:
-    for record in recorded():
+    for record in recorded_nodes():
         if record.alive and record.host == host:
-            raise MsrlError(f"this machine is a node of the cluster at {record.address} already ({host}); leave it with: msrl cluster down")
+            raise MsrlError(
+                f"{host}: this machine is already a node of the cluster at {record.address}. "
+                "Leave it with `msrl cluster down`."
+            )
 
 
 def _check_head_can_listen(address: Address, dashboard: Address | None) -> None:
     if probe.is_wildcard(address.host):
-        raise MsrlError(f"--host {address.host}: give the address by which other machines reach this one (`hostname -I` lists them)")
+        raise MsrlError(
+            f"--host {address.host}: this is not the address of one interface. Pass the "
+            "address at which other machines reach this one (`hostname -I` lists them)."
+        )
     if dashboard and dashboard.port == address.port:
-        raise MsrlError(f"--port and --dashboard-port are both {address.port}; give two different ones")
+        raise MsrlError(
+            f"--port {address.port}: --dashboard-port is the same. Choose two different ports."
+        )
     probe.check_port_free(address.host, address.port, flag="--port")
-    if not probe.is_own_loopback(address.host):  # Ray then listens on every interface
+    if not probe.is_own_loopback(address.host):  # Ray then listens on all interfaces
         probe.check_port_free("0.0.0.0", address.port, flag="--port")
     if dashboard:
         probe.check_port_free(dashboard.host, dashboard.port, flag="--dashboard-port")
 
 
 def _start_node(start: _Start, timeout_s: float) -> NodeRecord:
-    """Start a supervisor, record it at once, and record its processes when it is ready."""
+    """Start a supervisor, record it at once, and record its processes once Ray has started."""
     temp_dir = state.make_temp_dir()
     log = temp_dir / "start.log"
     with log.open("wb") as output:
@@ -204,8 +252,20 @@ def _first_record(start: _Start, temp_dir: Path, pid: int) -> tuple[NodeRecord, 
 
 
 def _command(start: _Start, temp_dir: Path) -> list[str]:
-    """`ray start` for this node. The ports that Ray would fix are moved to free ones, so that two nodes fit on a machine."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-color=false", "--disable-usage-stats"]
+    """Return the `ray start` command of a node.
+
+    Ports that are fixed by default in Ray are replaced by free ones, so that two nodes can run on
+    one machine.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--block",
+        "--log-color=false",
+        "--disable-usage-stats",
+    ]
     command += [
         f"--node-ip-address={start.host}",
         f"--temp-dir={state.ray_dir(temp_dir)}",
@@ -214,25 +274,48 @@ def _command(start: _Start, temp_dir: Path) -> list[str]:
     command += [f"--dashboard-agent-listen-port={probe.free_port()}"]
     if start.kind != "head":
         return [*command, f"--address={start.address}"]
-    command += ["--head", "--no-monitor", f"--port={start.address.port}", f"--ray-client-server-port={probe.free_port()}"]
+    command += [
+        "--head",
+        "--no-monitor",
+        f"--port={start.address.port}",
+        f"--ray-client-server-port={probe.free_port()}",
+    ]
     if start.dashboard is None:
         return [*command, "--include-dashboard=false"]
-    return [*command, "--include-dashboard=true", f"--dashboard-host={start.dashboard.host}", f"--dashboard-port={start.dashboard.port}"]
+    return [
+        *command,
+        "--include-dashboard=true",
+        f"--dashboard-host={start.dashboard.host}",
+        f"--dashboard-port={start.dashboard.port}",
+    ]
 
 
 def resource_arguments(resource: str, num_devices: int) -> list[str]:
-    """How `ray start` is told of the devices: `GPU` is a resource of Ray's own with a flag of its own."""
+    """Return the arguments of `ray start` for the devices.
+
+    Ray predefines the resource `GPU`, which has its own option.
+    """
     if resource == "GPU":
         return [f"--num-gpus={num_devices}"]
     return [f"--resources={json.dumps({resource: num_devices})}"]
 
 
 def _environment(start: _Start) -> dict[str, str]:
-    ours = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment |= {**state.patience(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(_DRAIN_S)}
+    overridden = {
+        "RAY_ADDRESS",
+        "RAY_AUTH_TOKEN",
+        "RAY_AUTH_TOKEN_PATH",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
+    }
+    environment = {name: value for name, value in os.environ.items() if name not in overridden}
+    environment |= {
+        **state.startup_wait_environment(),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(_DRAIN_S),
+    }
     if start.kind == "head" and probe.is_own_loopback(start.host):
-        # Ray replaces loopback by the machine's outer address, and listens on all interfaces, unless it is a one-machine cluster.
+        # Otherwise Ray replaces loopback by the machine's external address and listens on all
+        # interfaces.
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return environment | state.token_environment(start.token)
 
@@ -241,9 +324,15 @@ def _wait_until_started(supervisor: subprocess.Popen[bytes], log: Path, timeout_
     deadline = time.monotonic() + timeout_s
     while _STARTED not in (text := log.read_text(errors="replace")):
         if supervisor.poll() is not None:
-            raise MsrlError(f"Ray did not start (exit status {supervisor.returncode}); its last words:\n{_tail(text)}")
+            raise MsrlError(
+                f"ray start: exited with exit status {supervisor.returncode}. Its last lines "
+                f"of output:\n{_tail(text)}"
+            )
         if time.monotonic() > deadline:
-            raise MsrlError(f"Ray did not start within {timeout_s:g} s; its last words:\n{_tail(text)}")
+            raise MsrlError(
+                f"ray start: Ray did not start within {timeout_s:g} s. Its last lines of "
+                f"output:\n{_tail(text)}"
+            )
         time.sleep(0.1)
 
 
@@ -256,17 +345,24 @@ def _reap() -> None:
         supervisor.poll()
 
 
-def _end_node(path: Path, record: NodeRecord) -> Ended:
-    """Ask the supervisor to stop; what is left of its family after that is killed. Then the record and the temporary folder go."""
+def _end_node(path: Path, record: NodeRecord) -> EndedNode:
+    """End a node's processes and delete its record and temporary folder.
+
+    The supervisor gets SIGTERM; processes that remain afterwards are killed.
+    """
     family = processes.family(record.processes) if record.here else ()
     if family:
         supervised = family[0] == record.processes[0]
         processes.send(family[:1] if supervised else family, signal.SIGTERM)
-        left = processes.wait_for_end(family, _END_TIMEOUT_S, _reap)
-        processes.send(left, signal.SIGKILL)
-        left = processes.wait_for_end(left, 5.0, _reap)
-        if left:
-            raise MsrlError(f"processes {', '.join(str(p.pid) for p in left)} do not end, even when killed; they stay recorded in {path}")
+        remaining = processes.wait_for_end(family, _END_TIMEOUT_S, _reap)
+        processes.send(remaining, signal.SIGKILL)
+        remaining = processes.wait_for_end(remaining, 5.0, _reap)
+        if remaining:
+            pids = ", ".join(str(process.pid) for process in remaining)
+            raise MsrlError(
+                f"{path}: processes {pids} still run after SIGKILL. Their record is kept; "
+                "run `msrl cluster down` again later."
+            )
     shutil.rmtree(record.temp_dir, ignore_errors=True)
     path.unlink(missing_ok=True)
-    return Ended(record, len(family))
+    return EndedNode(record, len(family))

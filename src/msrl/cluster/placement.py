@@ -1,7 +1,9 @@
-"""Hosts and roles to a placement: which worker sits on which devices. Pure arithmetic, so a dry run shows what a launch will do.
+"""Placement of roles on devices: the node and devices of every worker.
 
-A bundle is one device. The bundles of a node are reserved together on one physical node, so a worker that spans several
-devices never spans nodes. Roles that share devices each ask for a fraction of the device of their first bundle.
+This is pure arithmetic, so a dry run can show the placement of a launch. A bundle is one device.
+The bundles of a node are reserved together on one physical node, so a worker with several devices
+never spans nodes. Roles that share devices each request a fraction of the device of their first
+bundle.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ _SHARES_PER_DEVICE = 10_000  # Ray counts resources in ten-thousandths
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a role asks for: the actor has TP x PP x DP workers of one device, the rollout DP engines of TP devices."""
+    """Workers that a role needs.
+
+    The actor needs TP x PP x DP workers of one device, the rollout needs DP engines of TP devices.
+    """
 
     name: str
     num_workers: int
@@ -26,7 +31,10 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """One role, placed: for each of its workers the node and the bundles within the node. Worker i of an actor is rank i."""
+    """Placement of one role: the node of each worker and its bundles within the node.
+
+    Worker i of an actor is rank i.
+    """
 
     role: str
     num_workers: int
@@ -37,7 +45,7 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """The devices of one node that the run reserves: bundles 0 .. num_bundles - 1."""
+    """Devices of one node that the run reserves: bundles 0 .. num_bundles - 1."""
 
     node: int
     num_bundles: int
@@ -45,7 +53,10 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One worker's place. `share` is the fraction of the device of its first bundle that it asks Ray for."""
+    """Placement of one worker.
+
+    `share` is the fraction of the device of its first bundle that it requests from Ray.
+    """
 
     role: str
     worker: int
@@ -56,7 +67,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A whole run on devices of the logical `resource` (one unit per device)."""
+    """Placement of a run on devices of the logical `resource` (one unit per device)."""
 
     resource: str
     bundles: tuple[NodePlan, ...]
@@ -68,30 +79,50 @@ class Placement:
         return sum(node.num_bundles for node in self.bundles)
 
     def worker(self, role: str, index: int) -> Assignment:
-        """The place of worker `index` of `role`. Raises KeyError when the plan has none."""
+        """Return the placement of worker `index` of `role`.
+
+        Raises:
+            KeyError: The plan has no such worker.
+        """
         for assignment in self.assignments:
             if (assignment.role, assignment.worker) == (role, index):
                 return assignment
         raise KeyError(f"{role} {index}")
 
     def describe(self) -> tuple[str, ...]:
-        """One line per device, for a dry run: `node 0 device 1: actor 1, rollout 0`."""
+        """Return one line per device for a dry run: `node 0 device 1: actor 1, rollout 0`."""
         return tuple(
-            f"node {node.node} device {bundle}: {', '.join(self._workers_on(node.node, bundle)) or 'idle'}"
+            f"node {node.node} device {bundle}: "
+            f"{', '.join(self._workers_on(node.node, bundle)) or 'idle'}"
             for node in self.bundles
             for bundle in range(node.num_bundles)
         )
 
     def _workers_on(self, node: int, bundle: int) -> Iterator[str]:
-        return (f"{a.role} {a.worker}" for a in self.assignments if a.node == node and bundle in a.bundle_indices)
+        return (
+            f"{a.role} {a.worker}"
+            for a in self.assignments
+            if a.node == node and bundle in a.bundle_indices
+        )
 
 
-def plan(roles: Sequence[Role], devices_per_node: int, num_nodes: int = 1, *, colocate: bool = True, resource: str) -> Placement:
+def plan(
+    roles: Sequence[Role],
+    devices_per_node: int,
+    num_nodes: int = 1,
+    *,
+    colocate: bool = True,
+    resource: str,
+) -> Placement:
     """Place the workers of `roles` on `num_nodes` nodes of `devices_per_node` devices each.
 
-    Colocated roles all start at the first device and share devices; otherwise each role gets devices of its own, after those
-    of the role before. A worker that does not fit into what is left of a node starts on the next one.
-    Raises MsrlError when it cannot fit, with what is needed and what there is.
+    Colocated roles all start at the first device and share devices. Otherwise each role gets
+    separate devices, after those of the previous role. A worker that does not fit into the
+    remaining devices of a node starts on the next one.
+
+    Raises:
+        MsrlError: The workers do not fit. The message compares the needed and the available
+            devices.
     """
     _check(roles, devices_per_node, num_nodes)
     planned: list[RolePlan] = []
@@ -106,48 +137,72 @@ def plan(roles: Sequence[Role], devices_per_node: int, num_nodes: int = 1, *, co
 
 def _check(roles: Sequence[Role], devices_per_node: int, num_nodes: int) -> None:
     if devices_per_node < 1 or num_nodes < 1:
-        raise MsrlError(f"cluster: {num_nodes} node(s) of {devices_per_node} device(s): at least one of each is needed")
+        raise MsrlError(
+            f"cluster: {num_nodes} node(s) of {devices_per_node} device(s): at least one of "
+            "each is required."
+        )
     if not roles:
-        raise MsrlError("cluster: no role is to be placed; give at least one")
-    duplicates = [name for name, count in Counter(role.name for role in roles).items() if count > 1]
+        raise MsrlError("cluster: there is no role to place. Pass at least one.")
+    names = [role.name for role in roles]
+    duplicates = [name for name in names if names.count(name) > 1]
     if duplicates:
-        raise MsrlError(f"cluster: role {duplicates[0]} is there twice; give each role once")
+        raise MsrlError(f"cluster: role {duplicates[0]} occurs twice. Pass each role once.")
     for role in roles:
         if role.num_workers < 1 or role.devices_per_worker < 1:
-            raise MsrlError(f"cluster: {role.name}: {role.num_workers} worker(s) of {role.devices_per_worker} device(s): give 1 or more")
+            raise MsrlError(
+                f"cluster: {role.name}: {role.num_workers} worker(s) of "
+                f"{role.devices_per_worker} device(s): at least 1 of each is required."
+            )
         if role.devices_per_worker > devices_per_node:
             raise MsrlError(
-                f"cluster: one worker of {role.name} needs {role.devices_per_worker} devices of one node, a node has {devices_per_node};"
-                " use nodes with more devices or a smaller tensor-parallel size"
+                f"cluster: one worker of {role.name} needs {role.devices_per_worker} devices "
+                f"of one node, but a node has {devices_per_node}."
+                " Use nodes with more devices or a smaller tensor-parallel size."
             )
 
 
 def _starts(role: Role, start: int, devices_per_node: int) -> list[int]:
-    """The first device of each worker, counted over all nodes."""
+    """Return the first device of each worker, counted over all nodes."""
     starts: list[int] = []
     for _ in range(role.num_workers):
-        left_on_node = devices_per_node - start % devices_per_node
-        if role.devices_per_worker > left_on_node:
-            start += left_on_node
+        remaining = devices_per_node - start % devices_per_node
+        if role.devices_per_worker > remaining:
+            start += remaining
         starts.append(start)
         start += role.devices_per_worker
     return starts
 
 
 def _role_plan(role: Role, starts: Sequence[int], devices_per_node: int) -> RolePlan:
-    bundles = (tuple(range(s % devices_per_node, s % devices_per_node + role.devices_per_worker)) for s in starts)
-    return RolePlan(role.name, role.num_workers, role.devices_per_worker, tuple(s // devices_per_node for s in starts), tuple(bundles))
+    nodes: list[int] = []
+    bundles: list[tuple[int, ...]] = []
+    for start in starts:
+        node, first = divmod(start, devices_per_node)
+        nodes.append(node)
+        bundles.append(tuple(range(first, first + role.devices_per_worker)))
+    return RolePlan(
+        role.name, role.num_workers, role.devices_per_worker, tuple(nodes), tuple(bundles)
+    )
 
 
-def _check_fits(planned: Sequence[RolePlan], devices_per_node: int, num_nodes: int, colocate: bool) -> None:
+def _check_fits(
+    planned: Sequence[RolePlan], devices_per_node: int, num_nodes: int, colocate: bool
+) -> None:
     needed = 1 + max(node for role in planned for node in role.nodes)
     if needed <= num_nodes:
         return
-    needs = ", ".join(f"{r.role} {r.num_workers} x {r.devices_per_worker} = {r.num_workers * r.devices_per_worker}" for r in planned)
+    needs = ", ".join(
+        f"{r.role} {r.num_workers} x {r.devices_per_worker} = "
+        f"{r.num_workers * r.devices_per_worker}"
+        for r in planned
+    )
+    sharing = "shared" if colocate else "separate devices per role"
     remedy = "fewer workers" if colocate else "fewer workers, or colocate the roles"
     raise MsrlError(
-        f"cluster: the run needs {needed} node(s) of {devices_per_node} device(s) ({'shared' if colocate else 'each role apart'}: {needs}),"
-        f" there are {num_nodes} x {devices_per_node} = {num_nodes * devices_per_node}; add nodes (msrl cluster join) or use {remedy}"
+        f"cluster: the run needs {needed} node(s) of {devices_per_node} device(s) ({sharing}: "
+        f"{needs}),"
+        f" but there are {num_nodes} x {devices_per_node} = {num_nodes * devices_per_node}. "
+        f"Add nodes (msrl cluster join) or use {remedy}."
     )
 
 
@@ -160,9 +215,20 @@ def _node_plans(planned: Sequence[RolePlan]) -> tuple[NodePlan, ...]:
 
 
 def _assignments(planned: Sequence[RolePlan]) -> tuple[Assignment, ...]:
-    crowd = Counter((node, bundle) for role in planned for node, own in zip(role.nodes, role.bundle_indices, strict=True) for bundle in own)
+    crowd = Counter(
+        (node, bundle)
+        for role in planned
+        for node, own in zip(role.nodes, role.bundle_indices, strict=True)
+        for bundle in own
+    )
     return tuple(
-        Assignment(role.role, worker, node, own, _SHARES_PER_DEVICE // crowd[node, own[0]] / _SHARES_PER_DEVICE)
+        Assignment(
+            role.role,
+            worker,
+            node,
+            own,
+            _SHARES_PER_DEVICE // crowd[node, own[0]] / _SHARES_PER_DEVICE,
+        )
         for role in planned
         for worker, (node, own) in enumerate(zip(role.nodes, role.bundle_indices, strict=True))
     )

@@ -1,6 +1,7 @@
-"""Addresses and ports, looked at before Ray is started or asked: quick answers where Ray itself would try for long.
+"""Checks of addresses and ports before Ray is started or connected to.
 
-The probe calls GetClusterId of Ray's node service with the token as bearer, the first call that a Ray client makes too.
+They fail fast where Ray itself would retry for a long time. The probe calls GetClusterId of Ray's
+node service with the token as bearer, which is also the first call of a Ray client.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The host (a number, as resolved) and port of a cluster's head."""
+    """Numeric host and port of a cluster's head."""
 
     host: str
     port: int
@@ -30,37 +31,58 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT` with the host resolved. Raises MsrlError when it is none, or the host has no address."""
+    """Parse `HOST:PORT` and resolve the host.
+
+    Raises:
+        MsrlError: The text has another form, or the host has no address.
+    """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise MsrlError(f"{text!r} is not the address of a cluster; give HOST:PORT, for example 10.0.0.1:6344")
+        raise MsrlError(
+            f"{text!r}: not the address of a cluster. Pass HOST:PORT, for example 10.0.0.1:6344."
+        )
     return Address(resolve(host.strip("[]")), int(port))
 
 
 def resolve(host: str) -> str:
-    """The numeric address of a host name. Raises MsrlError when there is none."""
+    """Return the numeric address of a host name.
+
+    Raises:
+        MsrlError: The host name has no address.
+    """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise MsrlError(f"{host}: this host name has no address ({error}); give a name or number that this machine can resolve") from error
-    return str(min(found, key=lambda info: info[0] != socket.AF_INET)[4][0])
+        raise MsrlError(
+            f"{host}: this host name has no address ({error}). Pass a name or address that "
+            "this machine can resolve."
+        ) from error
+    return str(min(addresses, key=lambda info: info[0] != socket.AF_INET)[4][0])
 
 
 def is_own_loopback(host: str) -> bool:
-    """Whether Ray takes the address for this machine only (it does so for 127.0.0.1 and ::1, not for the rest of 127.0.0.0/8)."""
+    """Return True if Ray treats the address as this machine only.
+
+    It does so for 127.0.0.1 and ::1, but not for the other addresses of 127.0.0.0/8.
+    """
     return host in (LOOPBACK, "::1")
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether the address stands for all interfaces."""
+    """Return True if the address stands for all interfaces."""
     return ipaddress.ip_address(host).is_unspecified
 
 
 def check_port_free(host: str, port: int, *, flag: str) -> None:
-    """Raise MsrlError when nothing can listen on `host:port`: the port is taken, or the address is not this machine's."""
+    """Check that a server can listen on `host:port`.
+
+    Raises:
+        MsrlError: The port is in use, or the address does not belong to this machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not matter, listeners do
+        # Ignore lingering connections, but not listeners.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
             probe.listen(1)
@@ -70,19 +92,29 @@ def check_port_free(host: str, port: int, *, flag: str) -> None:
 
 def _bind_message(error: OSError, host: str, port: int, flag: str) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"{flag} {port}: the port is taken on {host}{_holder(port)}; give another {flag} or end that process"
+        return (
+            f"{flag} {port}: the port is in use on {host}{_listener(port)}. Choose another "
+            f"{flag} or end that process."
+        )
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{host} is not an address of this machine; give one of its own (`hostname -I` lists them)"
+        return f"{host}: not an address of this machine. Choose one that `hostname -I` lists."
     return f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}"
 
 
-def _holder(port: int) -> str:
-    """Which process listens on the port, as far as this user may know: ` by python (pid 7)`, or nothing."""
+def _listener(port: int) -> str:
+    """Return ` by python (pid 7)` for the process that listens on the port.
+
+    The result is empty if this user cannot see the process.
+    """
     import psutil
 
     try:
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr[1:] == (port,)
+                and connection.pid
+            ):
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     except psutil.Error:
         pass
@@ -90,28 +122,35 @@ def _holder(port: int) -> str:
 
 
 def free_port() -> int:
-    """A port that is free now on loopback."""
+    """Return a port that is currently free on loopback."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def local_host_towards(address: Address) -> str:
-    """This machine's address as the head sees it: the source address of the route there (nothing is sent)."""
+    """Return this machine's address as the head sees it: the source address of the route to it.
+
+    Nothing is sent.
+    """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address.host, address.port))
         except OSError as error:
-            raise MsrlError(f"{address}: no route leads there ({error.strerror}); check the address and the network") from error
+            raise MsrlError(
+                f"{address}: there is no route to this host ({error.strerror}). Check the "
+                "address and the network."
+            ) from error
         return str(probe.getsockname()[0])
 
 
 def ask(address: Address, token: str, *, timeout_s: float) -> Answer:
-    """What answers at `address` to a Ray client with this token."""
+    """Return how the server at `address` answers a Ray client with this token."""
     import grpc
 
-    # Proxies of the environment are for the web, not for the cluster; Ray switches them off as well.
+    # Proxies of the environment are meant for the web, not for the cluster; Ray disables them as
+    # well.
     channel = grpc.insecure_channel(str(address), options=[("grpc.enable_http_proxy", 0)])
     call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
     try:
@@ -135,22 +174,31 @@ def _answer(error: object) -> Answer:
 
 
 def check_answers(address: Address, token: str, *, timeout_s: float) -> None:
-    """Return when a Ray that takes the token answers; one that is silent is asked again until `timeout_s` has passed.
+    """Wait until a Ray head that accepts the token answers, for at most `timeout_s` seconds.
 
-    Raises MsrlError that says which of these it is: silent, not Ray, or another token.
+    Raises:
+        MsrlError: There is no answer, the server is not Ray, or the token is refused.
     """
     deadline = time.monotonic() + timeout_s
-    while (answer := ask(address, token, timeout_s=max(1.0, min(5.0, timeout_s)))) == "silent" and time.monotonic() < deadline:
+    call_timeout_s = max(1.0, min(5.0, timeout_s))
+    answer = ask(address, token, timeout_s=call_timeout_s)
+    while answer == "silent" and time.monotonic() < deadline:
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+        answer = ask(address, token, timeout_s=call_timeout_s)
     if answer == "silent":
         raise MsrlError(
-            f"{address}: no cluster answers there (tried for {timeout_s:g} s); check that `msrl cluster up` runs on that machine with"
-            " --host set to this address, and that no firewall is between"
+            f"{address}: no cluster answered within {timeout_s:g} s. Check that it was started "
+            "with `msrl cluster up --host` and"
+            " this address, and that no firewall blocks the connection."
         )
     if answer == "not ray":
-        raise MsrlError(f"{address}: something answers there, but it is not a Ray cluster; check the port that `msrl cluster up` printed")
+        raise MsrlError(
+            f"{address}: the server there is not a Ray cluster. Check the port that `msrl "
+            "cluster up` printed."
+        )
     if answer == "wrong token":
         raise MsrlError(
-            f"{address}: the cluster refuses this token; copy the token file of the head machine again (`msrl cluster up` names it),"
-            " and look whether RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is set to an old one"
+            f"{address}: the cluster refuses this token. Copy the head machine's token file "
+            "again (`msrl cluster up` prints its path),"
+            " and check that RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH do not refer to an old one."
         )

@@ -1,4 +1,8 @@
-"""Processes by their records: who descends from whom, and how they are ended. A number that another process has since got is not theirs."""
+"""Process trees by their records: descendants, signals and waiting for their end.
+
+A record includes the start time, so a process that reuses the pid of another is not mistaken for
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,15 @@ from msrl.temporary import ProcessRecord
 
 
 def family(processes: Iterable[ProcessRecord]) -> tuple[ProcessRecord, ...]:
-    """Those of `processes` that run, and everything that descends from them."""
-    found = {process: None for process in processes if temporary.is_running(process)}
-    for process in tuple(found):
-        found |= dict.fromkeys(descendants(process.pid))
-    return tuple(found)
+    """Return those of `processes` that are running, and all of their descendants."""
+    members = {process: None for process in processes if temporary.is_running(process)}
+    for process in tuple(members):
+        members |= dict.fromkeys(descendants(process.pid))
+    return tuple(members)
 
 
 def descendants(pid: int) -> list[ProcessRecord]:
+    """Return the running descendants of a process."""
     import psutil
 
     try:
@@ -29,7 +34,11 @@ def descendants(pid: int) -> list[ProcessRecord]:
     except psutil.NoSuchProcess:
         return []
     started = ((child, temporary.start_ticks(child.pid)) for child in children)
-    return [ProcessRecord(child.pid, ticks, _name(child.pid)) for child, ticks in started if ticks is not None]
+    return [
+        ProcessRecord(child.pid, ticks, _name(child.pid))
+        for child, ticks in started
+        if ticks is not None
+    ]
 
 
 def _name(pid: int) -> str:
@@ -40,6 +49,11 @@ def _name(pid: int) -> str:
 
 
 def send(processes: Iterable[ProcessRecord], number: signal.Signals) -> None:
+    """Send a signal to those of `processes` that are running.
+
+    Raises:
+        MsrlError: A process belongs to another user.
+    """
     for process in processes:
         if temporary.is_running(process):
             try:
@@ -47,15 +61,23 @@ def send(processes: Iterable[ProcessRecord], number: signal.Signals) -> None:
             except ProcessLookupError:
                 continue
             except PermissionError as error:
-                raise MsrlError(f"process {process.pid} ({process.name}) belongs to another user; run the command as that one") from error
+                raise MsrlError(
+                    f"process {process.pid} ({process.name}): belongs to another user. Run the "
+                    "command as that user."
+                ) from error
 
 
-def wait_for_end(processes: Sequence[ProcessRecord], timeout_s: float, reap: Callable[[], object]) -> list[ProcessRecord]:
-    """Those that still run after `timeout_s` seconds. `reap` is called while waiting, for children that would else stay as zombies."""
+def wait_for_end(
+    processes: Sequence[ProcessRecord], timeout_s: float, reap: Callable[[], object]
+) -> list[ProcessRecord]:
+    """Wait for processes to end and return those that still run after `timeout_s` seconds.
+
+    `reap` is called while waiting, for children that would otherwise remain zombies.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         reap()
-        left = [process for process in processes if temporary.is_running(process)]
-        if not left or time.monotonic() > deadline:
-            return left
+        running = [process for process in processes if temporary.is_running(process)]
+        if not running or time.monotonic() > deadline:
+            return running
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What Ray does to the process that it is imported into, kept within bounds: its start, its signal handlers, its settings."""
+"""Containment of Ray's effects on the driver process: startup, signal handlers and settings."""
 
 from __future__ import annotations
 
@@ -20,28 +20,41 @@ from msrl.temporary import ProcessRecord
 _LOG = logging.getLogger("msrl.cluster")
 _STARTS = 3
 _DAEMONS = ("gcs_server", "raylet")
-_GIVEN_UP = "timed out during startup"  # what ray.init says when the raylet is late; how long it waits cannot be set
+# In the message of ray.init if the raylet is late. The timeout of 30 s cannot be changed.
+_TIMED_OUT = "timed out during startup"
 
 
 def start_ray(**arguments: Any) -> None:
-    """`ray.init`, again where Ray gave its own start up, which it does on a busy machine. Raises MsrlError when it does so every time."""
+    """Call `ray.init`, and retry if Ray timed out during its startup, as it does on a busy machine.
+
+    Raises:
+        MsrlError: Ray timed out every time.
+    """
     for attempt in range(1, _STARTS + 1):
         try:
             ray.init(**arguments)
         except Exception as error:
             ray.shutdown()
-            if _GIVEN_UP not in str(error):
+            if _TIMED_OUT not in str(error):
                 raise
             if attempt == _STARTS:
-                raise MsrlError(f"Ray gave up starting after 30 s, {_STARTS} times: is this machine overloaded?") from error
-            _LOG.warning("Ray gave up starting after 30 s, as it does on a busy machine; trying again")
+                raise MsrlError(
+                    f"ray: startup timed out after 30 s, {_STARTS} times. Check if this "
+                    "machine is overloaded."
+                ) from error
+            _LOG.warning(
+                "Ray startup timed out after 30 s, which happens on a busy machine. Trying again."
+            )
         else:
             return
 
 
 @contextlib.contextmanager
-def own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM over below Python, and answers it with a crash; what was in force before is put back."""
+def preserved_signal_handlers() -> Iterator[None]:
+    """Restore the handlers of SIGINT and SIGTERM at the end.
+
+    Ray installs a handler of SIGTERM below Python, which crashes the process.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -52,12 +65,16 @@ def own_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_sessions() -> Iterator[None]:
-    """Start Ray's processes in sessions of their own: a signal to this process's group, and the end of its terminal, must not end them.
+def separate_sessions() -> Iterator[None]:
+    """Start Ray's processes in separate sessions.
 
-    This process needs them to save. They still end with it: the kernel kills them when their parent has ended. Ray 2.54 to 2.60 asks for
-    that in `set_kill_on_parent_death_linux`, which `ray._private.services.start_ray_process` calls in the child before it becomes Ray's.
-    Raises RuntimeError where Ray's processes share the group of this one all the same.
+    A signal to this process's group, or the end of its terminal, must not end them, since this
+    process needs them to save a checkpoint. They still end with this process: the kernel kills them
+    when their parent has ended. Ray 2.54 to 2.60 requests that in `set_kill_on_parent_death_linux`,
+    which `ray._private.services.start_ray_process` calls in the child before it executes Ray.
+
+    Raises:
+        RuntimeError: Ray's processes are in the process group of this one nevertheless.
     """
     from ray._private import utils
 
@@ -72,9 +89,16 @@ def own_sessions() -> Iterator[None]:
         yield
     finally:
         utils.set_kill_on_parent_death_linux = ends_with_parent
-    shared = [process.name for process in processes.descendants(os.getpid()) if _is_ray_in_own_group(process)]
+    shared = [
+        process.name
+        for process in processes.descendants(os.getpid())
+        if _is_ray_in_own_group(process)
+    ]
     if shared:
-        raise RuntimeError(f"Ray {ray.__version__} starts {', '.join(shared)} in the group of this process: its start has changed")
+        raise RuntimeError(
+            f"Ray {ray.__version__} starts {', '.join(shared)} in the group of this process; "
+            "its startup code has changed"
+        )
 
 
 def _is_ray_in_own_group(process: ProcessRecord) -> bool:
@@ -85,17 +109,25 @@ def _is_ray_in_own_group(process: ProcessRecord) -> bool:
 
 @contextlib.contextmanager
 def ray_settings(token: Path | str, *, loopback: bool) -> Iterator[None]:
-    """Ray's process-wide settings for one session: the token, no usage statistics, and that loopback means loopback."""
+    """Set Ray's process-wide settings for one session.
+
+    They are the token, no usage statistics, and that loopback addresses stay loopback.
+    """
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
-    wanted = {**state.token_environment(token), **state.patience(), "RAY_USAGE_STATS_ENABLED": "0"}
-    wanted["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    names = {*wanted, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"}
+    settings = {
+        **state.token_environment(token),
+        **state.startup_wait_environment(),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    settings["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    names = {*settings, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"}
     before = {name: os.environ.pop(name, None) for name in names}
     multi_machine = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ.update(wanted)
-    # Ray reads both when it is imported, which has happened: without this, 127.0.0.1 becomes the outer address of the machine.
+    os.environ.update(settings)
+    # Ray read both when it was imported. Without this, it replaces 127.0.0.1 by the machine's
+    # external address.
     ray_constants.ENABLE_RAY_CLUSTER = multi_machine and not loopback
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

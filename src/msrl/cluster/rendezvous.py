@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: an address of rank 0's node, theirs from the moment it is named."""
+"""Rendezvous of a run's ranks: an address of rank 0's node with a reserved port."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import socket
 import ray
 
 
-def held_port(host: str) -> socket.socket:
-    """A free port of this node, given to nobody else while the socket is open; torch's store, which reuses addresses, may listen on it."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
-    return held
+def reserve_port(host: str) -> socket.socket:
+    """Return a socket that reserves a free port of this node while it is open.
+
+    torch's store can still listen on the port, since it reuses addresses.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
 
 
 class Rendezvous:
-    """Made by rank 0, which closes it when the ranks have met."""
+    """Rendezvous that rank 0 creates, and closes when all ranks are connected."""
 
     def __init__(self) -> None:
         host = ray.util.get_node_ip_address()
-        self._held = held_port(host)
-        self.init_method = f"tcp://{host}:{self._held.getsockname()[1]}"
+        self._socket = reserve_port(host)
+        self.init_method = f"tcp://{host}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
-        self._held.close()
+        self._socket.close()

@@ -1,6 +1,7 @@
-"""A run's connection to Ray: the given cluster or a local Ray of its own, placement groups, and the actors that end with it.
+"""Connection of a run to Ray: a cluster or a local Ray, placement groups, and actors.
 
-A local Ray listens on loopback, asks for a token of its own, and ends with the run; a given cluster is only left.
+A local Ray listens on loopback, requires a new token, and ends with the run. A cluster keeps
+running when the run disconnects.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from msrl import temporary
 from msrl.cluster import probe, processes, state
 from msrl.cluster.placement import Assignment, NodePlan, Placement
-from msrl.cluster.ray_process import own_sessions, own_signals, ray_settings, start_ray
+from msrl.cluster.ray_process import (
+    preserved_signal_handlers,
+    ray_settings,
+    separate_sessions,
+    start_ray,
+)
 from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
 
@@ -33,7 +39,7 @@ _LOG = logging.getLogger("msrl.cluster")
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node of a cluster as Ray sees it: how many devices it has, and how many of them nobody asks for."""
+    """A node of a cluster as Ray reports it: its devices, and those that are not reserved."""
 
     host: str
     alive: bool
@@ -49,30 +55,39 @@ class PlacedWorkers:
     groups: tuple[PlacementGroup, ...]
 
     def options(self, role: str, worker: int) -> dict[str, Any]:
-        """The options of the actor that is worker `worker` of `role`: no CPUs, its share of a device, its bundle."""
-        place = self.placement.worker(role, worker)
-        return self._options(place, place.bundle_indices[0], place.share)
+        """Return the options of a worker's actor: no CPUs, its share of a device, its bundle."""
+        assignment = self.placement.worker(role, worker)
+        return self._options(assignment, assignment.bundle_indices[0], assignment.share)
 
     def device_ids(self, role: str, worker: int) -> tuple[str, ...]:
-        """The device numbers of every bundle of a worker, as the platform's visible-devices variable counts them on the node.
+        """Return the device ids of every bundle of a worker.
 
-        Empty for a resource that is only a number to Ray, such as that of the CPU platform. Ask before the actors are started.
+        They are those of the platform's visible-devices variable on the node. Empty for a resource
+        that is only a number to Ray, such as that of the CPU platform. Call this before the actors
+        are started.
         """
-        place = self.placement.worker(role, worker)
-        sliver = 0.0001
+        assignment = self.placement.worker(role, worker)
+        share = 0.0001  # fits besides the shares of the actors
         tasks = [
-            _device_ids.options(**self._options(place, bundle, sliver)).remote(self.placement.resource) for bundle in place.bundle_indices
+            _device_ids.options(**self._options(assignment, bundle, share)).remote(
+                self.placement.resource
+            )
+            for bundle in assignment.bundle_indices
         ]
         return tuple(number for numbers in ray.get(tasks) for number in numbers)
 
-    def _options(self, place: Assignment, bundle: int, share: float) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(self.groups[place.node], bundle, True)
-        return {"num_cpus": 0, **_resource_options(self.placement.resource, share), "scheduling_strategy": strategy}
+    def _options(self, assignment: Assignment, bundle: int, share: float) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(self.groups[assignment.node], bundle, True)
+        return {
+            "num_cpus": 0,
+            **_resource_options(self.placement.resource, share),
+            "scheduling_strategy": strategy,
+        }
 
 
 @dataclass(slots=True)
 class Session:
-    """An open connection to Ray. What is started through it ends with it."""
+    """An open connection to Ray. Everything that is started through it ends with it."""
 
     resource: str
     local: bool
@@ -81,24 +96,41 @@ class Session:
     _groups: list[PlacementGroup] = field(default_factory=list[PlacementGroup])
 
     def create_placement(self, placement: Placement, *, timeout_s: float = 60.0) -> PlacedWorkers:
-        """Reserve the devices of a plan. Raises MsrlError when the cluster lacks them or they stay taken for `timeout_s` seconds."""
+        """Reserve the devices of a plan.
+
+        Raises:
+            MsrlError: The cluster lacks the devices, or they stay reserved by other runs for
+                `timeout_s` seconds.
+        """
         self._check_capacity(placement)
         groups = tuple(
-            placement_group([{placement.resource: 1.0}] * node.num_bundles, strategy="STRICT_PACK") for node in placement.bundles
+            placement_group([{placement.resource: 1.0}] * node.num_bundles, strategy="STRICT_PACK")
+            for node in placement.bundles
         )
         self._groups.extend(groups)
         deadline = time.monotonic() + timeout_s
         for group in groups:
-            if not group.wait(math.ceil(max(0.0, deadline - time.monotonic()))):  # whole seconds: Ray cuts the rest off
+            # Ray truncates the timeout to integral seconds.
+            if not group.wait(math.ceil(max(0.0, deadline - time.monotonic()))):
                 raise MsrlError(
-                    f"cluster: {self._lacks(placement)}, after {timeout_s:g} s; end the run that holds the devices, or wait for it"
+                    f"cluster: {self._shortage(placement)} after {timeout_s:g} s. Wait for the "
+                    "run that holds the devices, or end it."
                 )
         return PlacedWorkers(placement, groups)
 
-    def start(self, actor_class: Any, placed: PlacedWorkers, role: str, worker: int, *args: Any, **kwargs: Any) -> Any:
-        """Start worker `worker` of `role` as an actor (`ray.remote(...)` class) at its place; the session ends it.
+    def start(
+        self,
+        actor_class: Any,
+        placed: PlacedWorkers,
+        role: str,
+        worker: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Start worker `worker` of `role` as an actor (a `ray.remote(...)` class) on its devices.
 
-        What an actor may refuse belongs into a method and not into `__init__`, of whose failure Ray passes on the text alone.
+        The session ends the actor. Raise an MsrlError of an actor in a method and not in
+        `__init__`: of the latter's exception, Ray passes on only the text.
         """
         actor = actor_class.options(**placed.options(role, worker)).remote(*args, **kwargs)
         self._actors.append(actor)
@@ -106,15 +138,18 @@ class Session:
         return actor
 
     def watch(self, names: Mapping[str, str]) -> Watch:
-        """Looks whether the workers live that have been or will be started; `names` has the word for each role in messages."""
+        """Return a watch for the death of workers, including those that are started later.
+
+        `names` maps each role to its name in messages.
+        """
         return Watch(self._workers, names)
 
     def keep(self, actors: Sequence[Any]) -> None:
-        """Have the session end these actors as well."""
+        """Make the session end these actors as well."""
         self._actors.extend(actors)
 
     def nodes(self) -> tuple[NodeStatus, ...]:
-        """Every node that the cluster knows, dead ones included."""
+        """Return every node that the cluster knows, including dead ones."""
         from ray._private.state import available_resources_per_node
 
         free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
@@ -129,7 +164,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """End the actors that were started through the session and give their devices back."""
+        """End the actors that were started through the session and release their devices."""
         for actor in self._actors:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(actor, no_restart=True)
@@ -141,35 +176,48 @@ class Session:
         self._groups.clear()
 
     def _check_capacity(self, placement: Placement) -> None:
-        room = sorted((node.num_devices for node in self.nodes() if node.alive), reverse=True)
-        if not _fits(placement.bundles, room):
-            raise MsrlError(f"cluster: {self._lacks(placement)}; add nodes (msrl cluster join), or ask for less parallelism")
+        devices = sorted((node.num_devices for node in self.nodes() if node.alive), reverse=True)
+        if not _fits(placement.bundles, devices):
+            raise MsrlError(
+                f"cluster: {self._shortage(placement)}. Add nodes (msrl cluster join), or "
+                "reduce the parallelism."
+            )
 
-    def _lacks(self, placement: Placement) -> str:
+    def _shortage(self, placement: Placement) -> str:
         needs = ", ".join(str(node.num_bundles) for node in placement.bundles)
-        has = ", ".join(f"{n.host}: {n.num_devices:g} ({n.num_free:g} free)" for n in self.nodes() if n.alive)
-        return f"the run needs nodes with {needs} of {placement.resource}, the cluster has {has or 'no node'}"
+        has = ", ".join(
+            f"{n.host}: {n.num_devices:g} ({n.num_free:g} free)" for n in self.nodes() if n.alive
+        )
+        return (
+            f"the run needs nodes with {needs} of {placement.resource}, but the cluster has "
+            f"{has or 'no node'}"
+        )
 
 
-def _fits(needed: Sequence[NodePlan], room: Sequence[float]) -> bool:
-    """Whether nodes with `room` devices can hold the planned nodes, several of them on one if need be."""
-    left = list(room)
+def _fits(needed: Sequence[NodePlan], devices: Sequence[float]) -> bool:
+    """Return True if nodes with these numbers of devices can hold the planned nodes.
+
+    One node may hold several planned nodes.
+    """
+    free = list(devices)
     for node in sorted(needed, key=lambda n: -n.num_bundles):
-        index = next((i for i, devices in enumerate(left) if devices >= node.num_bundles), None)
+        index = next((i for i, number in enumerate(free) if number >= node.num_bundles), None)
         if index is None:
             return False
-        left[index] -= node.num_bundles
+        free[index] -= node.num_bundles
     return True
 
 
 def _resource_options(resource: str, amount: float) -> dict[str, Any]:
-    """A share of a device as options of an actor: `GPU` is a resource of Ray's own with an option of its own."""
+    """Return a share of a device as options of an actor; Ray predefines the resource `GPU`."""
     return {"num_gpus": amount} if resource == "GPU" else {"resources": {resource: amount}}
 
 
 @ray.remote
 def _device_ids(resource: str) -> list[str]:
-    return [str(number) for number in ray.get_runtime_context().get_accelerator_ids().get(resource, [])]
+    return [
+        str(number) for number in ray.get_runtime_context().get_accelerator_ids().get(resource, [])
+    ]
 
 
 @contextlib.contextmanager
@@ -183,27 +231,36 @@ def ray_session(
     log_to_driver: bool = False,
     answer_timeout_s: float = 20.0,
 ) -> Iterator[Session]:
-    """A session with the cluster at `address`, or with a local Ray of `num_devices` devices when that is None.
+    """Connect to the cluster at `address`, or start a local Ray if it is None.
 
-    `env` are environment variables of every worker. Raises MsrlError when the cluster does not answer or refuses the
-    token, or this machine is not one of its nodes. When the body fails, the logs of a local Ray are kept and their folder is logged.
+    `num_devices` are those of the local Ray. `env` are environment variables of every worker. If
+    the body fails, the logs of a local Ray are kept and their folder is logged.
+
+    Raises:
+        MsrlError: The cluster does not answer or refuses the token, or this machine is not one of
+            its nodes.
     """
     if ray.is_initialized():
-        raise RuntimeError("this process has a Ray session already")
+        raise RuntimeError("this process already has a Ray session")
     init = {
         "namespace": namespace,
         "runtime_env": {"env_vars": dict(env)} if env else None,
         "log_to_driver": log_to_driver,
         "logging_level": logging.WARNING,
     }
-    opened = _local(num_devices, resource_name, init) if address is None else _connected(address, init, answer_timeout_s)
+    opened = (
+        _local(num_devices, resource_name, init)
+        if address is None
+        else _connected(address, init, answer_timeout_s)
+    )
     before = temporary.segments()
     with opened as folder:
         session = Session(resource_name, local=address is None)
         try:
             yield session
         finally:
-            if folder is not None:  # an engine that is killed while it starts has not listed its shared memory itself
+            if folder is not None:
+                # An engine that was killed during its startup has not listed its shared memory.
                 pids = [process.pid for process in processes.descendants(os.getpid())]
                 temporary.list_segments(folder, pids, before)
             session.close()
@@ -211,17 +268,25 @@ def ray_session(
 
 @contextlib.contextmanager
 def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator[Path]:
-    """A Ray of our own, gone at the end with its folder; the folder stays when the body fails.
+    """Run a local Ray and remove it with its folder at the end.
 
-    Yields the folder in it for the temporary files of Ray's processes.
+    The folder is kept if the body fails.
+
+    Yields the folder inside it for the temporary files of Ray's processes.
     """
-    temp_dir = state.own_temp_dir()
+    temp_dir = state.make_owned_temp_dir()
     token = temp_dir / "token"
     state.write_private(token, secrets.token_hex(32))
-    devices = {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
+    devices = (
+        {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
+    )
     try:
         with ray_settings(token, loopback=True):
-            with own_signals(), own_sessions(), temporary.redirected(state.workers_dir(temp_dir)):
+            with (
+                preserved_signal_handlers(),
+                separate_sessions(),
+                temporary.redirected(state.workers_dir(temp_dir)),
+            ):
                 start_ray(
                     address="local",
                     include_dashboard=False,
@@ -241,30 +306,37 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
 
 
 def _logs_may_help(error: BaseException) -> bool:
-    """Whether the message alone does not tell the user everything."""
-    return isinstance(error, WorkerTimeoutError) or not isinstance(error, (MsrlError, VerificationError, KeyboardInterrupt, GeneratorExit))
+    """Return True if the error's message alone may not explain the failure."""
+    return isinstance(error, WorkerTimeoutError) or not isinstance(
+        error, (MsrlError, VerificationError, KeyboardInterrupt, GeneratorExit)
+    )
 
 
 def _keep_logs(temp_dir: Path) -> None:
     (temp_dir / "token").unlink(missing_ok=True)
     state.keep_temp_dir(temp_dir)
-    _LOG.error("the logs of Ray and of the workers are kept in %s/session_latest/logs", state.ray_dir(temp_dir))
+    _LOG.error(
+        "Kept the logs of Ray and of the workers in %s/session_latest/logs", state.ray_dir(temp_dir)
+    )
 
 
 @contextlib.contextmanager
-def _connected(address: str, init: Mapping[str, Any], answer_timeout_s: float) -> Iterator[Path | None]:
-    """A connection to a cluster that others keep running."""
+def _connected(
+    address: str, init: Mapping[str, Any], answer_timeout_s: float
+) -> Iterator[Path | None]:
+    """Connect to a running cluster, and disconnect at the end."""
     head = probe.parse_address(address)
     token = state.find_token()
     probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
     with ray_settings(token, loopback=probe.is_own_loopback(head.host)):
         try:
-            with own_signals():
+            with preserved_signal_handlers():
                 ray.init(address=str(head), **init)
         except (ConnectionError, RuntimeError) as error:
             raise MsrlError(
-                f"{address}: the cluster answers, but this machine cannot work in it ({error}); run the command on one of its nodes,"
-                f" or make this machine one: msrl cluster join {address}"
+                f"{address}: this machine cannot connect to the cluster ({error}). Run the "
+                "command on one of its nodes,"
+                f" or add this machine with `msrl cluster join {address}`."
             ) from error
         try:
             yield None

@@ -1,7 +1,10 @@
-"""What is remembered of the Ray nodes that were started here: one file per node, one token per user; folders 0700, files 0600.
+"""Records of the Ray nodes that were started on this machine, and the user's cluster token.
 
-A process is known by its pid and its start time in clock ticks since boot (field 22 of /proc/PID/stat, proc(5)) together with
-the boot id, so that a pid that the kernel has given to somebody else since is never taken for ours.
+There is one file per node and one token per user. Folders have mode 0700, files 0600.
+
+A process is identified by its pid and its start time in clock ticks since boot (field 22 of
+/proc/PID/stat, proc(5)) together with the boot id, so that another process that reuses the pid is
+never mistaken for it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ _PRIVATE_FILE, _PRIVATE_DIR = 0o600, 0o700
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """One Ray node that `up` (head) or `join` (worker) started. processes[0] is the supervisor, whose end ends the others."""
+    """One Ray node that `up` (head) or `join` (worker) started.
+
+    processes[0] is the supervisor, whose end ends all other processes.
+    """
 
     kind: Literal["head", "worker"]
     address: str  # HOST:PORT of the head
@@ -43,81 +49,113 @@ class NodeRecord:
 
     @property
     def here(self) -> bool:
-        """Whether it was started on this machine since it booted (a home folder may be shared by several machines)."""
+        """True if the node was started on this machine since it booted.
+
+        Several machines may share a home folder.
+        """
         return (self.machine, self.boot_id) == (socket.gethostname(), boot_id())
 
     @property
     def alive(self) -> bool:
-        """Whether its supervisor still runs."""
+        """True if the supervisor is running."""
         return self.here and bool(self.processes) and is_running(self.processes[0])
 
 
 def boot_id() -> str:
-    """What tells one boot of a machine from the next."""
+    """Return the kernel's id of the current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def state_dir() -> Path:
-    """The folder of the cluster's state: $MSRL_STATE_DIR, else $XDG_STATE_HOME/msrl, else ~/.local/state/msrl, and `cluster` in it."""
+    """Return the folder of the cluster's state.
+
+    That is the subfolder `cluster` of $MSRL_STATE_DIR, else of $XDG_STATE_HOME/msrl, else of
+    ~/.local/state/msrl.
+    """
     own = os.environ.get("MSRL_STATE_DIR")
-    base = Path(own) if own else Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "msrl"
+    base = (
+        Path(own)
+        if own
+        else Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "msrl"
+    )
     return base.absolute() / "cluster"
 
 
 @contextlib.contextmanager
 def locked() -> Iterator[Path]:
-    """The state folder, made when absent, for one command at a time. Raises MsrlError when another one is at work."""
+    """Create the state folder if necessary and lock it for one command at a time.
+
+    Raises:
+        MsrlError: Another command holds the lock.
+    """
     folder = state_dir()
     folder.mkdir(mode=_PRIVATE_DIR, parents=True, exist_ok=True)
     folder.chmod(_PRIVATE_DIR)
-    # A lock per machine: the folder may be shared, and each machine speaks of its own nodes only.
-    descriptor = os.open(folder / f"lock-{socket.gethostname()}", os.O_RDWR | os.O_CREAT, _PRIVATE_FILE)
+    # One lock per machine: the folder may be shared, and each machine handles its own nodes only.
+    descriptor = os.open(
+        folder / f"lock-{socket.gethostname()}", os.O_RDWR | os.O_CREAT, _PRIVATE_FILE
+    )
     try:
         if not take_lock(descriptor):
-            raise MsrlError(f"another msrl cluster command is at work ({folder}); try again when it has ended")
+            raise MsrlError(
+                f"{folder}: another msrl cluster command is running. Try again when it has "
+                "finished."
+            )
         yield folder
     finally:
         os.close(descriptor)
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner reads, whole or not at all."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mkstemp makes it 0600
+    """Write a file atomically that only its owner can read."""
+    # mkstemp creates the file with mode 0600.
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
     Path(name).replace(path)
 
 
 def load_records() -> tuple[tuple[Path, NodeRecord], ...]:
-    """Every recorded node with its file, those of other machines included. Raises MsrlError for a file that cannot be read."""
+    """Return every recorded node with its file, including those of other machines.
+
+    Raises:
+        MsrlError: A record cannot be read.
+    """
     return tuple((path, _read(path)) for path in sorted(state_dir().glob("node-*.json")))
 
 
 def save_record(path: Path, record: NodeRecord) -> None:
-    """Write the record of a node, replacing an older one."""
+    """Write the record of a node and replace an older one."""
     write_private(path, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def with_processes(record: NodeRecord, processes: Iterable[ProcessRecord]) -> NodeRecord:
-    """The record with these processes, the supervisor first."""
+    """Return the record with these processes, the supervisor first."""
     return replace(record, processes=tuple(processes))
 
 
 def _read(path: Path) -> NodeRecord:
     try:
         values: dict[str, Any] = json.loads(path.read_text())
-        return NodeRecord(**{**values, "processes": tuple(ProcessRecord(**p) for p in values["processes"])})
+        return NodeRecord(
+            **{**values, "processes": tuple(ProcessRecord(**p) for p in values["processes"])}
+        )
     except (ValueError, TypeError, KeyError) as error:
-        raise MsrlError(f"{path}: not a node record ({error}); delete it after ending its processes by hand") from error
+        raise MsrlError(
+            f"{path}: not a node record ({error}). End its processes, then delete the file."
+        ) from error
 
 
 def token_path() -> Path:
-    """Where the token of this user's clusters is kept."""
+    """Return the path of the token of this user's clusters."""
     return state_dir() / "token"
 
 
 def make_token() -> Path:
-    """The file with the cluster token, made when absent: 256 random bits as hex. Call it with the state folder locked."""
+    """Return the file with the cluster token; create it if necessary with 256 random bits as hex.
+
+    The state folder must be locked.
+    """
     path = token_path()
     if not path.exists():
         write_private(path, secrets.token_hex(32))
@@ -125,83 +163,119 @@ def make_token() -> Path:
 
 
 def find_token() -> Path | str:
-    """The token to reach a cluster with: the file to read, or the token itself when RAY_AUTH_TOKEN holds it.
+    """Return the token for connecting to a cluster.
 
-    Ray's own variables RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH come first, then the file of this user. Raises MsrlError when there is none.
+    That is its file, or the token itself if RAY_AUTH_TOKEN contains it. Ray's variables
+    RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH take precedence over this user's file.
+
+    Raises:
+        MsrlError: There is no token.
     """
     if os.environ.get("RAY_AUTH_TOKEN"):
         return os.environ["RAY_AUTH_TOKEN"]
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or token_path())
     if not path.is_file():
         raise MsrlError(
-            f"no cluster token here: {path} does not exist; copy the file that `msrl cluster up` named on the head machine"
-            f" to {path} (mode 600), or set RAY_AUTH_TOKEN_PATH to where it is"
+            f"{path}: cluster token not found. Copy the file that `msrl cluster up` printed on "
+            "the head machine"
+            " to this path (mode 600), or set RAY_AUTH_TOKEN_PATH."
         )
     return checked_token(path)
 
 
 def read_token(token: Path | str) -> str:
-    """The token as text."""
+    """Return the token as text."""
     return token if isinstance(token, str) else token.read_text().strip()
 
 
 def checked_token(path: Path) -> Path:
-    """The same path. Raises MsrlError when others may read the file, or it is empty."""
+    """Check the permissions and the content of a token file, and return its path.
+
+    Raises:
+        MsrlError: Other users can read the file, or it is empty.
+    """
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        raise MsrlError(f"{path}: others may read this token; run: chmod 600 {path}")
+        raise MsrlError(f"{path}: other users can read this token. Run chmod 600 {path}")
     if not path.read_text().strip():
-        raise MsrlError(f"{path}: the token file is empty; copy it again from the head machine")
+        raise MsrlError(f"{path}: the token file is empty. Copy it again from the head machine.")
     return path
 
 
 def token_environment(token: Path | str) -> dict[str, str]:
-    """Ray's variables that switch token authentication on with this token (docs.ray.io, Ray security, token authentication)."""
-    where = {"RAY_AUTH_TOKEN": token} if isinstance(token, str) else {"RAY_AUTH_TOKEN_PATH": str(token)}
-    return {"RAY_AUTH_MODE": "token", **where}
+    """Return Ray's variables that enable authentication with this token.
+
+    Source: docs.ray.io, Ray security, token authentication.
+    """
+    variable = (
+        {"RAY_AUTH_TOKEN": token} if isinstance(token, str) else {"RAY_AUTH_TOKEN_PATH": str(token)}
+    )
+    return {"RAY_AUTH_MODE": "token", **variable}
 
 
-def patience() -> dict[str, str]:
-    """Ray's variable for how long a node waits for its store: 30 s unless told, which are few on a busy machine."""
+def startup_wait_environment() -> dict[str, str]:
+    """Return Ray's variable for the time that a node waits for its store.
+
+    Ray's default of 30 s is too short on a busy machine.
+    """
     name = "RAY_gcs_server_port_wait_time_s"
     return {name: os.environ.get(name, "120")}
 
 
 def make_temp_dir() -> Path:
-    """A private folder for one Ray node under RAY_TMPDIR or /tmp; Ray's own folder is to be `ray_dir` of it.
+    """Create a private folder for one Ray node under RAY_TMPDIR or /tmp.
 
-    Raises MsrlError when the path is so long that Ray's sockets in it would pass the 107 bytes of unix(7).
+    `ray_dir` of it is Ray's folder.
+
+    Raises:
+        MsrlError: The paths of Ray's sockets would exceed the 107 bytes of unix(7), or the folder
+            cannot be created.
     """
     base = os.environ.get("RAY_TMPDIR") or "/tmp"
-    longest = len(os.fsencode(f"{base}/msrl-12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"))
+    session = "session_2026-01-01_00-00-00_000000_1234567"
+    longest = len(os.fsencode(f"{base}/msrl-12345678/ray/{session}/sockets/plasma_store"))
     if longest > 107:
-        raise MsrlError(f"RAY_TMPDIR={base}: too long for Ray's sockets ({longest} bytes, 107 are allowed); name a shorter folder")
+        raise MsrlError(
+            f"RAY_TMPDIR={base}: too long for the paths of Ray's sockets ({longest} bytes, "
+            "limit 107). Use a shorter path."
+        )
     try:
         return Path(tempfile.mkdtemp(prefix="msrl-", dir=base))
     except OSError as error:
-        raise MsrlError(f"{base}: no folder can be made there ({error.strerror}); set RAY_TMPDIR to a folder of yours") from error
+        raise MsrlError(
+            f"RAY_TMPDIR={base}: cannot create a folder there ({error.strerror}). Set it to a "
+            "folder that you can write to."
+        ) from error
 
 
-def own_temp_dir() -> Path:
-    """A private folder that belongs to this process: once the process is gone without `keep_temp_dir`, the next call removes it.
+def make_owned_temp_dir() -> Path:
+    """Create a private folder that belongs to this process.
 
-    Folders of other users are left alone, and those of other machines and containers, of whose processes nothing can be said here.
+    If the process ends without `keep_temp_dir`, the next call removes the folder. Folders of other
+    users, machines and containers are left alone, since the state of their processes is not visible
+    here.
     """
     return temporary.claim(make_temp_dir())
 
 
 def workers_dir(temp_dir: Path) -> Path:
-    """Return the folder for the temporary files of the node's processes, made when absent."""
+    """Return the folder for the temporary files of the node's processes; create it if necessary."""
     folder = temp_dir / "tmp"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def keep_temp_dir(folder: Path) -> None:
-    """Have a folder of `own_temp_dir` stay when its process has gone, without what its processes left in it."""
+    """Keep a folder of `make_owned_temp_dir` after its process has ended.
+
+    The temporary files of its processes are removed.
+    """
     temporary.remove(workers_dir(folder))
     temporary.release(folder)
 
 
 def ray_dir(temp_dir: Path) -> Path:
-    """Where Ray keeps sockets, logs and spilled objects: inside the private folder, since Ray opens the one it is given to everybody."""
+    """Return Ray's folder for sockets, logs and spilled objects.
+
+    It is inside the private folder, since Ray makes its own folder accessible to everybody.
+    """
     return temp_dir / "ray"

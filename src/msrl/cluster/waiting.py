@@ -1,4 +1,4 @@
-"""Waiting for what workers were asked, up to the first failure: of a call, or of a worker that nothing was asked of just then."""
+"""Waiting for results of workers until the first failure, of a call or of an idle worker."""
 
 from __future__ import annotations
 
@@ -12,37 +12,43 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from msrl.errors import MsrlError, VerificationError
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_AFTERMATH_S = 2.0  # how long an actor's death takes to be known after its peers have noticed
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_AFTERMATH_S = 2.0  # time until Ray reports an actor's death after its peers have failed
 _WATCH_S = 1.0
 
 
 class WorkerError(Exception):
-    """A worker failed: the message holds its own traceback, or how it died."""
+    """A worker failed; the message contains its traceback, or the cause of its death."""
 
 
 class WorkerTimeoutError(MsrlError):
-    """Workers have not answered within the time that the user allows; their logs are worth a look."""
+    """Workers have not answered within the configured time; their logs may show the reason."""
 
 
 class Watch:
-    """Whether workers live that have nothing to do while others are waited for. A busy one answers once it is through."""
+    """Watch for the death of workers, including those that have no call pending.
+
+    A busy worker answers after its current call.
+    """
 
     def __init__(self, workers: Mapping[tuple[str, int], Any], names: Mapping[str, str]) -> None:
-        """`workers` are actors by role and number, more of which may come; `names` has the word for each role in messages."""
+        """Create a watch of `workers`, actors by role and number, to which more may be added.
+
+        `names` maps each role to its name in messages.
+        """
         self._workers, self._names = workers, names
-        self._asked: dict[str, Any] = {}
+        self._pings: dict[str, Any] = {}
 
     def dead(self) -> dict[str, RayError]:
-        """Those that have died, by name; nobody is waited for."""
+        """Return the workers that have died, by name, without waiting for any."""
         for (role, number), actor in self._workers.items():
             name = f"{self._names[role]} {number}"
-            if name not in self._asked:
-                self._asked[name] = actor.__ray_ready__.remote()
+            if name not in self._pings:
+                self._pings[name] = actor.__ray_ready__.remote()
         failures: dict[str, RayError] = {}
-        for name, ref in list(self._asked.items()):
+        for name, ref in list(self._pings.items()):
             if ray.wait([ref], timeout=0)[0]:
-                del self._asked[name]
+                del self._pings[name]
                 try:
                     ray.get(ref)
                 except RayActorError as error:
@@ -50,35 +56,51 @@ class Watch:
         return failures
 
 
-def wait_all(refs: Sequence[Any], *, timeout_s: float, labels: Sequence[str] = (), watch: Watch | None = None) -> list[Any]:
-    """The results of `refs`, in order, as soon as all are there; the first failure ends the wait at once.
+def wait_all(
+    refs: Sequence[Any], *, timeout_s: float, labels: Sequence[str] = (), watch: Watch | None = None
+) -> list[Any]:
+    """Return the results of `refs` in order, and stop waiting at the first failure.
 
-    `labels` name the refs in messages (`actor 1`). The death of a worker of `watch` ends the wait too. When workers fail together, the one
-    that died is named first, since its peers fail in consequence. Raises WorkerError with the worker's traceback; a worker's own MsrlError
-    and VerificationError as they are; WorkerTimeoutError when `timeout_s` seconds (cluster.rpc_timeout_s) have passed, naming those that
-    have not answered.
+    `labels` name the refs in messages (`actor 1`). The death of a worker of `watch` ends the wait
+    too. If workers fail together, the one that died is reported first, since its peers fail in
+    consequence.
+
+    Raises:
+        WorkerError: A worker failed; the message contains its traceback.
+        MsrlError: A worker raised it; the same for VerificationError.
+        WorkerTimeoutError: `timeout_s` seconds (cluster.rpc_timeout_s) have passed. The message
+            lists the workers that have not answered.
     """
     names = {ref: labels[i] if labels else f"call {i}" for i, ref in enumerate(refs)}
     results: dict[Any, Any] = {}
     pending = list(names)
     deadline = time.monotonic() + timeout_s
     while pending:
-        left = deadline - time.monotonic()
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, min(left, _WATCH_S)))
-        if not ready and left > _WATCH_S:
-            _check(watch, pending, names)
+        remaining_s = deadline - time.monotonic()
+        ready, pending = ray.wait(
+            pending, num_returns=1, timeout=max(0.0, min(remaining_s, _WATCH_S))
+        )
+        if not ready and remaining_s > _WATCH_S:
+            _check_watch(watch, pending, names)
             continue
         if not ready:
             raise WorkerTimeoutError(
-                f"cluster.rpc_timeout_s={timeout_s:g}: no answer in that time from {', '.join(names[ref] for ref in pending)};"
-                " raise it if the work takes that long, or look into the worker logs"
+                f"cluster.rpc_timeout_s={timeout_s:g}: no answer in that time from "
+                f"{', '.join(names[ref] for ref in pending)}."
+                " Raise it if the work takes that long, else look into the worker logs."
             )
         results[ready[0]] = _result(ready[0], pending, names)
     return [results[ref] for ref in refs]
 
 
 def until_done(refs: Sequence[Any], labels: Sequence[str], interval_s: float) -> Iterator[None]:
-    """Comes back every `interval_s` seconds, and once more when all of `refs` are done, be it days. Raises as `wait_all`."""
+    """Yield every `interval_s` seconds, and once more when all of `refs` are done.
+
+    There is no time limit.
+
+    Raises:
+        WorkerError: As for `wait_all`, and so are other exceptions.
+    """
     names = dict(zip(refs, labels, strict=True))
     pending = list(refs)
     while pending:
@@ -89,22 +111,25 @@ def until_done(refs: Sequence[Any], labels: Sequence[str], interval_s: float) ->
 
 
 def _result(ref: Any, pending: Sequence[Any], names: Mapping[Any, str]) -> Any:
-    """What a call that is done returned. Raises the cause of its failure, with what failed beside it among the `pending`."""
+    """Return the result of a finished call, or raise the cause of its failure.
+
+    Failures among the `pending` calls are taken into account.
+    """
     try:
         return ray.get(ref)
     except RayError as error:
         raise _cause({names[ref]: error, **_aftermath(pending, names)}) from None
 
 
-def _check(watch: Watch | None, pending: Sequence[Any], names: Mapping[Any, str]) -> None:
-    """Raises WorkerError when a watched worker has died."""
+def _check_watch(watch: Watch | None, pending: Sequence[Any], names: Mapping[Any, str]) -> None:
+    """Raise WorkerError if a watched worker has died."""
     dead = watch.dead() if watch is not None else {}
     if dead:
         raise _cause({**dead, **_aftermath(pending, names)})
 
 
 def _aftermath(pending: Sequence[Any], names: Mapping[Any, str]) -> dict[str, RayError]:
-    """What else has failed, or does so at once, by name."""
+    """Return the other calls that have failed or fail shortly after, by name."""
     failures: dict[str, RayError] = {}
     if not pending:
         return failures
@@ -118,25 +143,39 @@ def _aftermath(pending: Sequence[Any], names: Mapping[Any, str]) -> dict[str, Ra
 
 
 def _cause(failures: Mapping[str, RayError]) -> Exception:
-    """The one exception that tells why workers failed: a death before a refusal, a refusal before other errors, else the first."""
-    name = min(failures, key=lambda n: (not isinstance(failures[n], RayActorError), not isinstance(_own(failures[n]), MsrlError)))
-    own = _own(failures[name])
-    if isinstance(own, (MsrlError, VerificationError)):
-        return own
-    others = "".join(f"\nalso failed: {n}: {_short(error)}" for n, error in failures.items() if n != name)
-    return WorkerError(f"{name} failed: {_full(failures[name])}{others}")
+    """Return the exception that explains why workers failed.
+
+    A death takes precedence over an MsrlError, and that over other errors; otherwise the first
+    failure counts.
+    """
+    name = min(
+        failures,
+        key=lambda n: (
+            not isinstance(failures[n], RayActorError),
+            not isinstance(_worker_exception(failures[n]), MsrlError),
+        ),
+    )
+    cause = _worker_exception(failures[name])
+    if isinstance(cause, (MsrlError, VerificationError)):
+        return cause
+    also_failed = "".join(
+        f"\nalso failed: {n}: {_short(error)}" for n, error in failures.items() if n != name
+    )
+    return WorkerError(f"{name} failed: {_full(failures[name])}{also_failed}")
 
 
-def _own(error: RayError) -> BaseException | None:
-    """The exception that the worker itself raised, if it was one."""
+def _worker_exception(error: RayError) -> BaseException | None:
+    """Return the exception that the worker itself raised, if any."""
     return error.cause if isinstance(error, RayTaskError) else None
 
 
 def _full(error: RayError) -> str:
-    text = _COLOUR.sub("", str(error))
+    text = _COLOR.sub("", str(error))
     return f"\n{text}" if isinstance(error, RayTaskError) else text
 
 
 def _short(error: RayError) -> str:
-    own = _own(error)
-    return f"{type(own).__name__}: {own}" if own else _COLOUR.sub("", str(error)).splitlines()[0]
+    cause = _worker_exception(error)
+    return (
+        f"{type(cause).__name__}: {cause}" if cause else _COLOR.sub("", str(error)).splitlines()[0]
+    )

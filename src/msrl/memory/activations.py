@@ -101,7 +101,7 @@ def _core_attention(shape: Shape, layer: int, batch: Pass, spread: Spread, keeps
     kv = tokens * max(shape.num_query_groups // spread.tp, 1) * shape.head_dim
     projected = (q + 2 * kv) * element
     copied_query = q * element if shape.heads_per_group > 1 else 0  # the heads of a group lie beside its keys
-    is_shared, window = spread.cp > 1, shape.attention.window_of(layer)
+    is_shared, window = spread.cp > 1, shape.attention.layer_window(layer)
     is_windowed = window is not None and window < batch.longest
     is_copied = wide > element or batch.is_packed or is_shared or is_windowed
     are_values_new = is_shared or wide > element  # else they are a part of what was projected

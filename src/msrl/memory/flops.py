@@ -52,7 +52,7 @@ def _head_weights(shape: Shape) -> int:
 
 def _attention(shape: Shape, layer: int, lengths: Sequence[int]) -> int:
     """Scores and weighted sums of a layer over the pairs of positions that see each other."""
-    window = shape.attention.window_of(layer)
+    window = shape.attention.layer_window(layer)
     pairs = sum(_visible_pairs(length, window) for length in lengths)
     channels = 2 * shape.head_dim if shape.mla is None else shape.mla.nope_head_dim + shape.mla.rope_head_dim + shape.mla.v_head_dim
     return 2 * pairs * shape.num_attention_heads * channels

@@ -1,7 +1,8 @@
-"""A Hugging Face `config.json` read with care: a missing or nonsensical value is refused by key, an unsupported feature by name.
+"""Validated access to a Hugging Face `config.json`.
 
-Both spellings of the type of the weights that transformers has used are read, `dtype` and `torch_dtype`; the rotary embedding is
-read by `rope.py`.
+A missing or invalid value and an unsupported feature are refused with the key. Both of
+transformers' keys for the dtype of the weights are read, `dtype` and `torch_dtype`. `rope.py` reads
+the rotary embedding.
 """
 
 from __future__ import annotations
@@ -20,38 +21,46 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """The values of a config.json and where they come from, for messages."""
+    """The values of a config.json, and its path for messages."""
 
     values: Mapping[str, Any]
     where: str
 
     def fail(self, key: str, reason: str) -> NoReturn:
-        """Raises MsrlError that names the file, the key, its value and the reason."""
-        shown = f"{key}={json.dumps(self.values[key])}" if key in self.values else key
-        raise MsrlError(f"{self.where}: {shown}: {reason}")
+        """Raise MsrlError with the file, the key, its value and the reason."""
+        setting = f"{key}={json.dumps(self.values[key])}" if key in self.values else key
+        raise MsrlError(f"{self.where}: {setting}: {reason}.")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; `default` stands in where the key is absent or null."""
+        """Return a positive integer; `default` is used if the key is absent or null."""
         value = self.values.get(key)
         if value is None:
             value = default
         if value is None:
-            self.fail(key, "is missing; it must be a positive whole number")
+            self.fail(key, "is missing. Set it to a positive whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.fail(key, "must be a positive whole number")
         return value
 
     def positive(self, key: str, default: float) -> float:
-        """A finite number above zero; `default` stands in where the key is absent or null."""
+        """Return a finite number above zero; `default` is used if the key is absent or null."""
         return self.checked_positive(key, self.values.get(key), default)
 
     def checked_positive(self, key: str, value: object, default: float | None) -> float:
-        """`value`, which stands under `key` (however deep), as a finite number above zero; without a default it must be there."""
+        """Return `value` as a finite number above zero; a None is replaced by `default`.
+
+        `key` may be nested, as in `rope_scaling.factor`. Fails if both are None.
+        """
         if value is None:
             value = default
         if value is None:
-            self.fail(key, "is missing; it must be a number above 0")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            self.fail(key, "is missing. Set it to a number above 0")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
             self.fail(key, "must be a number above 0")
         return float(value)
 
@@ -64,64 +73,100 @@ class HfConfig:
         return value
 
     def refuse(self, key: str, *allowed: object) -> None:
-        """Refuses any value of `key` but null and the `allowed` ones: a feature that is not supported is never ignored."""
+        """Refuse any value of `key` other than null and the `allowed` ones.
+
+        An unsupported feature is never ignored.
+        """
         value = self.values.get(key)
         if value is not None and value not in allowed:
-            self.fail(key, f"is not supported; supported: {', '.join(json.dumps(a) for a in allowed) or 'leaving it out'}")
+            supported = ", ".join(json.dumps(choice) for choice in allowed)
+            self.fail(
+                key, f"is not supported. Supported: {supported or 'no value; remove the key'}"
+            )
 
-    def check_quantisation(self, method: str = "fp8") -> None:
-        """Refuses weights that are packed in another way than `method`: fp8 in blocks (see `checkpoint/fp8.py`) or mxfp4."""
-        if self._quantisation() not in (None, method):
-            needs = " with a weight_block_size" if method == "fp8" else ""
-            self.fail("quantization_config", f"is not supported; supported: quant_method {method}{needs}, or leaving it out")
+    def check_quantization(self, method: str = "fp8") -> None:
+        """Refuse weights that are quantized by another method than `method`.
 
-    def _quantisation(self) -> object:
+        The methods are block-wise fp8 (see `checkpoint/hf/fp8.py`) and mxfp4.
+        """
+        if self._quantization() not in (None, method):
+            block_size = " with a weight_block_size" if method == "fp8" else ""
+            self.fail(
+                "quantization_config",
+                f"is not supported. Supported: quant_method {method}{block_size}, or no "
+                "quantization_config",
+            )
+
+    def _quantization(self) -> object:
         value: object = self.values.get("quantization_config")
-        return cast("dict[str, object]", value).get("quant_method", "") if isinstance(value, dict) else value
+        return (
+            cast("dict[str, object]", value).get("quant_method", "")
+            if isinstance(value, dict)
+            else value
+        )
 
     def architecture(self) -> str:
         names = self.values.get("architectures")
-        if not isinstance(names, list) or len(cast("list[object]", names)) != 1 or not isinstance(names[0], str):
-            self.fail("architectures", "must be a list with the one name of the model's class, like ['Qwen2ForCausalLM']")
+        if (
+            not isinstance(names, list)
+            or len(cast("list[object]", names)) != 1
+            or not isinstance(names[0], str)
+        ):
+            self.fail(
+                "architectures",
+                "must be a list with the name of the model's class, for example "
+                "['Qwen2ForCausalLM']",
+            )
         return names[0]
 
     def dtype(self) -> str:
-        """The type of the weights; where the config names none, bfloat16 if they are MXFP4, else float32, as in transformers."""
+        """Return the dtype of the weights.
+
+        A config without one means bfloat16 for MXFP4 weights and float32 otherwise, as in
+        transformers.
+        """
         key = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
         value = self.values.get(key)
         if value is None:
-            return "bfloat16" if self._quantisation() == "mxfp4" else "float32"
+            return "bfloat16" if self._quantization() == "mxfp4" else "float32"
         if not isinstance(value, str) or value not in DTYPES:
-            self.fail(key, f"is not supported; supported: {', '.join(DTYPES)}")
+            self.fail(key, f"is not supported. Supported: {', '.join(DTYPES)}")
         return value
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """`eos_token_id` of a folder's generation_config.json: the tokens that end an answer; none where it names none.
+    """Return `eos_token_id` of a folder's generation_config.json: the tokens that end a response.
 
-    Raises MsrlError for a file that is not JSON.
+    Raises:
+        MsrlError: The file is not JSON.
     """
     file = folder / "generation_config.json"
     if not file.is_file():
         return ()
     try:
         values: Any = json.loads(file.read_text(encoding="utf-8"))
-        found: Any = values.get("eos_token_id")
+        token_ids: Any = values.get("eos_token_id")
     except (ValueError, RecursionError, AttributeError) as error:
-        raise MsrlError(f"{file}: not a JSON object: {error}") from error
-    listed = cast("list[Any]", found) if isinstance(found, list) else [found]
-    return tuple(one for one in listed if isinstance(one, int) and not isinstance(one, bool))
+        raise MsrlError(f"{file}: not a JSON object ({error}). Restore the file.") from error
+    listed = cast("list[Any]", token_ids) if isinstance(token_ids, list) else [token_ids]
+    return tuple(
+        token for token in listed if isinstance(token, int) and not isinstance(token, bool)
+    )
 
 
 def read_hf_config(path: Path) -> HfConfig:
-    """`path` (a config.json, or a folder that holds one). Raises MsrlError when it is absent or not a JSON object."""
+    """Read `path`, a config.json or a folder that contains one.
+
+    Raises:
+        MsrlError: The file is absent or not a JSON object.
+    """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise MsrlError(f"{path}: there is no config.json here; give the folder of a Hugging Face model")
+        raise MsrlError(f"{path}: no config.json found. Pass the folder of a Hugging Face model.")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise MsrlError(f"{file}: not valid JSON: {error}") from error
+        raise MsrlError(f"{file}: not valid JSON ({error}). Restore the file.") from error
     if not isinstance(values, dict):
-        raise MsrlError(f"{file}: must hold a JSON object")
+        raise MsrlError(f"{file}: must contain a JSON object.")
     return HfConfig(cast("dict[str, Any]", values), str(file))

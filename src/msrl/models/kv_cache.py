@@ -1,4 +1,4 @@
-"""How much of a key-value cache a token takes."""
+"""Size of the key-value cache."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from msrl.models.shape import Shape
 
 
 def kv_bytes_per_token(shape: Shape, element_bytes: int, tp: int) -> int:
-    """Bytes that the KV cache of one device takes for one token: keys and values of its query groups in every layer.
+    """Return the bytes of one device's KV cache per token.
 
-    Of latent attention the latent and the rotated key are kept, on every device (DeepSeek V2, arXiv:2405.04434, section 2.1.3).
+    It caches keys and values of the device's query groups in every layer. With latent attention,
+    every device caches the latent and the rotated key (DeepSeek V2, arXiv:2405.04434, section
+    2.1.3).
     """
     if shape.mla is not None:
         return shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.rope_head_dim) * element_bytes

@@ -1,7 +1,9 @@
-"""A shape as the settings of megatron-core: plain values under the names that its `TransformerConfig` takes (checked against 0.16.1).
+"""Settings of megatron-core for a shape, under the argument names of its `TransformerConfig`.
 
-Parallel layout, types and fusions are the trainer's to add, and so are the rotary embedding and the attention: megatron-core's own have
-parts of what configs ask for, ours (`trainer/rope.py`, `trainer/attention.py`) take what the model's config says.
+They are plain values (checked against 0.16.1). The trainer adds the parallel layout, dtypes and
+fusions. It also replaces the rotary embedding and the attention: megatron-core's own implement only
+some of the variants in Hugging Face configs, `trainer/model/rope.py` and
+`trainer/model/attention.py` implement all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from msrl.models.shape import LinearRopeScaling, Llama3RopeScaling, Moe, Shape, 
 
 
 def transformer_settings(shape: Shape) -> dict[str, Any]:
-    """Arguments of `TransformerConfig`. `activation_func` is a name for the trainer to look up (see `Shape.activation`)."""
+    """Return arguments of `TransformerConfig`.
+
+    `activation_func` is a name that the trainer looks up (see `Shape.activation`).
+    """
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -38,12 +43,19 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
 
 
 def softmax_type(shape: Shape) -> str:
-    """Megatron's name of an attention's softmax: with sinks (its `softmax_offset`) or without."""
+    """Return Megatron's name for the attention's softmax.
+
+    It is another one with sinks (Megatron's `softmax_offset`).
+    """
     return "learnable" if shape.attention.sinks else "vanilla"
 
 
 def _mixture_settings(moe: Moe) -> dict[str, Any]:
-    """No load-balancing loss, and no change of expert biases, unless a training asks for them; the router computes in float32."""
+    """Return the arguments for the experts.
+
+    The load-balancing loss and the update of expert biases are off unless a training run enables
+    them. The router computes in float32.
+    """
     return {
         "num_moe_experts": moe.num_experts,
         "moe_layer_freq": [int(is_mixture) for is_mixture in moe.layers],
@@ -62,9 +74,10 @@ def _mixture_settings(moe: Moe) -> dict[str, Any]:
 
 
 def rope_arguments(shape: Shape) -> dict[str, Any]:
-    """Megatron's and MindSpeed's command-line arguments of the rotary embedding, for the record of a checkpoint.
+    """Return command-line arguments of the rotary embedding, to be recorded in a checkpoint.
 
-    Linear scaling has an argument of its own; dynamic scaling changes nothing up to the model's length and has none.
+    They are Megatron's and MindSpeed's. Linear scaling has its own argument. Dynamic scaling
+    changes nothing up to the model's length and has none.
     """
     scaling = shape.rope_scaling
     arguments: dict[str, Any] = {
@@ -74,7 +87,9 @@ def rope_arguments(shape: Shape) -> dict[str, Any]:
         "low_freq_factor": None,
         "high_freq_factor": None,
         "original_max_position_embeddings": None,
-        "rotary_seq_len_interpolation_factor": scaling.factor if isinstance(scaling, LinearRopeScaling) else None,
+        "rotary_seq_len_interpolation_factor": scaling.factor
+        if isinstance(scaling, LinearRopeScaling)
+        else None,
     }
     if isinstance(scaling, Llama3RopeScaling):
         arguments |= {
@@ -85,19 +100,20 @@ def rope_arguments(shape: Shape) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_position_embeddings,
         }
     if isinstance(scaling, YarnRopeScaling):
+        original_positions = scaling.original_max_position_embeddings
         arguments |= {
             "rope_scaling_type": "yarn",
             "rope_scaling_factor": scaling.factor,
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
             "rope_scaling_mscale_all_dim": scaling.mscale_all_dim,
-            "rope_scaling_original_max_position_embeddings": scaling.original_max_position_embeddings,
+            "rope_scaling_original_max_position_embeddings": original_positions,
         }
     return arguments
 
 
 def activation_arguments(shape: Shape) -> dict[str, Any]:
-    """Megatron's command-line arguments of the gate and of the attention's softmax, for the record of a checkpoint."""
+    """Return Megatron's arguments of the gate and the softmax, to be recorded in a checkpoint."""
     return {
         "quick_geglu": shape.activation == "quick_gelu",
         "glu_linear_offset": shape.gate_offset,
@@ -107,7 +123,7 @@ def activation_arguments(shape: Shape) -> dict[str, Any]:
 
 
 def mixture_arguments(moe: Moe | None) -> dict[str, Any]:
-    """Megatron's command-line arguments of the experts, for the record of a checkpoint."""
+    """Return Megatron's command-line arguments of the experts, to be recorded in a checkpoint."""
     if moe is None:
         return {}
     return {

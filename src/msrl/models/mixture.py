@@ -1,6 +1,7 @@
-"""What families with mixtures of experts share: how their configs name the mixture, and the weight rules of a layer that is one.
+"""Mixture-of-experts families: config keys of the mixture and weight rules of a layer with experts.
 
-Megatron's side has the names of its sequential experts; a rule's `expert` is the expert's number over the whole model.
+Megatron's names are those of its sequential experts. A rule's `expert` is the expert's global
+number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MCORE = "decoder.layers.{layer}.mlp."
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """A family's Hugging Face names of a mixture, inside a layer; `{expert}` is the expert's number."""
+    """A family's Hugging Face names inside a mixture layer; `{expert}` is the expert's number."""
 
     router: str = "mlp.gate"
     expert_bias: str = "mlp.gate.e_score_correction_bias"
@@ -29,59 +30,110 @@ class ExpertNames:
 
 
 def mixture_rules(
-    shape: Shape, attention: tuple[Rule, ...], names: Names = LLAMA, experts: ExpertNames = ExpertNames()
-) -> Rules:  # fmt: skip
-    """The rules of a whole model of which some layers are mixtures; `attention` are those of every layer's attention."""
+    shape: Shape,
+    attention: tuple[Rule, ...],
+    names: Names = LLAMA,
+    experts: ExpertNames = ExpertNames(),
+) -> Rules:
+    """Return the rules of a model in which some layers are mixtures.
+
+    `attention` are the rules of every layer's attention.
+    """
     assert shape.moe is not None
-    dense, mixture = (*attention, *mlp_rules(shape, names)), (*attention, *_layer(shape, shape.moe, names, experts))
-    return model_rules(shape, names, tuple(mixture if is_mixture else dense for is_mixture in shape.moe.layers))
+    dense = (*attention, *mlp_rules(shape, names))
+    mixture = (*attention, *_layer(shape, shape.moe, names, experts))
+    return model_rules(
+        shape, names, tuple(mixture if is_mixture else dense for is_mixture in shape.moe.layers)
+    )
 
 
 def _layer(shape: Shape, moe: Moe, names: Names, experts: ExpertNames) -> tuple[Rule, ...]:
-    """The norm, the router, the shared experts, then every expert."""
+    """Return the rules of the norm, the router, the shared experts and every expert."""
     prefix, hidden = names.layer, shape.hidden_size
-    norm = Rule("decoder.layers.{layer}.pre_mlp_layernorm.weight", (f"{prefix}{names.mlp_norm}.weight",), Replicated(), ((hidden,),))
-    router = Rule(f"{_MCORE}router.weight", (f"{prefix}{experts.router}.weight",), Replicated(), ((moe.num_experts, hidden),))
+    norm = Rule(
+        "decoder.layers.{layer}.pre_mlp_layernorm.weight",
+        (f"{prefix}{names.mlp_norm}.weight",),
+        Replicated(),
+        ((hidden,),),
+    )
+    router = Rule(
+        f"{_MCORE}router.weight",
+        (f"{prefix}{experts.router}.weight",),
+        Replicated(),
+        ((moe.num_experts, hidden),),
+    )
     rules = [norm, router]
     if moe.expert_bias:
         bias = (f"{prefix}{experts.expert_bias}",), Replicated(), ((moe.num_experts,),)
         rules.append(Rule(f"{_MCORE}router.expert_bias", *bias, dtype="float32"))
     if moe.shared_ffn_hidden_size:
-        rules += _feed_forward("shared_experts.", prefix + experts.shared, hidden, moe.shared_ffn_hidden_size, experts)
+        rules += _feed_forward(
+            "shared_experts.", prefix + experts.shared, hidden, moe.shared_ffn_hidden_size, experts
+        )
     for number in range(moe.num_experts):
         rules += _feed_forward(
-            "experts.local_experts.{expert}.", prefix + experts.expert, hidden, moe.ffn_hidden_size, experts, number
-        )  # fmt: skip
+            "experts.local_experts.{expert}.",
+            prefix + experts.expert,
+            hidden,
+            moe.ffn_hidden_size,
+            experts,
+            number,
+        )
     return tuple(rules)
 
 
-def _feed_forward(mcore: str, hf: str, hidden: int, ffn: int, names: ExpertNames, expert: int | None = None) -> tuple[Rule, Rule]:
-    """The two matrices of one expert, or of the shared ones."""
+def _feed_forward(
+    mcore: str, hf: str, hidden: int, ffn: int, names: ExpertNames, expert: int | None = None
+) -> tuple[Rule, Rule]:
+    """Return the rules of the two matrices of one expert, or of the shared experts."""
     gate_up = (f"{hf}{names.gate}.weight", f"{hf}{names.up}.weight")
     return (
-        Rule(f"{_MCORE}{mcore}linear_fc1.weight", gate_up, GateUp(), ((ffn, hidden), (ffn, hidden)), expert),
-        Rule(f"{_MCORE}{mcore}linear_fc2.weight", (f"{hf}{names.down}.weight",), Sharded(1), ((hidden, ffn),), expert),
+        Rule(
+            f"{_MCORE}{mcore}linear_fc1.weight",
+            gate_up,
+            GateUp(),
+            ((ffn, hidden), (ffn, hidden)),
+            expert,
+        ),
+        Rule(
+            f"{_MCORE}{mcore}linear_fc2.weight",
+            (f"{hf}{names.down}.weight",),
+            Sharded(1),
+            ((hidden, ffn),),
+            expert,
+        ),
     )
 
 
 def aux_loss_coef(config: HfConfig) -> float | None:
-    """The coefficient of the load-balancing loss; None where the config has none."""
-    key = next((key for key in ("router_aux_loss_coef", "aux_loss_alpha") if config.values.get(key) is not None), None)
-    if key is None:
-        return None
-    return 0.0 if config.values[key] == 0 else config.checked_positive(key, config.values[key], None)
+    """Return the coefficient of the load-balancing loss; None if the config has none."""
+    for key in ("router_aux_loss_coef", "aux_loss_alpha"):
+        value = config.values.get(key)
+        if value is not None:
+            return 0.0 if value == 0 else config.checked_positive(key, value, None)
+    return None
 
 
 def check_experts(config: HfConfig, moe: Moe) -> Moe:
-    """Raises MsrlError when a token would go to more experts, or groups, than there are."""
+    """Check that no token is routed to more experts or groups than there are.
+
+    Raises:
+        MsrlError: The numbers are inconsistent.
+    """
     if moe.experts_per_token > moe.num_experts:
-        config.fail("num_experts_per_tok", f"is more than the {moe.num_experts} experts")
+        config.fail("num_experts_per_tok", f"exceeds the {moe.num_experts} experts")
     if moe.num_experts % moe.num_groups:
         config.fail("n_group", f"does not divide the {moe.num_experts} experts")
     if moe.num_chosen_groups > moe.num_groups:
-        config.fail("topk_group", f"is more than the {moe.num_groups} groups")
+        config.fail("topk_group", f"exceeds the {moe.num_groups} groups")
     if moe.experts_per_token > moe.num_experts // moe.num_groups * moe.num_chosen_groups:
-        config.fail("num_experts_per_tok", f"is more than {moe.num_chosen_groups} of {moe.num_groups} groups have experts")
+        config.fail(
+            "num_experts_per_tok",
+            f"exceeds the number of experts in {moe.num_chosen_groups} of {moe.num_groups} groups",
+        )
     if not any(moe.layers):
-        config.fail("num_hidden_layers", "no layer has experts; this architecture is a mixture of experts")
+        config.fail(
+            "num_hidden_layers",
+            "leaves no layer with experts, but this architecture is a mixture of experts",
+        )
     return moe

@@ -8,17 +8,17 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def is_hf(path: str) -> bool:
-    """Return True for a Hugging Face folder: it holds config.json."""
+    """Return True for a Hugging Face folder, which contains config.json."""
     return (Path(path) / "config.json").is_file()
 
 
 def is_mcore(path: str) -> bool:
-    """Return True for a Megatron checkpoint: it holds Megatron's tracker file."""
+    """Return True for a Megatron checkpoint, which contains Megatron's tracker file."""
     return (Path(path) / TRACKER).is_file()
 
 
 def config_dir(path: str, hf_config: str | None = None) -> Path:
-    """Return the folder with the config.json that belongs to a Hugging Face folder or a Megatron checkpoint."""
+    """Return the folder of the config.json that belongs to a Hugging Face or Megatron folder."""
     if hf_config is not None:
         return Path(hf_config)
     folder = Path(path)
@@ -26,5 +26,8 @@ def config_dir(path: str, hf_config: str | None = None) -> Path:
 
 
 def runs_on_ranks(model: str | None, engine: str | None) -> bool:
-    """Return True if the training ranks hold and run a reward source's model: on request, or for a Megatron checkpoint."""
+    """Return True if the training ranks hold and run a reward source's model.
+
+    That is the case if the engine is `megatron`, or by default for a Megatron checkpoint.
+    """
     return model is not None and (engine == "megatron" or (engine is None and is_mcore(model)))

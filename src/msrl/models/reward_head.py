@@ -1,10 +1,12 @@
-"""Reward models: a decoder with one score per token in place of an output layer, in Hugging Face's names and in MindSpeed's.
+"""Reward models: decoders with one score per token instead of an output layer.
 
-    score.weight      [1, hidden]   transformers' ...ForSequenceClassification with num_labels 1; the score is that of the last token
-    rm_head.weight    [1, hidden]   MindSpeed-LLM's outcome reward model (`--orm`), cut along hidden
-    rm_head.bias      [1]           a bias that transformers' classes do not have: zero, the same on every rank
+    score.weight      [1, hidden]   Hugging Face: ...ForSequenceClassification with num_labels 1;
+    the last token's score counts rm_head.weight    [1, hidden]   MindSpeed-LLM's outcome reward
+    model (`--orm`), sharded along hidden rm_head.bias      [1]           MindSpeed-LLM only, absent
+    in transformers: zero, the same on every rank
 
-Source: `GenericForSequenceClassification` in transformers.modeling_layers; `rm_head` in MindSpeed-LLM 2.0's checkpoint converter.
+Source: `GenericForSequenceClassification` in transformers.modeling_layers; `rm_head` in
+MindSpeed-LLM 2.0's checkpoint converter.
 """
 
 from __future__ import annotations
@@ -23,43 +25,69 @@ WEIGHT, BIAS = "rm_head.weight", "rm_head.bias"
 
 
 def is_scoring(architecture: str) -> bool:
-    """Whether an architecture's name is that of a model with a score head."""
+    """Return True if an architecture's name is that of a model with a score head."""
     return architecture.endswith(_SCORING)
 
 
 def base_architecture(architecture: str) -> str:
-    """The architecture of the same decoder with an output layer, by which its family is known."""
-    return architecture.removesuffix(_SCORING) + _GENERATING if is_scoring(architecture) else architecture
+    """Return the architecture of the same decoder with an output layer, to look up its family."""
+    return (
+        architecture.removesuffix(_SCORING) + _GENERATING
+        if is_scoring(architecture)
+        else architecture
+    )
 
 
 def base_config(config: HfConfig) -> HfConfig:
-    """The config of the decoder. Raises MsrlError for a model with anything but one score."""
+    """Return the config of the decoder.
+
+    Raises:
+        MsrlError: The model does not have exactly one score.
+    """
     labels: object = config.values.get("id2label")
-    count = config.values.get("num_labels", len(cast("Mapping[str, object]", labels)) if isinstance(labels, Mapping) else 2)
+    default = len(cast("Mapping[str, object]", labels)) if isinstance(labels, Mapping) else 2
+    count = config.values.get("num_labels", default)
     if count != 1:
         key = "num_labels" if "num_labels" in config.values else "id2label"
-        config.fail(key, f"makes {count} scores (transformers' default is 2); a reward model has one: num_labels must be 1")
-    return replace(config, values={**config.values, "architectures": [base_architecture(config.architecture())]})
+        config.fail(
+            key,
+            f"means {count} scores (transformers' default is 2). A reward model needs num_labels 1",
+        )
+    return replace(
+        config,
+        values={**config.values, "architectures": [base_architecture(config.architecture())]},
+    )
 
 
 def has_classifier(architecture: str) -> bool:
-    """Whether there is a name for the same decoder with a score head."""
+    """Return True if `architecture` has a counterpart with a score head in transformers."""
     return architecture.endswith((_SCORING, _GENERATING))
 
 
 def scoring_config(values: Mapping[str, object]) -> dict[str, object]:
-    """The config.json of a decoder with a score head, from that of the one with an output layer."""
+    """Return the config.json of a decoder with a score head, given that of the one without."""
     names = cast("list[str]", values["architectures"])
     scoring = [name.removesuffix(_GENERATING) + _SCORING for name in names]
-    return {**values, "architectures": scoring, "num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {
+        **values,
+        "architectures": scoring,
+        "num_labels": 1,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
 
 
 def with_score(shape: Shape, architecture: str) -> Shape:
-    """The shape of the decoder with a score head; nothing of it is tied to the embedding."""
+    """Return the shape of the decoder with a score head, which is not tied to the embedding."""
     return replace(shape, architecture=architecture, tie_word_embeddings=False, reward_head=True)
 
 
 def with_score_rules(rules: Rules, shape: Shape) -> Rules:
-    """The rules of the decoder with the score head's for those of the output layer."""
-    head = (Rule(WEIGHT, ("score.weight",), Sharded(1), ((1, shape.hidden_size),)), Rule(BIAS, (), Zeros(1), ()))
-    return replace(rules, last=(*(rule for rule in rules.last if rule.mcore != OUTPUT_LAYER), *head))
+    """Return the rules of the decoder with a score head instead of the output layer."""
+    head = (
+        Rule(WEIGHT, ("score.weight",), Sharded(1), ((1, shape.hidden_size),)),
+        Rule(BIAS, (), Zeros(1), ()),
+    )
+    return replace(
+        rules, last=(*(rule for rule in rules.last if rule.mcore != OUTPUT_LAYER), *head)
+    )

@@ -1,7 +1,7 @@
-"""The rotary embedding that a config asks for: base, scaling and how many channels it turns.
+"""Rotary embedding settings of a config: base, scaling and the number of rotated channels.
 
-Both spellings of transformers are read: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5. Defaults are those of
-its `modeling_rope_utils.py`.
+Both of transformers' formats are read: `rope_theta` with `rope_scaling`, and `rope_parameters` of
+transformers 5. Defaults are those of its `modeling_rope_utils.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from msrl.models.hf_config import HfConfig
-from msrl.models.shape import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, RopeScaling, YarnRopeScaling
+from msrl.models.shape import (
+    DynamicRopeScaling,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    RopeScaling,
+    YarnRopeScaling,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """`partial_rotary_factor` of a head's channels are rotated."""
+    """Rotary embedding that rotates the fraction `partial_rotary_factor` of a head's channels."""
 
     theta: float
     scaling: RopeScaling | None
@@ -26,7 +32,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The table of rope settings in a config, and the length of the model, which some settings default to."""
+    """The mapping of rope settings in a config.
+
+    `max_position_embeddings` is the model's length, which some settings default to.
+    """
 
     config: HfConfig
     key: str
@@ -36,40 +45,63 @@ class _Table:
     def positive(self, name: str, default: float | None = None) -> float:
         return self.config.checked_positive(f"{self.key}.{name}", self.values.get(name), default)
 
+    def positive_or_top_level(self, name: str, default: float) -> float:
+        """Return a setting of this mapping, or the one of that name at the config's top level."""
+        value = self.values.get(name, self.config.values.get(name))
+        return self.config.checked_positive(name, value, default)
+
     def original_positions(self) -> int:
-        """The length that the model was pretrained at."""
-        outside = self.config.values.get("original_max_position_embeddings", self.max_position_embeddings)
-        found = self.positive("original_max_position_embeddings", outside)
-        if found < 1:
-            self.config.fail(f"{self.key}.original_max_position_embeddings", "must be a whole number, 1 or more")
-        return int(found)
+        """Return the sequence length of the model's pretraining."""
+        default = self.config.values.get(
+            "original_max_position_embeddings", self.max_position_embeddings
+        )
+        positions = self.positive("original_max_position_embeddings", default)
+        if positions < 1:
+            self.config.fail(
+                f"{self.key}.original_max_position_embeddings", "must be an integer, 1 or more"
+            )
+        return int(positions)
 
 
 def read_rope(
-    config: HfConfig, *, max_position_embeddings: int, theta: float = 10000.0, partial: float = 1.0, allow_mrope: bool = False
+    config: HfConfig,
+    *,
+    max_position_embeddings: int,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    allow_mrope: bool = False,
 ) -> Rope:
-    """The rotary embedding. `theta` and `partial` are the defaults of the family's config class; `max_position_embeddings` the model's.
+    """Return the rotary embedding of a config.
 
-    With `allow_mrope`, `mrope` (three positions per token, which are the same for text) counts as `default`. Raises MsrlError for
-    rope types that are not supported and for numbers that are missing or make no sense.
+    Args:
+        config: The model's config.json.
+        max_position_embeddings: The model's longest sequence in tokens.
+        theta: Default base of the family's config class.
+        partial: Default fraction of rotated channels of the family's config class.
+        allow_mrope: True to treat rope type `mrope` (three positions per token, which are equal for
+            text) as `default`.
+
+    Raises:
+        MsrlError: The rope type is not supported, or a number is missing or invalid.
     """
     key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
-    found: object = config.values.get(key) or {}
-    if not isinstance(found, dict):
+    settings: object = config.values.get(key) or {}
+    if not isinstance(settings, dict):
         config.fail(key, "must be a mapping")
-    table = _Table(config, key, cast("dict[str, Any]", found), max_position_embeddings)
-    base = config.checked_positive("rope_theta", table.values.get("rope_theta", config.values.get("rope_theta")), theta)
-    share = config.checked_positive(
-        "partial_rotary_factor", table.values.get("partial_rotary_factor", config.values.get("partial_rotary_factor")), partial
-    )
-    if share > 1:
+    table = _Table(config, key, cast("dict[str, Any]", settings), max_position_embeddings)
+    base = table.positive_or_top_level("rope_theta", theta)
+    fraction = table.positive_or_top_level("partial_rotary_factor", partial)
+    if fraction > 1:
         config.fail("partial_rotary_factor", "must be at most 1")
-    kind = table.values.get("rope_type", table.values.get("type", "default"))
-    if kind == "default" or (kind == "mrope" and allow_mrope):
-        return Rope(base, None, share)
-    if not isinstance(kind, str) or kind not in _SCALINGS:
-        config.fail(key, f"rope type {kind!r} is not supported; supported: default, {', '.join(_SCALINGS)}")
-    return Rope(base, _SCALINGS[kind](table), share)
+    rope_type = table.values.get("rope_type", table.values.get("type", "default"))
+    if rope_type == "default" or (rope_type == "mrope" and allow_mrope):
+        return Rope(base, None, fraction)
+    if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
+        config.fail(
+            key,
+            f"rope type {rope_type!r} is not supported. Supported: default, {', '.join(_SCALINGS)}",
+        )
+    return Rope(base, _SCALINGS[rope_type](table), fraction)
 
 
 def _linear(table: _Table) -> LinearRopeScaling:
@@ -81,7 +113,7 @@ def _dynamic(table: _Table) -> DynamicRopeScaling:
 
 
 def _llama3(table: _Table) -> Llama3RopeScaling:
-    """The four numbers of Llama 3's scaling; none of them has a default."""
+    """Return Llama 3's scaling; none of its four numbers has a default."""
     scaling = Llama3RopeScaling(
         factor=table.positive("factor"),
         low_freq_factor=table.positive("low_freq_factor"),
@@ -106,20 +138,32 @@ def _yarn(table: _Table) -> YarnRopeScaling:
         original_max_position_embeddings=original,
         attention_factor=table.positive("attention_factor", _attention_factor(table, factor)),
         truncate=truncate,
-        mscale_all_dim=table.positive("mscale_all_dim") if table.values.get("mscale_all_dim") else 0.0,
+        mscale_all_dim=table.positive("mscale_all_dim")
+        if table.values.get("mscale_all_dim")
+        else 0.0,
     )
 
 
 def _attention_factor(table: _Table, factor: float) -> float:
-    """What a config leaves out: 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4), or the ratio of two such numbers."""
+    """Return the default attention factor: 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4).
+
+    If the config has both mscales, it is the ratio of the two factors that they give.
+    """
     if table.values.get("mscale") and table.values.get("mscale_all_dim"):
-        return yarn_mscale(factor, table.positive("mscale")) / yarn_mscale(factor, table.positive("mscale_all_dim"))
+        return yarn_mscale(factor, table.positive("mscale")) / yarn_mscale(
+            factor, table.positive("mscale_all_dim")
+        )
     return yarn_mscale(factor)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's correction of attention scores for a context that is `factor` times longer."""
+    """Return YaRN's correction of attention scores for a context that is `factor` times longer."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-_SCALINGS: dict[str, Callable[[_Table], RopeScaling]] = {"llama3": _llama3, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn}
+_SCALINGS: dict[str, Callable[[_Table], RopeScaling]] = {
+    "llama3": _llama3,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+}

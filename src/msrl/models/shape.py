@@ -1,4 +1,7 @@
-"""The shape of a decoder-only transformer, as read from a Hugging Face config: the facts that everything else is derived from."""
+"""Shape of a decoder-only transformer, as read from a Hugging Face config.
+
+The rest of the package derives sizes and variants from it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRopeScaling:
-    """A larger base for sequences longer than `max_position_embeddings`, by their length (`rope_type: dynamic`)."""
+    """Larger base for sequences that exceed `max_position_embeddings` (`rope_type: dynamic`).
+
+    The base depends on the length of the sequence.
+    """
 
     factor: float
     max_position_embeddings: int
@@ -33,9 +39,10 @@ class DynamicRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnRopeScaling:
-    """Interpolation of the low frequencies (`rope_type: yarn`, arXiv:2309.00071). Cosines and sines are multiplied by `attention_factor`.
+    """Interpolation of the low frequencies (`rope_type: yarn`, arXiv:2309.00071).
 
-    `mscale_all_dim` is 0 where the config has none; it is kept for the attention that scales its scores by it.
+    Cosines and sines are multiplied by `attention_factor`. `mscale_all_dim` is 0 if the config has
+    none; attention variants that scale their scores by it read it.
     """
 
     factor: float
@@ -52,10 +59,13 @@ RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnR
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """How scores are made: `scale` q k (None: 1/sqrt(head_dim)), capped by `softcap` tanh(score / softcap), within a window.
+    """Attention variant: score scale, score cap, window and sinks.
 
-    In the layers that `window_layers` lists (counted from 0), a position sees itself and the `window` - 1 positions before it. With
-    `sinks`, every head has a learnt score that takes part in its softmax and in nothing else (arXiv:2309.17453, section 3.3).
+    Scores are `scale` q k (None: 1/sqrt(head_dim)), capped by `softcap` tanh(score / softcap).
+
+    In the layers in `window_layers` (counted from 0), a position attends to itself and to the
+    `window` - 1 positions before it. With `sinks`, every head has a learned score that takes part
+    in its softmax only (arXiv:2309.17453, section 3.3).
     """
 
     scale: float | None = None
@@ -64,8 +74,8 @@ class Attention:
     window_layers: tuple[int, ...] = ()
     sinks: bool = False
 
-    def window_of(self, layer: int) -> int | None:
-        """The window of a layer; None where it sees everything before it."""
+    def layer_window(self, layer: int) -> int | None:
+        """Return the window of a layer; None if it attends to all earlier positions."""
         return self.window if layer in self.window_layers else None
 
 
@@ -74,16 +84,22 @@ PLAIN = Attention()
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Mixture-of-experts feed-forward parts (arXiv:2101.03961; DeepSeekMoE, arXiv:2401.06066), in the layers that `layers` marks.
+    """Mixture-of-experts feed-forward blocks in the layers that `layers` marks.
 
-    Every token goes to `experts_per_token` of the `num_experts`, of `ffn_hidden_size` each, and to the shared experts, which are one of
-    `shared_ffn_hidden_size` together (0: there are none). The router scores with `score` over all experts; the chosen scores are
-    the weights, divided by their sum where `normalise` is set, and multiplied by `scaling_factor`.
+    Sources: arXiv:2101.03961; DeepSeekMoE, arXiv:2401.06066.
 
-    Experts are chosen from the best `num_chosen_groups` of `num_groups` equal groups; a group is as good as its best expert
-    (`group_score` max, DeepSeek V2) or as its best two together (top2, DeepSeek V3). With `expert_bias` (arXiv:2408.15664) a number
-    per expert is added to the scores for the choice alone. With `biases`, the router and the matrices of every expert have biases.
-    `aux_loss_coef` is what the config gives for the load-balancing loss, which a training may ask for.
+    Every token is routed to `experts_per_token` of the `num_experts`, with a hidden size of
+    `ffn_hidden_size` each, and to the shared experts, which form one block of
+    `shared_ffn_hidden_size` (0: there are none). The router computes `score` over all experts. The
+    scores of the selected experts are the weights, divided by their sum if `normalise` is set, and
+    multiplied by `scaling_factor`.
+
+    Experts are selected from the best `num_chosen_groups` of `num_groups` equal groups. A group is
+    ranked by its best expert (`group_score` max, DeepSeek V2) or by the sum of its best two (top2,
+    DeepSeek V3). With `expert_bias` (arXiv:2408.15664), a number per expert is added to the scores
+    for the selection only. With `biases`, the router and the matrices of every expert have biases.
+    `aux_loss_coef` is the config's coefficient of the load-balancing loss, which a training run can
+    enable.
     """
 
     num_experts: int
@@ -106,9 +122,11 @@ class Moe:
 class Mla:
     """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434, section 2.1).
 
-    Keys and values are made from a latent of `kv_lora_rank` per token, queries from one of `q_lora_rank` (None: from the token itself).
-    Queries and keys of a head have `nope_head_dim` channels without position and `rope_head_dim` rotated ones, which all heads' keys
-    share; values have `v_head_dim`. Latents have norms, of epsilon `norm_eps`.
+    Keys and values are projected from a latent of `kv_lora_rank` channels per token, queries from
+    one of `q_lora_rank` (None: from the hidden state). Queries and keys of a head have
+    `nope_head_dim` channels without position and `rope_head_dim` rotated ones; the rotated key
+    channels are shared by all heads. Values have `v_head_dim` channels. Latents are normalized with
+    epsilon `norm_eps`.
     """
 
     q_lora_rank: int | None
@@ -121,16 +139,24 @@ class Mla:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes count elements; `dtype` is the name that the config gives its weights (bfloat16, float16, float32).
+    """Sizes and variants of a decoder-only transformer. Sizes count elements.
 
-    `rotary_dim` channels of a head are rotated (None: all of them), in pairs of halves or, `rotary_interleaved`, of neighbours.
-    A gated feed-forward part computes activation(gate) * (up + `gate_offset`), gate and up held between -`gate_limit` and `gate_limit`
-    (gate from above only) where there is one. `output_bias` is one behind the attention. `zero_centered_norm` multiplies by 1 + weight.
-    `post_norms` adds a norm behind the attention and behind the feed-forward part.
-    `embedding_scale` multiplies embeddings. `normalized_head` scales each row of the output layer to length 1. `logit_softcap` caps
-    logits as `Attention.softcap` caps scores. `carried` are the prefixes of Hugging Face tensors that belong to the model but are neither
-    cut nor trained: they go through conversions as they are. `may_lack_carried` says that a folder without any of them is whole too.
-    `reward_head`: one score per token in place of logits (see `reward_head.py`).
+    - `dtype`: dtype of the weights according to the config (bfloat16, float16, float32).
+    - `rotary_dim`: rotated channels of a head (None: all of them). Pairs are formed from the two
+      halves or, with `rotary_interleaved`, from adjacent channels.
+    - `gate_offset`, `gate_limit`: the gated feed-forward block computes activation(gate) * (up +
+      `gate_offset`). With a `gate_limit`, up is clamped to [-`gate_limit`, `gate_limit`] and gate
+      from above only.
+    - `output_bias`: the attention's output projection has a bias.
+    - `zero_centered_norm`: norms multiply by 1 + weight.
+    - `post_norms`: there is a norm after the attention and one after the feed-forward block.
+    - `embedding_scale`: factor of the embeddings.
+    - `normalized_head`: each row of the output layer is scaled to length 1.
+    - `logit_softcap`: cap of the logits, as `Attention.softcap` caps scores.
+    - `carried`: name prefixes of pass-through tensors: Hugging Face tensors that belong to the
+      model, but are neither sharded nor trained. Conversions copy them unchanged.
+    - `may_lack_carried`: a folder without any pass-through tensor is complete too.
+    - `reward_head`: one score per token instead of logits (see `reward_head.py`).
     """
 
     family: str
@@ -170,7 +196,7 @@ class Shape:
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the model gives per token: a logit for each token of the vocabulary, or one score."""
+        """Number of outputs per token: a logit for each token of the vocabulary, or one score."""
         return 1 if self.reward_head else self.vocab_size
 
     @property
@@ -179,9 +205,9 @@ class Shape:
 
     @property
     def rotated_channels(self) -> int:
-        """Channels of a head that the rotary embedding turns."""
+        """Number of channels of a head that the rotary embedding rotates."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def padded_vocab_size(self, multiple: int) -> int:
-        """The vocabulary rounded up to a multiple (the tensor-parallel size, unless the user asks for more)."""
+        """Return the vocabulary size rounded up to a multiple, such as the tensor-parallel size."""
         return -(-self.vocab_size // multiple) * multiple

@@ -1,7 +1,8 @@
-"""Which tensors a rank holds, from a cut alone.
+"""Tensors of a rank, derived from the parallel layout.
 
-The first stage has the embedding, the last chunk of the last one the final norm and the output layer. A tied output layer has no tensor
-of its own, but with several stages the last one holds a copy of the embedding.
+The first stage holds the embedding; the last virtual stage of the last pipeline stage holds the
+final norm and the output layer. A tied output layer has no tensor, but with several stages the last
+one holds a copy of the embedding.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _CHUNK = re.compile(r"model(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class StageTensor:
-    """A tensor of a rank: its rule (with global layer and expert numbers), the shard of it, and the name that the rank gives it.
+    """A tensor of a rank: its rule (with global numbers), its shard and its local name.
 
-    `name` counts layers from the chunk's own first and experts from the rank's own first. Where a rank has virtual stages it begins with
-    `model0.`, `model1.`, ...: the chunk (see `chunk_of`).
+    `name` counts layers from the first of the virtual stage and experts from the first of the rank.
+    On a rank with virtual stages, it begins with `model0.`, `model1.`, ...: the virtual stage's
+    number (see `chunk_of`).
     """
 
     rule: Rule
@@ -39,67 +41,94 @@ class StageTensor:
 
     @property
     def is_tied_copy(self) -> bool:
-        """Whether this is the last stage's copy of a tied embedding."""
-        return isinstance(self.rule.layout, Vocab) and self.name.endswith(TIED_OUTPUT) and self.rule.mcore != TIED_OUTPUT
+        """True if this is the last stage's copy of a tied embedding."""
+        return (
+            isinstance(self.rule.layout, Vocab)
+            and self.name.endswith(TIED_OUTPUT)
+            and self.rule.mcore != TIED_OUTPUT
+        )
 
 
 def chunk_name(name: str, chunk: int, num_chunks: int) -> str:
-    """The name of a chunk's tensor among all of its rank."""
+    """Return the name of a virtual stage's tensor, unique on its rank."""
     return name if num_chunks == 1 else f"model{chunk}.{name}"
 
 
 def chunk_of(name: str) -> tuple[int | None, str]:
-    """The chunk and the name inside it; None for a rank without virtual stages."""
+    """Split a tensor's name into the number of the virtual stage and the name inside it.
+
+    The number is None on a rank without virtual stages.
+    """
     match = _CHUNK.match(name)
     return (int(match[1]), name[match.end() :]) if match else (None, name)
 
 
-def stage_tensors(shape: Shape, cut: ParallelLayout, at: Coords) -> tuple[StageTensor, ...]:
-    """The tensors of one rank, in the order of the network; the cut has been checked against the shape."""
-    chunks = cut.chunks(shape.num_layers, at.pp)
-    return tuple(
-        StageTensor(rule, chunk_name(name, number, len(chunks)), *_shard(rule, cut, at))
-        for number in range(len(chunks))
-        for rule, name in _chunk_tensors(shape, cut, at, number, chunks[number], len(chunks))
+def stage_tensors(shape: Shape, layout: ParallelLayout, at: Coords) -> tuple[StageTensor, ...]:
+    """Return the tensors of one rank in the order of the network.
+
+    The layout must have been checked against the shape.
+    """
+    chunks = layout.chunks(shape.num_layers, at.pp)
+    tensors: list[StageTensor] = []
+    for number, layers in enumerate(chunks):
+        for rule, name in _chunk_tensors(shape, layout, at, number, layers, len(chunks)):
+            local_name = chunk_name(name, number, len(chunks))
+            tensors.append(StageTensor(rule, local_name, *_shard(rule, layout, at)))
+    return tuple(tensors)
+
+
+def _shard(rule: Rule, layout: ParallelLayout, at: Coords) -> tuple[int, int]:
+    return (
+        (at.tp, layout.tp) if rule.expert is None else (layout.expert_tp_rank(at), layout.etp_size)
     )
 
 
-def _shard(rule: Rule, cut: ParallelLayout, at: Coords) -> tuple[int, int]:
-    return (at.tp, cut.tp) if rule.expert is None else (cut.expert_tp_rank(at), cut.etp_size)
-
-
 def _chunk_tensors(
-    shape: Shape, cut: ParallelLayout, at: Coords, chunk: int, layers: tuple[int | None, ...], num_chunks: int
+    shape: Shape,
+    layout: ParallelLayout,
+    at: Coords,
+    chunk: int,
+    layers: tuple[int | None, ...],
+    num_chunks: int,
 ) -> Iterator[tuple[Rule, str]]:
-    """Rules and names of one virtual stage."""
+    """Yield rules and local names of one virtual stage."""
     rules = rules_for(shape)
     if at.pp == 0 and chunk == 0:
         yield from ((rule, rule.mcore) for rule in rules.first)
     for local, layer in enumerate(layers):
         if layer is not None:
-            yield from _layer_tensors(shape, cut, at, layer, local)
-    if at.pp == cut.pp - 1 and chunk == num_chunks - 1:
+            yield from _layer_tensors(shape, layout, at, layer, local)
+    if at.pp == layout.pp - 1 and chunk == num_chunks - 1:
         yield from ((rule, rule.mcore) for rule in rules.last)
-        if shape.tie_word_embeddings and cut.pp > 1:
-            yield from ((rule, TIED_OUTPUT) for rule in rules.first if isinstance(rule.layout, Vocab))
+        if shape.tie_word_embeddings and layout.pp > 1:
+            yield from (
+                (rule, TIED_OUTPUT) for rule in rules.first if isinstance(rule.layout, Vocab)
+            )
 
 
-def _layer_tensors(shape: Shape, cut: ParallelLayout, at: Coords, layer: int, local: int) -> Iterator[tuple[Rule, str]]:
-    """Rules and names of a layer on one rank: what all ranks have, then the rank's own experts."""
+def _layer_tensors(
+    shape: Shape, layout: ParallelLayout, at: Coords, layer: int, local: int
+) -> Iterator[tuple[Rule, str]]:
+    """Yield rules and local names of a layer on one rank; those of its experts come last."""
     dense, experts = _by_expert(shape, layer)
     yield from ((rule.at(layer), rule.mcore_at(local)) for rule in dense)
     if experts:
-        count = num_experts(shape) // cut.num_expert_groups
-        first = cut.expert_group(at) * count
+        count = num_experts(shape) // layout.num_expert_groups
+        first = layout.expert_group(at) * count
         for number in range(count):
-            yield from ((rule.at(layer), rule.mcore_at(local, number)) for rule in experts[first + number])
+            yield from (
+                (rule.at(layer), rule.mcore_at(local, number)) for rule in experts[first + number]
+            )
 
 
 @functools.lru_cache(maxsize=512)
 def _by_expert(shape: Shape, layer: int) -> tuple[tuple[Rule, ...], dict[int, list[Rule]]]:
-    """The rules of a layer: those of no expert, and those of each."""
+    """Return the rules of a layer that belong to no expert, and those of each expert."""
+    dense: list[Rule] = []
     experts: dict[int, list[Rule]] = {}
     for rule in rules_for(shape).layers[layer]:
-        if rule.expert is not None:
+        if rule.expert is None:
+            dense.append(rule)
+        else:
             experts.setdefault(rule.expert, []).append(rule)
-    return tuple(rule for rule in rules_for(shape).layers[layer] if rule.expert is None), experts
+    return tuple(dense), experts

@@ -1,7 +1,8 @@
-"""vLLM as a rollout engine, within this process where one device is enough (the API of vLLM 0.23 to 0.32).
+"""vLLM as a rollout engine, inside this process if one device suffices (API of vLLM 0.23 to 0.32).
 
-The only file that imports vllm, and only once its environment is set. With several devices vLLM starts a process for each, and
-new weights reach them through files in shared memory (`vllm_weights.py`), since its control channel carries no tensors.
+This is the only file that imports vllm, and it does so after setting the environment. With several
+devices, vLLM starts a process for each. New weights reach them through files in shared memory
+(`vllm_weights.py`), since vLLM's control channel cannot transfer tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from msrl.rollout.engine import (
     expected_weights,
     kv_cache_bytes,
     sample_seeds,
-    stops,
+    stop_conditions,
 )
 from msrl.rollout.vllm_weights import WeightReceiver, shared_memory, write_files
 from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams
@@ -46,10 +47,14 @@ _FINISHED = ("stop", "length")
 
 
 class VllmEngine:
-    """See `msrl.rollout.engine.Engine`."""
+    """Implementation of `msrl.rollout.engine.Engine`."""
 
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
-        """Start the engine, which takes seconds. Raises MsrlError for a model or settings that it cannot serve."""
+        """Start the engine, which takes seconds.
+
+        Raises:
+            MsrlError: vLLM cannot serve this model with these settings.
+        """
         self._shape = load_shape(settings.model_dir)
         self._settings = settings
         self.max_model_len = _model_length(settings, self._shape)
@@ -62,23 +67,46 @@ class VllmEngine:
         self._torch_was_distributed = torch.distributed.is_initialized()
         self._folder = temporary.claim(Path(tempfile.mkdtemp(prefix="msrl-engine-")))
         try:
-            self._llm = _start(_arguments(settings, self._shape, dtype, self.max_model_len, platform), settings, self._folder)
+            self._llm = _start(
+                _arguments(settings, self._shape, dtype, self.max_model_len, platform),
+                settings,
+                self._folder,
+            )
         except BaseException:
             temporary.remove(self._folder)
             raise
         self._tokenizer = self._llm.get_tokenizer()
-        self._control = {token.content: number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        self._control = {
+            token.content: number
+            for number, token in self._tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
         self._sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+    ) -> tuple[RolloutGroup, ...]:
         for prompt in prompts:
             check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         copies = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
         seeds = sample_seeds(prompts, sampling, policy_version)
-        params = [self._params(prompt, sampling, seed) for prompt, seed in zip(copies, seeds, strict=True)]
-        outputs = self._llm.generate([_as_input(prompt.token_ids) for prompt in copies], params, use_tqdm=False) if copies else []
-        completions = iter([self._completion(output.outputs[0], policy_version) for output in outputs])
-        return tuple(RolloutGroup(prompt, tuple(islice(completions, sampling.num_samples))) for prompt in prompts)
+        params = [
+            self._params(prompt, sampling, seed) for prompt, seed in zip(copies, seeds, strict=True)
+        ]
+        outputs = (
+            self._llm.generate(
+                [_as_input(prompt.token_ids) for prompt in copies], params, use_tqdm=False
+            )
+            if copies
+            else []
+        )
+        completions = iter(
+            [self._completion(output.outputs[0], policy_version) for output in outputs]
+        )
+        return tuple(
+            RolloutGroup(prompt, tuple(islice(completions, sampling.num_samples)))
+            for prompt in prompts
+        )
 
     def stream(self, prompt: Prompt, sampling: SamplingParams) -> Generator[Piece, None, None]:
         from vllm.sampling_params import RequestOutputKind
@@ -92,7 +120,9 @@ class VllmEngine:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     reason = output.outputs[0].finish_reason
-                    yield Piece(output.outputs[0].text, None if reason is None else _finish_reason(reason))
+                    yield Piece(
+                        output.outputs[0].text, None if reason is None else _finish_reason(reason)
+                    )
         finally:
             engine.abort_request([request])
 
@@ -101,18 +131,31 @@ class VllmEngine:
 
         for index, ids in enumerate(token_ids):
             check_prompt(Prompt(index, ids), self._shape.vocab_size, self.max_model_len)
-        params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        outputs = self._llm.generate([_as_input(ids) for ids in token_ids], params, use_tqdm=False) if token_ids else []
-        return tuple(_logprobs(ids[1:], output.prompt_logprobs[1:]) for ids, output in zip(token_ids, outputs, strict=True))
+        params = vllm.SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
+        )
+        outputs = (
+            self._llm.generate([_as_input(ids) for ids in token_ids], params, use_tqdm=False)
+            if token_ids
+            else []
+        )
+        return tuple(
+            _logprobs(ids[1:], output.prompt_logprobs[1:])
+            for ids, output in zip(token_ids, outputs, strict=True)
+        )
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         expected = expected_weights(self._shape)
         if self._settings.tp == 1:
             self._llm.collective_rpc("receive_weights", args=(checked_weights(tensors, expected),))
         else:
-            with temporary.owned_folder("msrl-weights-", shared_memory(4 * num_parameters(self._shape))) as folder:
+            with temporary.owned_folder(
+                "msrl-weights-", shared_memory(4 * num_parameters(self._shape))
+            ) as folder:
                 write_files(tensors, folder)
-                self._llm.collective_rpc("receive_weight_files", args=(str(folder), sorted(expected)))
+                self._llm.collective_rpc(
+                    "receive_weight_files", args=(str(folder), sorted(expected))
+                )
         self.forget_prompts()
 
     def forget_prompts(self) -> None:
@@ -128,7 +171,10 @@ class VllmEngine:
 
     def close(self) -> None:
         import torch
-        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+        from vllm.distributed.parallel_state import (
+            destroy_distributed_environment,
+            destroy_model_parallel,
+        )
 
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
@@ -140,16 +186,22 @@ class VllmEngine:
         temporary.remove(self._folder)
 
     def release(self) -> None:
-        """End the engine's processes and remove its files, before this process is killed: its own memory is left as it is."""
+        """End the engine's processes and remove its files before this process is killed.
+
+        The memory of this process is not released.
+        """
         if self._settings.tp > 1:
             self._llm.llm_engine.engine_core.shutdown()
         temporary.remove(self._folder)
 
     def _params(self, prompt: Prompt, sampling: SamplingParams, seed: int | None) -> Any:
-        """vLLM's parameters of one completion. Text is made afterwards unless a stop text must be watched for."""
+        """Return vLLM's parameters of one completion.
+
+        Text is decoded afterwards unless vLLM must look for a stop text.
+        """
         import vllm
 
-        texts, token_ids = stops(sampling, self._control)
+        texts, token_ids = stop_conditions(sampling, self._control)
         return vllm.SamplingParams(
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt.token_ids)),
             temperature=sampling.temperature,
@@ -167,7 +219,13 @@ class VllmEngine:
     def _completion(self, output: Any, policy_version: int) -> Completion:
         token_ids = np.asarray(output.token_ids, dtype=np.int64)
         text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-        return Completion(token_ids, _logprobs(token_ids, output.logprobs), _finish_reason(output.finish_reason), policy_version, text)
+        return Completion(
+            token_ids,
+            _logprobs(token_ids, output.logprobs),
+            _finish_reason(output.finish_reason),
+            policy_version,
+            text,
+        )
 
 
 def _as_input(token_ids: Ints) -> dict[str, list[int]]:
@@ -175,52 +233,63 @@ def _as_input(token_ids: Ints) -> dict[str, list[int]]:
 
 
 def _logprobs(token_ids: Ints, entries: Sequence[Any]) -> Floats:
-    """The log-probability of each token out of vLLM's per-position tables."""
-    return np.asarray([entry[token].logprob for token, entry in zip(token_ids.tolist(), entries, strict=True)], dtype=np.float32)
+    """Return the log-probability of each token from vLLM's per-position tables."""
+    return np.asarray(
+        [entry[token].logprob for token, entry in zip(token_ids.tolist(), entries, strict=True)],
+        dtype=np.float32,
+    )
 
 
 def _finish_reason(reason: str) -> Literal["stop", "length"]:
     if reason not in _FINISHED:
-        raise RuntimeError(f"vLLM ended a completion with {reason!r}, which is neither an end nor a limit")
+        raise RuntimeError(f"vLLM ended a completion with the unexpected reason {reason!r}")
     return cast(Literal["stop", "length"], reason)
 
 
 def _model_length(settings: EngineSettings, shape: Shape) -> int:
-    """Tokens that prompt and response may have together."""
+    """Return the maximum number of tokens of prompt and response together."""
     length = settings.max_model_len or shape.max_position_embeddings
     if length > shape.max_position_embeddings:
         limit = shape.max_position_embeddings
-        raise MsrlError(f"max_model_len={length}: the model in {settings.model_dir} was made for {limit} positions; set {limit} or less")
+        raise MsrlError(
+            f"max_model_len={length}: the model in {settings.model_dir} supports {limit} "
+            f"positions. Set it to {limit} or less."
+        )
     return length
 
 
 def _check_model(settings: EngineSettings, shape: Shape, dtype: str, platform: Platform) -> None:
     if dtype not in BYTES_PER_ELEMENT:
-        raise MsrlError(f"{settings.model_dir}: dtype {dtype} cannot be generated with; known: {', '.join(BYTES_PER_ELEMENT)}")
-    known = platform.engine_head_dims
-    if known and shape.head_dim not in known:
         raise MsrlError(
-            f"{settings.model_dir}: head_dim {shape.head_dim} has no attention kernel in vLLM on {platform.name}; "
-            f"known: {', '.join(map(str, known))}"
+            f"{settings.model_dir}: dtype={dtype}: generation does not support it. Supported: "
+            f"{', '.join(BYTES_PER_ELEMENT)}."
+        )
+    supported = platform.engine_head_dims
+    if supported and shape.head_dim not in supported:
+        raise MsrlError(
+            f"{settings.model_dir}: head_dim={shape.head_dim}: vLLM has no attention kernel for "
+            f"it on {platform.name}. Supported: {', '.join(map(str, supported))}."
         )
     if shape.family == "qwen2" and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
         raise MsrlError(
-            f"{settings.model_dir}: head_dim {shape.head_dim} is not hidden_size / num_attention_heads, which vLLM's Qwen2 takes it for;"
-            " such a model can be trained, but not generated with"
+            f"{settings.model_dir}: head_dim={shape.head_dim}: vLLM's Qwen2 requires "
+            "hidden_size / num_attention_heads."
+            " The model can be trained, but not used for generation."
         )
     if shape.num_attention_heads % settings.tp:
         raise MsrlError(
-            f"rollout.engine.tp={settings.tp} does not divide the {shape.num_attention_heads} attention heads; set one that does"
+            f"rollout.engine.tp={settings.tp}: must divide the {shape.num_attention_heads} "
+            "attention heads. Choose another value."
         )
 
 
 def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
-    """What vLLM reads when it is imported; what the user has set stays."""
+    """Set the variables that vLLM reads when it is imported, unless the user has set them."""
     common = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is for answers
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is for completions
         "VLLM_LOGGING_LEVEL": "INFO" if settings.verbose else "ERROR",
         "TORCH_CPP_LOG_LEVEL": "WARNING" if settings.verbose else "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
@@ -229,9 +298,11 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
         os.environ.setdefault(name, value)
 
 
-def _arguments(settings: EngineSettings, shape: Shape, dtype: str, max_model_len: int, platform: Platform) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; the platform's own win."""
-    chosen: dict[str, Any] = {
+def _arguments(
+    settings: EngineSettings, shape: Shape, dtype: str, max_model_len: int, platform: Platform
+) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`; those of the platform take precedence."""
+    arguments: dict[str, Any] = {
         "model": str(settings.model_dir),
         "tokenizer": str(settings.tokenizer_dir or settings.model_dir),
         "dtype": dtype,
@@ -249,63 +320,84 @@ def _arguments(settings: EngineSettings, shape: Shape, dtype: str, max_model_len
         "disable_log_stats": True,
     }
     if settings.tp > 1:
-        chosen["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would place its workers through Ray
+        # Inside a Ray actor, vLLM's default is Ray.
+        arguments["distributed_executor_backend"] = "mp"
     if settings.max_num_batched_tokens:
-        chosen["max_num_batched_tokens"] = settings.max_num_batched_tokens
+        arguments["max_num_batched_tokens"] = settings.max_num_batched_tokens
     kv_bytes = settings.kv_cache_bytes
     if kv_bytes is None and platform.shares_main_memory:
-        kv_bytes = kv_cache_bytes(shape, settings, dtype, max_model_len, _BLOCK_TOKENS, _available_memory())
+        kv_bytes = kv_cache_bytes(
+            shape, settings, dtype, max_model_len, _BLOCK_TOKENS, _available_memory()
+        )
     if kv_bytes is not None:
-        chosen["kv_cache_memory_bytes"] = kv_bytes
-    return {**chosen, **platform.engine_arguments()}
+        arguments["kv_cache_memory_bytes"] = kv_bytes
+    return {**arguments, **platform.engine_arguments()}
 
 
 def _available_memory() -> int:
-    """Bytes of main memory that can be had without swapping."""
+    """Return the bytes of main memory that are available without swapping."""
     import psutil
 
     return int(psutil.virtual_memory().available)
 
 
 def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) -> Any:
-    """Start vLLM with its temporary files in `folder`, where the shared memory that it makes is listed."""
+    """Start vLLM with its temporary files in `folder`, where its shared memory is listed."""
     with warnings.catch_warnings():
         if not settings.verbose:
             warnings.simplefilter("ignore")
             logging.getLogger("vllm").setLevel(logging.ERROR)
         import vllm
 
-        _check_known(settings)
+        _check_supported(settings)
         before = temporary.segments()
         try:
             with temporary.redirected(folder):
                 return vllm.LLM(**arguments)
-        except ValueError as error:  # what vLLM raises for a configuration that it refuses
-            raise MsrlError(f"{settings.model_dir}: vLLM does not start with these settings: {error}") from error
+        except ValueError as error:  # raised by vLLM for a configuration that it refuses
+            raise MsrlError(
+                f"{settings.model_dir}: vLLM refuses these settings: {error}"
+            ) from error
         finally:
             temporary.list_segments(folder, _own_processes(), before)
 
 
 def _own_processes() -> list[int]:
-    """Return the numbers of this process and of all that descend from it."""
+    """Return the pids of this process and of all its descendants."""
     import psutil
 
     return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
 
 
-def _check_known(settings: EngineSettings) -> None:
-    """vLLM has the model's class, and transformers or vLLM one for its config: code that comes with a checkpoint is never run."""
+def _check_supported(settings: EngineSettings) -> None:
+    """Check that vLLM has the model's class, and that transformers or vLLM has its config class.
+
+    Code that comes with a checkpoint is never run.
+
+    Raises:
+        MsrlError: A class is missing.
+    """
     from transformers import CONFIG_MAPPING
     from vllm import ModelRegistry, __version__
     from vllm.transformers_utils import config as vllm_configs
 
     config = read_hf_config(settings.model_dir)
-    architecture, kind = config.architecture(), config.values.get("model_type")
-    own_configs: Mapping[str, object] = getattr(vllm_configs, "_CONFIG_REGISTRY", {})
+    architecture, model_type = config.architecture(), config.values.get("model_type")
+    vllm_only_configs: Mapping[str, object] = getattr(vllm_configs, "_CONFIG_REGISTRY", {})
     if architecture not in ModelRegistry.get_supported_archs():
         missing = f"vLLM {__version__} has no {architecture}"
-    elif isinstance(kind, str) and kind not in CONFIG_MAPPING and kind not in own_configs:
-        missing = f"neither vLLM {__version__} nor transformers reads a config of model_type {kind} without running code of the checkpoint"
+    elif (
+        isinstance(model_type, str)
+        and model_type not in CONFIG_MAPPING
+        and model_type not in vllm_only_configs
+    ):
+        missing = (
+            f"neither vLLM {__version__} nor transformers has a config class for model_type "
+            f"{model_type}, and code of the checkpoint is not run"
+        )
     else:
         return
-    raise MsrlError(f"{settings.model_dir}: {missing}; the model can be converted and trained (train-sft), but not generated with")
+    raise MsrlError(
+        f"{settings.model_dir}: {missing}. The model can be converted and trained (train-sft), "
+        "but not used for generation."
+    )

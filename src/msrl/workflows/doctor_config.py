@@ -1,4 +1,4 @@
-"""Whether a configuration would run on this machine: its own checks, the files that it names, and memory per device."""
+"""Findings of `msrl doctor` for a configuration: its checks, its files, and memory per device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ from msrl.plan.derived import dp_size, max_model_len, model_shape, world_size
 from msrl.platforms.base import Platform
 from msrl.workflows.training.memory_check import finding, fit
 
-Found = tuple[Literal["ok", "note", "wrong"], str, str]
+ConfigFinding = tuple[Literal["ok", "note", "wrong"], str, str]
 
 
-def config_findings(resolved: Resolved, command: str | None, platform: Platform | None) -> Iterator[Found]:
-    """Findings as (level, what, text): the checks of the command, then what only this machine and the files can tell."""
+def config_findings(
+    resolved: Resolved, command: str | None, platform: Platform | None
+) -> Iterator[ConfigFinding]:
+    """Yield findings as (level, what, text).
+
+    First come the checks of the command, then those that need this machine and the files.
+    """
     name = command or guess(resolved)
     if name is None:
-        yield "note", "configuration", "no command would read it; say which with --for"
+        yield "note", "configuration", "the command that uses it is unknown. Pass --for."
         return
     mistakes = _mistakes(resolved, name)
     for line in mistakes:
         yield "wrong", name, line
     if not mistakes:
-        yield "ok", name, "batches, lengths, files, names and cuts fit"
+        yield "ok", name, "batches, lengths, files, names and parallel layouts are consistent"
     if name in ("train-sft", "train-grpo") and platform is not None:
         yield from _devices(resolved.config, platform)
         yield from _memory(resolved.config, name, platform)
@@ -39,7 +44,7 @@ def config_findings(resolved: Resolved, command: str | None, platform: Platform 
 
 
 def _mistakes(resolved: Resolved, command: str) -> tuple[str, ...]:
-    """What the checks of the command say."""
+    """Return the errors that the checks of the command report."""
     try:
         check(resolved, command)
     except ManyErrors as error:
@@ -49,47 +54,67 @@ def _mistakes(resolved: Resolved, command: str) -> tuple[str, ...]:
     return ()
 
 
-def _devices(config: Config, platform: Platform) -> Iterator[Found]:
-    """Devices that the run wants of this machine; on CPU a device is a process, and more than cores is slow, not wrong."""
-    wanted, there = world_size(config) // config.cluster.nodes, platform.device_count()
-    if wanted <= there:
-        yield "ok", "devices", f"the run takes {wanted} of {there} here"
+def _devices(config: Config, platform: Platform) -> Iterator[ConfigFinding]:
+    """Compare the devices of the run with those of this machine.
+
+    On CPU, a device is a process. More processes than cores are slow, but not wrong.
+    """
+    needed = world_size(config) // config.cluster.nodes
+    available = platform.device_count()
+    if needed <= available:
+        yield "ok", "devices", f"the run uses {needed} of {available}"
     elif platform.shares_main_memory:
-        yield "note", "devices", f"the run takes {wanted} processes on {there} cores"
+        yield "note", "devices", f"the run starts {needed} processes on {available} cores"
     else:
-        text = f"the run wants {wanted} on this machine, which has {there}; set cluster.devices_per_node and cluster.nodes"
+        text = (
+            f"the run needs {needed} on this machine, which has {available}. Change "
+            "cluster.devices_per_node and cluster.nodes."
+        )
         yield "wrong", "devices", text
 
 
-def _memory(config: Config, command: str, platform: Platform) -> Iterator[Found]:
-    """Training, reference and engine on one device, and whether the engine's cache holds what it must."""
+def _memory(config: Config, command: str, platform: Platform) -> Iterator[ConfigFinding]:
+    """Yield the memory of a run on one device, and the size of the KV cache."""
     shape = _shape(config)
-    found = fit(config, command, platform) if shape is not None and dp_size(config) else None
-    if shape is not None and found is not None:
-        yield finding(found, config)
+    memory_fit = fit(config, command, platform) if shape is not None and dp_size(config) else None
+    if shape is not None and memory_fit is not None:
+        yield finding(memory_fit, config)
         if command == "train-grpo":
-            yield from _cache(config, shape, found.memory.kv_cache)
+            yield from _cache(config, shape, memory_fit.memory.kv_cache)
 
 
-def _cache(config: Config, shape: Shape, room: int) -> Iterator[Found]:
-    """The KV cache must hold one sequence."""
-    token, longest = kv_bytes_per_token(shape, element_bytes(config), config.rollout.engine.tp), max_model_len(config)
-    if room < token * longest:
-        text = f"{room / GB:.2f} GB hold {room // token} tokens, and one sequence has up to {longest}"
-        yield "wrong", "KV cache", f"{text}; raise rollout.engine.memory_fraction or kv_cache_bytes"
+def _cache(config: Config, shape: Shape, cache_bytes: int) -> Iterator[ConfigFinding]:
+    """Check that the KV cache can hold one sequence of maximum length."""
+    token = kv_bytes_per_token(shape, element_bytes(config), config.rollout.engine.tp)
+    longest = max_model_len(config)
+    if cache_bytes < token * longest:
+        text = (
+            f"{cache_bytes / GB:.2f} GB hold {cache_bytes // token} tokens, but one sequence "
+            f"has up to {longest}"
+        )
+        yield (
+            "wrong",
+            "KV cache",
+            f"{text}. Raise rollout.engine.memory_fraction or kv_cache_bytes.",
+        )
     else:
-        yield "ok", "KV cache", f"room for {room // token:,} tokens, {room // (token * longest):,} of the longest sequences"
+        yield (
+            "ok",
+            "KV cache",
+            f"room for {cache_bytes // token:,} tokens, {cache_bytes // (token * longest):,} "
+            "of the longest sequences",
+        )
 
 
 def _shape(config: Config) -> Shape | None:
     try:
         return model_shape(config)
     except MsrlError:
-        return None  # said by the checks
+        return None  # the checks report it
 
 
-def _inputs(config: Config) -> Iterator[Found]:
-    """The data, its tokenizer and template, and the placement, opened as a run opens them before Ray is asked for."""
+def _inputs(config: Config) -> Iterator[ConfigFinding]:
+    """Open the data, tokenizer, template and placement as a run does before it starts Ray."""
     from msrl.workflows.rl.setup import prepare
 
     try:
@@ -98,4 +123,9 @@ def _inputs(config: Config) -> Iterator[Found]:
         for line in str(error).splitlines():
             yield "wrong", "inputs", line
     else:
-        yield "ok", "inputs", f"{len(job.prompts.rows):,} prompts, {job.num_steps:,} steps, {job.placement.num_devices} devices placed"
+        yield (
+            "ok",
+            "inputs",
+            f"{len(job.prompts.rows):,} prompts, {job.num_steps:,} steps, "
+            f"{job.placement.num_devices} devices placed",
+        )

@@ -1,7 +1,8 @@
-"""Baichuan2 7B (remote code, `BaichuanForCausalLM`) and the first Baichuan 7B (`BaiChuanForCausalLM`): Llama's network with q above k
-above v in one tensor. Baichuan2 scales each row of its output layer to length 1 (NormHead).
+"""Baichuan2 7B (remote code, `BaichuanForCausalLM`) and Baichuan 7B (`BaiChuanForCausalLM`).
 
-The 13B models share Baichuan2's class but have ALiBi in place of rotary positions, and no `max_position_embeddings`: they are refused.
+Llama's network with the rows of q, k and v in one tensor. Baichuan2 scales each row of its output
+layer to length 1 (NormHead). The 13B models share Baichuan2's class, but have ALiBi instead of
+rotary positions and no `max_position_embeddings`; they are refused.
 """
 
 from __future__ import annotations
@@ -20,15 +21,26 @@ _NAMES = Names(qkv=("self_attn.W_pack",))
 
 def shape(config: HfConfig) -> Shape:
     if config.values.get("max_position_embeddings") is None:
-        config.fail("max_position_embeddings", "is missing, as in the 13B models, whose ALiBi positions are not supported; the 7B ones are")
+        config.fail(
+            "max_position_embeddings",
+            "is missing, as in the 13B models, whose ALiBi positions are not supported. Use a "
+            "7B model",
+        )
     config.refuse("alibi", False)
     config.refuse("tie_word_embeddings", False)
     config.refuse("z_loss_weight", 0, 0.0)
     config.refuse("rope_scaling")
     heads = config.count("num_attention_heads")
     config.refuse("num_key_value_heads", heads)
-    found = decoder_shape(config, family="baichuan", qkv_bias=False, qk_norm=False, num_key_value_heads=heads, max_position_embeddings=None)
-    return replace(found, normalized_head=config.architecture() == "BaichuanForCausalLM")
+    decoder = decoder_shape(
+        config,
+        family="baichuan",
+        qkv_bias=False,
+        qk_norm=False,
+        num_key_value_heads=heads,
+        max_position_embeddings=None,
+    )
+    return replace(decoder, normalized_head=config.architecture() == "BaichuanForCausalLM")
 
 
 def rules(shape: Shape) -> Rules:

@@ -1,6 +1,7 @@
-"""ChatGLM2, ChatGLM3 and GLM-4 as first published, with their own code (`ChatGLMModel`): the network of `glm.py` under other names.
+"""ChatGLM2, ChatGLM3 and GLM-4 as first published, with remote code (`ChatGLMModel`).
 
-Keys of the config are those of the published `configuration_chatglm.py`.
+The network is that of `glm.py` with other tensor names. The config keys are those of the published
+`configuration_chatglm.py`.
 """
 
 from __future__ import annotations
@@ -22,21 +23,29 @@ _NAMES = Names(
     final_norm="transformer.encoder.final_layernorm.weight",
     head="transformer.output_layer.weight",
 )
-_ONLY = {
-    "add_bias_linear": False, "apply_residual_connection_post_layernorm": False, "fp32_residual_connection": False, "rmsnorm": True,
-    "post_layer_norm": True, "original_rope": True, "interleaved_qkv": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-    "tie_word_embeddings": False, "quantization_bit": 0,
-}  # fmt: skip
+_SUPPORTED_VALUES = {
+    "add_bias_linear": False,
+    "apply_residual_connection_post_layernorm": False,
+    "fp32_residual_connection": False,
+    "rmsnorm": True,
+    "post_layer_norm": True,
+    "original_rope": True,
+    "interleaved_qkv": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "quantization_bit": 0,
+}
 
 
 def shape(config: HfConfig) -> Shape:
-    for key, value in _ONLY.items():
+    for key, value in _SUPPORTED_VALUES.items():
         config.refuse(key, value)
     for key in ("pre_seq_len", "quantization_config"):
         config.refuse(key)
     heads, head_dim = config.count("num_attention_heads"), config.count("kv_channels", 128)
     is_grouped = config.flag("multi_query_attention", False)
-    found = Shape(
+    decoder = Shape(
         family="chatglm",
         architecture=config.architecture(),
         num_layers=config.count("num_layers"),
@@ -57,8 +66,8 @@ def shape(config: HfConfig) -> Shape:
         rotary_dim=head_dim // 2,
         rotary_interleaved=True,
     )
-    check_heads(config, found)
-    return found
+    check_heads(config, decoder)
+    return decoder
 
 
 def rules(shape: Shape) -> Rules:

@@ -1,8 +1,11 @@
-"""DeepSeek V2 and V2-Lite (transformers' `DeepseekV2ForCausalLM`): softmax scores, not normalised; the whole V2 chooses among groups."""
+"""DeepSeek V2 and V2-Lite (transformers' `DeepseekV2ForCausalLM`): unnormalized softmax scores.
+
+V2, unlike V2-Lite, selects experts by group.
+"""
 
 from __future__ import annotations
 
-from msrl.models.deepseek import deepseek_rules, deepseek_shape, first_dense
+from msrl.models.deepseek import deepseek_rules, deepseek_shape, mixture_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import aux_loss_coef
 from msrl.models.rules import Rules
@@ -21,7 +24,7 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("n_routed_experts", 64),
         experts_per_token=config.count("num_experts_per_tok"),
         ffn_hidden_size=ffn,
-        layers=first_dense(config, 0),
+        layers=mixture_layers(config, 0),
         shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 2),
         normalise=False,
         scaling_factor=config.positive("routed_scaling_factor", 1.0),

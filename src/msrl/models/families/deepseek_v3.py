@@ -1,14 +1,16 @@
-"""DeepSeek V3 and R1, Kimi K2 (transformers' `DeepseekV3ForCausalLM`): sigmoid scores with a bias per expert for the choice alone.
+"""DeepSeek V3 and R1, Kimi K2 (transformers' `DeepseekV3ForCausalLM`).
 
-The layers for multi-token prediction that published checkpoints have behind the last layer (`num_nextn_predict_layers`) are no part of the
-model that is trained or run here: conversions carry them through as they came. transformers' own saves leave them out.
+The router's scores are sigmoids, with a bias per expert for the selection only. Published
+checkpoints have layers for multi-token prediction after the last layer
+(`num_nextn_predict_layers`). They are neither trained nor run; conversions copy them unchanged.
+Folders that transformers saved do not have them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from msrl.models.deepseek import deepseek_rules, deepseek_shape, first_dense
+from msrl.models.deepseek import deepseek_rules, deepseek_shape, mixture_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import aux_loss_coef
 from msrl.models.rules import Rules
@@ -26,7 +28,7 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("n_routed_experts", 256),
         experts_per_token=config.count("num_experts_per_tok", 8),
         ffn_hidden_size=ffn,
-        layers=first_dense(config, 3),
+        layers=mixture_layers(config, 3),
         shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 1),
         score="sigmoid",
         normalise=config.flag("norm_topk_prob", True),
@@ -37,12 +39,17 @@ def shape(config: HfConfig) -> Shape:
         expert_bias=True,
         aux_loss_coef=aux_loss_coef(config),
     )
-    found = deepseek_shape(config, family="deepseek_v3", moe=moe)
-    return replace(found, carried=_prediction_layers(config, found.num_layers), may_lack_carried=True)
+    decoder = deepseek_shape(config, family="deepseek_v3", moe=moe)
+    return replace(
+        decoder, carried=_prediction_layers(config, decoder.num_layers), may_lack_carried=True
+    )
 
 
 def _prediction_layers(config: HfConfig, num_layers: int) -> tuple[str, ...]:
-    """How the names of the layers for multi-token prediction begin. The number's newer name is that of transformers 5."""
+    """Return the name prefixes of the layers for multi-token prediction.
+
+    transformers 5 renamed their number to `num_mtp_layers`.
+    """
     key = "num_mtp_layers" if "num_mtp_layers" in config.values else "num_nextn_predict_layers"
     count = config.count(key, 1) if config.values.get(key, 1) else 0
     return tuple(f"model.layers.{num_layers + number}." for number in range(count))

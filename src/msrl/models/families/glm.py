@@ -1,4 +1,8 @@
-"""GLM-4 (transformers' `GlmForCausalLM`): half of each head rotated, neighbours in pairs; biases on q, k, v; gate and up in one tensor."""
+"""GLM-4 (transformers' `GlmForCausalLM`).
+
+Half of each head is rotated, in pairs of adjacent channels. q, k and v have biases. gate and up are
+one tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,18 @@ _NAMES = Names(gate_up=("mlp.gate_up_proj",))
 
 
 def shape(config: HfConfig) -> Shape:
-    found = decoder_shape(
-        config, family="glm", qkv_bias=config.flag("attention_bias", True), qk_norm=False, head_dim=128, num_key_value_heads=2,
-        max_position_embeddings=131072, norm_eps=1.5625e-7, partial_rotary_factor=0.5,
-    )  # fmt: skip
-    return replace(found, rotary_interleaved=True)
+    decoder = decoder_shape(
+        config,
+        family="glm",
+        qkv_bias=config.flag("attention_bias", True),
+        qk_norm=False,
+        head_dim=128,
+        num_key_value_heads=2,
+        max_position_embeddings=131072,
+        norm_eps=1.5625e-7,
+        partial_rotary_factor=0.5,
+    )
+    return replace(decoder, rotary_interleaved=True)
 
 
 def rules(shape: Shape) -> Rules:

@@ -1,4 +1,7 @@
-"""InternLM 2 and 2.5 (remote code, `InternLM2ForCausalLM`): Llama's network with q, k and v in one tensor, by query group."""
+"""InternLM 2 and 2.5 (remote code, `InternLM2ForCausalLM`).
+
+Llama's network with q, k and v in one tensor, ordered by query group.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,14 @@ def shape(config: HfConfig) -> Shape:
     config.refuse("bias", False)
     config.refuse("tie_word_embeddings", False)
     heads = config.count("num_attention_heads")
-    return decoder_shape(config, family="internlm2", qkv_bias=False, qk_norm=False, num_key_value_heads=heads, max_position_embeddings=2048)
+    return decoder_shape(
+        config,
+        family="internlm2",
+        qkv_bias=False,
+        qk_norm=False,
+        num_key_value_heads=heads,
+        max_position_embeddings=2048,
+    )
 
 
 def rules(shape: Shape) -> Rules:

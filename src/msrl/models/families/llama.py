@@ -1,4 +1,7 @@
-"""Llama 2 and 3.x, Yi, and what else shares the class (transformers' `LlamaForCausalLM`): no biases, optional rope scaling."""
+"""Llama 2 and 3.x, Yi and other models of this class (transformers' `LlamaForCausalLM`).
+
+There are no biases; rope scaling is optional.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,14 @@ ARCHITECTURES = ("LlamaForCausalLM",)
 def shape(config: HfConfig) -> Shape:
     config.refuse("attention_bias", False)
     heads = config.count("num_attention_heads")
-    return decoder_shape(config, family="llama", qkv_bias=False, qk_norm=False, num_key_value_heads=heads, max_position_embeddings=2048)
+    return decoder_shape(
+        config,
+        family="llama",
+        qkv_bias=False,
+        qk_norm=False,
+        num_key_value_heads=heads,
+        max_position_embeddings=2048,
+    )
 
 
 def rules(shape: Shape) -> Rules:

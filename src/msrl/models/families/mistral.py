@@ -1,4 +1,7 @@
-"""Mistral 7B and Nemo (transformers' `MistralForCausalLM`): no biases; every layer has a window unless `sliding_window` is null."""
+"""Mistral 7B and Nemo (transformers' `MistralForCausalLM`).
+
+There are no biases. Every layer has a window unless `sliding_window` is null.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,14 @@ ARCHITECTURES = ("MistralForCausalLM",)
 
 def shape(config: HfConfig) -> Shape:
     return decoder_shape(
-        config, family="mistral", qkv_bias=False, qk_norm=False, num_key_value_heads=8, max_position_embeddings=131072,
+        config,
+        family="mistral",
+        qkv_bias=False,
+        qk_norm=False,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
         attention=window_everywhere(config, 4096),
-    )  # fmt: skip
+    )
 
 
 def rules(shape: Shape) -> Rules:

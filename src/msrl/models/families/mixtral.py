@@ -1,4 +1,7 @@
-"""Mixtral 8x7B and 8x22B (transformers' `MixtralForCausalLM`): experts in every layer, no biases."""
+"""Mixtral 8x7B and 8x22B (transformers' `MixtralForCausalLM`).
+
+Every layer has experts. There are no biases.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,13 @@ from msrl.models.rules import Rules
 from msrl.models.shape import PLAIN, Attention, Moe, Shape
 
 ARCHITECTURES = ("MixtralForCausalLM",)
-_EXPERTS = ExpertNames(router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{expert}.", gate="w1", up="w3", down="w2")
+_EXPERTS = ExpertNames(
+    router="block_sparse_moe.gate",
+    expert="block_sparse_moe.experts.{expert}.",
+    gate="w1",
+    up="w3",
+    down="w2",
+)
 
 
 def shape(config: HfConfig) -> Shape:
@@ -23,13 +32,21 @@ def shape(config: HfConfig) -> Shape:
         aux_loss_coef=aux_loss_coef(config),
     )
     return decoder_shape(
-        config, family="mixtral", qkv_bias=False, qk_norm=False, num_key_value_heads=8, max_position_embeddings=131072, norm_eps=1e-5,
-        rope_theta=1e6, attention=_window(config), moe=check_experts(config, moe),
-    )  # fmt: skip
+        config,
+        family="mixtral",
+        qkv_bias=False,
+        qk_norm=False,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        attention=_window(config),
+        moe=check_experts(config, moe),
+    )
 
 
 def _window(config: HfConfig) -> Attention:
-    """A window in every layer where the config gives one."""
+    """Return attention with a window in every layer if the config has one."""
     return PLAIN if config.values.get("sliding_window") is None else window_everywhere(config, 4096)
 
 

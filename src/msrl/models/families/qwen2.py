@@ -1,4 +1,7 @@
-"""Qwen 1.5, 2 and 2.5, dense (transformers' `Qwen2ForCausalLM`): q, k and v have biases, the output projection has none."""
+"""Qwen 1.5, 2 and 2.5, dense (transformers' `Qwen2ForCausalLM`).
+
+q, k and v have biases, the output projection has none.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ ARCHITECTURES = ("Qwen2ForCausalLM",)
 
 def shape(config: HfConfig) -> Shape:
     return decoder_shape(
-        config, family="qwen2", qkv_bias=True, qk_norm=False, max_position_embeddings=32768, attention=switched_window(config)
+        config,
+        family="qwen2",
+        qkv_bias=True,
+        qk_norm=False,
+        max_position_embeddings=32768,
+        attention=switched_window(config),
     )
 
 

@@ -1,4 +1,7 @@
-"""Qwen 3, dense (transformers' `Qwen3ForCausalLM`): no biases, an RMS norm per head on q and k, head_dim of its own."""
+"""Qwen 3, dense (transformers' `Qwen3ForCausalLM`).
+
+There are no biases. q and k have an RMS norm per head. head_dim is independent of the hidden size.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,14 @@ ARCHITECTURES = ("Qwen3ForCausalLM",)
 def shape(config: HfConfig) -> Shape:
     config.refuse("attention_bias", False)
     return decoder_shape(
-        config, family="qwen3", qkv_bias=False, qk_norm=True, head_dim=128, max_position_embeddings=32768,
+        config,
+        family="qwen3",
+        qkv_bias=False,
+        qk_norm=True,
+        head_dim=128,
+        max_position_embeddings=32768,
         attention=switched_window(config),
-    )  # fmt: skip
+    )
 
 
 def rules(shape: Shape) -> Rules:

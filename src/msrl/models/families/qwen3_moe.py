@@ -1,4 +1,7 @@
-"""Qwen 3, mixtures of experts (transformers' `Qwen3MoeForCausalLM`): the attention of Qwen 3, experts in every or in some layers."""
+"""Qwen 3, mixture of experts (transformers' `Qwen3MoeForCausalLM`).
+
+The attention is that of Qwen 3. Every layer or some layers have experts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ def shape(config: HfConfig) -> Shape:
     config.refuse("attention_bias", False)
     config.refuse("shared_expert_intermediate_size", 0)
     moe = Moe(
-        num_experts=config.count("num_experts", config.count("num_local_experts", 128)),  # transformers 5 writes the latter
+        # transformers 5 writes num_local_experts.
+        num_experts=config.count("num_experts", config.count("num_local_experts", 128)),
         experts_per_token=config.count("num_experts_per_tok", 8),
         ffn_hidden_size=config.count("moe_intermediate_size", 768),
         layers=_mixtures(config),
@@ -26,18 +30,32 @@ def shape(config: HfConfig) -> Shape:
         aux_loss_coef=aux_loss_coef(config),
     )
     return decoder_shape(
-        config, family="qwen3_moe", qkv_bias=False, qk_norm=True, max_position_embeddings=32768, num_key_value_heads=4,
-        attention=switched_window(config), moe=check_experts(config, moe),
-    )  # fmt: skip
+        config,
+        family="qwen3_moe",
+        qkv_bias=False,
+        qk_norm=True,
+        max_position_embeddings=32768,
+        num_key_value_heads=4,
+        attention=switched_window(config),
+        moe=check_experts(config, moe),
+    )
 
 
 def _mixtures(config: HfConfig) -> tuple[bool, ...]:
-    """Which layers have experts: every `decoder_sparse_step`-th, but none of `mlp_only_layers`."""
+    """Return for each layer if it has experts.
+
+    Every `decoder_sparse_step`-th layer does, except those in `mlp_only_layers`.
+    """
     dense: object = config.values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in cast("list[object]", dense)):
+    if not isinstance(dense, list) or not all(
+        isinstance(layer, int) for layer in cast("list[object]", dense)
+    ):
         config.fail("mlp_only_layers", "must be a list of layer numbers")
     step, numbers = config.count("decoder_sparse_step", 1), cast("list[int]", dense)
-    return tuple(layer not in numbers and (layer + 1) % step == 0 for layer in range(config.count("num_hidden_layers")))
+    return tuple(
+        layer not in numbers and (layer + 1) % step == 0
+        for layer in range(config.count("num_hidden_layers"))
+    )
 
 
 def rules(shape: Shape) -> Rules:

@@ -215,7 +215,7 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.scale = softmax_scale if traits.scale is None else traits.scale
         self.softcap = traits.softcap
-        self.window = traits.window_of(layer)
+        self.window = traits.layer_window(layer)
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype)) if traits.sinks else None
         self.register_parameter("softmax_offset", sinks)  # Megatron's name

@@ -1,6 +1,7 @@
-"""The answers of msrl generate on their way out: rows of JSON to a file or standard output, or the texts of one prompt.
+"""Output of `msrl generate`: rows of JSON, or the completions of one prompt as text.
 
-Rows go out as they are answered. A file becomes visible once it is whole; after an interrupt or a failure its rows lie in NAME.partial.
+Rows are written to a file or to standard output as they are completed. A file becomes visible once
+it is complete. After an interrupt or a failure, its rows are in NAME.partial.
 """
 
 from __future__ import annotations
@@ -16,97 +17,138 @@ from msrl.errors import MsrlError
 from msrl.files import why_not_writable, written_whole
 from msrl.types import Completion
 
-Take = Callable[[str], None]  # takes whole lines
+WriteLines = Callable[[str], None]  # its argument consists of complete lines
 
 
-def free_output(name: str | None) -> Path | None:
-    """The file to write. Raises MsrlError when there is one already, or none can be made."""
+def check_output(name: str | None) -> Path | None:
+    """Return the path of the output file; None for standard output.
+
+    Raises:
+        MsrlError: The file exists already or cannot be created.
+    """
     if name is None:
         return None
     path = Path(name)
     reason = why_not_writable(path.parent)
     if reason is not None:
-        raise MsrlError(f"generate.output={path}: cannot be written ({reason}); name another file")
+        raise MsrlError(
+            f"generate.output={path}: cannot be written ({reason}). Choose another file."
+        )
     if path.exists():
-        raise MsrlError(f"generate.output={path}: exists already; name another file, or remove it first")
+        raise MsrlError(
+            f"generate.output={path}: already exists. Choose another file, or delete it first."
+        )
     return path
 
 
 @contextlib.contextmanager
-def opened(output: Path | None) -> Generator[Take, None, None]:
-    """What takes lines: the file, or standard output. Raises MsrlError where the disk does not take them."""
+def open_output(output: Path | None) -> Generator[WriteLines, None, None]:
+    """Yield a function that writes lines to the file, or to standard output.
+
+    Raises:
+        MsrlError: Writing fails.
+    """
     if output is None:
-        with _standard_output() as take:
-            yield take
+        with _standard_output() as write:
+            yield write
         return
     output.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(output) as beside:
-        rows = _Rows(output, beside)
+    with written_whole(output) as temporary:
+        rows = _RowFile(output, temporary)
         try:
-            yield rows.take
+            yield rows.write
         except BaseException:
-            rows.keep()
+            rows.save_partial()
             raise
         finally:
             rows.file.close()
 
 
-class _Rows:
-    """A file of lines, which knows how much of it is whole."""
+class _RowFile:
+    """A file of lines that keeps track of its size in complete lines."""
 
-    def __init__(self, output: Path, beside: Path) -> None:
-        self.file = beside.open("wb", buffering=0)
-        self._output, self._beside = output, beside
-        self._num_bytes = 0  # of the lines that were taken
+    def __init__(self, output: Path, temporary: Path) -> None:
+        self.file = temporary.open("wb", buffering=0)
+        self._output, self._temporary = output, temporary
+        self._num_bytes = 0  # of complete lines
 
-    def take(self, lines: str) -> None:
+    def write(self, lines: str) -> None:
         content = lines.encode()
         written = 0
         try:
             while written < len(content):
                 written += self.file.write(content[written:])
         except OSError as error:
-            raise MsrlError(f"generate.output={self._output}: cannot be written ({error.strerror or error}); make room") from error
+            raise MsrlError(
+                f"generate.output={self._output}: cannot be written "
+                f"({error.strerror or error}). Free disk space."
+            ) from error
         self._num_bytes += len(content)
 
-    def keep(self) -> None:
-        """The lines that were taken stay under another name, without a part of one more."""
+    def save_partial(self) -> None:
+        """Keep the complete lines under another name, without an incomplete last line."""
         if self._num_bytes:
             partial = self._output.with_name(f"{self._output.name}.partial")
             self.file.truncate(self._num_bytes)
-            self._beside.replace(partial)
-            print(f"{partial}: the rows that were answered; {self._output.name} was not written", file=sys.stderr)
+            self._temporary.replace(partial)
+            print(
+                f"Saved the completed rows to {partial}; {self._output.name} was not written",
+                file=sys.stderr,
+            )
 
 
 @contextlib.contextmanager
-def _standard_output() -> Generator[Take, None, None]:
-    """At once into a file or a pipe; on a terminal at the end, since a bar is drawn there until then, which takes sys.stdout over too."""
-    stream, waiting = sys.stdout, list[str]()
+def _standard_output() -> Generator[WriteLines, None, None]:
+    """Yield a function that writes to a file or pipe at once, but to a terminal only at the end.
 
-    def take(lines: str) -> None:
+    On a terminal, a progress bar is drawn until then, which also replaces sys.stdout.
+    """
+    stream, buffered = sys.stdout, list[str]()
+
+    def write(lines: str) -> None:
         stream.write(lines)
         stream.flush()
 
     try:
-        yield waiting.append if stream.isatty() else take
+        yield buffered.append if stream.isatty() else write
     finally:
-        take("".join(waiting))
+        write("".join(buffered))
 
 
-def line(row: Mapping[str, Any], completions: Iterable[Completion], stop: Sequence[str], *, is_ascii: bool = False) -> str:
-    """The row with its completions, as a line of JSON; with `is_ascii` other letters are escaped."""
-    written = [{"text": before_stop(c.text, stop), "finish_reason": c.finish_reason, "num_tokens": len(c.token_ids)} for c in completions]
-    return json.dumps({**row, "completions": written}, ensure_ascii=is_ascii) + "\n"
+def json_line(
+    row: Mapping[str, Any],
+    completions: Iterable[Completion],
+    stop: Sequence[str],
+    *,
+    is_ascii: bool = False,
+) -> str:
+    """Return the row with its completions as a line of JSON.
+
+    `is_ascii` escapes other characters.
+    """
+    values = [
+        {
+            "text": truncate_at_stop(c.text, stop),
+            "finish_reason": c.finish_reason,
+            "num_tokens": len(c.token_ids),
+        }
+        for c in completions
+    ]
+    return json.dumps({**row, "completions": values}, ensure_ascii=is_ascii) + "\n"
 
 
-def takes_no_unicode(output: Path | None) -> bool:
-    """Whether rows go to a standard output that has not all letters, as in a locale of GBK."""
+def requires_ascii(output: Path | None) -> bool:
+    """Return True if rows go to a standard output that cannot encode all characters.
+
+    That is the case in a GBK locale, for example.
+    """
     return output is None and (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"
 
 
-def shown(completions: Sequence[Completion], stop: Sequence[str]) -> str:
-    """The texts of one prompt as lines, numbered where there are several."""
-    return "\n\n".join(_numbered([before_stop(completion.text, stop) for completion in completions])) + "\n"
+def completions_text(completions: Sequence[Completion], stop: Sequence[str]) -> str:
+    """Return the completions of one prompt as text, numbered if there are several."""
+    texts = [truncate_at_stop(completion.text, stop) for completion in completions]
+    return "\n\n".join(_numbered(texts)) + "\n"
 
 
 def _numbered(texts: Sequence[str]) -> Iterator[str]:
@@ -114,10 +156,10 @@ def _numbered(texts: Sequence[str]) -> Iterator[str]:
         yield text if len(texts) == 1 else f"[{number}] {text}"
 
 
-def before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first of the stop texts.
+def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first of the stop texts.
 
-    >>> before_stop("4. Next: 5", ("Next", "."))
+    >>> truncate_at_stop("4. Next: 5", ("Next", "."))
     '4'
     """
-    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
+    return text[: min((start for s in stop if (start := text.find(s)) >= 0), default=len(text))]

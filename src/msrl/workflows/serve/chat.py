@@ -1,7 +1,7 @@
-"""msrl chat: a conversation in the terminal, each answer shown as it is sampled.
+"""`msrl chat`: a conversation in the terminal with streamed responses.
 
-`clear` (or `new`) forgets the conversation; `quit`, `exit` or `q`, or the end of the input, leave. Ctrl-C during an answer stops that
-answer and keeps what was said; at the prompt it leaves.
+`clear` (or `new`) forgets the conversation. `quit`, `exit`, `q` or the end of the input leave.
+Ctrl-C during a response stops the response and keeps the conversation; at the prompt, it leaves.
 """
 
 from __future__ import annotations
@@ -21,15 +21,28 @@ from msrl.rollout.engine import Engine, Piece, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
 from msrl.workflows.serve.engine import choose_renderer, engine_settings, is_mcore, open_model, running_engine, sampling_of, system_turns
 from msrl.workflows.training.interrupts import children_ignore_interrupts
+from msrl.workflows.serve.engine import (
+    choose_renderer,
+    engine_settings,
+    needs_weight_transfer,
+    open_model,
+    running_engine,
+    sampling_params,
+    system_turns,
+)
+from msrl.workflows.training.interrupts import children_deaf_to_interrupts
 
 _LEAVE = ("quit", "exit", "q")
-_FORGET = ("clear", "new")
+_CLEAR = ("clear", "new")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """The turns that the model can see, as token ids (None when not even the last turn fits), and how many older ones it cannot."""
+class FittedConversation:
+    """The turns that fit the model's context, as token ids, and the number of dropped turns.
+
+    `token_ids` is None if not even the last turn fits.
+    """
 
     turns: tuple[Message, ...]
     token_ids: Ints | None  # [P]
@@ -37,71 +50,120 @@ class Fitted:
 
 
 def run(config: Config) -> None:
-    """Chat as `config.chat` says until the user leaves. Raises KeyboardInterrupt for Ctrl-C at the prompt."""
+    """Chat with the settings of `config.chat` until the user leaves.
+
+    Raises:
+        KeyboardInterrupt: The user pressed Ctrl-C at the prompt.
+    """
     section = config.chat
     source = open_model(section.model, "chat.model")
     renderer = choose_renderer(source.hf_dir, section.template)
     system = system_turns(section.system)
-    sampling = sampling_of(config, section, renderer.stop_token_ids)
-    settings = engine_settings(config, source.hf_dir, dtype=section.dtype, max_num_seqs=1, random_weights=is_mcore(source, section.model))
-    renderer.prompt(Conversation((*system, Message("user", "?"))))  # a template that cannot show a question is refused now
-    _say(f"loading {section.model}")
+    sampling = sampling_params(config, section, renderer.stop_token_ids)
+    settings = engine_settings(
+        config,
+        source.hf_dir,
+        dtype=section.dtype,
+        max_num_seqs=1,
+        random_weights=needs_weight_transfer(source, section.model),
+    )
+    # Fail early if the template cannot render a question.
+    renderer.prompt(Conversation((*system, Message("user", "?"))))
+    _print_note(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
         with children_ignore_interrupts() if settings.tp > 1 else contextlib.nullcontext():
             engine = stack.enter_context(running_engine(config, source, settings))
-        _say("ask away; `clear` starts anew, `quit` leaves, Ctrl-C stops an answer")
+        _print_note(
+            "ready: `clear` starts a new conversation, `quit` leaves, Ctrl-C stops a response"
+        )
         converse(engine, renderer, system, sampling, read_lines())
 
 
-def converse(engine: Engine, renderer: Renderer, system: tuple[Message, ...], sampling: SamplingParams, lines: Iterable[str]) -> None:
-    """Answer each line, which is a question or a command, until one says to leave."""
+def converse(
+    engine: Engine,
+    renderer: Renderer,
+    system: tuple[Message, ...],
+    sampling: SamplingParams,
+    lines: Iterable[str],
+) -> None:
+    """Respond to each line, which is a question or a command, until a command to leave."""
     turns: tuple[Message, ...] = ()
     for number, line in enumerate(lines):
         text = line.strip()
         if text.lower() in _LEAVE:
             return
-        if text.lower() in _FORGET:
+        if text.lower() in _CLEAR:
             turns = ()
-            _say("the conversation is forgotten")
+            _print_note("started a new conversation")
         elif text:
-            seeded = sampling if sampling.seed is None else replace(sampling, seed=sample_seed(sampling.seed, 0, number, 0, 0))
-            turns = _answer(engine, renderer, system, (*turns, Message("user", text)), seeded)
+            turn_sampling = sampling
+            if sampling.seed is not None:
+                turn_sampling = replace(sampling, seed=sample_seed(sampling.seed, 0, number, 0, 0))
+            turns = _respond(
+                engine, renderer, system, (*turns, Message("user", text)), turn_sampling
+            )
 
 
-def _answer(
-    engine: Engine, renderer: Renderer, system: tuple[Message, ...], turns: tuple[Message, ...], sampling: SamplingParams
+def _respond(
+    engine: Engine,
+    renderer: Renderer,
+    system: tuple[Message, ...],
+    turns: tuple[Message, ...],
+    sampling: SamplingParams,
 ) -> tuple[Message, ...]:
-    """Show the answer to the last turn; the conversation with it, or without the question when that is too long."""
-    fitted = fit(renderer, system, turns, engine.max_model_len, sampling.max_tokens)
+    """Print the response to the last turn and return the conversation with it.
+
+    If the question is too long, it is dropped from the conversation instead.
+    """
+    fitted = fit_conversation(renderer, system, turns, engine.max_model_len, sampling.max_tokens)
     if fitted.token_ids is None:
-        _say(f"this is too long for the model, which takes {engine.max_model_len} tokens with the answer; it is left out")
+        _print_note(
+            f"too long: question and response together may have {engine.max_model_len} tokens; "
+            "dropped the question"
+        )
         return turns[:-1]
     if fitted.num_dropped:
-        dropped = f"its {fitted.num_dropped} oldest turns are forgotten"
-        _say(f"the conversation no longer fits the model's {engine.max_model_len} tokens: {dropped}")
-    with interruptible() as interrupted, closing(engine.stream(Prompt(0, fitted.token_ids), sampling)) as pieces:
+        limit = engine.max_model_len
+        _print_note(
+            f"dropped the {fitted.num_dropped} oldest turns: the conversation exceeds the "
+            f"model's {limit} tokens"
+        )
+    with (
+        interruptible() as interrupted,
+        closing(engine.stream(Prompt(0, fitted.token_ids), sampling)) as pieces,
+    ):
         text = _show(pieces, interrupted)
     if interrupted():
-        _say("stopped")
+        _print_note("stopped")
     return (*fitted.turns, Message("assistant", text))
 
 
-def fit(renderer: Renderer, system: tuple[Message, ...], turns: tuple[Message, ...], max_model_len: int, max_tokens: int) -> Fitted:
-    """Leave out the oldest questions with their answers until the rest fits with an answer of `max_tokens`, or of half the model's
-    length if that is less; the last question alone may leave less than that for its answer."""
+def fit_conversation(
+    renderer: Renderer,
+    system: tuple[Message, ...],
+    turns: tuple[Message, ...],
+    max_model_len: int,
+    max_tokens: int,
+) -> FittedConversation:
+    """Drop the oldest questions with their responses until the conversation fits the model.
+
+    A response of `max_tokens`, or of half the model's length if that is less, must fit too. The
+    last question alone may leave less room for its response.
+    """
     room = max_model_len - min(max_tokens, max_model_len // 2)
     questions = [number for number, turn in enumerate(turns) if turn.role == "user"]
     for first in questions:
         token_ids = renderer.prompt(Conversation((*system, *turns[first:])))
-        last = first == questions[-1]
-        if len(token_ids) <= room or (last and len(token_ids) < max_model_len):
-            return Fitted(turns[first:], token_ids, first)
-    return Fitted(turns, None, 0)
+        is_last = first == questions[-1]
+        if len(token_ids) <= room or (is_last and len(token_ids) < max_model_len):
+            return FittedConversation(turns[first:], token_ids, first)
+    return FittedConversation(turns, None, 0)
 
 
 def read_lines() -> Iterator[str]:
-    """Lines of standard input, with a prompt and editing on a terminal. Bytes that are no text, as a half-deleted character leaves them,
-    become placeholders.
+    """Yield lines of standard input, with a prompt and line editing on a terminal.
+
+    Bytes that are not valid text, as a half-deleted character leaves them, become placeholders.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
@@ -109,7 +171,7 @@ def read_lines() -> Iterator[str]:
         yield from sys.stdin
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (gives `input` line editing and a history)
+        import readline  # noqa: F401 (adds line editing and history to `input`)
     while True:
         try:
             yield input("> ")
@@ -123,21 +185,29 @@ def read_lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def interruptible() -> Generator[Callable[[], bool], None, None]:
-    """Within it Ctrl-C raises nothing and is only noted, since an exception inside the engine would leave it in pieces."""
-    noted: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    """Record Ctrl-C instead of raising KeyboardInterrupt.
+
+    An exception inside the engine would leave it in an inconsistent state.
+    """
+    signals: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
     try:
-        yield lambda: bool(noted)
+        yield lambda: bool(signals)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _show(pieces: Iterable[Piece], interrupted: Callable[[], bool]) -> str:
-    """Print the pieces as they come until Ctrl-C; their whole text. What would control the terminal is shown as a placeholder."""
+    """Print the pieces as they arrive until Ctrl-C, and return their text.
+
+    On a terminal, control characters are printed as placeholders.
+    """
     texts: list[str] = []
     for piece in pieces:
         texts.append(piece.text)
-        sys.stdout.write(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", piece.text) if sys.stdout.isatty() else piece.text)
+        is_terminal = sys.stdout.isatty()
+        placeholder = "\N{REPLACEMENT CHARACTER}"
+        sys.stdout.write(_CONTROL.sub(placeholder, piece.text) if is_terminal else piece.text)
         sys.stdout.flush()
         if interrupted():
             break
@@ -146,6 +216,6 @@ def _show(pieces: Iterable[Piece], interrupted: Callable[[], bool]) -> str:
     return "".join(texts)
 
 
-def _say(text: str) -> None:
-    """A remark that is not part of the conversation."""
+def _print_note(text: str) -> None:
+    """Print a note that is not part of the conversation."""
     print(f"({text})", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What generate, chat and train-grpo share: a folder becomes a running engine, and a conversation becomes its token ids."""
+"""Common parts of `generate`, `chat` and `train-grpo`: engines, models and prompts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ def engine_settings(
     max_num_seqs: int | None = None,
     random_weights: bool = False,
 ) -> EngineSettings:
-    """`rollout.engine` as settings; lengths that are asked for here give way to what stands there. `dtype` None is the checkpoint's."""
+    """Return `rollout.engine` as engine settings.
+
+    Lengths in the configuration take precedence over the arguments. `dtype` None means that of the
+    checkpoint.
+    """
     engine = config.rollout.engine
     return EngineSettings(
         model_dir=model_dir,
@@ -58,35 +62,57 @@ def engine_settings(
 
 
 def early_environment() -> None:
-    """What must be known before torch is imported, in a process that runs an engine; what the user has set stays."""
+    """Set variables that must be set before torch is imported in a process that runs an engine.
+
+    Variables that the user has set are unchanged.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not os.environ.get("MSRL_VERBOSE"):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def open_model(model: str | None, key: str) -> WeightSource:
-    """The weights in a Hugging Face or mcore folder. Raises MsrlError when none is named or it is damaged; `key` is for the message."""
+    """Open the weights of a Hugging Face or mcore folder.
+
+    Raises:
+        MsrlError: `model` is None or the folder is damaged. `key` is the setting's name for the
+            message.
+    """
     early_environment()
     from msrl.checkpoint.source import open_weights
 
     if model is None:
-        raise MsrlError(f"{key}: no model is given; name a Hugging Face folder or an mcore checkpoint")
+        raise MsrlError(
+            f"{key}: no model is set. Set it to a Hugging Face folder or an mcore checkpoint."
+        )
     verify_models([Path(model)])
     return open_weights(Path(model))
 
 
 def hf_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
-    """All weights under their Hugging Face names, one rule (or the experts of one layer) at a time in memory."""
+    """Yield all weights under their Hugging Face names.
+
+    Only the tensors of one rule (or the experts of one layer) are in memory at a time.
+    """
     from msrl.checkpoint.hf.expert_stacks import put_together
     from msrl.models.entries import stack_sizes
 
-    tensors = (each for rule in all_rules(source.shape) for each in zip(rule.hf, source.hf_tensors(rule), strict=True))
+    tensors = (
+        named
+        for rule in all_rules(source.shape)
+        for named in zip(rule.hf, source.hf_tensors(rule), strict=True)
+    )
     yield from put_together(tensors, stack_sizes(source.shape))
 
 
 @contextlib.contextmanager
-def running_engine(config: Config, source: WeightSource, settings: EngineSettings) -> Generator[Engine, None, None]:
-    """A vLLM engine with the weights of `source`. Those of an mcore checkpoint are handed over in memory, tensor by tensor."""
+def running_engine(
+    config: Config, source: WeightSource, settings: EngineSettings
+) -> Generator[Engine, None, None]:
+    """Yield a vLLM engine with the weights of `source`.
+
+    Those of an mcore checkpoint are transferred in memory, tensor by tensor.
+    """
     from msrl.rollout.vllm import VllmEngine
 
     engine = VllmEngine(settings, platforms.resolve(config.cluster.platform))
@@ -98,26 +124,33 @@ def running_engine(config: Config, source: WeightSource, settings: EngineSetting
         engine.close()
 
 
-def is_mcore(source: WeightSource, model: str | None) -> bool:
-    """Whether the weights lie elsewhere than config and tokenizer, so that the engine cannot read them by itself."""
+def needs_weight_transfer(source: WeightSource, model: str | None) -> bool:
+    """Return True if the engine cannot read the weights itself.
+
+    That is the case if they are not in the folder of config and tokenizer.
+    """
     return model is not None and source.hf_dir != Path(model)
 
 
 def choose_renderer(folder: Path, template: str | None) -> Renderer:
-    """The template of that name, or the tokenizer's own, or `empty` where it has none, bound to the tokenizer in `folder`.
+    """Return the renderer for the tokenizer in `folder` with the template of that name.
 
-    With the tokenizer's own, what the folder's generation_config.json says ends an answer too.
+    The default is the tokenizer's template, or `empty` if it has none. With the tokenizer's
+    template, the tokens of the folder's generation_config.json end a response too.
     """
     tokenizer = load_tokenizer(folder)
     name = template or ("native" if getattr(tokenizer, "chat_template", None) else "empty")
     renderer = make_renderer(load_template(name), text_tokenizer(tokenizer))
     if name != "native":
         return renderer
-    return replace(renderer, stop_token_ids=tuple(dict.fromkeys((*renderer.stop_token_ids, *end_tokens(folder)))))
+    return replace(
+        renderer,
+        stop_token_ids=tuple(dict.fromkeys((*renderer.stop_token_ids, *end_tokens(folder)))),
+    )
 
 
 def raw_ids(renderer: Renderer, text: str) -> Ints:
-    """A text as the tokenizer has it by itself: control tokens in it are control tokens. [P]"""
+    """Return the token ids of a text as the tokenizer encodes it, including control tokens. [P]"""
     return np.asarray(renderer.tokenizer.backend.encode(text).ids, dtype=np.int64)
 
 
@@ -125,10 +158,13 @@ def system_turns(system: str | None) -> tuple[Message, ...]:
     return () if system is None else (Message("system", system),)
 
 
-def sampling_of(
-    config: Config, section: GenerateConfig | ChatConfig, stop_token_ids: tuple[int, ...], num_samples: int = 1
+def sampling_params(
+    config: Config,
+    section: GenerateConfig | ChatConfig,
+    stop_token_ids: tuple[int, ...],
+    num_samples: int = 1,
 ) -> SamplingParams:
-    """The sampling options of generate or chat."""
+    """Return the sampling options of `generate` or `chat`."""
     return SamplingParams(
         max_tokens=section.max_tokens,
         num_samples=num_samples,
