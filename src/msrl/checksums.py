@@ -1,7 +1,9 @@
-"""CRC-32, the checksum of zip archives: by Intel's ISA-L where it is installed, whose rate is many times that of zlib's.
+"""CRC-32, the checksum of zip archives: by Intel's ISA-L where it is installed, whose rate is many
+times that of zlib's.
 
-The CRC of two pieces laid end to end follows from theirs, since CRCs are remainders of polynomials over GF(2); so pieces of a file may be
-written in any order. Numbers are polynomials with x^0 in the highest bit, as the format has them. Source: RFC 1952, section 8.
+The CRC of two pieces laid end to end follows from theirs, since CRCs are remainders of polynomials
+over GF(2); so pieces of a file may be written in any order. Numbers are polynomials with x^0 in the
+highest bit, as the format has them. Source: RFC 1952, section 8.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Readable(Protocol):
 
 
 def combined(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two pieces, from those of each and the length of the second: first * x^(8 n) + second."""
+    """The CRC-32 of two pieces, from those of each and the length of the second: first * x^(8 n) +
+    second.
+    """
     return _product(_shift(second_bytes), first) ^ second
 
 
@@ -55,14 +59,20 @@ def _product(a: int, b: int) -> int:
 
 
 def file_crc32(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """Return the CRC-32 of a file in eight hexadecimal digits; `advance` is called with the bytes of each block that was read."""
+    """Return the CRC-32 of a file in eight hexadecimal digits; `advance` is called with the bytes
+    of each block that was read.
+    """
     with path.open("rb", buffering=0) as file:
         crc, _ = read_crc32(file, path.stat().st_size, advance)
     return f"{crc:08x}"
 
 
-def read_crc32(file: Readable, num_bytes: int, advance: Callable[[int], None] = lambda num_bytes: None) -> tuple[int, int]:
-    """Return the CRC-32 of the next `num_bytes` bytes of an open file and how many there were: fewer where the file ends before."""
+def read_crc32(
+    file: Readable, num_bytes: int, advance: Callable[[int], None] = lambda num_bytes: None
+) -> tuple[int, int]:
+    """Return the CRC-32 of the next `num_bytes` bytes of an open file and how many there were:
+    fewer where the file ends before.
+    """
     buffer = memoryview(bytearray(min(_BLOCK_BYTES, num_bytes)))
     crc, missing = 0, num_bytes
     while missing:

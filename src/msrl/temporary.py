@@ -1,7 +1,9 @@
-"""Temporary folders and shared memory that belong to a process, and are removed after it even when it was killed.
+"""Temporary folders and shared memory that belong to a process, and are removed after it even when
+it was killed.
 
-A folder of a process holds `owner.json`, which names the process. Every process that makes such a folder first removes the folders whose
-owners have ended. Shared memory has no place in a folder, so a folder lists the segments that go with it in `shared_memory.json`.
+A folder of a process holds `owner.json`, which names the process. Every process that makes such a
+folder first removes the folders whose owners have ended. Shared memory has no place in a folder, so
+a folder lists the segments that go with it in `shared_memory.json`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class ProcessRecord:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of process `pid` in clock ticks since boot; None when it does not run (a zombie does not)."""
+    """Return the start of process `pid` in clock ticks since boot; None when it does not run (a
+    zombie does not).
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -45,7 +49,9 @@ def is_running(process: ProcessRecord) -> bool:
 
 
 def claim(folder: Path) -> Path:
-    """Make this process the owner of a folder whose name begins with `msrl-`, after removing the folders of processes that have ended."""
+    """Make this process the owner of a folder whose name begins with `msrl-`, after removing the
+    folders of processes that have ended.
+    """
     remove_abandoned({folder.parent, *_usual_places()})
     process = ProcessRecord(os.getpid(), start_ticks(os.getpid()) or 0, "msrl")
     beside = folder / f".{_OWNER}"
@@ -68,7 +74,9 @@ def remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def owned_folder(prefix: str, base: str | None = None) -> Generator[Path, None, None]:
-    """Yield a private folder of this process in `base` or in the temporary folder; `prefix` begins with `msrl-`."""
+    """Yield a private folder of this process in `base` or in the temporary folder; `prefix` begins
+    with `msrl-`.
+    """
     folder = claim(Path(tempfile.mkdtemp(prefix=prefix, dir=base)))
     try:
         yield folder
@@ -77,10 +85,16 @@ def owned_folder(prefix: str, base: str | None = None) -> Generator[Path, None, 
 
 
 def remove_abandoned(places: Iterable[Path]) -> None:
-    """Remove the folders in `places` whose owners ran on this machine, as this user, and have ended."""
+    """Remove the folders in `places` whose owners ran on this machine, as this user, and have
+    ended.
+    """
     for owner in (owner for place in places for owner in place.glob(f"msrl-*/{_OWNER}")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # another process is removing it
-            if owner.lstat().st_uid == os.geteuid() and _is_abandoned(json.loads(owner.read_text())):
+        with contextlib.suppress(
+            OSError, ValueError, TypeError, KeyError
+        ):  # another process is removing it
+            if owner.lstat().st_uid == os.geteuid() and _is_abandoned(
+                json.loads(owner.read_text())
+            ):
                 remove(owner.parent)
 
 
@@ -89,7 +103,10 @@ def environment(folder: Path) -> dict[str, str]:
 
     What torch compiles would go there too, and is kept for later runs in the user's cache.
     """
-    variables, cache = {"TMPDIR": str(folder)}, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "msrl", "torchinductor")
+    variables, cache = (
+        {"TMPDIR": str(folder)},
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "msrl", "torchinductor"),
+    )
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         with contextlib.suppress(OSError):  # no home folder, or not a writable one
             cache.mkdir(parents=True, exist_ok=True)
@@ -99,7 +116,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def redirected(folder: Path) -> Generator[None, None, None]:
-    """Have this process, and the processes that it starts meanwhile, put temporary files into `folder`."""
+    """Have this process, and the processes that it starts meanwhile, put temporary files into
+    `folder`.
+    """
     variables = environment(folder)
     before, directory = {name: os.environ.get(name) for name in variables}, tempfile.tempdir
     os.environ.update(variables)
@@ -126,7 +145,9 @@ def segments() -> set[tuple[str, int]]:
 
 
 def list_segments(folder: Path, pids: Iterable[int], before: Set[tuple[str, int]]) -> None:
-    """List in `folder` the shared memory that these processes have mapped and that was not there `before`."""
+    """List in `folder` the shared memory that these processes have mapped and that was not there
+    `before`.
+    """
     mapped = {name for pid in pids for name in _mapped(pid)}
     new = [[name, inode] for name, inode in segments() - before if name in mapped]
     (folder / _SEGMENTS).write_text(json.dumps(new))
@@ -151,12 +172,18 @@ def _unlink_listed(file: Path) -> None:
 
 
 def _usual_places() -> set[Path]:
-    return {Path(tempfile.gettempdir()), Path(os.environ.get("RAY_TMPDIR") or "/tmp"), SHARED_MEMORY}
+    return {
+        Path(tempfile.gettempdir()),
+        Path(os.environ.get("RAY_TMPDIR") or "/tmp"),
+        SHARED_MEMORY,
+    }
 
 
 def _is_abandoned(owner: dict[str, Any]) -> bool:
     """Return True if the process in an owner.json was one of this machine, and has ended."""
-    return owner["place"] == _place() and not is_running(ProcessRecord(owner["pid"], owner["start_ticks"], owner["name"]))
+    return owner["place"] == _place() and not is_running(
+        ProcessRecord(owner["pid"], owner["start_ticks"], owner["name"])
+    )
 
 
 def _place() -> str:

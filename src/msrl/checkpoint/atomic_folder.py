@@ -1,4 +1,6 @@
-"""Folders that become visible whole: written under a hidden name beside the target, then renamed. Single files: `msrl.files`."""
+"""Folders that become visible whole: written under a hidden name beside the target, then renamed.
+Single files: `msrl.files`.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,49 @@ _BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 
 
 def require_free_path(target: Path) -> None:
-    """Raises MsrlError when `target` is anything but an empty folder that can be replaced, or where no folder can be made."""
+    """Raises MsrlError when `target` is anything but an empty folder that can be replaced, or where
+    no folder can be made.
+    """
     if target.is_dir() and not any(target.iterdir()):
         _refuse_unless_replaceable(target)
         return
     if target.exists() or target.is_symlink():
-        raise MsrlError(f"{target}: already exists and is not an empty folder; name another one, or remove it")
+        raise MsrlError(
+            f"{target}: already exists and is not an empty folder; name another one, or remove it"
+        )
     above = _existing(target)
     if not above.is_dir():
         raise MsrlError(f"{target}: {above} is a file; name another folder")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise MsrlError(f"{target}: {above} may not be written to; name another folder, or get the right to")
+        raise MsrlError(
+            f"{target}: {above} may not be written to; name another folder, or get the right to"
+        )
 
 
 def _refuse_unless_replaceable(target: Path) -> None:
     """Raises MsrlError for an empty folder that no other can take the place of."""
     folder = target.resolve()
     if os.path.ismount(folder):
-        raise MsrlError(f"{target}: a file system is mounted here, so the finished folder cannot take its place; name a folder in it")
+        raise MsrlError(
+            f"{target}: a file system is mounted here, so the finished folder cannot take its place; name a folder in it"
+        )
     if folder == Path.cwd():
-        raise MsrlError(f"{target}: is the folder that this runs in, whose place the finished one would take; name a folder in it")
+        raise MsrlError(
+            f"{target}: is the folder that this runs in, whose place the finished one would take; name a folder in it"
+        )
 
 
 def require_space(target: Path, needed_bytes: int) -> None:
-    """Raises MsrlError when the file system that `target` will be on has less than `needed_bytes` left.
+    """Raises MsrlError when the file system that `target` will be on has less than `needed_bytes`
+    left.
 
     What a killed run left behind counts as free: it is cleared before anything is written.
     """
     free = shutil.disk_usage(_existing(target)).free + _left_behind(_partial(target.resolve()))
     if free < needed_bytes:
-        raise MsrlError(f"{target}: needs {_size(needed_bytes)} of disk, {_size(free)} are free; make room or name another folder")
+        raise MsrlError(
+            f"{target}: needs {_size(needed_bytes)} of disk, {_size(free)} are free; make room or name another folder"
+        )
 
 
 def _partial(target: Path) -> Path:
@@ -72,10 +87,12 @@ def _size(num_bytes: int) -> str:
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `target` when the block ends well and vanishes when it does not.
+    """A folder to write into, which becomes `target` when the block ends well and vanishes when it
+    does not.
 
-    What a killed run left behind is cleared by the next one; a lock keeps two runs apart. Where `target` is a link to an empty folder,
-    that one is filled. Raises MsrlError when `target` is taken or cannot be made, and when the disk becomes full on the way.
+    What a killed run left behind is cleared by the next one; a lock keeps two runs apart. Where
+    `target` is a link to an empty folder, that one is filled. Raises MsrlError when `target` is
+    taken or cannot be made, and when the disk becomes full on the way.
     """
     require_free_path(target)
     target = target.resolve()
@@ -87,7 +104,9 @@ def staged_folder(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise MsrlError(f"{target}: cannot be made: {error}; name another folder") from error
     if partial.is_symlink():
-        raise MsrlError(f"{partial}: is a link, where the result is written before it is whole; remove it, or name another folder")
+        raise MsrlError(
+            f"{partial}: is a link, where the result is written before it is whole; remove it, or name another folder"
+        )
     with _locked(partial):
         _clear(partial)
         try:
@@ -98,21 +117,29 @@ def staged_folder(target: Path) -> Iterator[Path]:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             if isinstance(error, OSError) and error.errno in _FULL:
-                raise MsrlError(f"{target}: {error.strerror}; what was written is removed; make room or name another folder") from error
+                raise MsrlError(
+                    f"{target}: {error.strerror}; what was written is removed; make room or name another folder"
+                ) from error
             raise
         try:
             partial.rename(target)
         except OSError as error:  # something else was put there meanwhile
-            raise MsrlError(f"{target}: what was written cannot take this name ({error.strerror}); it is whole in {partial}") from error
+            raise MsrlError(
+                f"{target}: what was written cannot take this name ({error.strerror}); it is whole in {partial}"
+            ) from error
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a folder; the system lets go of it when the process ends, however it ends."""
+    """Hold an exclusive lock on a folder; the system lets go of it when the process ends, however
+    it ends.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if not take_lock(descriptor):
-            raise MsrlError(f"{folder}: another process is writing here; wait for it, or name another folder")
+            raise MsrlError(
+                f"{folder}: another process is writing here; wait for it, or name another folder"
+            )
         yield
     finally:
         os.close(descriptor)

@@ -1,7 +1,9 @@
-"""Conversions between a Hugging Face folder and mcore checkpoints, and between layouts of the latter; tensor by tensor.
+"""Conversions between a Hugging Face folder and mcore checkpoints, and between layouts of the
+latter; tensor by tensor.
 
-Tensors are written in parallel, each to its place, so that reading one overlaps writing another; torch, checksums and the system let go of
-Python's lock meanwhile. In memory is at most one tensor per thread. The target folder becomes visible whole.
+Tensors are written in parallel, each to its place, so that reading one overlaps writing another;
+torch, checksums and the system let go of Python's lock meanwhile. In memory is at most one tensor
+per thread. The target folder becomes visible whole.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ Advance = Callable[[int], None]
 class McoreTarget:
     """How an mcore checkpoint is to be cut and named. `dtype` None keeps the source's types.
 
-    `distributed`: in Megatron's distributed format, whose files hold the whole model; the cut pads the vocabulary and is noted.
+    `distributed`: in Megatron's distributed format, whose files hold the whole model; the cut pads
+    the vocabulary and is noted.
     """
 
     cut: ParallelLayout = WHOLE
@@ -73,54 +76,80 @@ class McoreTarget:
 
     @property
     def file_multiple(self) -> int | None:
-        """What the vocabulary in the files is padded to a multiple of; None: the ranks of `file_cut`."""
-        return math.lcm(self.cut.tp, self.vocab_multiple or self.cut.tp) if self.distributed else self.vocab_multiple
+        """What the vocabulary in the files is padded to a multiple of; None: the ranks of
+        `file_cut`.
+        """
+        return (
+            math.lcm(self.cut.tp, self.vocab_multiple or self.cut.tp)
+            if self.distributed
+            else self.vocab_multiple
+        )
 
 
 def mcore_plan(source: WeightSource, target: McoreTarget) -> tuple[Plan, int]:
     """What would be written and its bytes. Raises as `ruled_plan` does."""
     plan = ruled_plan(source.shape, target)
     carried = pass_through_bytes(pass_through_tensors(source.hf_dir, source.shape))
-    return plan, carried + sum(spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values())
+    return plan, carried + sum(
+        spec.num_bytes for rank in plan.ranks for spec in _rank_specs(source, target, rank).values()
+    )
 
 
 def ruled_plan(shape: Shape, target: McoreTarget) -> Plan:
     """What the rules make of a model, from its shape alone.
 
-    Raises ManyErrors when the layout does not divide the model, MsrlError when the names that are asked for do not cover it.
+    Raises ManyErrors when the layout does not divide the model, MsrlError when the names that are
+    asked for do not cover it.
     """
     if target.naming.grouped and not target.naming.te and shape.moe and shape.moe.biases:
-        raise MsrlError("--moe-grouped-gemm: fused experts have no biases in Megatron, and this model's do; leave it out or add --names te")
+        raise MsrlError(
+            "--moe-grouped-gemm: fused experts have no biases in Megatron, and this model's do; leave it out or add --names te"
+        )
     target.cut.check(shape)
     _refuse_without_place(target)
     plan = replace(make_plan(shape, target.file_cut, target.file_multiple), cut=target.cut)
     if target.naming.legacy:
-        refuse_unnamed([chunk_of(name)[1] for rank in plan.ranks for name in rank.tensors], shape.architecture)
+        refuse_unnamed(
+            [chunk_of(name)[1] for rank in plan.ranks for name in rank.tensors], shape.architecture
+        )
     return plan
 
 
 def _refuse_without_place(target: McoreTarget) -> None:
     """Raises MsrlError for what Megatron's distributed format has no place for."""
     if target.distributed and target.cut.noop_layers:
-        raise MsrlError("--noop-layers: a distributed checkpoint has no empty layers; leave it out, or write --format mindspeed")
+        raise MsrlError(
+            "--noop-layers: a distributed checkpoint has no empty layers; leave it out, or write --format mindspeed"
+        )
     if target.distributed and target.naming.legacy:
-        raise MsrlError("--names legacy: a distributed checkpoint has Megatron-core's names; leave it out, or write --format mindspeed")
+        raise MsrlError(
+            "--names legacy: a distributed checkpoint has Megatron-core's names; leave it out, or write --format mindspeed"
+        )
 
 
 def hf_specs(source: WeightSource, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
-    """Types and shapes of a source's Hugging Face tensors; those that are carried keep their own type."""
+    """Types and shapes of a source's Hugging Face tensors; those that are carried keep their own
+    type.
+    """
     ruled = {
         name: TensorSpec(cast_to(rule, dtype) or source.dtype(rule), shape)
         for rule in all_rules(source.shape)
         for name, shape in zip(rule.hf, rule.shapes, strict=True)
     }
-    return ruled | {name: tensor.spec for name, tensor in pass_through_tensors(source.hf_dir, source.shape).items()}
+    return ruled | {
+        name: tensor.spec
+        for name, tensor in pass_through_tensors(source.hf_dir, source.shape).items()
+    }
 
 
-def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: Advance = lambda num_bytes: None) -> Plan:
-    """Write an mcore checkpoint of iteration 1 with config and tokenizer in `<save>/hf`; `advance` hears of every bytes written.
+def write_mcore(
+    source: WeightSource, save: Path, target: McoreTarget, advance: Advance = lambda num_bytes: None
+) -> Plan:
+    """Write an mcore checkpoint of iteration 1 with config and tokenizer in `<save>/hf`; `advance`
+    hears of every bytes written.
 
-    Raises MsrlError when `save` is taken, the disk has no room, or the layout does not divide the model.
+    Raises MsrlError when `save` is taken, the disk has no room, or the layout does not divide the
+    model.
     """
     require_free_path(save)
     plan, num_bytes = mcore_plan(source, target)
@@ -128,7 +157,11 @@ def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: 
     with staged_folder(save) as folder:
         write = _write_distributed if target.distributed else _write_ranks
         files = write(source, target, plan, folder, advance)
-        copy_sidecars(source.hf_dir, folder / SIDECAR, source.main_dtype() if target.dtype is None else target.dtype)
+        copy_sidecars(
+            source.hf_dir,
+            folder / SIDECAR,
+            source.main_dtype() if target.dtype is None else target.dtype,
+        )
         carried = carry(source.hf_dir, folder / SIDECAR, source.shape, advance)
         dtype = hf_name(target.dtype or source.main_dtype())
         kind = "dist" if target.distributed else "mindspeed"
@@ -140,16 +173,34 @@ def write_mcore(source: WeightSource, save: Path, target: McoreTarget, advance: 
     return plan
 
 
-def write_hf(source: WeightSource, save: Path, dtype: torch.dtype | None, advance: Advance = lambda num_bytes: None) -> None:
-    """Write a Hugging Face folder: safetensors, index, config, tokenizer. Raises MsrlError as `write_mcore` does."""
+def write_hf(
+    source: WeightSource,
+    save: Path,
+    dtype: torch.dtype | None,
+    advance: Advance = lambda num_bytes: None,
+) -> None:
+    """Write a Hugging Face folder: safetensors, index, config, tokenizer. Raises MsrlError as
+    `write_mcore` does.
+    """
     require_free_path(save)
     specs = hf_specs(source, dtype)
     require_space(save, sum(spec.num_bytes for spec in specs.values()))
     with staged_folder(save) as folder:
         writer = HfWriter(folder, specs)
         carried = pass_through_tensors(source.hf_dir, source.shape).items()
-        jobs = [partial(_write_rule, source, rule, specs, writer, advance) for rule in all_rules(source.shape)]
-        in_parallel([*jobs, *(partial(_write_carried, name, tensor, writer, advance) for name, tensor in carried)])
+        jobs = [
+            partial(_write_rule, source, rule, specs, writer, advance)
+            for rule in all_rules(source.shape)
+        ]
+        in_parallel(
+            [
+                *jobs,
+                *(
+                    partial(_write_carried, name, tensor, writer, advance)
+                    for name, tensor in carried
+                ),
+            ]
+        )
         written = dtype or source.main_dtype()
         write_hf_manifest(folder, source.shape, hf_name(written), writer.close(), versions())
         copy_sidecars(source.hf_dir, folder, written)
@@ -162,22 +213,36 @@ def _rank_specs(source: WeightSource, target: McoreTarget, rank: RankPlan) -> di
 def _arguments(source: WeightSource, target: McoreTarget, plan: Plan) -> argparse.Namespace:
     dtype = hf_name(target.dtype or source.main_dtype())
     return namespace(
-        source.shape, target.cut, padded_vocab=plan.padded_vocab, dtype=dtype, naming=target.naming, distributed=target.distributed
+        source.shape,
+        target.cut,
+        padded_vocab=plan.padded_vocab,
+        dtype=dtype,
+        naming=target.naming,
+        distributed=target.distributed,
     )
 
 
-def _write_distributed(source: WeightSource, target: McoreTarget, plan: Plan, folder: Path, advance: Advance) -> dict[str, WrittenFile]:
-    """Write a distributed checkpoint; sizes and checksums of its files by their names relative to `folder`."""
+def _write_distributed(
+    source: WeightSource, target: McoreTarget, plan: Plan, folder: Path, advance: Advance
+) -> dict[str, WrittenFile]:
+    """Write a distributed checkpoint; sizes and checksums of its files by their names relative to
+    `folder`.
+    """
     iteration = iteration_dir(folder, ITERATION)
     iteration.mkdir()
     (rank,) = plan.ranks
     tensors = source.local_pieces(target.file_cut, rank.at, target.dtype, target.file_multiple)
     shape, te = source.shape, target.naming.te
-    jobs = [partial(write_file, iteration / name, shape, te, part, advance) for name, part in by_file(tensors, shape.num_layers).items()]
+    jobs = [
+        partial(write_file, iteration / name, shape, te, part, advance)
+        for name, part in by_file(tensors, shape.num_layers).items()
+    ]
     done = in_parallel(jobs)
     places = {name: where for _, _, found in done for name, where in found.items()}
     arguments = _arguments(source, target, plan)
-    rest = write_rest(iteration, shape, te, _rank_specs(source, target, rank), places, arguments, ITERATION)
+    rest = write_rest(
+        iteration, shape, te, _rank_specs(source, target, rank), places, arguments, ITERATION
+    )
     files = {**{name: written for name, written, _ in done}, **rest}
     return {f"{iteration.name}/{name}": written for name, written in files.items()}
 
@@ -192,20 +257,34 @@ class _Rank:
     tensors: list[tuple[str, Pieces]]
 
 
-def _write_ranks(source: WeightSource, target: McoreTarget, plan: Plan, folder: Path, advance: Advance) -> dict[str, WrittenFile]:
+def _write_ranks(
+    source: WeightSource, target: McoreTarget, plan: Plan, folder: Path, advance: Advance
+) -> dict[str, WrittenFile]:
     """Write a file per rank; sizes and checksums by their names relative to `folder`.
 
     Ranks of a stage take their parts of a tensor one after the other, so that it is read once.
     """
     arguments = _arguments(source, target, plan)
     ranks = [_begin_rank(source, target, rank, folder, arguments) for rank in plan.ranks]
-    parts = [(rank.at.pp, position, rank.writer, *each) for rank in ranks for position, each in enumerate(rank.tensors)]
+    parts = [
+        (rank.at.pp, position, rank.writer, *each)
+        for rank in ranks
+        for position, each in enumerate(rank.tensors)
+    ]
     parts.sort(key=lambda part: part[:2])
-    in_parallel([partial(writer.write, name, pieces, advance) for _, _, writer, name, pieces in parts])
+    in_parallel(
+        [partial(writer.write, name, pieces, advance) for _, _, writer, name, pieces in parts]
+    )
     return {rank.name: rank.writer.close() for rank in ranks}
 
 
-def _begin_rank(source: WeightSource, target: McoreTarget, rank: RankPlan, folder: Path, arguments: argparse.Namespace) -> _Rank:
+def _begin_rank(
+    source: WeightSource,
+    target: McoreTarget,
+    rank: RankPlan,
+    folder: Path,
+    arguments: argparse.Namespace,
+) -> _Rank:
     """Begin one rank's file. Nothing of its tensors is read yet."""
     ours = _rank_specs(source, target, rank)
     found = entries(ours, target.naming)
@@ -215,7 +294,13 @@ def _begin_rank(source: WeightSource, target: McoreTarget, rank: RankPlan, folde
     return _Rank(str(path.relative_to(folder)), rank.at, writer, list(repacked(tensors, found)))
 
 
-def _write_rule(source: WeightSource, rule: Rule, specs: Mapping[str, TensorSpec], writer: HfWriter, advance: Advance) -> None:
+def _write_rule(
+    source: WeightSource,
+    rule: Rule,
+    specs: Mapping[str, TensorSpec],
+    writer: HfWriter,
+    advance: Advance,
+) -> None:
     for name, parts in zip(rule.hf, source.hf_parts(rule), strict=True):
         writer.write(name, Pieces(specs[name], parts), advance)
 

@@ -1,4 +1,6 @@
-"""What every source of weights is asked for, whatever the weights lie in; the sources are in `source.py` and `dist_source.py`."""
+"""What every source of weights is asked for, whatever the weights lie in; the sources are in
+`source.py` and `dist_source.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from msrl.models.stages import stage_tensors
 
 
 class WeightSource(ABC):
-    """All weights of one model. `rule` is always one with global layer numbers, as `models.families.all_rules` gives it."""
+    """All weights of one model. `rule` is always one with global layer numbers, as
+    `models.families.all_rules` gives it.
+    """
 
     shape: Shape
     hf_dir: Path  # where config.json and the tokenizer are
@@ -51,7 +55,11 @@ class WeightSource(ABC):
         yield self.shard(rule, rank, size, padded_vocab)
 
     def local_tensors(
-        self, cut: ParallelLayout, at: Coords, dtype: torch.dtype | None = None, vocab_multiple: int | None = None
+        self,
+        cut: ParallelLayout,
+        at: Coords,
+        dtype: torch.dtype | None = None,
+        vocab_multiple: int | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """What one rank of a cut holds, under Megatron's local names, in the order of the network.
 
@@ -71,9 +79,17 @@ class WeightSource(ABC):
         padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
         specs = self.local_specs(cut, at, dtype, vocab_multiple)
         for placed in stage_tensors(self.shape, cut, at):
-            yield placed.name, Pieces(specs[placed.name], self.pieces(placed.rule, placed.shard, placed.num_shards, padded))
+            yield (
+                placed.name,
+                Pieces(
+                    specs[placed.name],
+                    self.pieces(placed.rule, placed.shard, placed.num_shards, padded),
+                ),
+            )
 
-    def local_specs(self, cut: ParallelLayout, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> dict[str, TensorSpec]:
+    def local_specs(
+        self, cut: ParallelLayout, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None
+    ) -> dict[str, TensorSpec]:
         """Types and shapes of what `local_tensors` gives, without reading it."""
         padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
         return {

@@ -1,4 +1,6 @@
-"""Logits of transformers from weights that need not fit into memory: one layer at a time, whatever they lie in."""
+"""Logits of transformers from weights that need not fit into memory: one layer at a time, whatever
+they lie in.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ from msrl.models.shape import Shape
 if TYPE_CHECKING:
     from msrl.trainer.model.streaming import Fill
 
-ATTENTION = "eager"  # transformers' fused attention leaves out the caps of scores (Gemma 2) without a word
+ATTENTION = (
+    "eager"  # transformers' fused attention leaves out the caps of scores (Gemma 2) without a word
+)
 
 
 def largest_part(shape: Shape) -> int:
-    """Parameters of the largest thing that is in memory at once: a layer, or a table of the vocabulary."""
+    """Parameters of the largest thing that is in memory at once: a layer, or a table of the
+    vocabulary.
+    """
     sizes: dict[str, int] = {}
     for rule in all_rules(shape):
         number = next((part for part in rule.mcore.split(".") if part.isdigit()), rule.mcore)
@@ -34,30 +40,44 @@ def largest_part(shape: Shape) -> int:
 
 
 def class_of(shape: Shape) -> Any:
-    """transformers' class of the model; None where its code comes with its checkpoints (which is never run)."""
+    """transformers' class of the model; None where its code comes with its checkpoints (which is
+    never run).
+    """
     import transformers
 
     return getattr(transformers, shape.architecture, None)
 
 
 def config_of(shape: Shape, hf_dir: Path) -> Any:
-    """transformers' config of the model in `hf_dir`, without its packing: the tensors are what the packed ones stand for.
+    """transformers' config of the model in `hf_dir`, without its packing: the tensors are what the
+    packed ones stand for.
 
-    It is of the class that the model's own class has, whatever the file names: Kimi K2's `model_type` is none of transformers', which
-    would ask to run the code beside it, and leaves experts unread.
+    It is of the class that the model's own class has, whatever the file names: Kimi K2's
+    `model_type` is none of transformers', which would ask to run the code beside it, and leaves
+    experts unread.
     """
     values = read_hf_config(hf_dir).values
-    kept = {key: value for key, value in values.items() if key not in ("model_type", "auto_map", "quantization_config")}
+    kept = {
+        key: value
+        for key, value in values.items()
+        if key not in ("model_type", "auto_map", "quantization_config")
+    }
     return class_of(shape).config_class.from_dict(kept)
 
 
-def transformers_logits(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
-    """Each sequence's logits in float32, [T, vocabulary]; weights rounded to `dtype` unless it is None."""
+def transformers_logits(
+    source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Each sequence's logits in float32, [T, vocabulary]; weights rounded to `dtype` unless it is
+    None.
+    """
     from msrl.trainer.model.streaming import parameters_without_memory, stream_weights
 
     config = config_of(source.shape, source.hf_dir)
     with parameters_without_memory():
-        model = class_of(source.shape)._from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+        model = class_of(source.shape)._from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION
+        )
     fill = _filler(source, dtype)
     stream_weights(model, fill)
     for name, buffer in model.named_buffers():
@@ -65,14 +85,17 @@ def transformers_logits(source: WeightSource, tokens: list[list[int]], dtype: to
             fill(name, buffer)
     model.eval()
     longest = max(map(len, tokens))
-    rows = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens])  # in one pass; attention is causal, the filling comes last
+    rows = torch.tensor(
+        [ids + [0] * (longest - len(ids)) for ids in tokens]
+    )  # in one pass; attention is causal, the filling comes last
     with torch.inference_mode():
         logits = outputs(model, rows, source.shape)
     return [row[: len(ids)].clone() for row, ids in zip(logits, tokens, strict=True)]
 
 
 def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
-    """What transformers' `model` gives at every position of token ids [B, T]: logits [B, T, vocabulary], or scores [B, T, 1].
+    """What transformers' `model` gives at every position of token ids [B, T]: logits [B, T,
+    vocabulary], or scores [B, T, 1].
 
     A reward model's own forward pass keeps the score of the last token alone.
     """
@@ -83,8 +106,9 @@ def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """What a parameter of transformers' model is made of: for each of its `entries` along the first axis a rule and which of its tensors,
-    one above the other. A parameter that is no stack has one entry, which it is itself.
+    """What a parameter of transformers' model is made of: for each of its `entries` along the first
+    axis a rule and which of its tensors, one above the other. A parameter that is no stack has one
+    entry, which it is itself.
     """
 
     entries: tuple[tuple[Rule, tuple[int, ...]], ...]
@@ -93,17 +117,29 @@ class LayerTensor:
 
 @functools.lru_cache(maxsize=2)
 def places(shape: Shape) -> dict[str, LayerTensor]:
-    """Where the parameters of transformers' model are, by its names: those of the files but for stacked experts and some prefixes."""
+    """Where the parameters of transformers' model are, by its names: those of the files but for
+    stacked experts and some prefixes.
+    """
     found: dict[str, LayerTensor] = {}
     stacks: dict[str, list[tuple[Rule, tuple[int, ...]]]] = {}
-    for layer, rule in ((layer, rule) for layer, rules in enumerate(rules_for(shape).layers) for rule in rules):
+    for layer, rule in (
+        (layer, rule) for layer, rules in enumerate(rules_for(shape).layers) for rule in rules
+    ):
         if rule.expert is not None:
             numbered = rule.at(layer)
-            stacks.setdefault(_stack_name(numbered, layer), []).append((numbered, tuple(range(len(rule.hf)))))
+            stacks.setdefault(_stack_name(numbered, layer), []).append(
+                (numbered, tuple(range(len(rule.hf))))
+            )
     for rule in all_rules(shape):
         if rule.expert is None:
-            found |= {_model_name(name, shape): LayerTensor(((rule, (index,)),)) for index, name in enumerate(rule.hf)}
-    found |= {name: LayerTensor(tuple(sorted(entries, key=_expert_of)), is_stack=True) for name, entries in stacks.items()}
+            found |= {
+                _model_name(name, shape): LayerTensor(((rule, (index,)),))
+                for index, name in enumerate(rule.hf)
+            }
+    found |= {
+        name: LayerTensor(tuple(sorted(entries, key=_expert_of)), is_stack=True)
+        for name, entries in stacks.items()
+    }
     if shape.tie_word_embeddings:
         found.setdefault("lm_head.weight", found[_model_name("model.embed_tokens.weight", shape)])
     return found
@@ -115,7 +151,9 @@ def _expert_of(entry: tuple[Rule, tuple[int, ...]]) -> int:
 
 
 def _stack_name(rule: Rule, layer: int) -> str:
-    """The parameter that a rule of one expert is an entry of: gate above up, and down, where the files have experts one by one."""
+    """The parameter that a rule of one expert is an entry of: gate above up, and down, where the
+    files have experts one by one.
+    """
     stack = stack_of(rule.hf[0])
     if stack is not None:
         return stack[0]
@@ -123,9 +161,15 @@ def _stack_name(rule: Rule, layer: int) -> str:
 
 
 def _model_name(name: str, shape: Shape) -> str:
-    """transformers' name for a tensor of a file: Mixtral's mixtures are `mlp` as all others', a model beside a vision tower is nested."""
+    """transformers' name for a tensor of a file: Mixtral's mixtures are `mlp` as all others', a
+    model beside a vision tower is nested.
+    """
     name = name.replace(".block_sparse_moe.", ".mlp.")
-    return name.replace("model.", "model.language_model.", 1) if shape.family == "qwen2_5_vl" and name.startswith("model.") else name
+    return (
+        name.replace("model.", "model.language_model.", 1)
+        if shape.family == "qwen2_5_vl" and name.startswith("model.")
+        else name
+    )
 
 
 def _filler(source: WeightSource, dtype: torch.dtype | None) -> Fill:
@@ -140,7 +184,9 @@ def _filler(source: WeightSource, dtype: torch.dtype | None) -> Fill:
     def fill(name: str, into: Tensor) -> None:
         place = places(source.shape)[name]
         if place.is_stack and len(place.entries) != len(into):
-            raise RuntimeError(f"{name} has {len(place.entries)} experts, but the module makes it {len(into)}")
+            raise RuntimeError(
+                f"{name} has {len(place.entries)} experts, but the module makes it {len(into)}"
+            )
         for entry, room in zip(place.entries, into if place.is_stack else [into], strict=True):
             put(room, made(*entry), name)
 

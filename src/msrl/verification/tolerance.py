@@ -1,7 +1,9 @@
-"""How far the logits of transformers and of Megatron may lie apart for a conversion to be proven, by family, and why.
+"""How far the logits of transformers and of Megatron may lie apart for a conversion to be proven,
+by family, and why.
 
-Both sides compute in float32. The figures in the reasons are the largest differences of the families' small random models, on two
-tensor-parallel ranks, logits with a standard deviation of 1.2; at most layouts and sizes of tests/families.py.
+Both sides compute in float32. The figures in the reasons are the largest differences of the
+families' small random models, on two tensor-parallel ranks, logits with a standard deviation of
+1.2; at most layouts and sizes of tests/families.py.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ MAX_DIVERGENCE = 1e-6  # nats; that of differences of 1e-4 in the logits is belo
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """`logits`: the largest difference of logits whose standard deviation is at most 1, in proportion above.
+    """`logits`: the largest difference of logits whose standard deviation is at most 1, in
+    proportion above.
 
-    `strays`: the share of positions that may lie beyond it, whose distributions are not compared either. What a rule got wrong is wrong
-    at every position, so a share below a half hides nothing.
+    `strays`: the share of positions that may lie beyond it, whose distributions are not compared
+    either. What a rule got wrong is wrong at every position, so a share below a half hides nothing.
     """
 
     logits: float
@@ -27,9 +30,23 @@ class Tolerance:
 
 
 DENSE = Tolerance(1e-4, 0.0, "sums in another order: 1.4e-5")
-ROUTED = Tolerance(1e-4, 0.25, "sums in another order: 6e-6; two experts that tie to rounding change places, and later positions see it")
-LATENT = Tolerance(2e-4, 0.25, "as other mixtures, and keys, values and queries pass through latents with norms: 3.2e-5")
-TOLERANCES = {"qwen3_moe": ROUTED, "mixtral": ROUTED, "gpt_oss": ROUTED, "deepseek_v2": LATENT, "deepseek_v3": LATENT}
+ROUTED = Tolerance(
+    1e-4,
+    0.25,
+    "sums in another order: 6e-6; two experts that tie to rounding change places, and later positions see it",
+)
+LATENT = Tolerance(
+    2e-4,
+    0.25,
+    "as other mixtures, and keys, values and queries pass through latents with norms: 3.2e-5",
+)
+TOLERANCES = {
+    "qwen3_moe": ROUTED,
+    "mixtral": ROUTED,
+    "gpt_oss": ROUTED,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+}
 
 
 def tolerance_of(shape: Shape) -> Tolerance:

@@ -1,15 +1,18 @@
-"""Adapters that Megatron's ranks save, in MindSpeed's naming, and adapters of either kind; `peft_files` has Hugging Face's.
+"""Adapters that Megatron's ranks save, in MindSpeed's naming, and adapters of either kind;
+`peft_files` has Hugging Face's.
 
-The format of an adapter checkpoint here and in MindSpeed-LLM (`--lora-ckpt-filter`): folders, tracker and files of any mcore checkpoint
-(see `mcore`), whose `model` holds for every adapted linear layer, beside or instead of the base weights,
+The format of an adapter checkpoint here and in MindSpeed-LLM (`--lora-ckpt-filter`): folders,
+tracker and files of any mcore checkpoint (see `mcore`), whose `model` holds for every adapted
+linear layer, beside or instead of the base weights,
 
-    {module}.lora_A.default.weight    [r, in]; of a row-parallel layer this rank's columns of A [r, in / tp], else alike
-    {module}.lora_B.default.weight    [out / tp, r], rows as in the layer's own weight; of a row-parallel layer [out, r], alike
-    {module}.base_layer.weight|bias   the base weight of an adapted layer, where base weights are saved too
+    {module}.lora_A.default.weight    [r, in]; of a row-parallel layer this rank's columns of A [r,
+    in / tp], else alike {module}.lora_B.default.weight    [out / tp, r], rows as in the layer's own
+    weight; of a row-parallel layer [out, r], alike {module}.base_layer.weight|bias   the base
+    weight of an adapted layer, where base weights are saved too
 
-with {module} as in `decoder.layers.0.self_attention.linear_qkv`, and whose `args` has lora_r, lora_alpha and lora_target_modules.
-The scale is lora_alpha / lora_r. q, k and v (gate and up) share one A, since Megatron fuses them into one layer. A trainer that saves
-LoRA writes this.
+with {module} as in `decoder.layers.0.self_attention.linear_qkv`, and whose `args` has lora_r,
+lora_alpha and lora_target_modules. The scale is lora_alpha / lora_r. q, k and v (gate and up) share
+one A, since Megatron fuses them into one layer. A trainer that saves LoRA writes this.
 """
 
 from __future__ import annotations
@@ -40,12 +43,16 @@ from msrl.models.stages import stage_tensors
 
 
 def read_adapter(folder: Path, shape: Shape) -> Adapter:
-    """The adapter in `folder`, PEFT's or mcore's. Raises MsrlError when it is neither, damaged, or asks for what is not supported."""
+    """The adapter in `folder`, PEFT's or mcore's. Raises MsrlError when it is neither, damaged, or
+    asks for what is not supported.
+    """
     if (folder / peft_files.CONFIG).is_file():
         return read_peft(folder)
     if (folder / TRACKER).is_file():
         return read_mcore_lora(folder, shape)
-    raise MsrlError(f"{folder}: no adapter; there is neither {peft_files.CONFIG} (PEFT) nor {TRACKER} (mcore)")
+    raise MsrlError(
+        f"{folder}: no adapter; there is neither {peft_files.CONFIG} (PEFT) nor {TRACKER} (mcore)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +65,25 @@ class _Part:
 
 
 def read_mcore_lora(save: Path, shape: Shape, iteration: int | None = None) -> Adapter:
-    """The adapter in an mcore checkpoint, alone or beside the base weights, joined over its ranks; of its newest iteration unless told."""
+    """The adapter in an mcore checkpoint, alone or beside the base weights, joined over its ranks;
+    of its newest iteration unless told.
+    """
     found = find_checkpoint(save, iteration)
     contents = {at: read_rank_file(path) for at, path in found.files.items()}
-    models = {at: {name: t for name, t in content["model"].items() if ".lora_" in name} for at, content in contents.items()}
+    models = {
+        at: {name: t for name, t in content["model"].items() if ".lora_" in name}
+        for at, content in contents.items()
+    }
     if not any(models.values()):
-        raise MsrlError(f"{save}: there is no adapter in it (no tensor is named ...lora_A.default.weight)")
+        raise MsrlError(
+            f"{save}: there is no adapter in it (no tensor is named ...lora_A.default.weight)"
+        )
     args = vars(next(iter(contents.values()))["args"])
     rank, alpha = args.get("lora_r"), args.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
-        raise MsrlError(f"{next(iter(found.files.values()))}: its arguments lack lora_r and lora_alpha, so the scale is not known")
+        raise MsrlError(
+            f"{next(iter(found.files.values()))}: its arguments lack lora_r and lora_alpha, so the scale is not known"
+        )
     cut = with_empty_layers(found.cut, contents[Coords()]["args"], shape, models)
     cut.check(shape)
     deltas = dict[str, Delta]()
@@ -82,7 +98,9 @@ def read_mcore_lora(save: Path, shape: Shape, iteration: int | None = None) -> A
 
 
 def adapted_base(save: Path) -> Path | None:
-    """The folder of the base model of an mcore adapter checkpoint, where its arguments name one that is still there."""
+    """The folder of the base model of an mcore adapter checkpoint, where its arguments name one
+    that is still there.
+    """
     return loaded_from(save, read_rank_file(find_checkpoint(save).files[Coords()])["args"])
 
 
@@ -91,7 +109,8 @@ def _adapted(
 ) -> list[tuple[Rule, list[_Part]]]:
     """The adapted rules, each with the parts of its shards.
 
-    Raises MsrlError for adapter tensors that belong to no linear layer, and for a layer that some ranks have an adapter of and others lack.
+    Raises MsrlError for adapter tensors that belong to no linear layer, and for a layer that some
+    ranks have an adapter of and others lack.
     """
     found: dict[str, tuple[Rule, dict[int, _Part]]] = {}
     sizes: dict[str, int] = {}
@@ -102,14 +121,22 @@ def _adapted(
             if ab is None or not placed.name.endswith(".weight"):
                 continue
             if set(ab) != {"A", "B"}:
-                raise MsrlError(f"{where}, rank {tuple(at)}: {placed.name} has lora_{next(iter(ab))} alone; it needs A and B")
-            found.setdefault(placed.rule.mcore, (placed.rule, {}))[1].setdefault(placed.shard, _Part(placed.shard, ab["A"], ab["B"]))
+                raise MsrlError(
+                    f"{where}, rank {tuple(at)}: {placed.name} has lora_{next(iter(ab))} alone; it needs A and B"
+                )
+            found.setdefault(placed.rule.mcore, (placed.rule, {}))[1].setdefault(
+                placed.shard, _Part(placed.shard, ab["A"], ab["B"])
+            )
             sizes[placed.rule.mcore] = placed.num_shards
         if layers:
-            raise MsrlError(f"{where}, rank {tuple(at)}: {len(left)} adapter tensors, of which {some(sorted(layers))} belong to no layer")
+            raise MsrlError(
+                f"{where}, rank {tuple(at)}: {len(left)} adapter tensors, of which {some(sorted(layers))} belong to no layer"
+            )
     for name, (_, parts) in found.items():
         if len(parts) < sizes[name]:
-            raise MsrlError(f"{where}: {len(parts)} of {sizes[name]} ranks have an adapter of {name}; copy or save the checkpoint again")
+            raise MsrlError(
+                f"{where}: {len(parts)} of {sizes[name]} ranks have an adapter of {name}; copy or save the checkpoint again"
+            )
     return [(rule, [parts[shard] for shard in sorted(parts)]) for rule, parts in found.values()]
 
 
@@ -120,24 +147,34 @@ def _by_module(tensors: Mapping[str, Tensor], where: str) -> dict[str, dict[str,
     for name, tensor in tensors.items():
         match = FACTOR.fullmatch(name.replace(PREFIX, ""))
         if match is None:
-            raise MsrlError(f"{where}: {name} is not the A or B of a linear layer, which is all that can be merged")
+            raise MsrlError(
+                f"{where}: {name} is not the A or B of a linear layer, which is all that can be merged"
+            )
         adapters.add(match["adapter"] or "default")
         found.setdefault(match["module"], {})[match["part"]] = tensor
     if len(adapters) > 1:
-        raise MsrlError(f"{where}: holds several adapters ({', '.join(sorted(adapters))}); one can be merged")
+        raise MsrlError(
+            f"{where}: holds several adapters ({', '.join(sorted(adapters))}); one can be merged"
+        )
     return found
 
 
 def _joined(rule: Rule, parts: list[_Part], scale: float, where: str) -> dict[str, Delta]:
-    """The deltas of a rule's Hugging Face tensors: B is laid out like the weight, A like its input."""
+    """The deltas of a rule's Hugging Face tensors: B is laid out like the weight, A like its input.
+    """
     row_parallel = isinstance(rule.layout, Sharded) and rule.layout.axis == 1
     whole = [part.b if row_parallel else part.a for part in parts]
     if any(spec_of(t) != spec_of(whole[0]) or not torch.equal(t, whole[0]) for t in whole[1:]):
-        raise MsrlError(f"{where}: ranks disagree on lora_{'B' if row_parallel else 'A'} of {rule.mcore}, which they share")
+        raise MsrlError(
+            f"{where}: ranks disagree on lora_{'B' if row_parallel else 'A'} of {rule.mcore}, which they share"
+        )
     if row_parallel:
         a, b = torch.cat([part.a for part in parts], dim=1), (whole[0],)
     else:
-        a, b = whole[0], layouts.unfuse(rule.layout, layouts.join(rule.layout, [part.b for part in parts]))
+        a, b = (
+            whole[0],
+            layouts.unfuse(rule.layout, layouts.join(rule.layout, [part.b for part in parts])),
+        )
     return {
         name: delta_of(where, name.removesuffix(".weight"), {"A": a, "B": part.contiguous()}, scale)
         for name, part in zip(rule.hf, b, strict=True)

@@ -1,7 +1,9 @@
-"""LoRA adapters merged into weights on the CPU: W' = W + s B A, per Hugging Face tensor (arXiv:2106.09685, section 4.1).
+"""LoRA adapters merged into weights on the CPU: W' = W + s B A, per Hugging Face tensor
+(arXiv:2106.09685, section 4.1).
 
-A is [r, in], B is [out, r], W is [out, in]; s = alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv:2312.03732). The sum is
-taken in float32 and rounded once to the type of W. Files of adapters: `lora_files` and `peft_files`.
+A is [r, in], B is [out, r], W is [out, in]; s = alpha / r, or alpha / sqrt(r) for rank-stabilised
+LoRA (arXiv:2312.03732). The sum is taken in float32 and rounded once to the type of W. Files of
+adapters: `lora_files` and `peft_files`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Delta:
 
     def equals(self, other: Delta) -> bool:
         """Whether both have the same bits."""
-        return self.scale == other.scale and same_bits(self.a, other.a) and same_bits(self.b, other.b)
+        return (
+            self.scale == other.scale and same_bits(self.a, other.a) and same_bits(self.b, other.b)
+        )
 
     def added_to(self, weight: Tensor, compute: torch.dtype = torch.float32) -> Tensor:
         """`weight` with the delta, computed in `compute` and rounded to the type of `weight`."""
@@ -51,9 +55,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter of a whole model: deltas by the Hugging Face names of the weights, and weights that stand in the place of the model's.
+    """An adapter of a whole model: deltas by the Hugging Face names of the weights, and weights
+    that stand in the place of the model's.
 
-    `where` is the folder that it was read from; `alpha` is what the folder says, for those who write it again.
+    `where` is the folder that it was read from; `alpha` is what the folder says, for those who
+    write it again.
     """
 
     where: str
@@ -62,10 +68,20 @@ class Adapter:
     replaced: Mapping[str, Tensor]
 
     def check(self, rules: Iterable[Rule]) -> None:
-        """Raises MsrlError that names every tensor which the model has no place for, or in another shape."""
-        shapes = {name: shape for rule in rules for name, shape in zip(rule.hf, rule.shapes, strict=True)}
-        found = {name: delta.shape for name, delta in self.deltas.items()} | {n: tuple(t.shape) for n, t in self.replaced.items()}
-        problems = [f"{self.where}: adapts {name}, which the model does not have" for name in found if name not in shapes]
+        """Raises MsrlError that names every tensor which the model has no place for, or in another
+        shape.
+        """
+        shapes = {
+            name: shape for rule in rules for name, shape in zip(rule.hf, rule.shapes, strict=True)
+        }
+        found = {name: delta.shape for name, delta in self.deltas.items()} | {
+            n: tuple(t.shape) for n, t in self.replaced.items()
+        }
+        problems = [
+            f"{self.where}: adapts {name}, which the model does not have"
+            for name in found
+            if name not in shapes
+        ]
         problems += [
             f"{self.where}: its {name} is {list(shape)}, but the model's is {list(shapes[name])}"
             for name, shape in found.items()
@@ -77,9 +93,11 @@ class Adapter:
             raise MsrlError(problems[0])
 
     def tied(self) -> Adapter:
-        """For a model that ties its output layer to its embedding: the adapter without a copy of the latter that it has as output layer.
+        """For a model that ties its output layer to its embedding: the adapter without a copy of
+        the latter that it has as output layer.
 
-        Raises MsrlError where it holds only one of the two, or they differ: PEFT's model is then not tied any more.
+        Raises MsrlError where it holds only one of the two, or they differ: PEFT's model is then
+        not tied any more.
         """
         embedding, head = (self.replaced.get(name) for name in (_EMBEDDING, _HEAD))
         if embedding is None and head is None:
@@ -87,12 +105,16 @@ class Adapter:
         if embedding is None or head is None or not torch.equal(embedding, head):
             why = "holds the embedding and the output layer whole, or one of them, and they are not alike, but the model ties them"
             raise MsrlError(f"{self.where}: {why}; train it with PEFT's ensure_weight_tying")
-        return replace(self, replaced={name: tensor for name, tensor in self.replaced.items() if name != _HEAD})
+        return replace(
+            self, replaced={name: tensor for name, tensor in self.replaced.items() if name != _HEAD}
+        )
 
     def summary(self) -> str:
         """`rank 16, scale 2, 96 weights`."""
         ranks = "/".join(map(str, sorted({delta.rank for delta in self.deltas.values()})))
-        scales = "/".join(f"{scale:g}" for scale in sorted({delta.scale for delta in self.deltas.values()}))
+        scales = "/".join(
+            f"{scale:g}" for scale in sorted({delta.scale for delta in self.deltas.values()})
+        )
         whole = f", {len(self.replaced)} weights whole" if self.replaced else ""
         return f"rank {ranks}, scale {scales}, {len(self.deltas)} weights{whole}"
 
@@ -101,7 +123,9 @@ class MergedSource(WeightSource):
     """The weights of `base` with an adapter merged into them, in the types of `base`."""
 
     def __init__(self, base: WeightSource, adapter: Adapter, *, hf_dir: Path | None = None) -> None:
-        """`hf_dir` has config and tokenizer, where they are not those of `base`. Raises MsrlError when the adapter is of another model."""
+        """`hf_dir` has config and tokenizer, where they are not those of `base`. Raises MsrlError
+        when the adapter is of another model.
+        """
         adapter = adapter.tied() if base.shape.tie_word_embeddings else adapter
         adapter.check(all_rules(base.shape))
         self.base, self.adapter = base, adapter
@@ -111,7 +135,11 @@ class MergedSource(WeightSource):
         return self.base.dtype(rule)
 
     def canonical(self, rule: Rule) -> Tensor:
-        return layouts.fuse(rule.layout, self.hf_tensors(rule)) if self._touches(rule) else self.base.canonical(rule)
+        return (
+            layouts.fuse(rule.layout, self.hf_tensors(rule))
+            if self._touches(rule)
+            else self.base.canonical(rule)
+        )
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return self.merged(rule, torch.float32)
@@ -132,7 +160,10 @@ class MergedSource(WeightSource):
 
     def merged(self, rule: Rule, compute: torch.dtype) -> tuple[Tensor, ...]:
         """The Hugging Face tensors of a rule with the sum taken in `compute`."""
-        return tuple(self._merged(name, tensor, compute) for name, tensor in zip(rule.hf, self.base.hf_tensors(rule), strict=True))
+        return tuple(
+            self._merged(name, tensor, compute)
+            for name, tensor in zip(rule.hf, self.base.hf_tensors(rule), strict=True)
+        )
 
     def _merged(self, name: str, tensor: Tensor, compute: torch.dtype) -> Tensor:
         if name in self.adapter.replaced:

@@ -1,9 +1,11 @@
 """Adapters of Hugging Face's PEFT on disk.
 
     adapter_config.json         peft_type LORA, r, lora_alpha, target_modules, ...
-    adapter_model.safetensors   (or adapter_model.bin) base_model.model.{module}.lora_A.weight [r, in], ...lora_B.weight [out, r];
-                                base_model.model.{name} is a weight that was trained whole (`modules_to_save`), or, as
-                                {module}.base_layer.weight, the base weight of an adapted output layer
+    adapter_model.safetensors   (or adapter_model.bin) base_model.model.{module}.lora_A.weight [r,
+    in], ...lora_B.weight [out, r];
+                                base_model.model.{name} is a weight that was trained whole
+                                (`modules_to_save`), or, as {module}.base_layer.weight, the base
+                                weight of an adapted output layer
 
 Source: `LoraConfig` at https://huggingface.co/docs/peft.
 """
@@ -37,7 +39,15 @@ _REFUSED = {
     "alora_invocation_tokens": "adapters that a token switches on",
     "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "kasa_config": "KaSA", "arrow_config": "Arrow", "monteclora_config": "MonteCLoRA",
 }  # fmt: skip
-_BASE_AS_IT_WAS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # beginnings that leave the base weights as they are
+_BASE_AS_IT_WAS = (
+    None,
+    True,
+    False,
+    "gaussian",
+    "eva",
+    "orthogonal",
+    "mica",
+)  # beginnings that leave the base weights as they are
 
 
 def read_peft(folder: Path) -> Adapter:
@@ -45,7 +55,10 @@ def read_peft(folder: Path) -> Adapter:
     config = _config(folder / CONFIG)
     path = folder / WEIGHTS
     stored = open_safetensors(path) if path.is_file() else open_torch(folder / TORCH_WEIGHTS)
-    tensors = {name.removeprefix(PREFIX).replace(".base_layer.weight", ".weight"): entry for name, entry in stored.items()}
+    tensors = {
+        name.removeprefix(PREFIX).replace(".base_layer.weight", ".weight"): entry
+        for name, entry in stored.items()
+    }
     parts: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
     for name, entry in tensors.items():
@@ -53,10 +66,15 @@ def read_peft(folder: Path) -> Adapter:
         if match is not None:
             parts.setdefault(match["module"], {})[match["part"]] = entry.read()
         elif "lora_" in name:
-            raise MsrlError(f"{entry.file}: {name} is not the A or B of a linear layer, which is all that can be merged")
+            raise MsrlError(
+                f"{entry.file}: {name} is not the A or B of a linear layer, which is all that can be merged"
+            )
         else:
             replaced[name] = entry.read()
-    deltas = {f"{module}.weight": delta_of(str(folder), module, ab, _scale(config, module, ab)) for module, ab in parts.items()}
+    deltas = {
+        f"{module}.weight": delta_of(str(folder), module, ab, _scale(config, module, ab))
+        for module, ab in parts.items()
+    }
     if not deltas and not replaced:
         raise MsrlError(f"{folder}: the adapter has no weights")
     return Adapter(str(folder), float(config["lora_alpha"]), deltas, replaced)
@@ -76,9 +94,13 @@ def _config(path: Path) -> dict[str, Any]:
         raise MsrlError(f"{path}: bias={config['bias']}: trained biases are not supported")
     if config.get("init_lora_weights") not in _BASE_AS_IT_WAS:
         why = "changed the base weights when the adapter was made, so it does not belong to the model as published"
-        advice = "save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain one"
+        advice = (
+            "save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain one"
+        )
         raise MsrlError(f"{path}: init_lora_weights={config['init_lora_weights']} {why}; {advice}")
-    if not isinstance(config.get("lora_alpha"), int | float) or not isinstance(config.get("r"), int):
+    if not isinstance(config.get("lora_alpha"), int | float) or not isinstance(
+        config.get("r"), int
+    ):
         raise MsrlError(f"{path}: r and lora_alpha must be numbers")
     return config
 
@@ -92,32 +114,47 @@ def _scale(config: Mapping[str, Any], module: str, ab: Mapping[str, Tensor]) -> 
 
 def _pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The value of the first pattern that is the end of the module's name, as PEFT matches them."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next(
+        (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default
+    )
 
 
 def delta_of(where: str, module: str, ab: Mapping[str, Tensor], scale: float) -> Delta:
-    """The delta of a layer from its factors. Raises MsrlError for a factor that is missing or does not fit; `where` is for it."""
+    """The delta of a layer from its factors. Raises MsrlError for a factor that is missing or does
+    not fit; `where` is for it.
+    """
     if set(ab) != {"A", "B"}:
         raise MsrlError(f"{where}: {module} has lora_{next(iter(ab))} alone; it needs A and B")
     if ab["A"].ndim != 2 or ab["B"].ndim != 2 or ab["A"].shape[0] != ab["B"].shape[1]:
-        raise MsrlError(f"{where}: {module} has A {list(ab['A'].shape)} and B {list(ab['B'].shape)}; they must be [r, in] and [out, r]")
+        raise MsrlError(
+            f"{where}: {module} has A {list(ab['A'].shape)} and B {list(ab['B'].shape)}; they must be [r, in] and [out, r]"
+        )
     return Delta(ab["A"], ab["B"], scale)
 
 
 def write_peft(adapter: Adapter, save: Path, base_model: str) -> None:
-    """Write an adapter as PEFT's folder, in float32 or the types that it has. `base_model` is noted as the model that it adapts.
+    """Write an adapter as PEFT's folder, in float32 or the types that it has. `base_model` is noted
+    as the model that it adapts.
 
     Raises MsrlError when `save` is taken or the modules' scales differ.
     """
     from safetensors.torch import save_file
 
-    ranks, scales = {delta.rank for delta in adapter.deltas.values()}, {delta.scale for delta in adapter.deltas.values()}
+    ranks, scales = (
+        {delta.rank for delta in adapter.deltas.values()},
+        {delta.scale for delta in adapter.deltas.values()},
+    )
     if len(ranks) != 1 or len(scales) != 1:
-        raise MsrlError(f"{adapter.where}: its layers have ranks {sorted(ranks)} and scales {sorted(scales)}; one of each can be written")
+        raise MsrlError(
+            f"{adapter.where}: its layers have ranks {sorted(ranks)} and scales {sorted(scales)}; one of each can be written"
+        )
     tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in adapter.replaced.items()}
     for name, delta in adapter.deltas.items():
         module = PREFIX + name.removesuffix(".weight")
-        tensors |= {f"{module}.lora_A.weight": delta.a.clone(), f"{module}.lora_B.weight": delta.b.contiguous()}
+        tensors |= {
+            f"{module}.lora_A.weight": delta.a.clone(),
+            f"{module}.lora_B.weight": delta.b.contiguous(),
+        }
     with staged_folder(save) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         config = _written_config(adapter, ranks.pop(), scales.pop(), base_model)
@@ -142,12 +179,16 @@ def _written_config(adapter: Adapter, rank: int, scale: float, base_model: str) 
 
 
 def dropped_by_peft(adapter: Adapter, shape: Shape) -> list[str]:
-    """Names of layers whose adapters PEFT 0.21 passes over where it reads the folder: those of no expert that are named as experts are.
+    """Names of layers whose adapters PEFT 0.21 passes over where it reads the folder: those of no
+    expert that are named as experts are.
 
     It takes the names for those of stacked experts, and looks for no layer of these names besides.
     """
     experts = {name for rule in all_rules(shape) if rule.expert is not None for name in rule.hf}
-    named = {is_expert: {_last_name(name) for name in adapter.deltas if (name in experts) == is_expert} for is_expert in (True, False)}
+    named = {
+        is_expert: {_last_name(name) for name in adapter.deltas if (name in experts) == is_expert}
+        for is_expert in (True, False)
+    }
     return sorted(named[True] & named[False])
 
 

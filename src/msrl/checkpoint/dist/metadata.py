@@ -25,7 +25,9 @@ from msrl.models.shape import Shape
 def metadata_of(
     shape: Shape, specs: Mapping[str, TensorSpec], places: Mapping[str, Range], extra_file: str, extra_bytes: int, te: bool
 ) -> Metadata:
-    """Names, shapes and parts of all tensors; objects without contents of their own lie in `extra_file`, of `extra_bytes`."""
+    """Names, shapes and parts of all tensors; objects without contents of their own lie in
+    `extra_file`, of `extra_bytes`.
+    """
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     nothing = _StorageInfo(extra_file, 0, extra_bytes)

@@ -1,10 +1,13 @@
-"""Global names of tensors in Megatron's distributed checkpoints: no rank, no stage, only the place in the whole model.
+"""Global names of tensors in Megatron's distributed checkpoints: no rank, no stage, only the place
+in the whole model.
 
-Layers that are all alike are stacked along a leading axis (`decoder.layers.mlp.linear_fc2.weight` [L, H, F]); where they differ each has a
-name of its own (Megatron's `non_homogeneous_layers`). Experts of a layer are stacked always. A norm has the name that Transformer Engine
-gives it inside the linear layer that follows. Of latent attention Megatron-core keeps apart what MindSpeed's names, which are ours, join,
-and its local layer spec leaves norms by themselves. Letters: L layers, E experts, H hidden, F feed-forward. Source: `sharded_state_dict`
-of megatron-core 0.16's TransformerBlock, SequentialMLP and MLASelfAttention, and its layer specs.
+Layers that are all alike are stacked along a leading axis (`decoder.layers.mlp.linear_fc2.weight`
+[L, H, F]); where they differ each has a name of its own (Megatron's `non_homogeneous_layers`).
+Experts of a layer are stacked always. A norm has the name that Transformer Engine gives it inside
+the linear layer that follows. Of latent attention Megatron-core keeps apart what MindSpeed's names,
+which are ours, join, and its local layer spec leaves norms by themselves. Letters: L layers, E
+experts, H hidden, F feed-forward. Source: `sharded_state_dict` of megatron-core 0.16's
+TransformerBlock, SequentialMLP and MLASelfAttention, and its layer specs.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ _JOINED = "self_attention.linear_qkv.weight"
 
 @dataclass(frozen=True, slots=True)
 class GlobalPosition:
-    """Where a tensor lies in a global one: at `index` of the leading axes, whose sizes are `extents`."""
+    """Where a tensor lies in a global one: at `index` of the leading axes, whose sizes are
+    `extents`.
+    """
 
     key: str
     index: tuple[int, ...] = ()
@@ -40,7 +45,9 @@ class GlobalPosition:
 
 
 def parts_of(name: str, shape: Shape) -> dict[str, int]:
-    """The tensors that Megatron-core has in place of one with our name, and the rows of each; nothing but itself is an empty dict."""
+    """The tensors that Megatron-core has in place of one with our name, and the rows of each;
+    nothing but itself is an empty dict.
+    """
     if shape.mla is None or not name.endswith(f".{_JOINED}"):
         return {}
     mla, prefix = shape.mla, name.removesuffix("linear_qkv.weight")
@@ -52,7 +59,9 @@ def parts_of(name: str, shape: Shape) -> dict[str, int]:
 
 
 def apart(name: str, tensor: Pieces, shape: Shape) -> Iterator[tuple[str, Pieces]]:
-    """A tensor of ours as Megatron-core has it: its parts (see `parts_of`), views of what it consists of, or itself."""
+    """A tensor of ours as Megatron-core has it: its parts (see `parts_of`), views of what it
+    consists of, or itself.
+    """
     parts = parts_of(name, shape)
     if not parts:
         yield name, tensor
@@ -84,7 +93,9 @@ def is_stacked(shape: Shape) -> bool:
 
 
 def place_of(name: str, shape: Shape, *, te: bool) -> GlobalPosition:
-    """Where a tensor with one of our names (global layer and expert numbers) is written; `te`: for Transformer Engine's layers."""
+    """Where a tensor with one of our names (global layer and expert numbers) is written; `te`: for
+    Transformer Engine's layers.
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
         return GlobalPosition(name)
@@ -93,7 +104,9 @@ def place_of(name: str, shape: Shape, *, te: bool) -> GlobalPosition:
 
 
 def places_of(name: str, shape: Shape) -> Iterator[GlobalPosition]:
-    """Everywhere that a tensor may lie in a checkpoint, the likeliest first: layers stacked or not, norms fused or not."""
+    """Everywhere that a tensor may lie in a checkpoint, the likeliest first: layers stacked or not,
+    norms fused or not.
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
         yield GlobalPosition(name)
@@ -106,7 +119,9 @@ def places_of(name: str, shape: Shape) -> Iterator[GlobalPosition]:
 
 
 def extra_states(name: str, place: GlobalPosition, *, te: bool) -> Iterator[str]:
-    """Keys of the extra state (of fp8 recipes; nothing without one) that a module's reader asks for beside the weight at `place`."""
+    """Keys of the extra state (of fp8 recipes; nothing without one) that a module's reader asks for
+    beside the weight at `place`.
+    """
     module, _, leaf = place.key.rpartition(".")
     is_norm = module.endswith("layernorm") or leaf == "layer_norm_weight"
     if leaf == "weight" and (module.rpartition(".")[2].startswith("linear_") or (te and is_norm)):
@@ -131,7 +146,9 @@ def _place(layer: int, rest: str, shape: Shape, *, stacked: bool) -> GlobalPosit
 
 
 def _spelled(layer: int, rest: str, shape: Shape, te: bool) -> str:
-    """The name inside a layer: what Megatron's own two layer specs fuse with the linear layer that follows."""
+    """The name inside a layer: what Megatron's own two layer specs fuse with the linear layer that
+    follows.
+    """
     if te and rest == _PRE_MLP and shape.moe is not None and shape.moe.layers[layer]:
         return rest  # a router follows, not a linear layer
     if shape.mla is not None:
@@ -140,5 +157,7 @@ def _spelled(layer: int, rest: str, shape: Shape, te: bool) -> str:
 
 
 def stored_spec(place: GlobalPosition, spec: TensorSpec) -> TensorSpec:
-    """Type and shape of a part as it is stored: with an axis of one for each that it is stacked along."""
+    """Type and shape of a part as it is stored: with an axis of one for each that it is stacked
+    along.
+    """
     return TensorSpec(spec.dtype, (*(1 for _ in place.index), *spec.shape))

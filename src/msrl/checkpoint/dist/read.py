@@ -1,6 +1,8 @@
-"""Read Megatron's distributed checkpoints, in whatever cut they were saved. Files: see `dist_write.py`.
+"""Read Megatron's distributed checkpoints, in whatever cut they were saved. Files: see
+`dist_write.py`.
 
-`.metadata` is a pickle of torch's own classes. `unpickler` reads it without them and keeps their attributes.
+`.metadata` is a pickle of torch's own classes. `unpickler` reads it without them and keeps their
+attributes.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, Range]]:
-    """The tensors of a checkpoint by their global names, and its other objects. Raises MsrlError for what is missing or harmful."""
+    """The tensors of a checkpoint by their global names, and its other objects. Raises MsrlError
+    for what is missing or harmful.
+    """
     path = folder / METADATA
     try:
         if path.stat().st_size > unpickler.MAX_BYTES:
@@ -79,14 +83,18 @@ def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, Range]]:
 
 
 def _facts(value: object) -> dict[str, Any]:
-    """Return the attributes of an object in `.metadata`. Raises ValueError where it is something else."""
+    """Return the attributes of an object in `.metadata`. Raises ValueError where it is something
+    else.
+    """
     if not isinstance(value, Foreign) or type(value.state) is not dict:
         raise ValueError(f"a {type(value).__name__} stands where an object with attributes belongs")
     return value.state
 
 
 def _numbers(values: object) -> tuple[int, ...]:
-    """Return sizes or offsets. Raises ValueError for anything but whole numbers that are not negative."""
+    """Return sizes or offsets. Raises ValueError for anything but whole numbers that are not
+    negative.
+    """
     if not isinstance(values, tuple | list) or not all(type(value) is int and value >= 0 for value in values):
         raise ValueError("sizes, offsets or lengths are no whole numbers")
     return tuple(values)
@@ -130,7 +138,9 @@ def _chunk(key: str, facts: dict[str, Any], places: dict[tuple[str, tuple[int, .
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """Return the type of a tensor's elements. `TensorProperties` is saved as a tuple or, in older versions, by attribute."""
+    """Return the type of a tensor's elements. `TensorProperties` is saved as a tuple or, in older
+    versions, by attribute.
+    """
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) else state["dtype"]
     if not isinstance(dtype, torch.dtype):
@@ -148,7 +158,9 @@ class GlobalTensors:
         self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
 
     def read(self, key: str, index: tuple[int, ...]) -> Tensor:
-        """What lies at `index` of the leading axes: a view of a file where it was saved in one piece, else put together."""
+        """What lies at `index` of the leading axes: a view of a file where it was saved in one
+        piece, else put together.
+        """
         stored = self.stored[key]
         found = self._by_index(key, len(index)).get(index, [])
         shape = stored.shape[len(index) :]

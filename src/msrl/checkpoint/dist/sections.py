@@ -1,6 +1,8 @@
-"""Tensors in the files of torch.distributed.checkpoint: one after another, each as `torch.save` writes a file of its own.
+"""Tensors in the files of torch.distributed.checkpoint: one after another, each as `torch.save`
+writes a file of its own.
 
-Nothing that a file names is run: a section holds one plain tensor, or it is refused. Source: torch.distributed.checkpoint.filesystem.
+Nothing that a file names is run: a section holds one plain tensor, or it is refused. Source:
+torch.distributed.checkpoint.filesystem.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Window(io.RawIOBase):
 
 
 def append_tensor(path: Path, begin: int, pieces: Pieces, advance: Callable[[int], None]) -> WrittenFile:
-    """Write a tensor into a file from byte `begin` on; the bytes it takes and the digest of its records. `advance` hears of every block."""
+    """Write a tensor into a file from byte `begin` on; the bytes it takes and the digest of its
+    records. `advance` hears of every block.
+    """
     writer = TorchWriter(path, {"tensor": pieces.spec}, lambda tensors: tensors["tensor"], protocol=2, begin=begin)
     writer.write("tensor", pieces, advance)
     return writer.close()
@@ -77,7 +81,9 @@ def digest_of_sections(digests: Iterable[str]) -> str:
 
 
 def check_section(file: IO[bytes], where: Range, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """Read a section and compare its records with their checksums; their digest. Raises MsrlError for a damaged one."""
+    """Read a section and compare its records with their checksums; their digest. Raises MsrlError
+    for a damaged one.
+    """
     window: Any = Window(file, where.begin, where.length)
     try:
         return check_archive(window, advance)
@@ -99,7 +105,9 @@ class SectionFile:
             raise MsrlError(f"{path}: cannot be read ({error}); copy or convert the checkpoint again") from error
 
     def tensor(self, begin: int, length: int) -> Tensor:
-        """The tensor in these bytes. Raises MsrlError where they are no tensor, or lie beyond the end of the file."""
+        """The tensor in these bytes. Raises MsrlError where they are no tensor, or lie beyond the
+        end of the file.
+        """
         if begin < 0 or length < 0:
             raise MsrlError(f"{self._path}: no tensor can lie at byte {begin}, in {length} bytes; save the checkpoint again")
         if begin + length > len(self._bytes):

@@ -1,4 +1,6 @@
-"""The weights of a distributed checkpoint, given in any layout: what it was saved by makes no difference."""
+"""The weights of a distributed checkpoint, given in any layout: what it was saved by makes no
+difference.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class DistSource(WeightSource):
     """The folder of one iteration."""
 
     def __init__(self, shape: Shape, folder: Path, hf_dir: Path) -> None:
-        """Raises MsrlError when a tensor of the model is missing or misshapen, or one is there that the model has no place for."""
+        """Raises MsrlError when a tensor of the model is missing or misshapen, or one is there that
+        the model has no place for.
+        """
         self.shape, self.hf_dir = shape, hf_dir
         self._folder, self._tensors = folder, GlobalTensors(folder)
         self._places = {rule.mcore: self._found(rule) for rule in all_rules(shape)}
@@ -33,14 +37,18 @@ class DistSource(WeightSource):
                 raise MsrlError(f"{folder}: {rule.mcore} is not zero, and {shape.architecture} has no place for it")
 
     def _found(self, rule: Rule) -> tuple[GlobalPosition, ...]:
-        """Where a tensor lies, in parts where Megatron-core keeps them apart; sizes compared, but a vocabulary may be padded to any."""
+        """Where a tensor lies, in parts where Megatron-core keeps them apart; sizes compared, but a
+        vocabulary may be padded to any.
+        """
         parts = parts_of(rule.mcore, self.shape)
         if parts:
             return tuple(self._place(name, (rows, *rule.shapes[0][1:])) for name, rows in parts.items())
         return (self._place(rule.mcore, layouts.shard_shape(rule.layout, rule.shapes, 1, self._rows(rule))),)
 
     def _rows(self, rule: Rule) -> int | None:
-        """How many rows of a vocabulary are there; None for any other tensor, and for one that is not there."""
+        """How many rows of a vocabulary are there; None for any other tensor, and for one that is
+        not there.
+        """
         found = self._tensors.stored.get(rule.mcore) if isinstance(rule.layout, Vocab) else None
         if found is not None and found.shape[0] < self.shape.vocab_size:
             rows = f"has {found.shape[0]} rows, fewer than the {self.shape.vocab_size} tokens of the config"
@@ -59,7 +67,9 @@ class DistSource(WeightSource):
         return place
 
     def _refuse_others(self) -> None:
-        """Only an optimizer's tensors may lie beside the model's, and the output layer that a reward model does not use."""
+        """Only an optimizer's tensors may lie beside the model's, and the output layer that a
+        reward model does not use.
+        """
         known = {place.key for places in self._places.values() for place in places} | ({OUTPUT_LAYER} if self.shape.reward_head else set())
         extra = sorted(key for key in self._tensors.stored if key not in known and "optimizer." not in key and "_extra_state" not in key)
         if extra:

@@ -1,10 +1,11 @@
-"""Write Megatron's distributed checkpoint (`torch_dist`): one process, tensor by tensor, a file per layer.
+"""Write Megatron's distributed checkpoint (`torch_dist`): one process, tensor by tensor, a file per
+layer.
 
-    <iteration>/.metadata           names, shapes and parts of all tensors, and where each part lies (torch.distributed.checkpoint)
-    <iteration>/__<n>_0.distcp      the tensors: n 0 what comes before the layers, 1 to L the layers, L + 1 what comes after
-    <iteration>/__extra_0.distcp    the extra state of modules, of which there is none: one object for all
-    <iteration>/common.pt           args, iteration, and how the content is named
-    <iteration>/metadata.json       the format
+    <iteration>/.metadata           names, shapes and parts of all tensors, and where each part lies
+    (torch.distributed.checkpoint) <iteration>/__<n>_0.distcp      the tensors: n 0 what comes
+    before the layers, 1 to L the layers, L + 1 what comes after <iteration>/__extra_0.distcp    the
+    extra state of modules, of which there is none: one object for all <iteration>/common.pt
+    args, iteration, and how the content is named <iteration>/metadata.json       the format
 
 Source: megatron-core 0.16 dist_checkpointing, torch.distributed.checkpoint.
 """
@@ -73,7 +74,9 @@ def write_rest(
     args: argparse.Namespace,
     iteration: int,
 ) -> dict[str, WrittenFile]:
-    """Write what stands beside the tensors of an iteration: extra states, names, arguments, format. `specs` are all tensors, whole."""
+    """Write what stands beside the tensors of an iteration: extra states, names, arguments, format.
+    `specs` are all tensors, whole.
+    """
     nothing = io.BytesIO()
     torch.save([None], nothing)
     objects = folder / EXTRA

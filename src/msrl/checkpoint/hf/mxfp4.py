@@ -1,10 +1,12 @@
-"""MXFP4 weights, as gpt-oss is published, read as the numbers that they stand for. E experts, R outputs, C inputs, G = C / 32 groups.
+"""MXFP4 weights, as gpt-oss is published, read as the numbers that they stand for. E experts, R
+outputs, C inputs, G = C / 32 groups.
 
-    X_blocks    uint8, [E, R, G, 16]: two numbers of 4 bits in a byte, the lower half first
-    X_scales    uint8, [E, R, G]: the exponent of two that a group of 32 numbers is multiplied by, plus 127
+    X_blocks    uint8, [E, R, G, 16]: two numbers of 4 bits in a byte, the lower half first X_scales
+    uint8, [E, R, G]: the exponent of two that a group of 32 numbers is multiplied by, plus 127
 
-The model's tensor X is [E, C, R]. A number has a sign, 2 bits of exponent and 1 of fraction (OCP Microscaling Formats specification 1.0,
-sections 5.2 and 5.3; arXiv:2310.10537). Nothing is ever written in MXFP4.
+The model's tensor X is [E, C, R]. A number has a sign, 2 bits of exponent and 1 of fraction (OCP
+Microscaling Formats specification 1.0, sections 5.2 and 5.3; arXiv:2310.10537). Nothing is ever
+written in MXFP4.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ def dequantise(
 
 
 def dequantised(stored: Mapping[str, StoredTensor], config: HfConfig) -> dict[str, StoredTensor]:
-    """The tensors of a folder, of MXFP4 ones the entries (`X[0]` is expert 0, [C, R]) as what they stand for, in the model's type.
+    """The tensors of a folder, of MXFP4 ones the entries (`X[0]` is expert 0, [C, R]) as what they
+    stand for, in the model's type.
 
-    Raises MsrlError for blocks or scales that are missing or do not fit together, and for any other tensor of bytes.
+    Raises MsrlError for blocks or scales that are missing or do not fit together, and for any other
+    tensor of bytes.
     """
     found = {name: each for name, each in stored.items() if each.spec.dtype != torch.uint8}
     packed = {name: each for name, each in stored.items() if each.spec.dtype == torch.uint8}
@@ -49,20 +53,31 @@ def dequantised(stored: Mapping[str, StoredTensor], config: HfConfig) -> dict[st
     lonely = [stem for stem in stems if not {stem + _BLOCKS, stem + _SCALES} <= packed.keys()]
     if lonely:
         file = next(each.file for name, each in packed.items() if name.startswith(lonely[0]))
-        raise MsrlError(f"{file}: {len(lonely)} tensors of type uint8 are not {_BLOCKS} and {_SCALES} of one MXFP4 tensor: {some(lonely)}")
+        raise MsrlError(
+            f"{file}: {len(lonely)} tensors of type uint8 are not {_BLOCKS} and {_SCALES} of one MXFP4 tensor: {some(lonely)}"
+        )
     for stem in stems:
-        found |= _entries(stem, packed[stem + _BLOCKS], packed[stem + _SCALES], BY_HF_NAME[config.dtype()])
+        found |= _entries(
+            stem, packed[stem + _BLOCKS], packed[stem + _SCALES], BY_HF_NAME[config.dtype()]
+        )
     return found
 
 
-def _entries(stem: str, blocks: StoredTensor, scales: StoredTensor, dtype: torch.dtype) -> dict[str, StoredTensor]:
+def _entries(
+    stem: str, blocks: StoredTensor, scales: StoredTensor, dtype: torch.dtype
+) -> dict[str, StoredTensor]:
     """The entries of one MXFP4 tensor, each of which reads its own part."""
     shape = blocks.spec.shape
     if len(shape) != 4 or shape[-1] != 16 or scales.spec.shape != shape[:-1]:
-        raise MsrlError(f"{blocks.file}: {stem}: blocks {list(shape)} and scales {list(scales.spec.shape)} do not fit together")
+        raise MsrlError(
+            f"{blocks.file}: {stem}: blocks {list(shape)} and scales {list(scales.spec.shape)} do not fit together"
+        )
     num_experts, rows, groups, _ = shape
     spec = TensorSpec(dtype, (32 * groups, rows))
-    return {entry(stem, n): StoredTensor(blocks.file, spec, partial(_read, blocks, scales, n, dtype)) for n in range(num_experts)}
+    return {
+        entry(stem, n): StoredTensor(blocks.file, spec, partial(_read, blocks, scales, n, dtype))
+        for n in range(num_experts)
+    }
 
 
 def _read(blocks: StoredTensor, scales: StoredTensor, number: int, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,12 @@
-"""The weight files of a Hugging Face folder, opened and checked one by one: safetensors, or torch's own `pytorch_model*.bin`.
+"""The weight files of a Hugging Face folder, opened and checked one by one: safetensors, or torch's
+own `pytorch_model*.bin`.
 
     model.safetensors          or  model.safetensors.index.json  with the shards that it names
     pytorch_model.bin          or  pytorch_model.bin.index.json  with the shards that it names
 
-Where a folder has both kinds, safetensors are read, as transformers does. Tensors are read by mmap when they are used.
-Source: `SAFE_WEIGHTS_NAME` and `WEIGHTS_NAME` in transformers.utils; the index is {"metadata": ..., "weight_map": {tensor: file}}.
+Where a folder has both kinds, safetensors are read, as transformers does. Tensors are read by mmap
+when they are used. Source: `SAFE_WEIGHTS_NAME` and `WEIGHTS_NAME` in transformers.utils; the index
+is {"metadata": ..., "weight_map": {tensor: file}}.
 """
 
 from __future__ import annotations
@@ -38,12 +40,17 @@ class StoredTensor:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a Hugging Face folder has weights beside its config.json, in any form that is read."""
-    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX))
+    """Whether a Hugging Face folder has weights beside its config.json, in any form that is read.
+    """
+    return (folder / "config.json").is_file() and any(
+        (folder / name).is_file() for name in (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
+    )
 
 
 def open_weight_files(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder by name. Raises MsrlError, or ManyErrors with one line per file, for whatever is not as it should be."""
+    """Every tensor of the folder by name. Raises MsrlError, or ManyErrors with one line per file,
+    for whatever is not as it should be.
+    """
     index, files = _weight_files(folder)
     found: dict[str, StoredTensor] = {}
     problems: list[str] = []
@@ -60,24 +67,32 @@ def open_weight_files(folder: Path) -> dict[str, StoredTensor]:
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file. Raises MsrlError when it is cut short or holds a type that is not read."""
+    """The tensors of one safetensors file. Raises MsrlError when it is cut short or holds a type
+    that is not read.
+    """
     try:
         file = safe_open(path, "pt")
         names = list(file.keys())
     except (SafetensorError, OSError) as error:
-        raise MsrlError(f"{path}: cut short or not safetensors ({error}); copy or download it again") from error
+        raise MsrlError(
+            f"{path}: cut short or not safetensors ({error}); copy or download it again"
+        ) from error
     found = dict[str, StoredTensor]()
     for name in names:
         view = file.get_slice(name)
         dtype = BY_SAFETENSORS_NAME.get(view.get_dtype())
         if dtype is None:
             raise _wrong_type(path, name, view.get_dtype())
-        found[name] = StoredTensor(path, TensorSpec(dtype, tuple(view.get_shape())), partial(file.get_tensor, name))
+        found[name] = StoredTensor(
+            path, TensorSpec(dtype, tuple(view.get_shape())), partial(file.get_tensor, name)
+        )
     return found
 
 
 def open_torch(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one `pytorch_model*.bin`, unpickled without running anything. Raises MsrlError as `read_torch_file` does."""
+    """The tensors of one `pytorch_model*.bin`, unpickled without running anything. Raises MsrlError
+    as `read_torch_file` does.
+    """
     contents = read_torch_file(path)
     if not isinstance(contents, Mapping):
         raise MsrlError(f"{path}: holds a {type(contents).__name__}, not tensors by name")
@@ -102,11 +117,14 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def _wrong_type(path: Path, tensor: str, dtype: str) -> MsrlError:
     known = ", ".join(BY_SAFETENSORS_NAME)
-    return MsrlError(f"{path}: tensor {tensor} has type {dtype}, which is not supported; supported: {known}")
+    return MsrlError(
+        f"{path}: tensor {tensor} has type {dtype}, which is not supported; supported: {known}"
+    )
 
 
 def _open(path: Path, expected: set[str] | None, index: str) -> dict[str, StoredTensor]:
-    """Open one file; with an index, it must hold exactly the tensors that the index expects in it."""
+    """Open one file; with an index, it must hold exactly the tensors that the index expects in it.
+    """
     if not path.is_file():
         raise MsrlError(f"{path}: the index names this file, but it is missing")
     found = open_safetensors(path) if path.suffix == ".safetensors" else open_torch(path)
@@ -116,7 +134,9 @@ def _open(path: Path, expected: set[str] | None, index: str) -> dict[str, Stored
 
 
 def _weight_files(folder: Path) -> tuple[str, dict[str, set[str] | None]]:
-    """The index's name, and file names with the tensors that it expects in them; None where there is no index."""
+    """The index's name, and file names with the tensors that it expects in them; None where there
+    is no index.
+    """
     for single, index in ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX)):
         has_single, has_index = (folder / single).is_file(), (folder / index).is_file()
         if has_single and not has_index:
@@ -124,9 +144,13 @@ def _weight_files(folder: Path) -> tuple[str, dict[str, set[str] | None]]:
         if has_index:
             files = _indexed(folder, index)
             if has_single and single not in files:
-                raise MsrlError(f"{folder}: {single} and {index} are both here and disagree; remove the one that is not meant")
+                raise MsrlError(
+                    f"{folder}: {single} and {index} are both here and disagree; remove the one that is not meant"
+                )
             return index, files
-    raise MsrlError(f"{folder}: there are no weights; looked for {SINGLE}, {INDEX}, {TORCH_SINGLE} and {TORCH_INDEX}")
+    raise MsrlError(
+        f"{folder}: there are no weights; looked for {SINGLE}, {INDEX}, {TORCH_SINGLE} and {TORCH_INDEX}"
+    )
 
 
 def _indexed(folder: Path, index: str) -> dict[str, set[str] | None]:

@@ -1,7 +1,8 @@
-"""Hugging Face folders of safetensors, written at known places of files whose size is known beforehand, and their manifest.
+"""Hugging Face folders of safetensors, written at known places of files whose size is known
+beforehand, and their manifest.
 
-The format: 8 bytes little-endian length, a JSON header with type, shape and byte range per tensor, then the bytes.
-Source: https://huggingface.co/docs/safetensors (format section).
+The format: 8 bytes little-endian length, a JSON header with type, shape and byte range per tensor,
+then the bytes. Source: https://huggingface.co/docs/safetensors (format section).
 """
 
 from __future__ import annotations
@@ -35,19 +36,32 @@ class _Place:
 
 
 class HfWriter:
-    """Writes safetensors of at most `max_shard_bytes` into a folder, tensors in any order and from several threads.
+    """Writes safetensors of at most `max_shard_bytes` into a folder, tensors in any order and from
+    several threads.
 
-    The folder is expected not to be visible yet (see `files.staged_folder`). `close` raises ValueError when a tensor was not written.
+    The folder is expected not to be visible yet (see `files.staged_folder`). `close` raises
+    ValueError when a tensor was not written.
     """
 
     def __init__(
-        self, folder: Path, specs: Mapping[str, TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES, *, single: str | None = None
+        self,
+        folder: Path,
+        specs: Mapping[str, TensorSpec],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        *,
+        single: str | None = None,
     ) -> None:
-        """With `single`, everything goes into one file of that name. Entries of a stack (see `stacks`) are written one by one."""
+        """With `single`, everything goes into one file of that name. Entries of a stack (see
+        `stacks`) are written one by one.
+        """
         entries, specs = specs, stacked_specs(specs)
         shards = [list(specs)] if single else _shards(specs, max_shard_bytes)
         count = len(shards)
-        names = [single or SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        names = (
+            [single or SINGLE]
+            if count == 1
+            else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        )
         self._places: dict[str, _Place] = {}
         self._crcs: dict[str, int] = {}
         self._headers: dict[Path, int] = {}
@@ -56,8 +70,13 @@ class HfWriter:
         for file, shard in zip(names, shards, strict=True):
             self._begin(folder / file, {name: specs[name] for name in shard})
         if count > 1:
-            weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-            index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs.values())}, "weight_map": weight_map}
+            weight_map = {
+                name: file for file, shard in zip(names, shards, strict=True) for name in shard
+            }
+            index = {
+                "metadata": {"total_size": sum(spec.num_bytes for spec in specs.values())},
+                "weight_map": weight_map,
+            }
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             self._index = [folder / INDEX]
         self._find_entries(entries)
@@ -68,12 +87,21 @@ class HfWriter:
             found = stack_of(name)
             if found is not None:
                 stack = self._places[found[0]]
-                self._places[name] = _Place(stack.file, stack.offset + found[1] * spec.num_bytes, spec)
+                self._places[name] = _Place(
+                    stack.file, stack.offset + found[1] * spec.num_bytes, spec
+                )
         for stack in {found[0] for name in specs if (found := stack_of(name))}:
             del self._places[stack]
 
-    def write(self, name: str, tensor: Tensor | Pieces, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Put a tensor where it belongs; `advance` hears of every block. Raises ValueError when it is not the one that was announced."""
+    def write(
+        self,
+        name: str,
+        tensor: Tensor | Pieces,
+        advance: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        """Put a tensor where it belongs; `advance` hears of every block. Raises ValueError when it
+        is not the one that was announced.
+        """
         place, pieces = self._places[name], pieces_of(tensor)
         if pieces.spec != place.spec:
             raise ValueError(f"{name} was announced as {place.spec}, not {pieces.spec}")
@@ -93,20 +121,35 @@ class HfWriter:
         if missing:
             raise ValueError(f"not written: {some(missing)}")
         crcs = dict(self._headers)
-        for name, place in sorted(self._places.items(), key=lambda item: (item[1].offset, item[1].spec.num_bytes)):
+        for name, place in sorted(
+            self._places.items(), key=lambda item: (item[1].offset, item[1].spec.num_bytes)
+        ):
             crcs[place.file] = combined(crcs[place.file], self._crcs[name], place.spec.num_bytes)
-        written = {file.name: {"bytes": file.stat().st_size, "crc32": f"{crc:08x}"} for file, crc in crcs.items()}
+        written = {
+            file.name: {"bytes": file.stat().st_size, "crc32": f"{crc:08x}"}
+            for file, crc in crcs.items()
+        }
         return written | {file.name: record_of(file) for file in self._index}
 
     def _begin(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
         """Write a file's header and stretch the file to its final size."""
         entries, end = dict[str, Any](), 0
-        for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):  # wider types first keeps all aligned
+        for name, spec in sorted(
+            specs.items(), key=lambda item: -item[1].dtype.itemsize
+        ):  # wider types first keeps all aligned
             begin, end = end, end + spec.num_bytes
-            entries[name] = {"dtype": SAFETENSORS_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
-        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+            entries[name] = {
+                "dtype": SAFETENSORS_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [begin, end],
+            }
+        header = json.dumps(
+            {"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")
+        ).encode()
         header += b" " * (-len(header) % 8)
-        self._descriptors[path] = descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._descriptors[path] = descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666
+        )
         header = len(header).to_bytes(8, "little") + header
         os.write(descriptor, header)
         os.truncate(descriptor, len(header) + end)

@@ -1,13 +1,15 @@
 """Megatron checkpoints in the folders and files that MindSpeed reads and writes.
 
-    <save>/latest_checkpointed_iteration.txt                              the iteration, written last
-    <save>/iter_0000001/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt    one file per rank that holds a part of its own
-    <save>/msrl_manifest.json                                             ours: layout, sizes and checksums per iteration
-    <save>/hf/                                                            ours: config.json and tokenizer of the model
+    <save>/latest_checkpointed_iteration.txt                              the iteration, written
+    last <save>/iter_0000001/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt    one file
+    per rank that holds a part of its own <save>/msrl_manifest.json
+    ours: layout, sizes and checksums per iteration <save>/hf/
+    ours: config.json and tokenizer of the model
 
-A file is a dict of args, checkpoint_version, iteration and model (or model0, model1, ... for virtual stages), whose names are those of
-megatron-core or of the models before it (`legacy`, told apart by themselves). MindSpeed takes any entry of
-an iteration's folder for a rank, so nothing else may lie there.
+A file is a dict of args, checkpoint_version, iteration and model (or model0, model1, ... for
+virtual stages), whose names are those of megatron-core or of the models before it (`legacy`, told
+apart by themselves). MindSpeed takes any entry of an iteration's folder for a rank, so nothing else
+may lie there.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def staging_dir(save: Path, iteration: int | str) -> Path:
     return save / f".{iteration_dir(save, iteration).name}.partial"
 
 
-def rank_file(save: Path, iteration: int | str, cut: ParallelLayout, at: Coords, *, staged: bool = False) -> Path:
+def rank_file(
+    save: Path, iteration: int | str, cut: ParallelLayout, at: Coords, *, staged: bool = False
+) -> Path:
     """The file of one rank; with `staged`, the place where it is written before it is published."""
     if at not in cut.ranks():
         raise ValueError(f"{at} is no rank of {cut}")
@@ -60,20 +64,33 @@ def rank_file(save: Path, iteration: int | str, cut: ParallelLayout, at: Coords,
 
 
 def rank_folder(cut: ParallelLayout, at: Coords) -> str:
-    """`mp_rank_TT`, with `_PPP` where there are several stages and `_EEE` where experts are spread."""
-    return f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if cut.pp > 1 else "") + (f"_{at.ep:03d}" if cut.ep > 1 else "")
+    """`mp_rank_TT`, with `_PPP` where there are several stages and `_EEE` where experts are spread.
+    """
+    return (
+        f"mp_rank_{at.tp:02d}"
+        + (f"_{at.pp:03d}" if cut.pp > 1 else "")
+        + (f"_{at.ep:03d}" if cut.ep > 1 else "")
+    )
 
 
-def write_rank_file(path: Path, model: Mapping[str, Tensor], args: argparse.Namespace, iteration: int | str) -> WrittenFile:
-    """Write one rank's file; `model` has Megatron's local names. Values that are not tensors (Megatron's extra state) are left out."""
+def write_rank_file(
+    path: Path, model: Mapping[str, Tensor], args: argparse.Namespace, iteration: int | str
+) -> WrittenFile:
+    """Write one rank's file; `model` has Megatron's local names. Values that are not tensors
+    (Megatron's extra state) are left out.
+    """
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
-    writer = rank_writer(path, {name: spec_of(tensor) for name, tensor in tensors.items()}, args, iteration)
+    writer = rank_writer(
+        path, {name: spec_of(tensor) for name, tensor in tensors.items()}, args, iteration
+    )
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     return writer.close()
 
 
-def rank_writer(path: Path, specs: Mapping[str, TensorSpec], args: argparse.Namespace, iteration: int | str) -> TorchWriter:
+def rank_writer(
+    path: Path, specs: Mapping[str, TensorSpec], args: argparse.Namespace, iteration: int | str
+) -> TorchWriter:
     """Begins one rank's file, whose tensors may come in any order and from several threads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number = iteration if isinstance(iteration, int) else 0
@@ -86,21 +103,31 @@ def rank_writer(path: Path, specs: Mapping[str, TensorSpec], args: argparse.Name
         if not getattr(args, "use_mcore_models", True):
             tied = not args.untie_embeddings_and_output_weights
             chunks = {key: legacy.nested(chunk, tied=tied) for key, chunk in chunks.items()}
-        return {"args": args, "checkpoint_version": 3.0, "iteration": number, **(chunks or {"model": {}})}
+        return {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": number,
+            **(chunks or {"model": {}}),
+        }
 
     return TorchWriter(path, specs, whole_file)
 
 
 def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
-    """The contents of a rank's file: args, checkpoint_version, iteration, model (tensors only, our names), and what else stands there.
+    """The contents of a rank's file: args, checkpoint_version, iteration, model (tensors only, our
+    names), and what else stands there.
 
-    Virtual stages are one model, whose names begin with `model0.`, `model1.`, ... Raises MsrlError for a file that is absent, cut short or
-    harmful.
+    Virtual stages are one model, whose names begin with `model0.`, `model1.`, ... Raises MsrlError
+    for a file that is absent, cut short or harmful.
     """
     contents = read_torch_file(path, mmap=mmap)
     if not isinstance(contents, dict) or not isinstance(contents.get("args"), argparse.Namespace):
         raise MsrlError(f"{path}: not a Megatron checkpoint file (it holds no args)")
-    chunks = {key: value for key, value in contents.items() if isinstance(key, str) and re.fullmatch(r"model\d*", key)}
+    chunks = {
+        key: value
+        for key, value in contents.items()
+        if isinstance(key, str) and re.fullmatch(r"model\d*", key)
+    }
     if not chunks or not all(isinstance(chunk, dict) for chunk in chunks.values()):
         raise MsrlError(f"{path}: not a Megatron checkpoint file (it holds no model)")
     tensors = [
@@ -114,7 +141,9 @@ def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
 
 
 def _is_weight(path: Path, name: object, value: object) -> bool:
-    """Whether an entry of `model` is a weight; the extra state of fp8 recipes is none, anything else is refused."""
+    """Whether an entry of `model` is a weight; the extra state of fp8 recipes is none, anything
+    else is refused.
+    """
     if str(name).endswith("_extra_state"):
         return False
     if not isinstance(value, Tensor) or not isinstance(name, str):
@@ -122,7 +151,9 @@ def _is_weight(path: Path, name: object, value: object) -> bool:
     return True
 
 
-def _ours(path: Path, tensors: Iterable[tuple[str, Tensor]], args: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
+def _ours(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], args: argparse.Namespace
+) -> Iterator[tuple[str, Tensor]]:
     """A file's tensors under our names, experts one by one."""
     for name, tensor in tensors:
         if is_fused(name):
@@ -140,9 +171,17 @@ def namespace(
     naming: Naming | None = None,
     distributed: bool = False,
 ) -> argparse.Namespace:
-    """Return the arguments of a checkpoint: those that Megatron and MindSpeed read, and more that record the model."""
+    """Return the arguments of a checkpoint: those that Megatron and MindSpeed read, and more that
+    record the model.
+    """
     dtype = dtype or shape.dtype
-    source = ArgumentSource(shape, cut, padded_vocab or padded_vocab_size(shape, cut.tp), naming or Naming(), distributed)
+    source = ArgumentSource(
+        shape,
+        cut,
+        padded_vocab or padded_vocab_size(shape, cut.tp),
+        naming or Naming(),
+        distributed,
+    )
     recorded = {
         "moe_tp_extend_ep": cut.moe_tp_extend_ep,
         "context_parallel_size": 1,
@@ -162,7 +201,8 @@ def namespace(
 
 
 def publish(save: Path, iteration: int | str, *, durable: bool = True) -> None:
-    """Make an iteration visible: its staged folder (if it was staged) is renamed, then the tracker names it.
+    """Make an iteration visible: its staged folder (if it was staged) is renamed, then the tracker
+    names it.
 
     With `durable`, files are on disk, not in a cache, before the tracker names them.
     """
@@ -186,14 +226,23 @@ def manifest_entry(
     versions: Mapping[str, str],
     kind: str = "mindspeed",
 ) -> dict[str, Any]:
-    """What the manifest says of one iteration; `files` are named relative to the checkpoint folder."""
+    """What the manifest says of one iteration; `files` are named relative to the checkpoint folder.
+    """
     return {
-        "layout": {"kind": kind, **plan.cut.as_json(), **asdict(naming), "padded_vocab_size": plan.padded_vocab},
+        "layout": {
+            "kind": kind,
+            **plan.cut.as_json(),
+            **asdict(naming),
+            "padded_vocab_size": plan.padded_vocab,
+        },
         "dtype": dtype,
         "shape": asdict(shape),
         "num_elements": plan.num_elements,
         "sha256_of": "names, sizes and CRC-32s of the file's zip records",
-        "files": {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())},
+        "files": {
+            name: {"bytes": file.num_bytes, "sha256": file.sha256}
+            for name, file in sorted(files.items())
+        },
         "versions": dict(versions),
     }
 
@@ -201,18 +250,27 @@ def manifest_entry(
 def write_manifest(save: Path, iteration: int | str, entry: Mapping[str, Any]) -> None:
     """Add (or replace) an iteration's entry; entries of iterations that are gone are dropped."""
     old = read_manifest(save)["iterations"] if (save / MANIFEST).is_file() else {}
-    kept = {key: value for key, value in old.items() if iteration_dir(save, int(key) if key.isdecimal() else key).is_dir()}
+    kept = {
+        key: value
+        for key, value in old.items()
+        if iteration_dir(save, int(key) if key.isdecimal() else key).is_dir()
+    }
     contents = {"format": 1, "iterations": {**kept, str(iteration): dict(entry)}}
     write_text(save / MANIFEST, json.dumps(contents, indent=1) + "\n")
 
 
 def read_manifest(save: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder. Raises MsrlError when it is not JSON of the known form."""
+    """The manifest of a checkpoint folder. Raises MsrlError when it is not JSON of the known form.
+    """
     path = save / MANIFEST
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(contents, dict) or contents.get("format") != 1 or not isinstance(contents.get("iterations"), dict):
+    if (
+        not isinstance(contents, dict)
+        or contents.get("format") != 1
+        or not isinstance(contents.get("iterations"), dict)
+    ):
         raise MsrlError(f"{path}: not a manifest that this version knows")
     return contents

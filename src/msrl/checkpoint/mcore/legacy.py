@@ -1,12 +1,16 @@
-"""Files of Megatron's models from before megatron-core ("legacy"): the same tensors under other names, nested by module.
+"""Files of Megatron's models from before megatron-core ("legacy"): the same tensors under other
+names, nested by module.
 
     model = {"language_model": {"embedding": {"word_embeddings": {"weight"}},
                                 "encoder": {"layers.0.input_norm.weight", ..., "final_norm.weight"},
-                                "output_layer": {"weight"}},                       where it is not tied to the embedding
-             "word_embeddings_for_head": {"weight"}}                               where it is tied, on the last of several stages
+                                "output_layer": {"weight"}},                       where it is not
+                                tied to the embedding
+             "word_embeddings_for_head": {"weight"}}                               where it is tied,
+             on the last of several stages
 
-q, k and v of a query group, and gate and up, lie as in megatron-core's (checkpoint version 3.0), so names are all that changes. Source:
-`TransformerLanguageModel.state_dict_for_save_checkpoint` in megatron.legacy.model; the legacy names of MindSpeed-LLM 2.0's converter.
+q, k and v of a query group, and gate and up, lie as in megatron-core's (checkpoint version 3.0), so
+names are all that changes. Source: `TransformerLanguageModel.state_dict_for_save_checkpoint` in
+megatron.legacy.model; the legacy names of MindSpeed-LLM 2.0's converter.
 """
 
 from __future__ import annotations
@@ -29,13 +33,20 @@ _INSIDE = {
     "mlp.linear_fc2.weight": "mlp.dense_4h_to_h.weight",
 }
 _OUTSIDE = {
-    "embedding.word_embeddings.weight": ("language_model", "embedding", "word_embeddings", "weight"),
+    "embedding.word_embeddings.weight": (
+        "language_model",
+        "embedding",
+        "word_embeddings",
+        "weight",
+    ),
     "decoder.final_layernorm.weight": ("language_model", "encoder", "final_norm.weight"),
     "output_layer.weight": ("language_model", "output_layer", "weight"),
 }
 _TIED_OUTPUT = ("word_embeddings_for_head", "weight")
 _OURS_INSIDE = {legacy: ours for ours, legacy in _INSIDE.items()}
-_OURS_OUTSIDE = {".".join(path): ours for ours, path in _OUTSIDE.items()} | {".".join(_TIED_OUTPUT): "output_layer.weight"}
+_OURS_OUTSIDE = {".".join(path): ours for ours, path in _OUTSIDE.items()} | {
+    ".".join(_TIED_OUTPUT): "output_layer.weight"
+}
 
 
 def is_legacy(model: Mapping[str, Any]) -> bool:
@@ -44,7 +55,8 @@ def is_legacy(model: Mapping[str, Any]) -> bool:
 
 
 def place(name: str, *, tied: bool) -> tuple[str, ...] | None:
-    """Where a tensor of ours, by its name inside a chunk, stands in a legacy model; None: nowhere."""
+    """Where a tensor of ours, by its name inside a chunk, stands in a legacy model; None: nowhere.
+    """
     if name == "output_layer.weight" and tied:
         return _TIED_OUTPUT
     match = _LAYER.fullmatch(name)
@@ -55,15 +67,24 @@ def place(name: str, *, tied: bool) -> tuple[str, ...] | None:
 
 
 def refuse_unnamed(names: Iterable[str], architecture: str) -> None:
-    """Raises MsrlError for tensors (by their names inside a chunk) that the old models do not have."""
-    kinds = {re.sub(r"\.layers\.\d+\.", ".layers.*.", name) for name in names if place(name, tied=False) is None}
+    """Raises MsrlError for tensors (by their names inside a chunk) that the old models do not have.
+    """
+    kinds = {
+        re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+        for name in names
+        if place(name, tied=False) is None
+    }
     if kinds:
         some = ", ".join(sorted(kinds)[:3])
-        raise MsrlError(f"--names legacy: Megatron's old models have no name for {some} of {architecture}; write local or te names")
+        raise MsrlError(
+            f"--names legacy: Megatron's old models have no name for {some} of {architecture}; write local or te names"
+        )
 
 
 def nested(model: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
-    """The legacy form of one chunk of a rank. Raises ValueError for a tensor that `refuse_unnamed` would have named."""
+    """The legacy form of one chunk of a rank. Raises ValueError for a tensor that `refuse_unnamed`
+    would have named.
+    """
     found: dict[str, Any] = {}
     for name, value in model.items():
         path = place(name, tied=tied)
@@ -77,7 +98,9 @@ def nested(model: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def flat(path: Path, model: Mapping[str, Any]) -> dict[str, Any]:
-    """One chunk under our names; the way back of `nested`. Raises MsrlError for names that are not known; `path` is for it."""
+    """One chunk under our names; the way back of `nested`. Raises MsrlError for names that are not
+    known; `path` is for it.
+    """
     found: dict[str, Any] = {}
     for name, value in _leaves(model, ""):
         if not name.endswith(("_extra_state", ".inv_freq")):

@@ -1,8 +1,9 @@
 """Names of tensors in Megatron's files, and the forms that differ from ours.
 
-Inside msrl tensors have the names of Megatron's local layer spec, with experts one by one. Files may have Transformer Engine's names, and
-experts fused for grouped matrix products: by the local spec all of a rank's in one tensor, `weight1` and `weight2`, by Transformer
-Engine's still one by one. Letters: E experts of a rank, H hidden, F feed-forward columns of a rank.
+Inside msrl tensors have the names of Megatron's local layer spec, with experts one by one. Files
+may have Transformer Engine's names, and experts fused for grouped matrix products: by the local
+spec all of a rank's in one tensor, `weight1` and `weight2`, by Transformer Engine's still one by
+one. Letters: E experts of a rank, H hidden, F feed-forward columns of a rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec
 
 _LAYER = r"(?P<layer>(?:model\d+\.)?decoder\.layers\.\d+\.)"
 _PARAMETER = re.compile(_LAYER + r"(?P<rest>.+)")
-_EXPERT = re.compile(_LAYER + r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)")
+_EXPERT = re.compile(
+    _LAYER
+    + r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)"
+)
 _LATENT = re.compile(_LAYER + r"self_attention\.linear_kv_up_proj\.weight")
 _TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 _TE_NORMS = {
@@ -31,7 +35,9 @@ _FUSED = {"linear_fc1": "weight1", "linear_fc2": "weight2"}
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How a file names its tensors: by Transformer Engine's layer spec (`te`), with `grouped` experts, or as `legacy` models did."""
+    """How a file names its tensors: by Transformer Engine's layer spec (`te`), with `grouped`
+    experts, or as `legacy` models did.
+    """
 
     te: bool = False
     grouped: bool = False
@@ -43,7 +49,9 @@ LOCAL = Naming()
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file: its name there, and our names of what it is made of, of which there are several for fused experts."""
+    """A tensor of a file: its name there, and our names of what it is made of, of which there are
+    several for fused experts.
+    """
 
     name: str
     sources: tuple[str, ...]
@@ -51,7 +59,9 @@ class Entry:
 
 
 def entries(names: Iterable[str], naming: Naming) -> list[Entry]:
-    """What a file has for a rank's tensors, given by our names, in their order; fused experts come after the last of their layer."""
+    """What a file has for a rank's tensors, given by our names, in their order; fused experts come
+    after the last of their layer.
+    """
     names = list(names)
     alone = _norms_alone(names)
     fused = _fused(names) if naming.grouped and not naming.te else {}
@@ -65,9 +75,19 @@ def entries(names: Iterable[str], naming: Naming) -> list[Entry]:
 
 
 def _norms_alone(names: Iterable[str]) -> set[str]:
-    """Norms that Transformer Engine does not fuse with a linear layer: what follows them is a router, or the latents of an attention."""
-    routers = {f"{match['layer']}pre_mlp_layernorm.weight" for name in names if (match := _EXPERT.fullmatch(name))}
-    return routers | {f"{match['layer']}input_layernorm.weight" for name in names if (match := _LATENT.fullmatch(name))}
+    """Norms that Transformer Engine does not fuse with a linear layer: what follows them is a
+    router, or the latents of an attention.
+    """
+    routers = {
+        f"{match['layer']}pre_mlp_layernorm.weight"
+        for name in names
+        if (match := _EXPERT.fullmatch(name))
+    }
+    return routers | {
+        f"{match['layer']}input_layernorm.weight"
+        for name in names
+        if (match := _LATENT.fullmatch(name))
+    }
 
 
 def _fused(names: Iterable[str]) -> dict[str, list[Entry]]:
@@ -80,7 +100,10 @@ def _fused(names: Iterable[str]) -> dict[str, list[Entry]]:
             layers.setdefault(match["layer"], {}).setdefault(match["linear"], []).append(name)
             last[match["layer"]] = name
     return {
-        last[layer]: [Entry(f"{layer}mlp.experts.{_FUSED[linear]}", tuple(sources), fused=True) for linear, sources in linears.items()]
+        last[layer]: [
+            Entry(f"{layer}mlp.experts.{_FUSED[linear]}", tuple(sources), fused=True)
+            for linear, sources in linears.items()
+        ]
         for layer, linears in layers.items()
     }
 
@@ -117,11 +140,17 @@ def _spec(entry: Entry, sources: Sequence[TensorSpec]) -> TensorSpec:
 
 def _fused_spec(name: str, experts: Sequence[TensorSpec]) -> TensorSpec:
     rows, columns = experts[0].shape
-    shape = (columns, len(experts) * rows) if name.endswith(_FUSED["linear_fc1"]) else (len(experts) * columns, rows)
+    shape = (
+        (columns, len(experts) * rows)
+        if name.endswith(_FUSED["linear_fc1"])
+        else (len(experts) * columns, rows)
+    )
     return TensorSpec(experts[0].dtype, shape)
 
 
-def repacked(tensors: Iterable[tuple[str, Pieces]], found: Iterable[Entry]) -> Iterator[tuple[str, Pieces]]:
+def repacked(
+    tensors: Iterable[tuple[str, Pieces]], found: Iterable[Entry]
+) -> Iterator[tuple[str, Pieces]]:
     """A file's tensors, in its order, from ours; of fused experts one at a time is in memory."""
     waiting: dict[str, Pieces] = {}
     given = iter(tensors)
@@ -134,19 +163,33 @@ def repacked(tensors: Iterable[tuple[str, Pieces]], found: Iterable[Entry]) -> I
 
 
 def fused_experts(name: str, experts: list[Pieces]) -> Pieces:
-    """`weight1` [H, E * 2F] of fc1's [2F, H], `weight2` [E * F, H] of fc2's [H, F]; in memory [E, H, 2F] and [E, F, H]."""
-    return Pieces(_fused_spec(name, [expert.spec for expert in experts]), (torch.cat(list(expert.parts)).t() for expert in experts))
+    """`weight1` [H, E * 2F] of fc1's [2F, H], `weight2` [E * F, H] of fc2's [H, F]; in memory [E,
+    H, 2F] and [E, F, H].
+    """
+    return Pieces(
+        _fused_spec(name, [expert.spec for expert in experts]),
+        (torch.cat(list(expert.parts)).t() for expert in experts),
+    )
 
 
 def unfused(name: str, tensor: Tensor, num_experts: int) -> Iterator[tuple[str, Tensor]]:
     """Our tensors of a fused one, by our names; views where they can be. `num_experts` is E."""
     prefix, _, which = name.rpartition(".")
     linear = next(linear for linear, fused in _FUSED.items() if fused == which)
-    stacked = tensor.reshape(num_experts, tensor.shape[0], -1) if linear == "linear_fc1" else tensor.unflatten(0, (num_experts, -1))
-    yield from ((f"{prefix}.local_experts.{number}.{linear}.weight", part.t()) for number, part in enumerate(stacked))
+    stacked = (
+        tensor.reshape(num_experts, tensor.shape[0], -1)
+        if linear == "linear_fc1"
+        else tensor.unflatten(0, (num_experts, -1))
+    )
+    yield from (
+        (f"{prefix}.local_experts.{number}.{linear}.weight", part.t())
+        for number, part in enumerate(stacked)
+    )
 
 
 def is_fused(name: str) -> bool:
     """Whether a file's tensor holds all experts of a rank."""
     match = _PARAMETER.fullmatch(name)
-    return match is not None and match["rest"] in {f"mlp.experts.{which}" for which in _FUSED.values()}
+    return match is not None and match["rest"] in {
+        f"mlp.experts.{which}" for which in _FUSED.values()
+    }

@@ -1,7 +1,9 @@
-"""Zip archives as torch writes them: records stored as they are, each on a 64-byte boundary, at places known before the first byte.
+"""Zip archives as torch writes them: records stored as they are, each on a 64-byte boundary, at
+places known before the first byte.
 
-So records can be written in any order and by several threads. What vouches for them are the CRC-32s that the format has anyway.
-Source: PKWARE's APPNOTE 6.3.10 (4.3 structure, 4.5.3 sizes of 64 bits); "FB" is the padding field of torch's own writer.
+So records can be written in any order and by several threads. What vouches for them are the CRC-32s
+that the format has anyway. Source: PKWARE's APPNOTE 6.3.10 (4.3 structure, 4.5.3 sizes of 64 bits);
+"FB" is the padding field of torch's own writer.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 ROOT = "archive"
 _LOCAL, _CENTRAL = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I")
-_END, _END64, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
+_END, _END64, _LOCATOR = (
+    struct.Struct("<4s4H2IH"),
+    struct.Struct("<4sQ2H2I4Q"),
+    struct.Struct("<4sIQI"),
+)
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _DATE = 1 << 5 | 1  # 1980-01-01: two archives of the same records are the same bytes
 _UTF8 = 1 << 11  # the flag of a name in UTF-8
@@ -54,7 +60,19 @@ class _Record:
         wide = struct.pack("<2H2Q", 1, 16, self.num_bytes, self.num_bytes) if self.wide else b""
         extra_bytes = self.data - self.begin - _LOCAL.size - len(self.name)
         padding = extra_bytes - len(wide) - 4
-        fixed = _LOCAL.pack(b"PK\3\4", 45 if self.wide else 20, 0, 0, 0, _DATE, crc, size, size, len(self.name), extra_bytes)
+        fixed = _LOCAL.pack(
+            b"PK\3\4",
+            45 if self.wide else 20,
+            0,
+            0,
+            0,
+            _DATE,
+            crc,
+            size,
+            size,
+            len(self.name),
+            extra_bytes,
+        )
         return fixed + self.name + wide + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
 
     def central_header(self, crc: int) -> bytes:
@@ -62,15 +80,37 @@ class _Record:
         large = [self.num_bytes] * 2 * self.wide + [self.begin] * (begin == _MAX32)
         extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
         version, mode = 45 if large else 20, 0o600 << 16
-        fixed = (b"PK\1\2", 3 << 8 | version, version, 0, 0, 0, _DATE, crc, size, size, len(self.name), len(extra), 0, 0, 0, mode, begin)
+        fixed = (
+            b"PK\1\2",
+            3 << 8 | version,
+            version,
+            0,
+            0,
+            0,
+            _DATE,
+            crc,
+            size,
+            size,
+            len(self.name),
+            len(extra),
+            0,
+            0,
+            0,
+            mode,
+            begin,
+        )
         return _CENTRAL.pack(*fixed) + self.name + extra
 
 
 class ArchiveWriter:
-    """Writes records of known sizes into a file, from byte `begin` of it on; `close` makes an archive of them."""
+    """Writes records of known sizes into a file, from byte `begin` of it on; `close` makes an
+    archive of them.
+    """
 
     def __init__(self, path: Path, sizes: Mapping[str, int], begin: int = 0) -> None:
-        """`sizes`: bytes of every record by its name. The file is made if it is absent, and stretched to hold them."""
+        """`sizes`: bytes of every record by its name. The file is made if it is absent, and
+        stretched to hold them.
+        """
         self._path, self._begin = path, begin
         self._records: dict[str, _Record] = {}
         self._crcs: dict[str, int] = {}
@@ -82,38 +122,56 @@ class ArchiveWriter:
         os.truncate(descriptor, begin + self._end)
         os.close(descriptor)
 
-    def write(self, name: str, blocks: Iterable[memoryview], advance: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Write a record; `advance` hears of every block. Raises ValueError for another number of bytes than was announced."""
+    def write(
+        self,
+        name: str,
+        blocks: Iterable[memoryview],
+        advance: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        """Write a record; `advance` hears of every block. Raises ValueError for another number of
+        bytes than was announced.
+        """
         record, crc, done = self._records[name], 0, 0
         descriptor = os.open(self._path, os.O_WRONLY)
         try:
             for block in blocks:
                 if done + len(block) > record.num_bytes:
-                    raise ValueError(f"{name}: more bytes were given than the {record.num_bytes} announced")
+                    raise ValueError(
+                        f"{name}: more bytes were given than the {record.num_bytes} announced"
+                    )
                 crc = crc32(block, crc)
                 write_at(descriptor, block, self._begin + record.data + done)
                 done += len(block)
                 advance(len(block))
             if done != record.num_bytes:
-                raise ValueError(f"{name}: {done} bytes were given where {record.num_bytes} were announced")
+                raise ValueError(
+                    f"{name}: {done} bytes were given where {record.num_bytes} were announced"
+                )
             write_at(descriptor, memoryview(record.local_header(crc)), self._begin + record.begin)
         finally:
             os.close(descriptor)
         self._crcs[name] = crc
 
     def close(self) -> tuple[int, str]:
-        """Write the archive's directory; the bytes of the archive and the digest of its records. Raises ValueError where one is missing."""
+        """Write the archive's directory; the bytes of the archive and the digest of its records.
+        Raises ValueError where one is missing.
+        """
         missing = [name for name in self._records if name not in self._crcs]
         if missing:
             raise ValueError(f"not written: {', '.join(missing[:3])}")
-        directory = b"".join(record.central_header(self._crcs[name]) for name, record in self._records.items())
+        directory = b"".join(
+            record.central_header(self._crcs[name]) for name, record in self._records.items()
+        )
         ending = self._ending(len(directory))
         descriptor = os.open(self._path, os.O_WRONLY)
         try:
             write_at(descriptor, memoryview(directory + ending), self._begin + self._end)
         finally:
             os.close(descriptor)
-        found = digest((record.name.decode(), record.num_bytes, self._crcs[name]) for name, record in self._records.items())
+        found = digest(
+            (record.name.decode(), record.num_bytes, self._crcs[name])
+            for name, record in self._records.items()
+        )
         return self._end + len(directory) + len(ending), found
 
     def _ending(self, directory_bytes: int) -> bytes:
@@ -124,7 +182,9 @@ class ArchiveWriter:
             wide = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, directory_bytes, begin)
             wide += _LOCATOR.pack(b"PK\6\7", 0, begin + directory_bytes, 1)
         counts = (min(count, _MAX16),) * 2
-        return wide + _END.pack(b"PK\5\6", 0, 0, *counts, min(directory_bytes, _MAX32), min(begin, _MAX32), 0)
+        return wide + _END.pack(
+            b"PK\5\6", 0, 0, *counts, min(directory_bytes, _MAX32), min(begin, _MAX32), 0
+        )
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
@@ -135,10 +195,11 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def check_archive(file: IO[bytes], advance: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """Read every record of an open archive and compare it with its CRC-32; return the digest of the records.
+    """Read every record of an open archive and compare it with its CRC-32; return the digest of the
+    records.
 
-    `advance` is called with the bytes of each block that was read. Raises MsrlError that names the damaged record, zipfile.BadZipFile or
-    OSError for a file that is not an archive.
+    `advance` is called with the bytes of each block that was read. Raises MsrlError that names the
+    damaged record, zipfile.BadZipFile or OSError for a file that is not an archive.
     """
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
@@ -148,17 +209,23 @@ def check_archive(file: IO[bytes], advance: Callable[[int], None] = lambda num_b
 
 
 def _is_intact(file: IO[bytes], info: zipfile.ZipInfo, advance: Callable[[int], None]) -> bool:
-    """Return True if a record has the size and the CRC-32 of the archive's directory. Raises MsrlError where another record lies."""
+    """Return True if a record has the size and the CRC-32 of the archive's directory. Raises
+    MsrlError where another record lies.
+    """
     file.seek(info.header_offset)
     header = _LOCAL.unpack(file.read(_LOCAL.size))
-    if header[0] != b"PK\3\4" or file.read(header[-2]) != info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437"):
+    if header[0] != b"PK\3\4" or file.read(header[-2]) != info.orig_filename.encode(
+        "utf-8" if info.flag_bits & _UTF8 else "cp437"
+    ):
         raise MsrlError(f"record {info.filename} is not where the archive's directory says")
     file.seek(header[-1], os.SEEK_CUR)
     return read_crc32(cast("Readable", file), info.file_size, advance) == (info.CRC, info.file_size)
 
 
 def digest_of(archive: zipfile.ZipFile) -> str:
-    """SHA-256 of the records' names, sizes and CRC-32s: it vouches for the contents at the price of the CRCs that are there anyway."""
+    """SHA-256 of the records' names, sizes and CRC-32s: it vouches for the contents at the price of
+    the CRCs that are there anyway.
+    """
     return digest((record.filename, record.file_size, record.CRC) for record in archive.infolist())
 
 

@@ -1,7 +1,8 @@
 """Names that pickles in checkpoints may use, and the constructors that stand in for them.
 
-A constructor takes values from the file, so it checks their types before it uses them, and it returns a new plain value or one of the
-stand-ins below. It never returns a class, a function, a module or an object that outlives the file.
+A constructor takes values from the file, so it checks their types before it uses them, and it
+returns a new plain value or one of the stand-ins below. It never returns a class, a function, a
+module or an object that outlives the file.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class StorageRef:
 
 
 class Foreign:
-    """A value of a class that is not loaded: its name, and the arguments and the state that the file holds for it."""
+    """A value of a class that is not loaded: its name, and the arguments and the state that the
+    file holds for it.
+    """
 
     __slots__ = ("arguments", "name", "state")
 
@@ -63,7 +66,8 @@ class Foreign:
 
 
 class NumpyType:
-    """An element type of NumPy, as text: one that the process shares never gets state from a file."""
+    """An element type of NumPy, as text: one that the process shares never gets state from a file.
+    """
 
     __slots__ = ("order", "text")
 
@@ -80,11 +84,14 @@ class NumpyType:
 
 def unwanted(module: str, name: str) -> UnpicklingError:
     """Return the error for a name that has no place in a checkpoint."""
-    return UnpicklingError(f"it names {module}.{name}, which a checkpoint has no use for; it may be harmful and was not run")
+    return UnpicklingError(
+        f"it names {module}.{name}, which a checkpoint has no use for; it may be harmful and was not run"
+    )
 
 
 def resolve(module: str, name: str) -> Global | torch.dtype:
-    """Return the stand-in for a name. Element types of torch are immutable and stand for themselves.
+    """Return the stand-in for a name. Element types of torch are immutable and stand for
+    themselves.
 
     Raises:
         UnpicklingError: A checkpoint has no use for the name.
@@ -113,7 +120,9 @@ def construct(target: object, arguments: object, keywords: object = None) -> Any
     try:
         return constructor(*arguments)
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        raise UnpicklingError(f"it calls {target.module}.{target.name} with unusable values: {error}") from error
+        raise UnpicklingError(
+            f"it calls {target.module}.{target.name} with unusable values: {error}"
+        ) from error
 
 
 def is_foreign(name: Global) -> bool:
@@ -122,7 +131,9 @@ def is_foreign(name: Global) -> bool:
 
 
 def check_key(key: object) -> Any:
-    """Return a dict key or set member whose hash takes no recursion (hashing deeply nested tuples overflows the C stack)."""
+    """Return a dict key or set member whose hash takes no recursion (hashing deeply nested tuples
+    overflows the C stack).
+    """
     members = key if type(key) is tuple else (key,)
     for member in members:
         if type(member) not in _KEYS:
@@ -131,25 +142,41 @@ def check_key(key: object) -> Any:
 
 
 def storage_dtype(kind: object) -> torch.dtype | None:
-    """Return the element type that a storage class stands for; None where `kind` is no such class."""
-    return _STORAGES[kind.name] if isinstance(kind, Global) and _is_storage(kind.module, kind.name) else None
+    """Return the element type that a storage class stands for; None where `kind` is no such class.
+    """
+    return (
+        _STORAGES[kind.name]
+        if isinstance(kind, Global) and _is_storage(kind.module, kind.name)
+        else None
+    )
 
 
 def fill_array(array: np.ndarray[Any, Any], state: object) -> None:
     """Give an array its type, shape and elements, as `numpy.ndarray.__reduce__` writes them."""
     version, shape, kind, is_fortran, data = _items(state, 5)
-    if type(version) is not int or type(is_fortran) is not bool or not isinstance(kind, NumpyType) or type(data) is not bytes:
+    if (
+        type(version) is not int
+        or type(is_fortran) is not bool
+        or not isinstance(kind, NumpyType)
+        or type(data) is not bytes
+    ):
         raise UnpicklingError("it holds an array of Python objects or of an unknown form")
     dtype, sizes = kind.dtype(), _sizes(shape)
     if len(data) != dtype.itemsize * math.prod(sizes):
-        raise UnpicklingError(f"it holds an array of {len(data)} bytes, which do not make {list(sizes)}")
+        raise UnpicklingError(
+            f"it holds an array of {len(data)} bytes, which do not make {list(sizes)}"
+        )
     array.__setstate__((1, sizes, dtype, is_fortran, data))  # pyright: ignore[reportArgumentType] - a bool, as NumPy writes it
 
 
 def set_numpy_type(kind: NumpyType, state: object) -> None:
     """Give an element type its byte order."""
     _, order, *rest = _items(state, 8)
-    if type(order) is not str or order not in ("<", ">", "|", "=") or any(item is not None for item in rest[:3]):
+    if (
+        type(order) is not str
+        or order not in ("<", ">", "|", "=")
+        or any(item is not None for item in rest[:3])
+    ):
         raise UnpicklingError("it holds an array of structures")
     kind.order = order
 
@@ -184,7 +211,11 @@ def _default_dict(factory: object = None) -> dict[Any, Any]:
     """Read a defaultdict as a plain dict; its factory is never called."""
     if factory is None or (isinstance(factory, Global) and factory in _DICT_NAMES):
         return {}
-    name = f"{factory.module}.{factory.name}" if isinstance(factory, Global) else type(factory).__name__
+    name = (
+        f"{factory.module}.{factory.name}"
+        if isinstance(factory, Global)
+        else type(factory).__name__
+    )
     raise UnpicklingError(f"it holds a defaultdict of {name}; only one of dict is read")
 
 
@@ -213,7 +244,9 @@ def _path(*parts: Any) -> PurePosixPath:
 def _numbers(kind: Callable[..., Any], *types: type) -> Callable[..., Any]:
     def make(*values: Any) -> Any:
         if not all(type(value) in types for value in values):
-            raise UnpicklingError(f"it makes a {getattr(kind, '__name__', 'value')} of something other than numbers")
+            raise UnpicklingError(
+                f"it makes a {getattr(kind, '__name__', 'value')} of something other than numbers"
+            )
         return kind(*values)
 
     return make
@@ -230,7 +263,9 @@ def _size(sizes: object) -> torch.Size:
 
 def _numpy_type(text: object, *_: object) -> NumpyType:
     if type(text) is not str or _NUMPY_TYPE.fullmatch(text) is None:
-        raise UnpicklingError("it holds an array of Python objects or structures; only numbers and text are read")
+        raise UnpicklingError(
+            "it holds an array of Python objects or structures; only numbers and text are read"
+        )
     return NumpyType(text)
 
 
@@ -247,7 +282,11 @@ def _array(*_: object) -> np.ndarray[Any, Any]:
 
 
 def _numpy_scalar(kind: object, data: object) -> Any:
-    if not isinstance(kind, NumpyType) or type(data) is not bytes or len(data) != kind.dtype().itemsize:
+    if (
+        not isinstance(kind, NumpyType)
+        or type(data) is not bytes
+        or len(data) != kind.dtype().itemsize
+    ):
         raise UnpicklingError("it holds a number of an unknown type")
     return np.frombuffer(data, kind.dtype())[0].item() if data else ""
 
@@ -263,11 +302,22 @@ def _tensor(
 ) -> Tensor:
     """Rebuild a tensor on the memory of its storage, within which all of its elements must lie."""
     sizes, steps, begin = _sizes(shape), _sizes(strides), _sizes((offset,))[0]
-    if not isinstance(storage, StorageRef) or len(sizes) != len(steps) or len(sizes) > _MAX_AXES or type(requires_grad) is not bool:
+    if (
+        not isinstance(storage, StorageRef)
+        or len(sizes) != len(steps)
+        or len(sizes) > _MAX_AXES
+        or type(requires_grad) is not bool
+    ):
         raise UnpicklingError("it describes a tensor in an unknown way")
     if bits:
-        raise UnpicklingError("it holds a conjugated or negated view of a tensor, which is not read")
-    end = begin + (1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) if all(sizes) else 0)
+        raise UnpicklingError(
+            "it holds a conjugated or negated view of a tensor, which is not read"
+        )
+    end = begin + (
+        1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+        if all(sizes)
+        else 0
+    )
     num_elements = math.prod(sizes)
     if end > storage.num_elements or num_elements > max(storage.num_elements, _MAX_REPEATED):
         message = f"{list(sizes)} with strides {list(steps)} at {begin}, beyond the {storage.num_elements} elements of its storage"
@@ -293,16 +343,40 @@ def _items(state: object, count: int) -> tuple[Any, ...]:
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    """Return sizes, strides or offsets: whole numbers that are not negative and fit into 64 bits."""
-    if type(values) not in (tuple, list, torch.Size) or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
+    """Return sizes, strides or offsets: whole numbers that are not negative and fit into 64 bits.
+    """
+    if type(values) not in (tuple, list, torch.Size) or not all(
+        type(value) is int and 0 <= value < 1 << 63 for value in values
+    ):
         raise UnpicklingError("it holds a tensor or array whose sizes are no whole numbers")
     return tuple(values)
 
 
-_KEYS = frozenset({type(None), bool, int, float, str, bytes, torch.dtype, torch.Size, PurePosixPath, Global, Foreign})
+_KEYS = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        torch.dtype,
+        torch.Size,
+        PurePosixPath,
+        Global,
+        Foreign,
+    }
+)
 _DICT_NAMES = (Global("builtins", "dict"), Global("__builtin__", "dict"))
-_OPAQUE = {("torch", "device"), ("torch.serialization", "_get_layout"), ("_io", "BytesIO"), ("signal", "Signals")}
-_TORCH_TYPES: Mapping[str, torch.dtype] = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_OPAQUE = {
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("_io", "BytesIO"),
+    ("signal", "Signals"),
+}
+_TORCH_TYPES: Mapping[str, torch.dtype] = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
 
 CONSTRUCTORS: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("argparse", "Namespace"): _namespace,

@@ -1,14 +1,18 @@
 """Read pickles from checkpoints without importing, calling or changing anything that a file names.
 
-`load` is a stack machine of its own for the opcodes that pickle protocols 2 to 5 write (PEP 307, PEP 3154, PEP 574). It differs from
-Python's unpickler in three ways:
+`load` is a stack machine of its own for the opcodes that pickle protocols 2 to 5 write (PEP 307,
+PEP 3154, PEP 574). It differs from Python's unpickler in three ways:
 
-- A name in the file becomes a `Global`, an immutable pair of strings. No class, function or module is ever on the stack.
-- Calls go to the constructors in `pickle_names`, which check their arguments and return plain values or stand-ins.
-- Opcodes that add items or set state dispatch on the exact type of a value that this machine has built. No method or attribute of the
+- A name in the file becomes a `Global`, an immutable pair of strings. No class, function or module
+  is ever on the stack.
+- Calls go to the constructors in `pickle_names`, which check their arguments and return plain
+  values or stand-ins.
+- Opcodes that add items or set state dispatch on the exact type of a value that this machine has
+  built. No method or attribute of the
   value is looked up, so an instance cannot bring a `__setstate__` along.
 
-The machine does not recurse. It limits the size of the pickle, the number of opcodes and the nesting of the result.
+The machine does not recurse. It limits the size of the pickle, the number of opcodes and the
+nesting of the result.
 """
 
 from __future__ import annotations
@@ -59,15 +63,17 @@ def load(data: bytes, load_storage: Callable[[object], StorageRef] | None = None
     """Return the value of a pickle.
 
     Args:
-        data: The whole pickle.
-        load_storage: Turns a persistent id into the storage of a tensor; None refuses persistent ids.
+        data: The whole pickle. load_storage: Turns a persistent id into the storage of a tensor;
+        None refuses persistent ids.
 
     Raises:
-        UnpicklingError: The pickle names something that a checkpoint does not hold, or exceeds a limit.
-        ValueError, TypeError, LookupError, struct.error: The pickle is malformed.
+        UnpicklingError: The pickle names something that a checkpoint does not hold, or exceeds a
+        limit. ValueError, TypeError, LookupError, struct.error: The pickle is malformed.
     """
     if len(data) > MAX_BYTES:
-        raise UnpicklingError(f"it has {len(data)} bytes besides tensors, more than the limit of {MAX_BYTES}")
+        raise UnpicklingError(
+            f"it has {len(data)} bytes besides tensors, more than the limit of {MAX_BYTES}"
+        )
     value = _Machine(data, load_storage).run()
     _check_result(value)
     return value
@@ -261,7 +267,9 @@ def _build(machine: _Machine) -> None:
     target = machine.stack[-1]
     setter = _STATE_SETTERS.get(type(target))
     if setter is None:
-        raise UnpicklingError(f"it sets the state of a {_kind(target)}, which may be harmful and was not done")
+        raise UnpicklingError(
+            f"it sets the state of a {_kind(target)}, which may be harmful and was not done"
+        )
     setter(target, state)
 
 
@@ -276,9 +284,13 @@ def _set_namespace(target: Namespace, state: object) -> None:
 
 
 def _set_ordered(_: object, state: object) -> None:
-    """Skip the attributes that torch hangs on a state dict: the versions of its modules, no part of the model."""
+    """Skip the attributes that torch hangs on a state dict: the versions of its modules, no part of
+    the model.
+    """
     if type(state) is not dict:
-        raise UnpicklingError("it sets the state of an OrderedDict to something other than attributes")
+        raise UnpicklingError(
+            "it sets the state of an OrderedDict to something other than attributes"
+        )
 
 
 def _persistent(machine: _Machine) -> None:
@@ -314,7 +326,9 @@ class _Handlers(dict[bytes, Callable[[_Machine], object]]):
     def __missing__(self, opcode: bytes) -> Any:
         if not opcode:
             raise UnpicklingError("its pickle is truncated")
-        raise UnpicklingError(f"it contains the pickle opcode {opcode!r}, which torch.save does not write")
+        raise UnpicklingError(
+            f"it contains the pickle opcode {opcode!r}, which torch.save does not write"
+        )
 
 
 _HANDLERS = _Handlers(
@@ -336,7 +350,9 @@ _HANDLERS = _Handlers(
         pickle.BININT1: lambda machine: machine.stack.append(machine.read_byte()),
         pickle.BININT2: _number("<H"),
         pickle.BINFLOAT: _number(">d"),
-        pickle.LONG1: _sized("<B", _integer),  # LONG4 holds numbers of more than 2040 bits, which no checkpoint does
+        pickle.LONG1: _sized(
+            "<B", _integer
+        ),  # LONG4 holds numbers of more than 2040 bits, which no checkpoint does
         pickle.SHORT_BINUNICODE: _sized("<B", _text),
         pickle.BINUNICODE: _sized("<I", _text),
         pickle.BINUNICODE8: _sized("<Q", _text),
@@ -375,14 +391,18 @@ _HANDLERS = _Handlers(
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Size of a container: how deep it is nested, and its values, counted again for every container that refers to them."""
+    """Size of a container: how deep it is nested, and its values, counted again for every container
+    that refers to them.
+    """
 
     depth: int
     num_values: int
 
 
 def _check_result(root: object) -> None:
-    """Refuse values that code cannot walk (cycles, deep nesting, shared containers that multiply) and stray parts of the machinery."""
+    """Refuse values that code cannot walk (cycles, deep nesting, shared containers that multiply)
+    and stray parts of the machinery.
+    """
     extents: dict[int, _Extent | None] = {}  # by id; None while a container is being visited
     pending: list[tuple[object, list[object] | None]] = [([root], None)]
     while pending:
@@ -406,12 +426,16 @@ def _extent(members: list[object], extents: dict[int, _Extent | None]) -> _Exten
             raise UnpicklingError("it holds a value that contains itself")
         depth, num_values = max(depth, inner.depth), num_values + inner.num_values
     if depth > MAX_DEPTH or num_values > MAX_VALUES:
-        raise UnpicklingError(f"its values are nested more than {MAX_DEPTH} deep or number more than {MAX_VALUES} when written out")
+        raise UnpicklingError(
+            f"its values are nested more than {MAX_DEPTH} deep or number more than {MAX_VALUES} when written out"
+        )
     return _Extent(depth + 1, num_values)
 
 
 def _members(value: Any) -> list[object]:
-    """Return the values inside a container. Raises UnpicklingError for what is no value of a checkpoint."""
+    """Return the values inside a container. Raises UnpicklingError for what is no value of a
+    checkpoint.
+    """
     kind = type(value)
     if kind is dict or kind is OrderedDict:
         return [*value.keys(), *value.values()]

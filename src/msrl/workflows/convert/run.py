@@ -1,4 +1,6 @@
-"""msrl convert-ckpt: convert a checkpoint, merge a LoRA adapter, then prove the result bit for bit and by what it computes."""
+"""msrl convert-ckpt: convert a checkpoint, merge a LoRA adapter, then prove the result bit for bit
+and by what it computes.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,22 @@ FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf")
 
 
 def run(config: Config) -> None:
-    """Do what `config.convert.command` says. Raises MsrlError for the user's mistakes, VerificationError for a result that is not exact."""
+    """Do what `config.convert.command` says. Raises MsrlError for the user's mistakes,
+    VerificationError for a result that is not exact.
+    """
     convert = config.convert
     if convert.load is None or (convert.save is None and convert.command != "inspect"):
-        raise MsrlError("convert.load and convert.save: name the checkpoint to read and the folder to write")
+        raise MsrlError(
+            "convert.load and convert.save: name the checkpoint to read and the folder to write"
+        )
     if convert.command == "inspect":
         inspect(Path(convert.load), verify=convert.verify)
     elif convert.command == "lora2hf":
-        _export_adapter(Path(convert.load), Path(convert.save or ""), Path(convert.hf_config) if convert.hf_config else None)
+        _export_adapter(
+            Path(convert.load),
+            Path(convert.save or ""),
+            Path(convert.hf_config) if convert.hf_config else None,
+        )
     else:
         _convert(config, Path(convert.load), Path(convert.save or ""))
 
@@ -63,16 +73,22 @@ def _convert(config: Config, load: Path, save: Path) -> None:
         work(bar.advance)
     elapsed = time.perf_counter() - start
     layout = "" if convert.command in TO_HF else f"{layout_from(convert)}, "
-    print(f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}")
+    print(
+        f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}"
+    )
     _print_carried(source)
     if source.shape.reward_head:
-        print(f"reward model ({source.shape.architecture}): score.weight of Hugging Face is rm_head.weight of Megatron")
+        print(
+            f"reward model ({source.shape.architecture}): score.weight of Hugging Face is rm_head.weight of Megatron"
+        )
     if convert.command not in FROM_HF:
         print_left_out(load)
     if convert.verify:
         _verify(config, source, load, save)
     else:
-        print("not verified: neither the files nor what the model computes have been compared with the source")
+        print(
+            "not verified: neither the files nor what the model computes have been compared with the source"
+        )
 
 
 def _open(convert: ConvertConfig, load: Path) -> WeightSource:
@@ -81,8 +97,12 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
     if convert.command in FROM_HF:
         base: WeightSource = HfSource(load)
     else:
-        is_own = lora is not None and lora.resolve() == load.resolve()  # another one would leave out the adapter in `load`
-        base = open_mcore(load, Path(convert.hf_config) if convert.hf_config else None, beside_adapter=is_own)
+        is_own = (
+            lora is not None and lora.resolve() == load.resolve()
+        )  # another one would leave out the adapter in `load`
+        base = open_mcore(
+            load, Path(convert.hf_config) if convert.hf_config else None, beside_adapter=is_own
+        )
         if convert.verify and isinstance(base, ShardedSource):
             _compare_copies(base, load)
     if lora is None:
@@ -93,7 +113,9 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
 
 
 def _verify_source(convert: ConvertConfig, load: Path) -> None:
-    """Verify the files that are converted. `--no-verify` trusts the manifest's checksums, but never a damaged archive."""
+    """Verify the files that are converted. `--no-verify` trusts the manifest's checksums, but never
+    a damaged archive.
+    """
     depth = "checksums" if convert.verify else "archives"
     checks = (hf_checks if convert.command in FROM_HF else mcore_checks)(load, depth=depth)
     if convert.lora is not None and Path(convert.lora).resolve() != load.resolve():
@@ -102,10 +124,14 @@ def _verify_source(convert: ConvertConfig, load: Path) -> None:
 
 
 def _compare_copies(source: ShardedSource, load: Path) -> None:
-    """Refuse what ranks hold copies of and differ in; of a mixture the copies may be most of what is there to read."""
+    """Refuse what ranks hold copies of and differ in; of a mixture the copies may be most of what
+    is there to read.
+    """
     num_bytes = sum(copy.other.nbytes for copy in source.copies())
     if num_bytes:
-        with progress(f"comparing what several ranks of {load} hold", total=num_bytes, unit="B") as bar:
+        with progress(
+            f"comparing what several ranks of {load} hold", total=num_bytes, unit="B"
+        ) as bar:
             require_equal_copies(source, load, bar.advance)
 
 
@@ -114,25 +140,39 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     verify_files(mcore_checks(load))
     hf_dir = hf_config or load / SIDECAR
     if not (hf_dir / "config.json").is_file():
-        raise MsrlError(f"{hf_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config")
+        raise MsrlError(
+            f"{hf_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config"
+        )
     shape = load_shape(hf_dir)
     adapter = read_mcore_lora(load, shape)
     recorded = None if hf_config else adapted_base(load)
     base = (recorded if recorded is not None and has_weights(recorded) else hf_dir).absolute()
     write_peft(adapter, save, str(base))
     back = read_peft(save)
-    wrong = sorted(name for name, delta in adapter.deltas.items() if not delta.equals(back.deltas[name]))
+    wrong = sorted(
+        name for name, delta in adapter.deltas.items() if not delta.equals(back.deltas[name])
+    )
     if wrong:
-        raise VerificationError(f"{save}: {len(wrong)} adapters are not what {load} holds, {wrong[0]} first")
-    print(f"wrote {save}: {adapter.summary()}, for the base model {base}; read back equal bit for bit")
+        raise VerificationError(
+            f"{save}: {len(wrong)} adapters are not what {load} holds, {wrong[0]} first"
+        )
+    print(
+        f"wrote {save}: {adapter.summary()}, for the base model {base}; read back equal bit for bit"
+    )
     left_out = dropped_by_peft(adapter, shape)
     if left_out:
-        print(f"PEFT 0.21 leaves out adapters of {', '.join(left_out)} outside of experts, without a word: merge this adapter with --lora")
+        print(
+            f"PEFT 0.21 leaves out adapters of {', '.join(left_out)} outside of experts, without a word: merge this adapter with --lora"
+        )
     if not has_weights(base):
-        print(f"{base} has no weights, so PEFT cannot load the base model from there: name its Hugging Face folder with --hf-config")
+        print(
+            f"{base} has no weights, so PEFT cannot load the base model from there: name its Hugging Face folder with --hf-config"
+        )
 
 
-def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int, Callable[[Callable[[int], None]], object]]:
+def _work(
+    convert: ConvertConfig, source: WeightSource, save: Path
+) -> tuple[int, Callable[[Callable[[int], None]], object]]:
     """The bytes that will be written, and the function that writes them and tells how far it is."""
     dtype = CHOICES[convert.dtype]
     if convert.command in TO_HF:
@@ -153,7 +193,9 @@ def _print_carried(source: WeightSource) -> None:
 
 
 def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> None:
-    """Print what was compared. A result that is not exact is put aside under another name and raises VerificationError."""
+    """Print what was compared. A result that is not exact is put aside under another name and
+    raises VerificationError.
+    """
     start = time.perf_counter()
     try:
         checks = proof.checks(config, source, load, save)
@@ -161,11 +203,18 @@ def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> Non
         print(f"{save} is written, but not proven: its verification did not come to an end")
         raise
     print(f"verified in {duration_text(time.perf_counter() - start)}:")
-    print_table([("check", "compared", "result"), *((check.name, check.compared, check.result) for check in checks)])
+    print_table(
+        [
+            ("check", "compared", "result"),
+            *((check.name, check.compared, check.result) for check in checks),
+        ]
+    )
     if all(check.passed for check in checks):
         return
     rejected = save.with_name(f"{save.name}.failed-verification")
     shutil.rmtree(rejected, ignore_errors=True)
     save.rename(rejected)
     failed = "; ".join(f"{check.name}: {check.result}" for check in checks if not check.passed)
-    raise VerificationError(f"the conversion is not exact ({failed}); what was written is in {rejected}")
+    raise VerificationError(
+        f"the conversion is not exact ({failed}); what was written is in {rejected}"
+    )
