@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from msrl.checkpoint.hf.expert_stacks import put_together
+from msrl.checkpoint.hf.expert_stacks import stack_experts
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, shape_of
 from msrl.models.hf_config import HfConfig
@@ -184,7 +184,7 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
             result[name] = torch.randn(size) * (0.15 if len(size) > 1 else 0.2) + (
                 one if is_norm else 0.0
             )
-    result = dict(put_together(result.items(), stack_sizes(found)))
+    result = dict(stack_experts(result.items(), stack_sizes(found)))
     return result | (_vision_weights(config) if found.carried else {})
 
 

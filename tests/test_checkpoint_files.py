@@ -28,7 +28,7 @@ from msrl.checkpoint.hf.folder import HfCheckpoint, copy_sidecars
 from msrl.checkpoint.hf.writer import HfWriter
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.mcore.locate import find_checkpoint
-from msrl.checkpoint.mcore.names import Naming, entries, local_name
+from msrl.checkpoint.mcore.names import Naming, file_tensors, local_name
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files import archive
 from msrl.checkpoint.torch_files import reader as torch_file
@@ -39,10 +39,10 @@ from msrl.checkpoint.torch_files.reader import (
     TensorSpec,
     check_records,
     read_torch_file,
-    spec_of,
+    tensor_spec,
 )
 from msrl.checkpoint.torch_files.writer import TorchWriter
-from msrl.checksums import combined, crc32
+from msrl.checksums import combine_crc32, crc32
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.tracking.run import RunFolder
@@ -61,7 +61,7 @@ SAMPLES = {
 
 
 def write_samples(path: Path, order: int = 1) -> Any:
-    specs = {name: spec_of(tensor) for name, tensor in SAMPLES.items()}
+    specs = {name: tensor_spec(tensor) for name, tensor in SAMPLES.items()}
     writer = TorchWriter(
         path, specs, lambda model: {"args": argparse.Namespace(a=1), "model": model}
     )
@@ -139,7 +139,7 @@ def test_files_beyond_four_gigabytes_are_read_by_torch_and_zipfile(
     large, small = TensorSpec(torch.uint8, (count, len(block))), torch.arange(5)
     writer = TorchWriter(
         tmp_path / "file.pt",
-        {"a": large, "b": spec_of(small), "c": large, "d": spec_of(small)},
+        {"a": large, "b": tensor_spec(small), "c": large, "d": tensor_spec(small)},
         lambda model: model,
     )
     for name in "abcd":
@@ -166,7 +166,7 @@ def test_a_tensor_in_pieces_is_written_as_one_and_cast(
     monkeypatch.setattr("msrl.checkpoint.torch_files.reader.BLOCK_BYTES", block_bytes)
     parts = [torch.randn(3, 4), torch.randn(4, 5).t()[:, :4], torch.randn(4, 4)[1:3]]
     expected = torch.cat(parts).bfloat16()
-    spec = spec_of(expected)
+    spec = tensor_spec(expected)
     writer = TorchWriter(tmp_path / "f.pt", {"a": spec}, lambda model: model)
     for wrong in (parts[:2], [*parts, parts[0]]):
         with pytest.raises(ValueError, match=mentions("bytes", "announced")):
@@ -182,7 +182,7 @@ def test_the_checksum_of_a_whole_follows_from_those_of_its_pieces() -> None:
     for cut in (0, 1, 63, 4096, 99_999, 100_000):
         first, second = data[:cut], data[cut:]
         assert (
-            combined(zlib.crc32(first), zlib.crc32(second), len(second))
+            combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
             == zlib.crc32(data)
             == crc32(data)
         )
@@ -358,7 +358,7 @@ def test_missing_and_strange_ranks_are_named(tmp_path: Path) -> None:
 
 def test_names_of_transformer_engine_and_local_spec_are_each_others() -> None:
     local = ["decoder.layers.11.pre_mlp_layernorm.weight", "decoder.final_layernorm.weight"]
-    stored = [entry.name for entry in entries(local, Naming(te=True))]
+    stored = [entry.name for entry in file_tensors(local, Naming(te=True))]
     assert stored == [
         "decoder.layers.11.mlp.linear_fc1.layer_norm_weight",
         "decoder.final_layernorm.weight",
@@ -371,7 +371,7 @@ def test_names_of_transformer_engine_keep_the_norm_before_latent_attention() -> 
         f"decoder.layers.3.{rest}"
         for rest in ("input_layernorm.weight", "self_attention.linear_kv_up_proj.weight")
     ]
-    assert [entry.name for entry in entries(names, Naming(te=True))] == names
+    assert [entry.name for entry in file_tensors(names, Naming(te=True))] == names
 
 
 # --- Hugging Face folders -------------------------------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ def test_names_of_transformer_engine_keep_the_norm_before_latent_attention() -> 
 def test_a_hugging_face_folder_is_read_from_one_file_or_many(tmp_path: Path, shards: int) -> None:
     weights = tiny.save(tmp_path, shards=shards)
     checkpoint = HfCheckpoint(tmp_path)
-    assert checkpoint.specs == {name: spec_of(tensor) for name, tensor in weights.items()}
+    assert checkpoint.specs == {name: tensor_spec(tensor) for name, tensor in weights.items()}
     assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
 
 
@@ -469,7 +469,7 @@ def test_other_folders_are_refused_with_a_hint(tmp_path: Path) -> None:
 def test_the_writer_cuts_shards_and_indexes_them(tmp_path: Path) -> None:
     weights = tiny.tensors(LLAMA)
     writer = HfWriter(
-        tmp_path, {name: spec_of(t) for name, t in weights.items()}, max_shard_bytes=20_000
+        tmp_path, {name: tensor_spec(t) for name, t in weights.items()}, max_shard_bytes=20_000
     )
     for name, tensor in reversed(weights.items()):
         writer.write(name, tensor)

@@ -18,7 +18,7 @@ import tiny_checkpoints as tiny
 from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.hf.folder import HfCheckpoint
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_files.reader import spec_of
+from msrl.checkpoint.torch_files.reader import tensor_spec
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from support import assert_mentions, mentions
@@ -50,7 +50,7 @@ def as_torch_files(folder: Path, shards: int = 1, **save: Any) -> dict[str, Tens
 def test_torchs_own_files_are_read_like_safetensors(tmp_path: Path, shards: int) -> None:
     weights = as_torch_files(tmp_path / "hf", shards)
     checkpoint = HfCheckpoint(tmp_path / "hf")
-    assert checkpoint.specs == {name: spec_of(tensor) for name, tensor in weights.items()}
+    assert checkpoint.specs == {name: tensor_spec(tensor) for name, tensor in weights.items()}
     assert all(same_bits(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
     tiny.save(tmp_path / "safe")
     from_torch, from_safe = (

@@ -10,10 +10,10 @@ import torch
 from msrl.checkpoint.rank_shapes import make_plan
 from msrl.checkpoint.tensor_layouts import (
     fuse,
-    hf_parts,
+    hf_pieces,
     join,
     pieces,
-    recut,
+    reshard,
     shard,
     shard_shape,
     split,
@@ -138,8 +138,8 @@ def test_shards_of_one_cut_are_made_of_those_of_another(
     canonical = fuse(layout, tensors)
     shards, rows = split(layout, canonical, before), 12 if isinstance(layout, Vocab) else None
     for rank, expected in enumerate(split(layout, canonical, after, rows)):
-        assert torch.equal(torch.cat(list(recut(layout, shards, rank, after, rows))), expected)
-    found = hf_parts(layout, shards)
+        assert torch.equal(torch.cat(list(reshard(layout, shards, rank, after, rows))), expected)
+    found = hf_pieces(layout, shards)
     assert all(
         torch.equal(torch.cat(list(parts)), tensor)
         for parts, tensor in zip(found, tensors, strict=True)
@@ -152,12 +152,12 @@ def test_what_is_cut_by_rows_is_cut_anew_without_a_copy() -> None:
     for layout in (Qkv(6, 1, 1), GateUp(), Sharded(0), Vocab(12)):
         for size in (1, 3):
             assert {
-                piece.untyped_storage().data_ptr() for piece in recut(layout, shards, 0, size)
+                piece.untyped_storage().data_ptr() for piece in reshard(layout, shards, 0, size)
             } <= storages
     for layout in (GateUp(), Sharded(0), Vocab(11)):
         assert {
             part.untyped_storage().data_ptr()
-            for parts in hf_parts(layout, shards)
+            for parts in hf_pieces(layout, shards)
             for part in parts
         } == storages
 

@@ -20,8 +20,8 @@ from msrl.checkpoint import source as source_module
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.mcore import files as mcore
-from msrl.checkpoint.mcore.arguments import cut_of_args
-from msrl.checkpoint.mcore.names import Naming, entries
+from msrl.checkpoint.mcore.arguments import layout_from_args
+from msrl.checkpoint.mcore.names import Naming, file_tensors
 from msrl.checkpoint.source import WeightSource, open_mcore, open_weights
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
@@ -123,7 +123,7 @@ def test_empty_layers_that_the_arguments_only_count_are_found_by_the_names(
         contents = mcore.read_rank_file(path, mmap=False)
         delattr(contents["args"], "noop_layers")
         mcore.write_rank_file(path, contents["model"], contents["args"], 1)
-    assert open_mcore(tmp_path / "mcore").cut == cut
+    assert open_mcore(tmp_path / "mcore").layout == cut
     assert compare(open_weights(folder), open_weights(tmp_path / "mcore"), None).different == ()
 
 
@@ -134,11 +134,11 @@ def test_arguments_are_read_as_megatron_keeps_them_after_parsing() -> None:
         noop_layers={47, 0},
         num_layer_list=None,
     )
-    assert cut_of_args(args) == ParallelLayout(2, 4, noop_layers=(0, 47))
+    assert layout_from_args(args) == ParallelLayout(2, 4, noop_layers=(0, 47))
     args = argparse.Namespace(
         tensor_model_parallel_size=4, expert_tensor_parallel_size=4, num_layer_list=[3, 5]
     )
-    assert cut_of_args(args) == ParallelLayout(4, num_layer_list=(3, 5))
+    assert layout_from_args(args) == ParallelLayout(4, num_layer_list=(3, 5))
 
 
 def round_trip(tmp_path: Path, family: str, cut: ParallelLayout, naming: Naming) -> None:
@@ -147,7 +147,7 @@ def round_trip(tmp_path: Path, family: str, cut: ParallelLayout, naming: Naming)
     cut.check(source.shape)
     write(source, tmp_path / "mcore", cut, naming)
     back = open_mcore(tmp_path / "mcore")
-    assert back.cut == cut
+    assert back.layout == cut
     write_hf(back, tmp_path / "back", None)
     result = open_weights(tmp_path / "back")
     assert (
@@ -232,7 +232,7 @@ def test_a_mixture_comes_back(
 ) -> None:
     write(mixture, tmp_path / "mcore", MIXTURE_CUTS[cut], NAMINGS[naming])
     back = open_mcore(tmp_path / "mcore")
-    assert back.cut == MIXTURE_CUTS[cut]
+    assert back.layout == MIXTURE_CUTS[cut]
     assert compare(mixture, back, None).different == ()
 
 
@@ -291,7 +291,7 @@ def test_names_of_transformer_engine_keep_the_norm_before_a_router() -> None:
         for e in (0, 1)
         for i in (1, 2)
     ]
-    assert [entry.name.removeprefix("decoder.layers.") for entry in entries(names, Naming(te=True, grouped=True))] == [
+    assert [entry.name.removeprefix("decoder.layers.") for entry in file_tensors(names, Naming(te=True, grouped=True))] == [
         "0.self_attention.linear_qkv.layer_norm_weight", "0.mlp.linear_fc1.layer_norm_weight",
         "1.self_attention.linear_qkv.layer_norm_weight", "1.pre_mlp_layernorm.weight",
         "1.mlp.experts.linear_fc1.weight0", "1.mlp.experts.linear_fc2.weight0",
@@ -313,9 +313,9 @@ def test_a_single_number_beside_tp_is_a_stage_or_an_expert_group_as_the_argument
 ) -> None:
     write(mixture, tmp_path / "experts", ParallelLayout(ep=2))
     write(mixture, tmp_path / "stages", ParallelLayout(pp=2))
-    assert open_mcore(tmp_path / "experts").cut == ParallelLayout(ep=2) and open_mcore(
+    assert open_mcore(tmp_path / "experts").layout == ParallelLayout(ep=2) and open_mcore(
         tmp_path / "stages"
-    ).cut == ParallelLayout(pp=2)
+    ).layout == ParallelLayout(pp=2)
 
 
 def test_grouped_experts_whose_number_is_unknown_are_refused(

@@ -66,7 +66,7 @@ def test_files_bytes_and_padding_of_every_real_config_are_planned_in_under_a_sec
         plan = ruled_plan(shape, target)
         files = dict(file_rows(shape, target, plan, Path("save")))
         assert plan.padded_vocab % 128 == 0 and 0 <= plan.padded_vocab - shape.vocab_size < 128
-        assert len(files) == len(target.cut.ranks())
+        assert len(files) == len(target.layout.ranks())
         assert (
             sum(spec.num_elements for specs in files.values() for spec in specs)
             == plan.num_elements

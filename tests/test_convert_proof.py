@@ -1,5 +1,4 @@
-"""What the proof of a conversion measures, and that it comes out the same layer by layer as whole.
-"""
+"""What the proof of a conversion measures, and that it comes out the same layer by layer as whole."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from msrl.verification import logits as convert_logits
 from msrl.verification import report as convert_proof
 from msrl.verification.agreement import compare_logits
 from msrl.verification.bits import require_equal_copies
-from msrl.verification.tolerance import tolerance_of
+from msrl.verification.tolerance import family_tolerance
 from support import assert_mentions, mentions
 from test_cli import msrl
 from test_convert import run, save_real, to_mcore
@@ -69,9 +68,11 @@ def test_a_mixture_may_have_few_positions_whose_experts_tied_and_a_dense_model_n
         (mixture, three, False),
         (dense, left, True),
     ):
-        checks = convert_proof._logits(shape, samples, [left], [right], "left, right")
+        checks = convert_proof._check_logits(shape, samples, [left], [right], "left, right")
         assert all(check.passed for check in checks) is expected
-    (logits, distributions) = convert_proof._logits(mixture, samples, [left], [one], "left, right")
+    (logits, distributions) = convert_proof._check_logits(
+        mixture, samples, [left], [one], "left, right"
+    )
     assert_mentions(logits.result, "1 positions", "25%")
     assert "3/3" in distributions.result
 
@@ -90,10 +91,10 @@ def test_every_mixture_has_a_tolerance_of_its_own_and_no_dense_family_lets_a_pos
 ):
     for family in (families.FAMILIES | MIXTURES).values():
         shape = families.shape(family.config)
-        assert (tolerance_of(shape).strays > 0) is (shape.moe is not None) and tolerance_of(
-            shape
-        ).reason
-        assert tolerance_of(shape).strays < 0.5
+        assert (family_tolerance(shape).outliers > 0) is (
+            shape.moe is not None
+        ) and family_tolerance(shape).reason
+        assert family_tolerance(shape).outliers < 0.5
 
 
 def test_the_largest_part_is_a_layer_or_the_vocabulary(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_a_mixture_larger_than_memory_is_proven_layer_by_layer(
     """Experts, first dense layers, latent attention and the biases of experts, by one rank that
     holds one layer at a time.
     """
-    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: False)
+    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: False)
     _assert_proven_layer_by_layer(tmp_path, "deepseek v3", capsys)
 
 
@@ -231,7 +232,7 @@ def test_a_mixture_larger_than_memory_is_proven_layer_by_layer(
 def test_every_mixture_larger_than_memory_is_proven_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: False)
+    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: False)
     _assert_proven_layer_by_layer(tmp_path, name, capsys)
 
 
@@ -241,7 +242,7 @@ def test_a_model_larger_than_memory_is_proven_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tied: bool
 ) -> None:
     save_real(tmp_path / "hf", "qwen2", tied=tied)
-    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: False)
+    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: False)
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2, pp=2)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back", dtype="bf16")
     said = capsys.readouterr().out

@@ -65,8 +65,7 @@ def test_a_record_under_another_name_than_the_directorys_is_found(tmp_path: Path
 
 
 def test_a_torch_file_that_was_packed_again_is_not_read_as_it_lies(tmp_path: Path) -> None:
-    """Mapped, the compressed bytes of the first tensor and what follows them would be its numbers.
-    """
+    """Mapped, the compressed bytes of the first tensor and what follows them would be its numbers."""
     path, tensors = tmp_path / "file.pt", {"zeros": torch.zeros(1000), "noise": torch.randn(9000)}
     torch.save(tensors, path)
     with zipfile.ZipFile(path) as archive:

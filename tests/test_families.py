@@ -220,7 +220,7 @@ def test_capped_scores_are_in_both_sides_of_a_proof(
     monkeypatch: pytest.MonkeyPatch,
     whole: bool,
 ) -> None:
-    monkeypatch.setattr("msrl.verification.report.fits_whole", lambda shape: whole)
+    monkeypatch.setattr("msrl.verification.report.fits_in_memory", lambda shape: whole)
     _convert(command="hf2mcore", load=folders["gemma 2"], save=tmp_path / "mcore")
     assert ("layer by layer" in capsys.readouterr().out) is not whole
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import families
 from mixture_families import DEEPSEEK_V3
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.hf.fp8 import FP8, dequantise
+from msrl.checkpoint.hf.fp8 import FP8, dequantize
 from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
@@ -76,7 +76,7 @@ def test_blocks_are_multiplied_by_their_scales() -> None:
     weight = torch.tensor([[1.0, 2.0, -4.0], [0.5, 8.0, 16.0], [1.5, 3.0, 448.0]]).to(FP8)
     scales = torch.tensor([[2.0, 10.0], [0.5, 1.0]])
     expected = torch.tensor([[2.0, 4.0, -40.0], [1.0, 16.0, 160.0], [0.75, 1.5, 448.0]])
-    assert torch.equal(dequantise(weight, scales, (2, 2), torch.float32), expected)
+    assert torch.equal(dequantize(weight, scales, (2, 2), torch.float32), expected)
 
 
 def test_a_packed_model_is_converted_as_what_it_stands_for(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_layers_for_multi_token_prediction_are_carried_through(tmp_path: Path) -
         "model.layers.4.enorm.weight",
     }
     assert torch.equal(
-        back["model.layers.4.eh_proj.weight"], dequantise(weight, scales, BLOCK, torch.bfloat16)
+        back["model.layers.4.eh_proj.weight"], dequantize(weight, scales, BLOCK, torch.bfloat16)
     )
     assert torch.equal(back["model.layers.4.enorm.weight"], plain[0])
 

@@ -17,7 +17,7 @@ import families
 from mixture_families import GPT_OSS
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.dtypes import same_bits
-from msrl.checkpoint.hf.mxfp4 import dequantise
+from msrl.checkpoint.hf.mxfp4 import dequantize
 from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
@@ -73,7 +73,7 @@ def test_four_bits_are_read_low_half_first_times_a_power_of_two() -> None:
     """
     blocks = torch.zeros(1, 2, 16, dtype=torch.uint8)
     blocks[0, 0, 0], blocks[0, 1, 15] = 0x72, 0xB1
-    found = dequantise(blocks, torch.tensor([[128, 125]], dtype=torch.uint8), torch.bfloat16)
+    found = dequantize(blocks, torch.tensor([[128, 125]], dtype=torch.uint8), torch.bfloat16)
     expected = torch.zeros(1, 64, dtype=torch.bfloat16)
     expected[0, 0], expected[0, 1], expected[0, 62], expected[0, 63] = 2, 12, 0.125, -0.375
     assert torch.equal(found, expected)

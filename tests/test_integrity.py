@@ -414,8 +414,7 @@ def test_an_index_whose_sequences_do_not_follow_one_another_is_refused(
 
 
 def test_weights_of_a_checkpoint_that_is_resumed_are_not_verified_again(folder: Path) -> None:
-    """`SavedTraining.damage` has read them; the base of adapters and the reference are other files.
-    """
+    """`SavedTraining.damage` has read them; the base of adapters and the reference are other files."""
     model, saved = folder / "hf", SavedTraining(folder / "checkpoints", 2)
     config = training(folder, model, "sft")
     assert loaded_models(config, "train-sft", None) == [model]

@@ -78,7 +78,7 @@ FILES = {
     "section": in_section,
     "metadata": in_metadata,
 }
-UNREAD = "not a readable checkpoint file|not readable as the index|not a tensor at byte"
+UNREAD = "not a readable checkpoint file|not a readable index|not a tensor at byte"
 
 # --- Opcodes --------------------------------------------------------------------------------------------------------------------------
 

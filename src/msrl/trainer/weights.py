@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msrl.checkpoint.hf.expert_stacks import put_together
+from msrl.checkpoint.hf.expert_stacks import stack_experts
 from msrl.checkpoint.tensor_layouts import join, unfuse
 from msrl.models.entries import stack_sizes
 from msrl.models.rules import Replicated, Rule
@@ -28,7 +28,7 @@ def export(worker: Learner) -> Iterator[tuple[str, Tensor]]:
     without its padding. A tied output layer is not sent: it has no name of its own.
     """
     worker.host.need("params")
-    yield from put_together(_exported(worker), stack_sizes(worker.shape))
+    yield from stack_experts(_exported(worker), stack_sizes(worker.shape))
 
 
 def _exported(worker: Learner) -> Iterator[tuple[str, Tensor]]:

@@ -146,11 +146,11 @@ def _restore_critic(critic: Learner, saved: SavedTraining, updates: int) -> None
 
 
 def _states_of(
-    learner: Learner, saved: SavedTraining, file_of: Callable[[Coords], str], kinds: Sequence[str]
+    learner: Learner, saved: SavedTraining, tensor_file: Callable[[Coords], str], kinds: Sequence[str]
 ) -> dict[str, dict[str, Tensor]]:  # fmt: skip
     """This rank's tensors by kind and name, from the files of all ranks of the saved layout."""
     cut = ParallelLayout.from_json(saved.state()["cut"])
-    files = {at: safe_open(saved.training_dir / file_of(at), "pt") for at in cut.ranks()}
+    files = {at: safe_open(saved.training_dir / tensor_file(at), "pt") for at in cut.ranks()}
     mine: dict[str, dict[str, Tensor]] = {}
     for kind in kinds:
         shards = {at: _of_kind(learner, cut, at, file, kind) for at, file in files.items()}

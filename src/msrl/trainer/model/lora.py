@@ -209,7 +209,7 @@ class Adapters:
         found = find_checkpoint(root, step)
         files = {at: read_rank_file(path)["model"] for at, path in found.files.items()}
         with torch.no_grad():
-            for name, value in self.recut(found.cut, files, str(root)).items():
+            for name, value in self.recut(found.layout, files, str(root)).items():
                 self.named()[name].copy_(value)
 
     def recut(self, cut: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:

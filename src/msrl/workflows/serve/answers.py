@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
-from msrl.files import why_not_writable, written_whole
+from msrl.files import atomic_write, why_not_writable
 from msrl.types import Completion
 
 Take = Callable[[str], None]  # takes whole lines
@@ -40,7 +40,7 @@ def opened(output: Path | None) -> Generator[Take, None, None]:
             yield take
         return
     output.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(output) as beside:
+    with atomic_write(output) as beside:
         rows = _Rows(output, beside)
         try:
             yield rows.take

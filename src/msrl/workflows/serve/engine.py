@@ -77,11 +77,11 @@ def open_model(model: str | None, key: str) -> WeightSource:
 
 def hf_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
     """All weights under their Hugging Face names, one rule (or the experts of one layer) at a time in memory."""
-    from msrl.checkpoint.hf.expert_stacks import put_together
+    from msrl.checkpoint.hf.expert_stacks import stack_experts
     from msrl.models.entries import stack_sizes
 
     tensors = (each for rule in all_rules(source.shape) for each in zip(rule.hf, source.hf_tensors(rule), strict=True))
-    yield from put_together(tensors, stack_sizes(source.shape))
+    yield from stack_experts(tensors, stack_sizes(source.shape))
 
 
 @contextlib.contextmanager
