@@ -1,7 +1,8 @@
-"""One row per model architecture: a small config of it with every feature of the real one, and who else computes its logits.
+"""One row per model architecture: a small config of it with every feature of the real one, and who
+else computes its logits.
 
-A row is a real config with its sizes made smaller (`source` is the file in the real inputs, or where its values were taken from).
-Contract tests hold that every registered architecture has a row.
+A row is a real config with its sizes made smaller (`source` is the file in the real inputs, or
+where its values were taken from). Contract tests hold that every registered architecture has a row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from msrl.checkpoint.hf.expert_stacks import put_together
+from msrl.checkpoint.hf.expert_stacks import stack_experts
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, shape_from_config
 from msrl.models.hf_config import HfConfig
@@ -26,13 +27,31 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 199, "max_position_embeddings": 512,
 }  # fmt: skip
-COMMON = {**SIZES, "hidden_act": "silu", "attention_dropout": 0.0, "torch_dtype": "float32", "tie_word_embeddings": False}
-LLAMA = {**COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "rms_norm_eps": 1e-5}
+COMMON = {
+    **SIZES,
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": False,
+}
+LLAMA = {
+    **COMMON,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-5,
+}
 QWEN2 = {
     **COMMON, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 2,
 }  # fmt: skip
-MISTRAL = {**COMMON, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None}
+MISTRAL = {
+    **COMMON,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
 LLAMA3_SCALING = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
@@ -73,7 +92,14 @@ QWEN2_5_VL = {
         "tokens_per_second": 2, "temporal_patch_size": 2,
     },
 }  # fmt: skip
-_OUTER = ("architectures", "model_type", "vision_config", "tie_word_embeddings", "image_token_id", "video_token_id")
+_OUTER = (
+    "architectures",
+    "model_type",
+    "vision_config",
+    "tie_word_embeddings",
+    "image_token_id",
+    "video_token_id",
+)
 NESTED_VL = {
     **{key: QWEN2_5_VL[key] for key in _OUTER}, "dtype": "float32",
     "text_config": {
@@ -87,7 +113,9 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 @dataclass(frozen=True)
 class Family:
-    """`reference` is `transformers`, or the name of a forward pass in `reference_models.py`, written by hand for remote code."""
+    """`reference` is `transformers`, or the name of a forward pass in `reference_models.py`,
+    written by hand for remote code.
+    """
 
     config: dict[str, Any]
     source: str
@@ -143,7 +171,9 @@ def shape(config: dict[str, Any], **changes: Any) -> Any:
 
 
 def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Random float32 weights under their Hugging Face names, of a size at which every part of the model shows in the logits."""
+    """Random float32 weights under their Hugging Face names, of a size at which every part of the
+    model shows in the logits.
+    """
     torch.manual_seed(seed)
     found = shape(config)
     one = 0.0 if found.zero_centered_norm else 1.0
@@ -151,8 +181,10 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     for rule in all_rules(found):
         for name, size in zip(rule.hf, rule.shapes, strict=True):
             is_norm = "norm" in rule.mcore
-            result[name] = torch.randn(size) * (0.15 if len(size) > 1 else 0.2) + (one if is_norm else 0.0)
-    result = dict(put_together(result.items(), stack_sizes(found)))
+            result[name] = torch.randn(size) * (0.15 if len(size) > 1 else 0.2) + (
+                one if is_norm else 0.0
+            )
+    result = dict(stack_experts(result.items(), stack_sizes(found)))
     return result | (_vision_weights(config) if found.carried else {})
 
 
@@ -173,5 +205,9 @@ def _vision_weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """The vision tower under its published names, as transformers initialises it."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    tower = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**copy.deepcopy(config))).model.visual
-    return {f"visual.{name}": parameter.detach().clone() for name, parameter in tower.named_parameters()}
+    tower = Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(**copy.deepcopy(config))
+    ).model.visual
+    return {
+        f"visual.{name}": parameter.detach().clone() for name, parameter in tower.named_parameters()
+    }

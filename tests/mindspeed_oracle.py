@@ -1,7 +1,8 @@
-"""MindSpeed-LLM's own converter, run as a program on a CPU without Megatron, MindSpeed or torch_npu.
+"""MindSpeed-LLM's own converter, run as a program on a CPU without Megatron, MindSpeed or
+torch_npu.
 
-The sources are not part of this project: `checkout` finds them. Run as a script: `mindspeed_oracle.py CHECKOUT ARGUMENTS`, with the
-arguments of their convert_ckpt_v2.py.
+The sources are not part of this project: `checkout` finds them. Run as a script:
+`mindspeed_oracle.py CHECKOUT ARGUMENTS`, with the arguments of their convert_ckpt_v2.py.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ CONVERTER = Path("mindspeed_llm", "tasks", "checkpoint", "convert_mg2hf.py")
 
 
 def checkout() -> Path:
-    """Return the checkout of MindSpeed-LLM (MSRL_MINDSPEED_LLM, or ../MindSpeed-LLM). Skip the test if there is none."""
-    root = Path(os.environ.get("MSRL_MINDSPEED_LLM", Path(__file__).resolve().parents[2] / "MindSpeed-LLM"))
+    """Return the checkout of MindSpeed-LLM (MSRL_MINDSPEED_LLM, or ../MindSpeed-LLM). Skip the test
+    if there is none.
+    """
+    root = Path(
+        os.environ.get("MSRL_MINDSPEED_LLM", Path(__file__).resolve().parents[2] / "MindSpeed-LLM")
+    )
     if not (root / CONVERTER).is_file():
         pytest.skip(f"no checkout of MindSpeed-LLM at {root} (set MSRL_MINDSPEED_LLM)")
     return root
@@ -28,14 +33,21 @@ def checkout() -> Path:
 
 def convert(root: Path, *arguments: str) -> None:
     """Run MindSpeed-LLM's converter in another process."""
-    done = subprocess.run([sys.executable, __file__, str(root), *arguments], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, str(root), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def _main(root: Path, arguments: list[str]) -> None:
     """Import the converter beside empty stand-ins for what it never calls here, and run it.
 
-    `mindspeed_llm/__init__.py` patches Megatron for the backend `mcore` alone, and `training/utils.py` imports the accelerator's libraries.
+    `mindspeed_llm/__init__.py` patches Megatron for the backend `mcore` alone, and
+    `training/utils.py` imports the accelerator's libraries.
     """
     os.environ["TRAINING_BACKEND"] = "none"
     sys.path.insert(0, str(root))
@@ -51,7 +63,11 @@ def _main(root: Path, arguments: list[str]) -> None:
 
     # The program offers fewer model types than its model_cfg.json describes: mixtral is one of the others.
     model_type = arguments[arguments.index("--model-type-hf") + 1]
-    with mock.patch.object(sys, "argv", ["convert_ckpt_v2.py", *("qwen3" if word == model_type else word for word in arguments)]):
+    with mock.patch.object(
+        sys,
+        "argv",
+        ["convert_ckpt_v2.py", *("qwen3" if word == model_type else word for word in arguments)],
+    ):
         options = convert_ckpt_v2.get_args()
     options.model_type_hf = model_type
     is_to_hf = options.load_model_type == "mg"

@@ -1,4 +1,6 @@
-"""Bad input to the commands: one clear message on standard error, exit code 2, nothing written, no worker started."""
+"""Bad input to the commands: one clear message on standard error, exit code 2, nothing written, no
+worker started.
+"""
 
 from __future__ import annotations
 
@@ -85,11 +87,20 @@ def test_damaged_prompts_are_named(folder: Path, capsys: pytest.CaptureFixture[s
     assert_mentions(refused(capsys, *RL), "data_packed_input_ids_document.idx", "0 bytes", "index")
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_architecture_is_refused_with_the_known_ones(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     make_model(folder / "other", architectures=["MambaForCausalLM"], model_type="mamba")
-    for arguments in ((*SFT, "--set", "model.path=other"), ("convert-ckpt", "hf2mcore", "--load", "other", "--save", "out")):
+    for arguments in (
+        (*SFT, "--set", "model.path=other"),
+        ("convert-ckpt", "hf2mcore", "--load", "other", "--save", "out"),
+    ):
         said = refused(capsys, *arguments)
-        assert "MambaForCausalLM" in said and "Qwen2ForCausalLM" in said and len(said.splitlines()) == 1
+        assert (
+            "MambaForCausalLM" in said
+            and "Qwen2ForCausalLM" in said
+            and len(said.splitlines()) == 1
+        )
 
 
 def test_truncated_weights_are_named(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -104,10 +115,26 @@ def test_truncated_weights_are_named(folder: Path, capsys: pytest.CaptureFixture
     ("rows", "flags", "message"),
     [
         ([], (), ("no rows",)),
-        ([{"question": "x", "answer": "#### 1"}], ("--output-prefix", "out/"), ("output_prefix=out/", "folder")),
-        ([{"question": "x", "answer": "#### 1"}], ("--handler", "gsm9k"), ("preprocess.handler=gsm9k", "'gsm8k'")),
-        ([{"question": "x", "answer": "#### 1"}], ("--template", "qwen_r2"), ("preprocess.template=qwen_r2", "'qwen_r1'")),
-        ([{"question": "x", "answer": "#### 1"}], ("--tokenizer", "gone"), ("tokenizer=gone", "folder")),
+        (
+            [{"question": "x", "answer": "#### 1"}],
+            ("--output-prefix", "out/"),
+            ("output_prefix=out/", "folder"),
+        ),
+        (
+            [{"question": "x", "answer": "#### 1"}],
+            ("--handler", "gsm9k"),
+            ("preprocess.handler=gsm9k", "'gsm8k'"),
+        ),
+        (
+            [{"question": "x", "answer": "#### 1"}],
+            ("--template", "qwen_r2"),
+            ("preprocess.template=qwen_r2", "'qwen_r1'"),
+        ),
+        (
+            [{"question": "x", "answer": "#### 1"}],
+            ("--tokenizer", "gone"),
+            ("tokenizer=gone", "folder"),
+        ),
     ],
 )
 def test_a_mistake_in_preprocessing_is_one_line_and_exit_code_2(
@@ -115,7 +142,12 @@ def test_a_mistake_in_preprocessing_is_one_line_and_exit_code_2(
 ):  # fmt: skip
     make_tokenizer().save_pretrained(folder / "tokenizer")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    right = {"--handler": "gsm8k", "--template": "qwen", "--tokenizer": "tokenizer", "--output-prefix": "out"}
+    right = {
+        "--handler": "gsm8k",
+        "--template": "qwen",
+        "--tokenizer": "tokenizer",
+        "--output-prefix": "out",
+    }
     chosen = {**right, **dict(zip(flags[::2], flags[1::2], strict=True))}
     arguments = [part for pair in chosen.items() for part in pair]
     said = refused(capsys, "preprocess", "--input", "rows.jsonl", *arguments)

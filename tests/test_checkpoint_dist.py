@@ -1,4 +1,6 @@
-"""Megatron's distributed checkpoints: what we write its own ranks load, what they save we read, and nothing in a file is run."""
+"""Megatron's distributed checkpoints: what we write its own ranks load, what they save we read, and
+nothing in a file is run.
+"""
 
 from __future__ import annotations
 
@@ -52,28 +54,58 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("te", [False, True])
-def test_a_distributed_checkpoint_comes_back_bit_for_bit(folders: dict[str, Path], name: str, te: bool, tmp_path: Path) -> None:
-    write_mcore(open_weights(folders[name]), tmp_path / "dist", McoreTarget(ParallelLayout(2), naming=Naming(te=te), distributed=True))
-    write_mcore(open_weights(tmp_path / "dist"), tmp_path / "ranks", McoreTarget(ParallelLayout(2, 2)))
-    write_mcore(open_weights(tmp_path / "ranks"), tmp_path / "again", McoreTarget(distributed=True, vocab_multiple=64))
+def test_a_distributed_checkpoint_comes_back_bit_for_bit(
+    folders: dict[str, Path], name: str, te: bool, tmp_path: Path
+) -> None:
+    write_mcore(
+        open_weights(folders[name]),
+        tmp_path / "dist",
+        McoreTarget(ParallelLayout(2), naming=Naming(te=te), distributed=True),
+    )
+    write_mcore(
+        open_weights(tmp_path / "dist"), tmp_path / "ranks", McoreTarget(ParallelLayout(2, 2))
+    )
+    write_mcore(
+        open_weights(tmp_path / "ranks"),
+        tmp_path / "again",
+        McoreTarget(distributed=True, vocab_multiple=64),
+    )
     write_hf(open_weights(tmp_path / "again"), tmp_path / "hf", None)
-    before, after = (load_file(folder / "model.safetensors") for folder in (folders[name], tmp_path / "hf"))
-    assert before.keys() == after.keys() and all(same_bits(before[tensor], after[tensor]) for tensor in before)
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (folders[name], tmp_path / "hf")
+    )
+    assert before.keys() == after.keys() and all(
+        same_bits(before[tensor], after[tensor]) for tensor in before
+    )
     assert damages(mcore_checks(tmp_path / "dist")) == []
 
 
 @pytest.mark.slow
-def test_megatron_loads_what_we_write_and_we_read_what_it_saves(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Four ranks, Megatron's own GPTModel and its own `dist_checkpointing`; every weight is that of the Hugging Face folder."""
+def test_megatron_loads_what_we_write_and_we_read_what_it_saves(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Four ranks, Megatron's own GPTModel and its own `dist_checkpointing`; every weight is that of
+    the Hugging Face folder.
+    """
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
 
     cases: list[Case] = []
     for name, layout in RANKS.items():
         written, saved = tmp_path / "written" / name, tmp_path / "saved" / name
-        write_mcore(open_weights(folders[name]), written, McoreTarget(vocab_multiple=64, distributed=True))
-        cases.append(Case(name, folders[name], written / "iter_0000001", layout, saved / "iter_0000007"))
-    reports = run_ranks("dist_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()})
+        write_mcore(
+            open_weights(folders[name]), written, McoreTarget(vocab_multiple=64, distributed=True)
+        )
+        cases.append(
+            Case(name, folders[name], written / "iter_0000001", layout, saved / "iter_0000007")
+        )
+    reports = run_ranks(
+        "dist_ranks:main",
+        cases,
+        num_ranks=4,
+        platform=get("cpu"),
+        env={"PYTHONPATH": python_path()},
+    )
     assert len(reports) == 4 * len(cases)
     assert [(name, at, wrong) for name, at, _, wrong in reports if wrong] == []
     assert min(equal for _, _, equal, _ in reports) > 10
@@ -106,13 +138,17 @@ def test_nothing_in_a_distributed_checkpoint_is_run(written: Path, tmp_path: Pat
     with pytest.raises(MsrlError, match=mentions(".metadata", "pathlib.Path.touch")):
         open_weights(written)
     (folder / ".metadata").write_bytes(metadata)
-    torch.save([Harmful(mark), torch.zeros(1 << 18)], folder / "harmful.pt")  # as large as the tensors whose place it takes
+    torch.save(
+        [Harmful(mark), torch.zeros(1 << 18)], folder / "harmful.pt"
+    )  # as large as the tensors whose place it takes
     with (folder / "harmful.pt").open("rb") as file:
         size = len(file.read())
     (folder / "harmful.pt").replace(folder / "__1_0.distcp")
     index = pickle.loads(metadata)
     for where in index.storage_data.values():
-        where.offset, where.length = (0, size) if where.relative_path == "__1_0.distcp" else (where.offset, where.length)
+        where.offset, where.length = (
+            (0, size) if where.relative_path == "__1_0.distcp" else (where.offset, where.length)
+        )
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(MsrlError, match=mentions("__1_0.distcp", "tensor", "names")):
         compare(open_weights(written), open_weights(written), None)
@@ -129,7 +165,9 @@ def test_a_file_outside_of_the_folder_is_not_read(written: Path) -> None:
         open_weights(written)
 
 
-def test_damage_to_a_distributed_checkpoint_is_named(written: Path, folders: dict[str, Path]) -> None:
+def test_damage_to_a_distributed_checkpoint_is_named(
+    written: Path, folders: dict[str, Path]
+) -> None:
     file = written / "iter_0000001" / "__2_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
@@ -163,7 +201,9 @@ def test_parts_that_lie_over_each_other_or_outside_are_refused(written: Path) ->
         open_weights(written)
 
 
-def test_a_distributed_checkpoint_of_another_model_is_refused(written: Path, folders: dict[str, Path]) -> None:
+def test_a_distributed_checkpoint_of_another_model_is_refused(
+    written: Path, folders: dict[str, Path]
+) -> None:
     config = json.loads((folders["qwen3"] / "config.json").read_text())
     for change, message in {
         "tie_word_embeddings": (True, ("Qwen3ForCausalLM", "output_layer.weight")),
@@ -185,10 +225,18 @@ def test_a_distributed_checkpoint_of_another_model_is_refused(written: Path, fol
     ],
 )
 def test_what_the_distributed_format_has_no_place_for_is_refused(
-    folders: dict[str, Path], tmp_path: Path, cut: ParallelLayout, naming: Naming, message: tuple[str, ...]
+    folders: dict[str, Path],
+    tmp_path: Path,
+    cut: ParallelLayout,
+    naming: Naming,
+    message: tuple[str, ...],
 ) -> None:
     with pytest.raises(MsrlError, match=mentions(*message)):
-        write_mcore(open_weights(folders["qwen3"]), tmp_path / "dist", McoreTarget(cut, naming=naming, distributed=True))
+        write_mcore(
+            open_weights(folders["qwen3"]),
+            tmp_path / "dist",
+            McoreTarget(cut, naming=naming, distributed=True),
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -197,26 +245,67 @@ def test_the_commands_write_prove_show_and_read_a_distributed_checkpoint(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dist, ranks, hf = (str(tmp_path / name) for name in ("dist", "ranks", "hf"))
-    run(Config.model_validate({"convert": {"command": "hf2mcore", "load": str(folders["qwen3"]), "save": dist, "tp": 2, "format": "dist"}}))
+    run(
+        Config.model_validate(
+            {
+                "convert": {
+                    "command": "hf2mcore",
+                    "load": str(folders["qwen3"]),
+                    "save": dist,
+                    "tp": 2,
+                    "format": "dist",
+                }
+            }
+        )
+    )
     assert "logits, fp32" in capsys.readouterr().out
     run(Config.model_validate({"convert": {"command": "inspect", "load": dist}}))
     shown = capsys.readouterr().out
     assert_mentions(shown, "distributed", "tp 2", "pp 1", "__4_0.distcp", "manifest")
-    run(Config.model_validate({"convert": {"command": "reshard", "load": dist, "save": ranks, "pp": 2, "verify": False}}))
-    run(Config.model_validate({"convert": {"command": "mcore2hf", "load": dist, "save": hf, "verify": False}}))
+    run(
+        Config.model_validate(
+            {
+                "convert": {
+                    "command": "reshard",
+                    "load": dist,
+                    "save": ranks,
+                    "pp": 2,
+                    "verify": False,
+                }
+            }
+        )
+    )
+    run(
+        Config.model_validate(
+            {"convert": {"command": "mcore2hf", "load": dist, "save": hf, "verify": False}}
+        )
+    )
     assert compare(open_weights(folders["qwen3"]), open_weights(Path(ranks)), None).different == ()
     assert compare(open_weights(folders["qwen3"]), open_weights(Path(hf)), None).different == ()
 
 
-def test_latent_attention_has_megatron_cores_names(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Those of MLASelfAttention by its two layer specs; queries of the Lite model come from the token itself."""
+def test_latent_attention_has_megatron_cores_names(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Those of MLASelfAttention by its two layer specs; queries of the Lite model come from the
+    token itself.
+    """
     attention = "decoder.layers.2.self_attention."
-    for te, name, rows in ((False, "deepseek v3", 40), (True, "deepseek v3", 40), (False, "deepseek v2 lite", 160)):
+    for te, name, rows in (
+        (False, "deepseek v3", 40),
+        (True, "deepseek v3", 40),
+        (False, "deepseek v2 lite", 160),
+    ):
         folder = tmp_path / f"{name} {te}"
-        write_mcore(open_weights(folders[name]), folder, McoreTarget(naming=Naming(te=te), distributed=True))
+        write_mcore(
+            open_weights(folders[name]), folder, McoreTarget(naming=Naming(te=te), distributed=True)
+        )
         tensors, objects = read_metadata(folder / "iter_0000001")
         down = f"{attention}linear_q_{'down_' if rows == 40 else ''}proj"
-        assert tensors[f"{down}.weight"].shape == (rows, 64) and f"{down}._extra_state/shard_0_1" in objects
+        assert (
+            tensors[f"{down}.weight"].shape == (rows, 64)
+            and f"{down}._extra_state/shard_0_1" in objects
+        )
         assert tensors[f"{attention}linear_kv_down_proj.weight"].shape == (32 + 16, 64)
         norm = "linear_kv_up_proj.layer_norm_weight" if te else "kv_layernorm.weight"
         assert tensors[f"{attention}{norm}"].shape == (32,)

@@ -28,15 +28,21 @@ from msrl.checkpoint.hf.folder import HfCheckpoint, copy_sidecars
 from msrl.checkpoint.hf.writer import HfWriter
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.mcore.locate import find_checkpoint
-from msrl.checkpoint.mcore.names import Naming, entries, local_name
+from msrl.checkpoint.mcore.names import Naming, file_tensors, local_name
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files import archive
 from msrl.checkpoint.torch_files import reader as torch_file
 from msrl.checkpoint.torch_files.archive import ALIGNMENT
 from msrl.checkpoint.torch_files.pickle_names import Foreign
-from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, check_records, read_torch_file, spec_of
+from msrl.checkpoint.torch_files.reader import (
+    Pieces,
+    TensorSpec,
+    check_records,
+    read_torch_file,
+    tensor_spec,
+)
 from msrl.checkpoint.torch_files.writer import TorchWriter
-from msrl.checksums import combined, crc32
+from msrl.checksums import combine_crc32, crc32
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.tracking.run import RunFolder
@@ -55,8 +61,10 @@ SAMPLES = {
 
 
 def write_samples(path: Path, order: int = 1) -> Any:
-    specs = {name: spec_of(tensor) for name, tensor in SAMPLES.items()}
-    writer = TorchWriter(path, specs, lambda model: {"args": argparse.Namespace(a=1), "model": model})
+    specs = {name: tensor_spec(tensor) for name, tensor in SAMPLES.items()}
+    writer = TorchWriter(
+        path, specs, lambda model: {"args": argparse.Namespace(a=1), "model": model}
+    )
     for name in list(SAMPLES)[::order]:
         writer.write(name, SAMPLES[name])
     return writer.close()
@@ -68,7 +76,9 @@ def test_torch_reads_what_was_streamed(tmp_path: Path, mmap: bool) -> None:
     found = torch.load(tmp_path / "file.pt", weights_only=False, mmap=mmap)
     assert found["args"] == argparse.Namespace(a=1)
     for name, tensor in SAMPLES.items():
-        assert found["model"][name].dtype == tensor.dtype and torch.equal(found["model"][name], tensor)
+        assert found["model"][name].dtype == tensor.dtype and torch.equal(
+            found["model"][name], tensor
+        )
 
 
 def test_streamed_files_are_sound_zip_archives_with_aligned_data(tmp_path: Path) -> None:
@@ -82,7 +92,9 @@ def test_streamed_files_are_sound_zip_archives_with_aligned_data(tmp_path: Path)
     assert written.sha256 == check_records(tmp_path / "file.pt")
 
 
-def test_tensors_larger_than_a_block_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_larger_than_a_block_are_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("msrl.checkpoint.torch_files.reader.BLOCK_BYTES", 10)
     written = write_samples(tmp_path / "file.pt")
     found = torch.load(tmp_path / "file.pt", weights_only=False)["model"]
@@ -96,37 +108,65 @@ def test_the_order_of_writing_changes_no_byte(tmp_path: Path) -> None:
 
 
 def test_tensors_that_were_not_announced_or_not_given_are_an_error(tmp_path: Path) -> None:
-    writer = TorchWriter(tmp_path / "f.pt", {"a": TensorSpec(torch.float32, (2,))}, lambda model: model)
+    writer = TorchWriter(
+        tmp_path / "f.pt", {"a": TensorSpec(torch.float32, (2,))}, lambda model: model
+    )
     with pytest.raises(ValueError, match=mentions("announced")):
         writer.write("a", torch.zeros(3))
     with pytest.raises(ValueError, match="not written: data/0"):
         writer.close()
 
 
-def test_files_beyond_four_gigabytes_are_read_by_torch_and_zipfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_beyond_four_gigabytes_are_read_by_torch_and_zipfile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tensors of 4.3 GB, whose zeros stay holes of the file: sizes and places take 64 bits."""
-    block, count = torch.zeros(torch_file.BLOCK_BYTES, dtype=torch.uint8), 1 + (1 << 32) // torch_file.BLOCK_BYTES
+    block, count = (
+        torch.zeros(torch_file.BLOCK_BYTES, dtype=torch.uint8),
+        1 + (1 << 32) // torch_file.BLOCK_BYTES,
+    )
     real = archive.write_at
-    monkeypatch.setattr(archive, "write_at", lambda file, data, at: None if len(data) == len(block) else real(file, data, at))
-    monkeypatch.setattr(archive, "crc32", lambda data, crc=0: 0 if len(data) == len(block) else zlib.crc32(data, crc))
+    monkeypatch.setattr(
+        archive,
+        "write_at",
+        lambda file, data, at: None if len(data) == len(block) else real(file, data, at),
+    )
+    monkeypatch.setattr(
+        archive,
+        "crc32",
+        lambda data, crc=0: 0 if len(data) == len(block) else zlib.crc32(data, crc),
+    )
     large, small = TensorSpec(torch.uint8, (count, len(block))), torch.arange(5)
-    writer = TorchWriter(tmp_path / "file.pt", {"a": large, "b": spec_of(small), "c": large, "d": spec_of(small)}, lambda model: model)
+    writer = TorchWriter(
+        tmp_path / "file.pt",
+        {"a": large, "b": tensor_spec(small), "c": large, "d": tensor_spec(small)},
+        lambda model: model,
+    )
     for name in "abcd":
         writer.write(name, small if name in "bd" else Pieces(large, itertools.repeat(block, count)))
     assert writer.close().num_bytes == (tmp_path / "file.pt").stat().st_size > 8 << 30
     found = torch.load(tmp_path / "file.pt", weights_only=False, mmap=True)
-    assert torch.equal(found["b"], small) and torch.equal(found["d"], small) and found["c"].shape == large.shape
+    assert (
+        torch.equal(found["b"], small)
+        and torch.equal(found["d"], small)
+        and found["c"].shape == large.shape
+    )
     assert not found["a"][::1000].any() and not found["c"][-1].any()
     with zipfile.ZipFile(tmp_path / "file.pt") as file:
-        assert file.read("archive/data/3") == small.numpy().tobytes() and file.getinfo("archive/data/2").file_size == large.num_bytes
+        assert (
+            file.read("archive/data/3") == small.numpy().tobytes()
+            and file.getinfo("archive/data/2").file_size == large.num_bytes
+        )
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 20, 10])
-def test_a_tensor_in_pieces_is_written_as_one_and_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+def test_a_tensor_in_pieces_is_written_as_one_and_cast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
     monkeypatch.setattr("msrl.checkpoint.torch_files.reader.BLOCK_BYTES", block_bytes)
     parts = [torch.randn(3, 4), torch.randn(4, 5).t()[:, :4], torch.randn(4, 4)[1:3]]
     expected = torch.cat(parts).bfloat16()
-    spec = spec_of(expected)
+    spec = tensor_spec(expected)
     writer = TorchWriter(tmp_path / "f.pt", {"a": spec}, lambda model: model)
     for wrong in (parts[:2], [*parts, parts[0]]):
         with pytest.raises(ValueError, match=mentions("bytes", "announced")):
@@ -141,7 +181,11 @@ def test_the_checksum_of_a_whole_follows_from_those_of_its_pieces() -> None:
     data = random.Random(0).randbytes(100_000)
     for cut in (0, 1, 63, 4096, 99_999, 100_000):
         first, second = data[:cut], data[cut:]
-        assert combined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data) == crc32(data)
+        assert (
+            combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
+            == zlib.crc32(data)
+            == crc32(data)
+        )
 
 
 class Harmful:
@@ -187,19 +231,42 @@ def test_programs_and_old_files_and_junk_are_refused(tmp_path: Path) -> None:
             read_torch_file(tmp_path / f"{name}.pt")
 
 
-def test_what_megatron_itself_saves_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_megatron_itself_saves_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enums = types.ModuleType("megatron.core.enums")
     monkeypatch.setitem(sys.modules, "megatron.core.enums", enums)
     kind = Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
     monkeypatch.setattr(enums, "ModelType", kind, raising=False)
-    args = argparse.Namespace(model_type=kind["encoder_or_decoder"], params_dtype=torch.bfloat16, lr=1e-6, names={"a"}, none=None)
-    rng = [{"random": random.getstate(), "numpy": np.random.RandomState(0).get_state(), "torch": torch.get_rng_state()}]
-    model = collections.OrderedDict(weight=torch.nn.Parameter(torch.ones(2)), **{"layer._extra_state": None})
-    torch.save({"args": args, "iteration": 5, "rng_state": rng, "model": model}, tmp_path / "file.pt")
+    args = argparse.Namespace(
+        model_type=kind["encoder_or_decoder"],
+        params_dtype=torch.bfloat16,
+        lr=1e-6,
+        names={"a"},
+        none=None,
+    )
+    rng = [
+        {
+            "random": random.getstate(),
+            "numpy": np.random.RandomState(0).get_state(),
+            "torch": torch.get_rng_state(),
+        }
+    ]
+    model = collections.OrderedDict(
+        weight=torch.nn.Parameter(torch.ones(2)), **{"layer._extra_state": None}
+    )
+    torch.save(
+        {"args": args, "iteration": 5, "rng_state": rng, "model": model}, tmp_path / "file.pt"
+    )
     found = mcore.read_rank_file(tmp_path / "file.pt")
-    assert isinstance(found["args"].model_type, Foreign) and found["args"].params_dtype == torch.bfloat16
+    assert (
+        isinstance(found["args"].model_type, Foreign)
+        and found["args"].params_dtype == torch.bfloat16
+    )
     assert list(found["model"]) == ["weight"] and found["iteration"] == 5
-    assert np.array_equal(found["rng_state"][0]["numpy"][1], np.random.RandomState(0).get_state()[1])
+    assert np.array_equal(
+        found["rng_state"][0]["numpy"][1], np.random.RandomState(0).get_state()[1]
+    )
 
 
 # --- Megatron's folders ---------------------------------------------------------------------------------------------------------------
@@ -210,14 +277,25 @@ def test_ranks_have_the_places_that_mindspeed_gives_them(tmp_path: Path) -> None
         return str(mcore.rank_file(tmp_path, 1, cut, at).relative_to(tmp_path))
 
     assert place(ParallelLayout(4), Coords(3)) == "iter_0000001/mp_rank_03/model_optim_rng.pt"
-    assert place(ParallelLayout(4, 2), Coords(3, 1)) == "iter_0000001/mp_rank_03_001/model_optim_rng.pt"
-    assert place(ParallelLayout(2, 2, ep=4), Coords(1, 1, 3)) == "iter_0000001/mp_rank_01_001_003/model_optim_rng.pt"
-    assert place(ParallelLayout(2, 1, ep=4), Coords(1, 0, 3)) == "iter_0000001/mp_rank_01_003/model_optim_rng.pt"
+    assert (
+        place(ParallelLayout(4, 2), Coords(3, 1))
+        == "iter_0000001/mp_rank_03_001/model_optim_rng.pt"
+    )
+    assert (
+        place(ParallelLayout(2, 2, ep=4), Coords(1, 1, 3))
+        == "iter_0000001/mp_rank_01_001_003/model_optim_rng.pt"
+    )
+    assert (
+        place(ParallelLayout(2, 1, ep=4), Coords(1, 0, 3))
+        == "iter_0000001/mp_rank_01_003/model_optim_rng.pt"
+    )
 
 
 def test_a_rank_file_holds_what_megatron_expects(tmp_path: Path) -> None:
     found = shape(QWEN2)
-    mcore.write_rank_file(tmp_path / "m" / "f.pt", {"a": torch.ones(2)}, mcore.namespace(found, ParallelLayout(2)), 7)
+    mcore.write_rank_file(
+        tmp_path / "m" / "f.pt", {"a": torch.ones(2)}, mcore.namespace(found, ParallelLayout(2)), 7
+    )
     contents = torch.load(tmp_path / "m" / "f.pt", weights_only=False)
     assert sorted(contents) == ["args", "checkpoint_version", "iteration", "model"]
     assert (contents["checkpoint_version"], contents["iteration"]) == (3.0, 7)
@@ -242,7 +320,10 @@ def test_an_iteration_is_visible_only_when_published(tmp_path: Path) -> None:
 
 def test_the_word_release_is_an_iteration(tmp_path: Path) -> None:
     mcore.write_rank_file(
-        mcore.rank_file(tmp_path, "release", ParallelLayout(), Coords()), {}, mcore.namespace(shape(QWEN2), ParallelLayout()), "release"
+        mcore.rank_file(tmp_path, "release", ParallelLayout(), Coords()),
+        {},
+        mcore.namespace(shape(QWEN2), ParallelLayout()),
+        "release",
     )
     (tmp_path / mcore.TRACKER).write_text("release\n")
     assert find_checkpoint(tmp_path).iteration == "release"
@@ -258,11 +339,18 @@ def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path, text: str, mess
 def test_missing_and_strange_ranks_are_named(tmp_path: Path) -> None:
     args = mcore.namespace(shape(QWEN2), ParallelLayout(2, 2))
     for tp_rank, pp_rank in ((0, 0), (1, 0), (1, 1)):
-        mcore.write_rank_file(mcore.rank_file(tmp_path, 1, ParallelLayout(2, 2), Coords(tp_rank, pp_rank)), {}, args, 1)
+        mcore.write_rank_file(
+            mcore.rank_file(tmp_path, 1, ParallelLayout(2, 2), Coords(tp_rank, pp_rank)),
+            {},
+            args,
+            1,
+        )
     mcore.publish(tmp_path, 1)
     with pytest.raises(MsrlError, match=mentions("mp_rank_00_001/model_optim_rng.pt", "missing")):
         find_checkpoint(tmp_path)
-    mcore.write_rank_file(mcore.rank_file(tmp_path, 1, ParallelLayout(2, 2), Coords(0, 1)), {}, args, 1)
+    mcore.write_rank_file(
+        mcore.rank_file(tmp_path, 1, ParallelLayout(2, 2), Coords(0, 1)), {}, args, 1
+    )
     (tmp_path / "iter_0000001" / "mp_rank_00_000_001").mkdir()
     with pytest.raises(MsrlError, match=mentions("mp_rank_00_000_001", "rank")):
         find_checkpoint(tmp_path)
@@ -270,14 +358,20 @@ def test_missing_and_strange_ranks_are_named(tmp_path: Path) -> None:
 
 def test_names_of_transformer_engine_and_local_spec_are_each_others() -> None:
     local = ["decoder.layers.11.pre_mlp_layernorm.weight", "decoder.final_layernorm.weight"]
-    stored = [entry.name for entry in entries(local, Naming(te=True))]
-    assert stored == ["decoder.layers.11.mlp.linear_fc1.layer_norm_weight", "decoder.final_layernorm.weight"]
+    stored = [entry.name for entry in file_tensors(local, Naming(te=True))]
+    assert stored == [
+        "decoder.layers.11.mlp.linear_fc1.layer_norm_weight",
+        "decoder.final_layernorm.weight",
+    ]
     assert [local_name(name) for name in stored] == local
 
 
 def test_names_of_transformer_engine_keep_the_norm_before_latent_attention() -> None:
-    names = [f"decoder.layers.3.{rest}" for rest in ("input_layernorm.weight", "self_attention.linear_kv_up_proj.weight")]
-    assert [entry.name for entry in entries(names, Naming(te=True))] == names
+    names = [
+        f"decoder.layers.3.{rest}"
+        for rest in ("input_layernorm.weight", "self_attention.linear_kv_up_proj.weight")
+    ]
+    assert [entry.name for entry in file_tensors(names, Naming(te=True))] == names
 
 
 # --- Hugging Face folders -------------------------------------------------------------------------------------------------------------
@@ -287,7 +381,7 @@ def test_names_of_transformer_engine_keep_the_norm_before_latent_attention() -> 
 def test_a_hugging_face_folder_is_read_from_one_file_or_many(tmp_path: Path, shards: int) -> None:
     weights = tiny.save(tmp_path, shards=shards)
     checkpoint = HfCheckpoint(tmp_path)
-    assert checkpoint.specs == {name: spec_of(tensor) for name, tensor in weights.items()}
+    assert checkpoint.specs == {name: tensor_spec(tensor) for name, tensor in weights.items()}
     assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
 
 
@@ -321,7 +415,9 @@ def damage(folder: Path, what: str) -> None:
         ("unlisted", ("model.safetensors.index.json", "model.norm.weight")),
     ],
 )
-def test_damage_to_a_hugging_face_folder_is_named(tmp_path: Path, what: str, message: tuple[str, ...]) -> None:
+def test_damage_to_a_hugging_face_folder_is_named(
+    tmp_path: Path, what: str, message: tuple[str, ...]
+) -> None:
     tiny.save(tmp_path, shards=3)
     damage(tmp_path, what)
     with pytest.raises(MsrlError) as error:
@@ -332,13 +428,27 @@ def test_damage_to_a_hugging_face_folder_is_named(tmp_path: Path, what: str, mes
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 3}, ("12 tensors", "model.layers.2.input_layernorm.weight", "missing")),
-        ({"num_hidden_layers": 1}, ("12 tensors", "Qwen2ForCausalLM", "model.layers.1.input_layernorm.weight")),
-        ({"vocab_size": 101}, ("model.embed_tokens.weight", "[100, 64]", "[101, 64]", "config.json")),
-        ({"tie_word_embeddings": True}, ("tie_word_embeddings=true", "lm_head.weight", "embedding")),
+        (
+            {"num_hidden_layers": 3},
+            ("12 tensors", "model.layers.2.input_layernorm.weight", "missing"),
+        ),
+        (
+            {"num_hidden_layers": 1},
+            ("12 tensors", "Qwen2ForCausalLM", "model.layers.1.input_layernorm.weight"),
+        ),
+        (
+            {"vocab_size": 101},
+            ("model.embed_tokens.weight", "[100, 64]", "[101, 64]", "config.json"),
+        ),
+        (
+            {"tie_word_embeddings": True},
+            ("tie_word_embeddings=true", "lm_head.weight", "embedding"),
+        ),
     ],
 )
-def test_weights_that_do_not_fit_the_config_are_named(tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]) -> None:
+def test_weights_that_do_not_fit_the_config_are_named(
+    tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]
+) -> None:
     tiny.save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**QWEN2, **changes}))
     with pytest.raises(MsrlError) as error:
@@ -358,18 +468,28 @@ def test_other_folders_are_refused_with_a_hint(tmp_path: Path) -> None:
 
 def test_the_writer_cuts_shards_and_indexes_them(tmp_path: Path) -> None:
     weights = tiny.tensors(LLAMA)
-    writer = HfWriter(tmp_path, {name: spec_of(t) for name, t in weights.items()}, max_shard_bytes=20_000)
+    writer = HfWriter(
+        tmp_path, {name: tensor_spec(t) for name, t in weights.items()}, max_shard_bytes=20_000
+    )
     for name, tensor in reversed(weights.items()):
         writer.write(name, tensor)
     written = writer.close()
-    assert len(written) == len(list(tmp_path.iterdir())) == 1 + len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert (
+        len(written)
+        == len(list(tmp_path.iterdir()))
+        == 1 + len(list(tmp_path.glob("*.safetensors")))
+        > 2
+    )
     for name, record in written.items():
         contents = (tmp_path / name).read_bytes()
         assert record == {"bytes": len(contents), "crc32": f"{zlib.crc32(contents):08x}"}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    assert all(sum(t.nbytes for t in _load(file).values()) <= 20_000 or len(_load(file)) == 1 for file in files)
+    assert all(
+        sum(t.nbytes for t in _load(file).values()) <= 20_000 or len(_load(file)) == 1
+        for file in files
+    )
     checkpoint = HfCheckpoint(tmp_path)
     assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -382,7 +502,9 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_writer_that_lacks_a_tensor_says_so(tmp_path: Path) -> None:
-    writer = HfWriter(tmp_path, {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.bfloat16, (3,))})
+    writer = HfWriter(
+        tmp_path, {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.bfloat16, (3,))}
+    )
     with pytest.raises(ValueError, match=mentions("announced")):
         writer.write("a", torch.zeros(3))
     writer.write("b", torch.zeros(3, dtype=torch.bfloat16))
@@ -394,22 +516,34 @@ def test_sidecar_files_come_along_and_the_config_names_the_new_type(tmp_path: Pa
     tiny.save(tmp_path / "from", shards=2)
     (tmp_path / "from" / "chat_template.jinja").write_text("x")
     copy_sidecars(tmp_path / "from", tmp_path / "to", torch.float32)
-    assert sorted(file.name for file in (tmp_path / "to").iterdir()) == ["chat_template.jinja", "config.json", "tokenizer.json"]
-    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {**QWEN2, "torch_dtype": "float32"}
+    assert sorted(file.name for file in (tmp_path / "to").iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "tokenizer.json",
+    ]
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {
+        **QWEN2,
+        "torch_dtype": "float32",
+    }
 
 
 def test_a_folder_that_is_being_written_is_not_written_twice(tmp_path: Path) -> None:
     with staged_folder(tmp_path / "out") as folder:
         (folder / "file").write_text("x")
         assert not (tmp_path / "out").exists()
-        with pytest.raises(MsrlError, match=mentions("out", "process")), staged_folder(tmp_path / "out"):
+        with (
+            pytest.raises(MsrlError, match=mentions("out", "process")),
+            staged_folder(tmp_path / "out"),
+        ):
             pass
     assert (tmp_path / "out" / "file").read_text() == "x"
     with pytest.raises(MsrlError, match=mentions("out", "exists")), staged_folder(tmp_path / "out"):
         pass
 
 
-def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Lustre answers where it is mounted without them."""
 
     def no_such_call(*_: object) -> None:
@@ -428,7 +562,9 @@ def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "models")
     with staged_folder(tmp_path / "out") as folder:
         (folder / "file").write_text("x")
-    assert (tmp_path / "disk" / "models" / "file").read_text() == "x" and (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "models" / "file").read_text() == "x" and (
+        tmp_path / "out"
+    ).is_symlink()
 
 
 def test_an_empty_folder_that_nothing_can_take_the_place_of_is_refused_before_the_work(
@@ -439,20 +575,29 @@ def test_an_empty_folder_that_nothing_can_take_the_place_of_is_refused_before_th
         pass
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
-    with pytest.raises(MsrlError, match=mentions("volume", "mounted")), staged_folder(tmp_path / "volume"):
+    with (
+        pytest.raises(MsrlError, match=mentions("volume", "mounted")),
+        staged_folder(tmp_path / "volume"),
+    ):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["volume"]
 
 
-def test_what_a_killed_run_left_behind_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is cleared before the first byte; a conversion that fills half of the disk could not be made again after a kill."""
+def test_what_a_killed_run_left_behind_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cleared before the first byte; a conversion that fills half of the disk could not be
+    made again after a kill.
+    """
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1_000_000))
     (tmp_path / ".out.partial" / "iter_0000001").mkdir(parents=True)
     (tmp_path / ".out.partial" / "iter_0000001" / "file").write_bytes(bytes(3_000_000))
     require_space(tmp_path / "out", 3_900_000)
     with pytest.raises(MsrlError, match=mentions("5,000,000 bytes", "disk")):
         require_space(tmp_path / "out", 5_000_000)
-    with pytest.raises(MsrlError, match=mentions("other", "3,900,000 bytes", "1,000,000 bytes", "disk")):
+    with pytest.raises(
+        MsrlError, match=mentions("other", "3,900,000 bytes", "1,000,000 bytes", "disk")
+    ):
         require_space(tmp_path / "other", 3_900_000)
 
 
@@ -460,7 +605,10 @@ def test_a_link_in_the_place_of_an_unfinished_folder_is_not_cleared(tmp_path: Pa
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "file").write_text("x")
     (tmp_path / ".out.partial").symlink_to(tmp_path / "home")
-    with pytest.raises(MsrlError, match=mentions(".out.partial", "link")), staged_folder(tmp_path / "out"):
+    with (
+        pytest.raises(MsrlError, match=mentions(".out.partial", "link")),
+        staged_folder(tmp_path / "out"),
+    ):
         pass
     assert (tmp_path / "home" / "file").read_text() == "x"
 
@@ -473,4 +621,6 @@ def test_what_cannot_take_its_name_in_the_end_is_kept(tmp_path: Path) -> None:
         (folder / "file").write_text("x")
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "theirs").write_text("y")
-    assert (tmp_path / ".out.partial" / "file").read_text() == "x" and (tmp_path / "out" / "theirs").read_text() == "y"
+    assert (tmp_path / ".out.partial" / "file").read_text() == "x" and (
+        tmp_path / "out" / "theirs"
+    ).read_text() == "y"

@@ -1,4 +1,6 @@
-"""The forms in which Hugging Face folders hold weights, and how each is refused: by file and tensor, exit code 2, nothing left behind."""
+"""The forms in which Hugging Face folders hold weights, and how each is refused: by file and
+tensor, exit code 2, nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import tiny_checkpoints as tiny
 from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.hf.folder import HfCheckpoint
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_files.reader import spec_of
+from msrl.checkpoint.torch_files.reader import tensor_spec
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from support import assert_mentions, mentions
@@ -29,12 +31,18 @@ def as_torch_files(folder: Path, shards: int = 1, **save: Any) -> dict[str, Tens
     weights = tiny.save(folder)
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
-    files = ["pytorch_model.bin"] if shards == 1 else [f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin" for i in range(shards)]
+    files = (
+        ["pytorch_model.bin"]
+        if shards == 1
+        else [f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin" for i in range(shards)]
+    )
     for number, file in enumerate(files):
         torch.save({name: weights[name] for name in names[number::shards]}, folder / file, **save)
     if shards > 1:
         weight_map = {name: files[number % shards] for number, name in enumerate(names)}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     return weights
 
 
@@ -42,14 +50,18 @@ def as_torch_files(folder: Path, shards: int = 1, **save: Any) -> dict[str, Tens
 def test_torchs_own_files_are_read_like_safetensors(tmp_path: Path, shards: int) -> None:
     weights = as_torch_files(tmp_path / "hf", shards)
     checkpoint = HfCheckpoint(tmp_path / "hf")
-    assert checkpoint.specs == {name: spec_of(tensor) for name, tensor in weights.items()}
+    assert checkpoint.specs == {name: tensor_spec(tensor) for name, tensor in weights.items()}
     assert all(same_bits(checkpoint.tensor(name), tensor) for name, tensor in weights.items())
     tiny.save(tmp_path / "safe")
     from_torch, from_safe = (
         to_mcore(tmp_path / "hf", tmp_path / "a", ParallelLayout(2)),
         to_mcore(tmp_path / "safe", tmp_path / "b", ParallelLayout(2)),
     )
-    assert all(same_bits(from_torch[rank][name], tensor) for rank, model in from_safe.items() for name, tensor in model.items())
+    assert all(
+        same_bits(from_torch[rank][name], tensor)
+        for rank, model in from_safe.items()
+        for name, tensor in model.items()
+    )
 
 
 def test_safetensors_come_before_torch_files(tmp_path: Path) -> None:
@@ -68,7 +80,10 @@ class Harmful:
 
 def test_a_harmful_torch_file_runs_nothing(tmp_path: Path) -> None:
     weights = as_torch_files(tmp_path / "hf")
-    torch.save({**weights, "model.norm.weight": Harmful(tmp_path / "proof")}, tmp_path / "hf" / "pytorch_model.bin")
+    torch.save(
+        {**weights, "model.norm.weight": Harmful(tmp_path / "proof")},
+        tmp_path / "hf" / "pytorch_model.bin",
+    )
     with pytest.raises(MsrlError, match=mentions("pytorch_model.bin", "posix.mkdir")):
         HfCheckpoint(tmp_path / "hf")
     assert not (tmp_path / "proof").exists()
@@ -103,7 +118,11 @@ def _index(folder: Path, change: Any) -> None:
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 SINGLE: list[tuple[str, Any, tuple[str, ...]]] = [
-    ("cut short", lambda f: f.write_bytes(f.read_bytes()[:-10]), ("hf/model.safetensors", "download")),
+    (
+        "cut short",
+        lambda f: f.write_bytes(f.read_bytes()[:-10]),
+        ("hf/model.safetensors", "download"),
+    ),
     (
         "unknown name",
         lambda f: _edit(f, _rename(Q, "model.layers.0.self_attn.query.weight")),
@@ -129,9 +148,15 @@ SINGLE: list[tuple[str, Any, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in SINGLE], ids=[case[0] for case in SINGLE])
+@pytest.mark.parametrize(
+    ("damage", "message"), [case[1:] for case in SINGLE], ids=[case[0] for case in SINGLE]
+)
 def test_the_command_refuses_a_damaged_folder_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: Any, message: tuple[str, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: Any,
+    message: tuple[str, ...],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.save(tmp_path / "hf")
@@ -147,14 +172,19 @@ def test_types_that_differ_are_cast_when_one_is_chosen(tmp_path: Path) -> None:
     weights = tiny.save(tmp_path / "hf")
     _edit(tmp_path / "hf" / "model.safetensors", _recast(Q, torch.float32))
     ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", dtype=torch.bfloat16)
-    assert torch.equal(ranks[Coords()]["decoder.layers.0.self_attention.linear_qkv.weight"][:32], weights[Q][:32])
+    assert torch.equal(
+        ranks[Coords()]["decoder.layers.0.self_attention.linear_qkv.weight"][:32], weights[Q][:32]
+    )
 
 
 def test_all_mistakes_of_a_sharded_folder_are_said_at_once(tmp_path: Path) -> None:
     tiny.save(tmp_path, shards=3)
     (tmp_path / FIRST).write_bytes((tmp_path / FIRST).read_bytes()[:-10])
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    _index(tmp_path, lambda names: names.update({"model.ghost.weight": "model-00003-of-00003.safetensors"}))
+    _index(
+        tmp_path,
+        lambda names: names.update({"model.ghost.weight": "model-00003-of-00003.safetensors"}),
+    )
     with pytest.raises(ManyErrors) as error:
         HfCheckpoint(tmp_path)
     first, second, third = error.value.messages

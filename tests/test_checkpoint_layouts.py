@@ -1,4 +1,6 @@
-"""Where each number of a weight goes: worked out by hand from Megatron's layout, then the same on random tensors."""
+"""Where each number of a weight goes: worked out by hand from Megatron's layout, then the same on
+random tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,17 @@ import pytest
 import torch
 
 from msrl.checkpoint.rank_shapes import make_plan
-from msrl.checkpoint.tensor_layouts import fuse, hf_parts, join, pieces, recut, shard, shard_shape, split, unfuse
+from msrl.checkpoint.tensor_layouts import (
+    fuse,
+    hf_pieces,
+    join,
+    pieces,
+    reshard,
+    shard,
+    shard_shape,
+    split,
+    unfuse,
+)
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, num_parameters
 from msrl.models.parallel_layout import Coords, ParallelLayout
@@ -26,18 +38,26 @@ def test_qkv_of_a_rank_holds_whole_query_groups() -> None:
     for tensors in ((Q, K, V), weights):  # bias and weight have the same order
         ranks = split(QKV, fuse(QKV, tensors), 2)
         assert [rank.flatten().tolist() for rank in ranks] == list(QKV_RANKS)
-        assert [shard(QKV, tensors, rank, 2).flatten().tolist() for rank in (0, 1)] == list(QKV_RANKS)
+        assert [shard(QKV, tensors, rank, 2).flatten().tolist() for rank in (0, 1)] == list(
+            QKV_RANKS
+        )
 
 
 def test_qkv_comes_apart_into_q_k_and_v() -> None:
     canonical = join(QKV, [torch.tensor(rank) for rank in QKV_RANKS])
-    assert [part.tolist() for part in unfuse(QKV, canonical)] == [Q.tolist(), K.tolist(), V.tolist()]
+    assert [part.tolist() for part in unfuse(QKV, canonical)] == [
+        Q.tolist(),
+        K.tolist(),
+        V.tolist(),
+    ]
 
 
 def test_a_rank_holds_its_gate_rows_then_its_up_rows() -> None:
     gate, up = torch.arange(4)[:, None], torch.arange(10, 14)[:, None]
     expected = [[0, 1, 10, 11], [2, 3, 12, 13]]
-    assert [rank.flatten().tolist() for rank in split(GateUp(), fuse(GateUp(), (gate, up)), 2)] == expected
+    assert [
+        rank.flatten().tolist() for rank in split(GateUp(), fuse(GateUp(), (gate, up)), 2)
+    ] == expected
     assert [shard(GateUp(), (gate, up), rank, 2).flatten().tolist() for rank in (0, 1)] == expected
     back = unfuse(GateUp(), join(GateUp(), [torch.tensor(rank)[:, None] for rank in expected]))
     assert [part.flatten().tolist() for part in back] == [[0, 1, 2, 3], [10, 11, 12, 13]]
@@ -45,7 +65,10 @@ def test_a_rank_holds_its_gate_rows_then_its_up_rows() -> None:
 
 def test_row_parallel_weights_are_cut_by_columns() -> None:
     weight = torch.arange(8).view(2, 4)
-    assert [rank.tolist() for rank in split(Sharded(1), weight, 2)] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert [rank.tolist() for rank in split(Sharded(1), weight, 2)] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
     assert shard(Sharded(1), [weight], 1, 2).tolist() == [[2, 3], [6, 7]]
 
 
@@ -76,7 +99,9 @@ def test_replicated_tensors_are_whole_on_every_rank() -> None:
         (Replicated(), ((5,),)),
     ],
 )
-def test_every_layout_comes_back_from_any_number_of_ranks(layout: Layout, shapes: tuple[tuple[int, ...], ...], tp: int) -> None:
+def test_every_layout_comes_back_from_any_number_of_ranks(
+    layout: Layout, shapes: tuple[tuple[int, ...], ...], tp: int
+) -> None:
     tensors = [torch.randn(size) for size in shapes]
     canonical = fuse(layout, tensors)
     ranks = split(layout, canonical, tp)
@@ -113,9 +138,12 @@ def test_shards_of_one_cut_are_made_of_those_of_another(
     canonical = fuse(layout, tensors)
     shards, rows = split(layout, canonical, before), 12 if isinstance(layout, Vocab) else None
     for rank, expected in enumerate(split(layout, canonical, after, rows)):
-        assert torch.equal(torch.cat(list(recut(layout, shards, rank, after, rows))), expected)
-    found = hf_parts(layout, shards)
-    assert all(torch.equal(torch.cat(list(parts)), tensor) for parts, tensor in zip(found, tensors, strict=True))
+        assert torch.equal(torch.cat(list(reshard(layout, shards, rank, after, rows))), expected)
+    found = hf_pieces(layout, shards)
+    assert all(
+        torch.equal(torch.cat(list(parts)), tensor)
+        for parts, tensor in zip(found, tensors, strict=True)
+    )
 
 
 def test_what_is_cut_by_rows_is_cut_anew_without_a_copy() -> None:
@@ -123,23 +151,45 @@ def test_what_is_cut_by_rows_is_cut_anew_without_a_copy() -> None:
     storages = {tensor.untyped_storage().data_ptr() for tensor in shards}
     for layout in (Qkv(6, 1, 1), GateUp(), Sharded(0), Vocab(12)):
         for size in (1, 3):
-            assert {piece.untyped_storage().data_ptr() for piece in recut(layout, shards, 0, size)} <= storages
+            assert {
+                piece.untyped_storage().data_ptr() for piece in reshard(layout, shards, 0, size)
+            } <= storages
     for layout in (GateUp(), Sharded(0), Vocab(11)):
-        assert {part.untyped_storage().data_ptr() for parts in hf_parts(layout, shards) for part in parts} == storages
+        assert {
+            part.untyped_storage().data_ptr()
+            for parts in hf_pieces(layout, shards)
+            for part in parts
+        } == storages
 
 
 def test_a_shard_is_made_of_views_of_its_sources_and_of_padding() -> None:
     tensors = [torch.randn(8, 5), torch.randn(4, 5), torch.randn(4, 5)]
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    for layout, sources in ((QKV, tensors), (GateUp(), tensors[1:]), (Sharded(1), [tensors[0].t()]), (Vocab(8), tensors[:1])):
-        assert {piece.untyped_storage().data_ptr() for piece in pieces(layout, sources, 1, 2)} <= storages
+    for layout, sources in (
+        (QKV, tensors),
+        (GateUp(), tensors[1:]),
+        (Sharded(1), [tensors[0].t()]),
+        (Vocab(8), tensors[:1]),
+    ):
+        assert {
+            piece.untyped_storage().data_ptr() for piece in pieces(layout, sources, 1, 2)
+        } <= storages
     parts = list(pieces(Vocab(8), tensors[:1], 1, 2, 12))
-    assert [len(part) for part in parts] == [2, 4] and parts[0].untyped_storage().data_ptr() in storages and not parts[1].any()
+    assert (
+        [len(part) for part in parts] == [2, 4]
+        and parts[0].untyped_storage().data_ptr() in storages
+        and not parts[1].any()
+    )
 
 
 def test_stages_are_equal_blocks_that_count_their_own_layers() -> None:
     stages = [
-        [placed.name for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), ParallelLayout(pp=2), Coords(pp=rank))]
+        [
+            placed.name
+            for placed in stage_tensors(
+                shape(LLAMA, num_hidden_layers=4), ParallelLayout(pp=2), Coords(pp=rank)
+            )
+        ]
         for rank in (0, 1)
     ]
     layers = [f"decoder.layers.{layer}" for layer in (0, 1)]
@@ -147,23 +197,38 @@ def test_stages_are_equal_blocks_that_count_their_own_layers() -> None:
         "decoder.final_layernorm.weight",
         "output_layer.weight",
     ]
-    assert [sorted({name[:16] for name in stage if "layers." in name}) for stage in stages] == [layers, layers]
+    assert [sorted({name[:16] for name in stage if "layers." in name}) for stage in stages] == [
+        layers,
+        layers,
+    ]
     second = {
-        placed.name: placed.rule.hf[0] for placed in stage_tensors(shape(LLAMA, num_hidden_layers=4), ParallelLayout(pp=2), Coords(pp=1))
+        placed.name: placed.rule.hf[0]
+        for placed in stage_tensors(
+            shape(LLAMA, num_hidden_layers=4), ParallelLayout(pp=2), Coords(pp=1)
+        )
     }
-    assert second["decoder.layers.0.input_layernorm.weight"] == "model.layers.2.input_layernorm.weight"
+    assert (
+        second["decoder.layers.0.input_layernorm.weight"] == "model.layers.2.input_layernorm.weight"
+    )
 
 
 def test_a_tied_output_layer_is_stored_only_with_several_stages() -> None:
     tied = shape(QWEN2, tie_word_embeddings=True)
-    one, two = stage_tensors(tied, ParallelLayout(), Coords()), stage_tensors(tied, ParallelLayout(pp=2), Coords(pp=1))
+    one, two = (
+        stage_tensors(tied, ParallelLayout(), Coords()),
+        stage_tensors(tied, ParallelLayout(pp=2), Coords(pp=1)),
+    )
     assert "output_layer.weight" not in [placed.name for placed in one]
-    assert two[-1].name == "output_layer.weight" and two[-1].rule.hf == ("model.embed_tokens.weight",)
+    assert two[-1].name == "output_layer.weight" and two[-1].rule.hf == (
+        "model.embed_tokens.weight",
+    )
 
 
 def test_a_plan_counts_what_all_ranks_hold() -> None:
     found = shape(QWEN3)
-    replicated = sum(size[0] for rule in all_rules(found) if rule.layout == Replicated() for size in rule.shapes)
+    replicated = sum(
+        size[0] for rule in all_rules(found) if rule.layout == Replicated() for size in rule.shapes
+    )
     plan = make_plan(found, ParallelLayout(2, 2), vocab_multiple=64)
     padding = 2 * (128 - 100) * 64  # embedding and output layer, rows added, hidden size
     assert plan.padded_vocab == 128
@@ -174,7 +239,9 @@ def test_a_plan_counts_what_all_ranks_hold() -> None:
     ("tp", "pp", "message"),
     [(4, 1, ("tp=4", "query groups")), (1, 3, ("pp=3", "2 layers")), (5, 1, ("tp=5", "96", "ffn"))],
 )
-def test_a_layout_that_does_not_divide_is_refused(tp: int, pp: int, message: tuple[str, ...]) -> None:
+def test_a_layout_that_does_not_divide_is_refused(
+    tp: int, pp: int, message: tuple[str, ...]
+) -> None:
     with pytest.raises(MsrlError) as error:
         make_plan(shape(QWEN2), ParallelLayout(tp, pp))
     assert_mentions(error.value, *message)

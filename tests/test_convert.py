@@ -1,4 +1,6 @@
-"""Conversions as a whole: where the numbers end up, every layout and back, what is refused, what a kill leaves behind."""
+"""Conversions as a whole: where the numbers end up, every layout and back, what is refused, what a
+kill leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -32,45 +34,70 @@ from support import assert_mentions, mentions
 LAYER = "model.layers.{}."
 
 
-def to_mcore(folder: Path, save: Path, cut: ParallelLayout | None = None, **target: Any) -> dict[Coords, dict[str, Tensor]]:
+def to_mcore(
+    folder: Path, save: Path, cut: ParallelLayout | None = None, **target: Any
+) -> dict[Coords, dict[str, Tensor]]:
     """Convert and read the files back with plain torch: tensors by rank."""
     cut = cut or ParallelLayout()
     write_mcore(open_weights(folder), save, McoreTarget(cut, **target))
-    return {at: torch.load(mcore.rank_file(save, 1, cut, at), weights_only=False)["model"] for at in cut.ranks()}
+    return {
+        at: torch.load(mcore.rank_file(save, 1, cut, at), weights_only=False)["model"]
+        for at in cut.ranks()
+    }
 
 
 def test_every_number_goes_to_its_place(tmp_path: Path) -> None:
-    """The sizes: hidden 64, 4 heads of 16 in 2 groups, feed-forward 96, vocabulary 100, 2 layers; cut by tp 2 and pp 2."""
+    """The sizes: hidden 64, 4 heads of 16 in 2 groups, feed-forward 96, vocabulary 100, 2 layers;
+    cut by tp 2 and pp 2.
+    """
     hf = tiny.save(tmp_path / "hf", "qwen2")
     ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2, 2))
     q, k, v = (hf[LAYER.format(1) + f"self_attn.{kind}_proj.weight"] for kind in "qkv")
-    gate, up, down = (hf[LAYER.format(1) + f"mlp.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
+    gate, up, down = (
+        hf[LAYER.format(1) + f"mlp.{kind}_proj.weight"] for kind in ("gate", "up", "down")
+    )
     second = ranks[Coords(1, 1)]  # the second half of everything in the second layer
     attention, mlp = "decoder.layers.0.self_attention.", "decoder.layers.0.mlp."
     assert torch.equal(second[attention + "linear_qkv.weight"], torch.cat([q[32:], k[16:], v[16:]]))
     assert torch.equal(second[mlp + "linear_fc1.weight"], torch.cat([gate[48:], up[48:]]))
     assert torch.equal(second[mlp + "linear_fc2.weight"], down[:, 48:])
-    assert torch.equal(second[attention + "linear_proj.weight"], hf[LAYER.format(1) + "self_attn.o_proj.weight"][:, 32:])
-    assert torch.equal(second["decoder.layers.0.pre_mlp_layernorm.weight"], hf[LAYER.format(1) + "post_attention_layernorm.weight"])
+    assert torch.equal(
+        second[attention + "linear_proj.weight"],
+        hf[LAYER.format(1) + "self_attn.o_proj.weight"][:, 32:],
+    )
+    assert torch.equal(
+        second["decoder.layers.0.pre_mlp_layernorm.weight"],
+        hf[LAYER.format(1) + "post_attention_layernorm.weight"],
+    )
     biases = [hf[LAYER.format(0) + f"self_attn.{kind}_proj.bias"] for kind in "qkv"]
     expected = torch.cat([biases[0][:32], biases[1][:16], biases[2][:16]])
     assert torch.equal(ranks[Coords(0, 0)][attention + "linear_qkv.bias"], expected)
-    assert torch.equal(ranks[Coords(1, 0)]["embedding.word_embeddings.weight"], hf["model.embed_tokens.weight"][50:])
+    assert torch.equal(
+        ranks[Coords(1, 0)]["embedding.word_embeddings.weight"],
+        hf["model.embed_tokens.weight"][50:],
+    )
     assert torch.equal(second["output_layer.weight"], hf["lm_head.weight"][50:])
-    assert "output_layer.weight" not in ranks[Coords(1, 0)] and "embedding.word_embeddings.weight" not in second
+    assert (
+        "output_layer.weight" not in ranks[Coords(1, 0)]
+        and "embedding.word_embeddings.weight" not in second
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_a_model_comes_back_from_every_layout(tmp_path: Path, family: str, tied: bool, tp: int, pp: int) -> None:
+def test_a_model_comes_back_from_every_layout(
+    tmp_path: Path, family: str, tied: bool, tp: int, pp: int
+) -> None:
     hf = tiny.save(tmp_path / "hf", family, tie_word_embeddings=tied, vocab_size=99)
     to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(tp, pp), vocab_multiple=8)
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert set(back) == set(hf) and all(same_bits(back[name], hf[name]) for name in hf)
     for name in ("config.json", "tokenizer.json"):
-        assert json.loads((tmp_path / "back" / name).read_text()) == json.loads((tmp_path / "hf" / name).read_text())
+        assert json.loads((tmp_path / "back" / name).read_text()) == json.loads(
+            (tmp_path / "hf" / name).read_text()
+        )
 
 
 def test_a_tied_embedding_is_copied_to_the_last_of_several_stages(tmp_path: Path) -> None:
@@ -78,7 +105,9 @@ def test_a_tied_embedding_is_copied_to_the_last_of_several_stages(tmp_path: Path
     one = to_mcore(tmp_path / "hf", tmp_path / "one")
     two = to_mcore(tmp_path / "hf", tmp_path / "two", ParallelLayout(pp=2))
     assert "output_layer.weight" not in one[Coords()] and "output_layer.weight" not in two[Coords()]
-    assert torch.equal(two[Coords(pp=1)]["output_layer.weight"], two[Coords()]["embedding.word_embeddings.weight"])
+    assert torch.equal(
+        two[Coords(pp=1)]["output_layer.weight"], two[Coords()]["embedding.word_embeddings.weight"]
+    )
 
 
 def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
@@ -86,7 +115,12 @@ def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
     last = to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(pp=2))[Coords(pp=1)]
     path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(pp=2), Coords(pp=1))
     args = mcore.read_rank_file(path)["args"]
-    mcore.write_rank_file(path.with_suffix(".new"), {**last, "output_layer.weight": last["output_layer.weight"] * 2}, args, 1)
+    mcore.write_rank_file(
+        path.with_suffix(".new"),
+        {**last, "output_layer.weight": last["output_layer.weight"] * 2},
+        args,
+        1,
+    )
     path.with_suffix(".new").replace(path)
     with pytest.raises(MsrlError, match=mentions("output_layer", "embeddings")):
         open_weights(tmp_path / "mcore")
@@ -94,15 +128,32 @@ def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
 
 def test_vocabulary_is_padded_and_names_are_chosen(tmp_path: Path) -> None:
     hf = tiny.save(tmp_path / "hf", vocab_size=99)
-    ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2), vocab_multiple=64, naming=Naming(te=True))
+    ranks = to_mcore(
+        tmp_path / "hf",
+        tmp_path / "mcore",
+        ParallelLayout(2),
+        vocab_multiple=64,
+        naming=Naming(te=True),
+    )
     table = torch.cat([ranks[Coords(rank)]["embedding.word_embeddings.weight"] for rank in (0, 1)])
-    assert table.shape == (128, 64) and torch.equal(table[:99], hf["model.embed_tokens.weight"]) and not table[99:].any()
+    assert (
+        table.shape == (128, 64)
+        and torch.equal(table[:99], hf["model.embed_tokens.weight"])
+        and not table[99:].any()
+    )
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in ranks[Coords(0, 0)]
-    assert compare(open_weights(tmp_path / "hf"), open_weights(tmp_path / "mcore"), None).different == ()
+    assert (
+        compare(open_weights(tmp_path / "hf"), open_weights(tmp_path / "mcore"), None).different
+        == ()
+    )
 
 
-@pytest.mark.parametrize(("source", "target"), [((2, 1), (1, 2)), ((1, 2), (2, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 1))])
-def test_one_layout_becomes_another_as_if_converted_directly(tmp_path: Path, source: tuple[int, int], target: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"), [((2, 1), (1, 2)), ((1, 2), (2, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 1))]
+)
+def test_one_layout_becomes_another_as_if_converted_directly(
+    tmp_path: Path, source: tuple[int, int], target: tuple[int, int]
+) -> None:
     tiny.save(tmp_path / "hf", "qwen3", tie_word_embeddings=True, vocab_size=99)
     to_mcore(tmp_path / "hf", tmp_path / "first", ParallelLayout(*source))
     resharded = to_mcore(tmp_path / "first", tmp_path / "second", ParallelLayout(*target))
@@ -118,11 +169,18 @@ def test_other_tensors_of_the_same_names_are_cut_the_same_way(tmp_path: Path) ->
     tiny.save(tmp_path / "hf")
     source = open_weights(tmp_path / "hf")
     moments = {
-        at: {name: tensor.float() ** 2 for name, tensor in source.local_tensors(ParallelLayout(2), at)} for at in ParallelLayout(2).ranks()
+        at: {
+            name: tensor.float() ** 2
+            for name, tensor in source.local_tensors(ParallelLayout(2), at)
+        }
+        for at in ParallelLayout(2).ranks()
     }
     found = ShardedSource(source.shape, ParallelLayout(2), moments, tmp_path, "moments")
     expected = dict(source.local_tensors(ParallelLayout(pp=2), Coords(pp=1)))
-    assert all(torch.equal(tensor, expected[name].float() ** 2) for name, tensor in found.local_tensors(ParallelLayout(pp=2), Coords(pp=1)))
+    assert all(
+        torch.equal(tensor, expected[name].float() ** 2)
+        for name, tensor in found.local_tensors(ParallelLayout(pp=2), Coords(pp=1))
+    )
 
 
 def test_a_chosen_type_is_cast_and_written_into_the_config(tmp_path: Path) -> None:
@@ -153,7 +211,9 @@ def test_the_manifest_finds_damage(tmp_path: Path) -> None:
     assert_mentions(damage, "mp_rank_01", "checksum")
 
 
-def test_a_taken_folder_and_a_full_disk_are_refused_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_folder_and_a_full_disk_are_refused_before_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.save(tmp_path / "hf")
     source = open_weights(tmp_path / "hf")
     with pytest.raises(MsrlError, match=mentions("hf", "exists")):
@@ -201,13 +261,20 @@ write_mcore(source, save, McoreTarget(ParallelLayout(2)), advance) if sys.argv[3
 
 
 @pytest.mark.parametrize("kind", ["mcore", "hf"])
-def test_a_kill_in_mid_write_leaves_nothing_visible_and_nothing_in_the_way(tmp_path: Path, kind: str) -> None:
+def test_a_kill_in_mid_write_leaves_nothing_visible_and_nothing_in_the_way(
+    tmp_path: Path, kind: str
+) -> None:
     hf = tiny.save(tmp_path / "hf")
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "hf"), str(tmp_path / "out"), kind], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "hf"), str(tmp_path / "out"), kind],
+        capture_output=True,
+    )
     assert done.returncode == -9
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.partial", "hf"]
     source = open_weights(tmp_path / "hf")
-    write_mcore(source, tmp_path / "out", McoreTarget(ParallelLayout(2))) if kind == "mcore" else write_hf(source, tmp_path / "out", None)
+    write_mcore(
+        source, tmp_path / "out", McoreTarget(ParallelLayout(2))
+    ) if kind == "mcore" else write_hf(source, tmp_path / "out", None)
     assert compare(source, open_weights(tmp_path / "out"), None).num_tensors == len(hf)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
@@ -230,7 +297,10 @@ def test_a_disk_that_becomes_full_is_said_and_leaves_no_trace(tmp_path: Path) ->
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source, save = open_weights(tmp_path / "hf"), tmp_path / "new" / "folders" / "out"
-    for write in (partial(write_mcore, source, save, McoreTarget(), full), partial(write_hf, source, save, None, full)):
+    for write in (
+        partial(write_mcore, source, save, McoreTarget(), full),
+        partial(write_hf, source, save, None, full),
+    ):
         with pytest.raises(MsrlError, match=mentions("out", "No space left on device")):
             write()
         assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
@@ -249,7 +319,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def run(**convert: Any) -> None:
     from msrl.workflows.convert import run as convert_ckpt
 
-    values = {key: str(value) if isinstance(value, Path) else value for key, value in convert.items()}
+    values = {
+        key: str(value) if isinstance(value, Path) else value for key, value in convert.items()
+    }
     convert_ckpt.run(Config.model_validate({"convert": values, "cluster": {"platform": "cpu"}}))
 
 
@@ -286,7 +358,9 @@ def save_real(folder: Path, family: str, *, tied: bool, dtype: str = "float32") 
         pytest.param("qwen2", True, {"pp": 2, "vpp": 1}, marks=pytest.mark.full),
         pytest.param("qwen2", False, {"tp": 2}, marks=pytest.mark.full),
         ("qwen3", True, {"tp": 1, "pp": 3, "noop_layers": (0, 5)}),
-        pytest.param("llama", False, {"tp": 2, "pp": 2, "num_layer_list": (1, 3)}, marks=pytest.mark.full),
+        pytest.param(
+            "llama", False, {"tp": 2, "pp": 2, "num_layer_list": (1, 3)}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_conversion_proves_itself_on_real_megatron_ranks(
@@ -296,17 +370,34 @@ def test_a_conversion_proves_itself_on_real_megatron_ranks(
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", **cut)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back")
     proofs = capsys.readouterr().out
-    assert all(proofs.count(check) == 2 for check in ("round trip", "logits, fp32", "distributions"))
+    assert all(
+        proofs.count(check) == 2 for check in ("round trip", "logits, fp32", "distributions")
+    )
     assert (tmp_path / "back" / "config.json").is_file()
 
 
 @pytest.mark.slow
-def test_casts_and_reshards_prove_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_casts_and_reshards_prove_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_real(tmp_path / "hf", "qwen2", tied=True)
-    run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "one", tp=2, pad_vocab_to_multiple=16, names="te")
+    run(
+        command="hf2mcore",
+        load=tmp_path / "hf",
+        save=tmp_path / "one",
+        tp=2,
+        pad_vocab_to_multiple=16,
+        names="te",
+    )
     run(command="reshard", load=tmp_path / "one", save=tmp_path / "two", pp=2, dtype="bf16")
     (tmp_path / "two" / "hf").rename(tmp_path / "elsewhere")  # as MindSpeed's own checkpoints are
-    run(command="mcore2hf", load=tmp_path / "two", save=tmp_path / "back", dtype="fp32", hf_config=tmp_path / "elsewhere")
+    run(
+        command="mcore2hf",
+        load=tmp_path / "two",
+        save=tmp_path / "back",
+        dtype="fp32",
+        hf_config=tmp_path / "elsewhere",
+    )
     assert capsys.readouterr().out.count("round trip") == 3
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
 
@@ -321,28 +412,46 @@ def _k_and_v_swapped(layout: Any, tensors: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("swap", [_swapped, _k_and_v_swapped])
-def test_a_swap_in_both_directions_fails_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: Any) -> None:
+def test_a_swap_in_both_directions_fails_the_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: Any
+) -> None:
     """Gate with up, or k with v, both ways: the round trip stays equal, the logits tell."""
     save_real(tmp_path / "hf", "qwen2", tied=True)
     fuse, unfuse, pieces = layouts.fuse, layouts.unfuse, layouts.pieces
-    monkeypatch.setattr(layouts, "fuse", lambda layout, tensors: fuse(layout, swap(layout, tuple(tensors))))
-    monkeypatch.setattr(layouts, "pieces", lambda layout, tensors, *ranks: pieces(layout, swap(layout, tuple(tensors)), *ranks))
-    monkeypatch.setattr(layouts, "unfuse", lambda layout, canonical: swap(layout, unfuse(layout, canonical)))
+    monkeypatch.setattr(
+        layouts, "fuse", lambda layout, tensors: fuse(layout, swap(layout, tuple(tensors)))
+    )
+    monkeypatch.setattr(
+        layouts,
+        "pieces",
+        lambda layout, tensors, *ranks: pieces(layout, swap(layout, tuple(tensors)), *ranks),
+    )
+    monkeypatch.setattr(
+        layouts, "unfuse", lambda layout, canonical: swap(layout, unfuse(layout, canonical))
+    )
     with pytest.raises(VerificationError, match=mentions("logits, fp32")):
         run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore.failed-verification"]
 
 
-def test_inspect_says_what_a_checkpoint_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_what_a_checkpoint_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.save(tmp_path / "hf")
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2, verify=False)
     run(command="inspect", load=tmp_path / "mcore")
     said = capsys.readouterr().out
-    assert "iteration 1, tp 2, pp 1" in said and "mp_rank_01/model_optim_rng.pt" in said and "bfloat16" in said
+    assert (
+        "iteration 1, tp 2, pp 1" in said
+        and "mp_rank_01/model_optim_rng.pt" in said
+        and "bfloat16" in said
+    )
     assert_mentions(said, "files:", "manifest")
 
 
-def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.save(tmp_path / "hf")
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
     with pytest.raises(MsrlError, match=mentions("verification", "1.0 KB", "--no-verify")):

@@ -1,4 +1,6 @@
-"""What a conversion would write is known from config.json alone: of every real config at hand, in under a second."""
+"""What a conversion would write is known from config.json alone: of every real config at hand, in
+under a second.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def _usual_cut(shape: Shape) -> ParallelLayout:
     """As large as the sizes allow, up to 8 of each."""
     experts = num_experts(shape)
     tp, pp = math.gcd(8, shape.num_query_groups), math.gcd(8, shape.num_layers)
-    return ParallelLayout(tp, pp, ep=math.gcd(8, experts), etp=1) if experts else ParallelLayout(tp, pp)
+    return (
+        ParallelLayout(tp, pp, ep=math.gcd(8, experts), etp=1)
+        if experts
+        else ParallelLayout(tp, pp)
+    )
 
 
 def _seconds(shape: Shape, target: McoreTarget) -> float:
@@ -54,12 +60,18 @@ def test_files_bytes_and_padding_of_every_real_config_are_planned_in_under_a_sec
             continue
         target = McoreTarget(_usual_cut(shape), vocab_multiple=128)
         first = _seconds(shape, target)
-        assert min(first, _seconds(shape, target) if first > 1 else first) < 1, file  # once more: the machine may have been busy
+        assert min(first, _seconds(shape, target) if first > 1 else first) < 1, (
+            file
+        )  # once more: the machine may have been busy
         plan = ruled_plan(shape, target)
         files = dict(file_rows(shape, target, plan, Path("save")))
         assert plan.padded_vocab % 128 == 0 and 0 <= plan.padded_vocab - shape.vocab_size < 128
-        assert len(files) == len(target.cut.ranks())
-        assert sum(spec.num_elements for specs in files.values() for spec in specs) == plan.num_elements >= num_parameters(shape)
+        assert len(files) == len(target.layout.ranks())
+        assert (
+            sum(spec.num_elements for specs in files.values() for spec in specs)
+            == plan.num_elements
+            >= num_parameters(shape)
+        )
         planned += 1
     assert planned >= 25 and all("quantization_config" in message for message in refused)
 
@@ -67,9 +79,15 @@ def test_files_bytes_and_padding_of_every_real_config_are_planned_in_under_a_sec
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize(
     ("name", "cut"),
-    [("qwen1.5", ParallelLayout(2, 2)), ("deepseek v3", ParallelLayout(2, ep=2, etp=1)), ("gpt-oss", ParallelLayout(pp=2, ep=4))],
+    [
+        ("qwen1.5", ParallelLayout(2, 2)),
+        ("deepseek v3", ParallelLayout(2, ep=2, etp=1)),
+        ("gpt-oss", ParallelLayout(pp=2, ep=4)),
+    ],
 )
-def test_the_plan_is_what_is_written(tmp_path: Path, name: str, cut: ParallelLayout, distributed: bool) -> None:
+def test_the_plan_is_what_is_written(
+    tmp_path: Path, name: str, cut: ParallelLayout, distributed: bool
+) -> None:
     family = (FAMILIES | MIXTURES)[name]
     folder = families.save_models(tmp_path, {name: family})[name]
     target = McoreTarget(cut, torch.bfloat16, distributed=distributed)
@@ -82,25 +100,39 @@ def test_the_plan_is_what_is_written(tmp_path: Path, name: str, cut: ParallelLay
         assert sum(found) == sum(spec.num_bytes for specs in planned.values() for spec in specs)
         assert all((tmp_path / "mcore" / file).is_file() for file in planned)
         return
-    files = {str(path.relative_to(tmp_path / "mcore")): path for path in (tmp_path / "mcore").rglob("*.pt")}
+    files = {
+        str(path.relative_to(tmp_path / "mcore")): path
+        for path in (tmp_path / "mcore").rglob("*.pt")
+    }
     assert files.keys() == planned.keys()
     for file, specs in planned.items():
         model = torch.load(files[file], weights_only=False)["model"]
-        assert sorted((tuple(spec.shape), spec.dtype) for spec in specs) == sorted((tuple(t.shape), t.dtype) for t in model.values())
+        assert sorted((tuple(spec.shape), spec.dtype) for spec in specs) == sorted(
+            (tuple(t.shape), t.dtype) for t in model.values()
+        )
 
 
-def test_a_dry_run_prints_the_plan_of_a_folder_that_has_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank of two has of each of 4 layers 96 x 64 + 96 of q, k and v, 64 x 32, 96 x 64 and 64 x 48 weights and 2 x 64 of norms: 17,632;
-    with 100 of 200 rows of the tied embedding and the last norm 76,992, four bytes each.
+def test_a_dry_run_prints_the_plan_of_a_folder_that_has_a_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank of two has of each of 4 layers 96 x 64 + 96 of q, k and v, 64 x 32, 96 x 64 and 64 x
+    48 weights and 2 x 64 of norms: 17,632; with 100 of 200 rows of the tied embedding and the last
+    norm 76,992, four bytes each.
     """
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(FAMILIES["qwen1.5"].config))
     load, save = str(tmp_path / "hf"), str(tmp_path / "mcore")
-    assert msrl("convert-ckpt", "hf2mcore", "--load", load, "--save", save, "--tp", "2", "--dry-run") == 0
+    assert (
+        msrl("convert-ckpt", "hf2mcore", "--load", load, "--save", save, "--tp", "2", "--dry-run")
+        == 0
+    )
     said = capsys.readouterr().out
     assert_mentions(said, "2 files", "615.9 KB", "vocabulary", "199 rows", 200)
     for rank in (0, 1):
-        assert f"iter_0000001/mp_rank_0{rank}/model_optim_rng.pt  30       76,992      308.0 KB" in said
+        assert (
+            f"iter_0000001/mp_rank_0{rank}/model_optim_rng.pt  30       76,992      308.0 KB"
+            in said
+        )
     assert not (tmp_path / "mcore").exists()
     arguments = ("--load", load, "--save", save, "--format", "dist", "--noop-layers", "0,5")
     assert msrl("convert-ckpt", "hf2mcore", *arguments, "--dry-run") == 2

@@ -24,19 +24,23 @@ from msrl.verification import logits as convert_logits
 from msrl.verification import report as convert_proof
 from msrl.verification.agreement import compare_logits
 from msrl.verification.bits import require_equal_copies
-from msrl.verification.tolerance import tolerance_of
+from msrl.verification.tolerance import family_tolerance
 from support import assert_mentions, mentions
 from test_cli import msrl
 from test_convert import run, save_real, to_mcore
 
 
 def test_agreement_by_hand() -> None:
-    """Two positions over three tokens; the second one's first choice changes: KL of (1/2, 1/4, 1/4) against (1/4, 1/2, 1/4) is ln 2 / 4."""
+    """Two positions over three tokens; the second one's first choice changes: KL of (1/2, 1/4, 1/4)
+    against (1/4, 1/2, 1/4) is ln 2 / 4.
+    """
     left = torch.tensor([[3.0, 1.0, 2.0], [2.0, 1.0, 1.0]]).log()
     right = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 1.0]]).log()
     found = compare_logits([left], [right], 3, tie=1e-4)
     assert (found.num_sequences, found.num_positions, found.same_choice) == (1, 2, 1)
-    assert found.largest == pytest.approx(0.6931472) and found.divergence == pytest.approx(0.6931472 / 4)
+    assert found.largest == pytest.approx(0.6931472) and found.divergence == pytest.approx(
+        0.6931472 / 4
+    )
     assert compare_logits([left], [right], 3, tie=1.0).same_choice == 2  # a tie may change places
     padded = torch.cat([left, torch.full((2, 1), 9.0)], 1)
     assert compare_logits([padded], [left], 3, tie=0.0).largest == 0.0
@@ -49,37 +53,56 @@ def test_what_is_not_a_number_agrees_with_nothing() -> None:
 
 
 def test_a_mixture_may_have_few_positions_whose_experts_tied_and_a_dense_model_none() -> None:
-    """What is wrong is wrong everywhere: three of four positions off are refused of a mixture, one of four of a dense model."""
+    """What is wrong is wrong everywhere: three of four positions off are refused of a mixture, one
+    of four of a dense model.
+    """
     left = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     one, three = left.clone(), left.clone()
     one[1] += torch.linspace(0, 0.1, 9)
     three[1:] += torch.linspace(0, 0.1, 9)
     samples = convert_proof.Samples([[1, 2, 3, 4]], "4 tokens")
     dense, mixture = families.shape({**families.LLAMA, "vocab_size": 9}), mixture_shape(9)
-    for shape, right, expected in ((dense, one, False), (mixture, one, True), (mixture, three, False), (dense, left, True)):
-        checks = convert_proof._logits(shape, samples, [left], [right], "left, right")
+    for shape, right, expected in (
+        (dense, one, False),
+        (mixture, one, True),
+        (mixture, three, False),
+        (dense, left, True),
+    ):
+        checks = convert_proof._check_logits(shape, samples, [left], [right], "left, right")
         assert all(check.passed for check in checks) is expected
-    (logits, distributions) = convert_proof._logits(mixture, samples, [left], [one], "left, right")
+    (logits, distributions) = convert_proof._check_logits(
+        mixture, samples, [left], [one], "left, right"
+    )
     assert_mentions(logits.result, "1 positions", "25%")
     assert "3/3" in distributions.result
 
 
 def mixture_shape(vocab_size: int) -> Shape:
-    config = next(family.config for family in MIXTURES.values() if family.architecture == "Qwen3MoeForCausalLM")
+    config = next(
+        family.config
+        for family in MIXTURES.values()
+        if family.architecture == "Qwen3MoeForCausalLM"
+    )
     return families.shape({**config, "vocab_size": vocab_size})
 
 
-def test_every_mixture_has_a_tolerance_of_its_own_and_no_dense_family_lets_a_position_stray() -> None:
+def test_every_mixture_has_a_tolerance_of_its_own_and_no_dense_family_lets_a_position_stray() -> (
+    None
+):
     for family in (families.FAMILIES | MIXTURES).values():
         shape = families.shape(family.config)
-        assert (tolerance_of(shape).strays > 0) is (shape.moe is not None) and tolerance_of(shape).reason
-        assert tolerance_of(shape).strays < 0.5
+        assert (family_tolerance(shape).outliers > 0) is (
+            shape.moe is not None
+        ) and family_tolerance(shape).reason
+        assert family_tolerance(shape).outliers < 0.5
 
 
 def test_the_largest_part_is_a_layer_or_the_vocabulary(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", vocab_size=100)
     shape = open_weights(tmp_path / "hf").shape
-    layers = num_parameters(shape) - 2 * 100 * 64 - 64  # without embedding, output layer and final norm
+    layers = (
+        num_parameters(shape) - 2 * 100 * 64 - 64
+    )  # without embedding, output layer and final norm
     assert convert_layerwise.largest_part(shape) == layers // 2
     tiny.save(tmp_path / "wide", vocab_size=5000)
     assert convert_layerwise.largest_part(open_weights(tmp_path / "wide").shape) == 5000 * 64
@@ -87,29 +110,51 @@ def test_the_largest_part_is_a_layer_or_the_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False), ("llama", True)])
-def test_transformers_computes_the_same_layer_by_layer(tmp_path: Path, family: str, tied: bool) -> None:
+def test_transformers_computes_the_same_layer_by_layer(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
     save_real(tmp_path / "hf", family, tied=tied)
     source, tokens = open_weights(tmp_path / "hf"), [[0, 5, 98, 7], [3, 1]]
-    whole, parts = convert_logits._pretrained(tmp_path / "hf", tokens), convert_layerwise.transformers_logits(source, tokens, None)
+    whole, parts = (
+        convert_logits._pretrained(tmp_path / "hf", tokens),
+        convert_layerwise.transformers_logits(source, tokens, None),
+    )
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
 
 
-LAYERWISE = {name: family for name, family in (families.FAMILIES | MIXTURES).items() if family.reference == "transformers"}
-SOME_LAYERWISE = ("qwen3 moe, every second layer", "mixtral", "deepseek v3", "gpt-oss", "qwen2.5-vl")
+LAYERWISE = {
+    name: family
+    for name, family in (families.FAMILIES | MIXTURES).items()
+    if family.reference == "transformers"
+}
+SOME_LAYERWISE = (
+    "qwen3 moe, every second layer",
+    "mixtral",
+    "deepseek v3",
+    "gpt-oss",
+    "qwen2.5-vl",
+)
 
 
 def _assert_alike_layer_by_layer(root: Path, name: str) -> None:
-    """Sequences of one length, so that a rope scaling which follows the length is the same in one pass as in several."""
+    """Sequences of one length, so that a rope scaling which follows the length is the same in one
+    pass as in several.
+    """
     families.save_models(root, {name: LAYERWISE[name]})
     folder, tokens = root / name, np.random.default_rng(5).integers(0, 190, (2, 30)).tolist()
-    whole, parts = convert_logits._pretrained(folder, tokens), convert_layerwise.transformers_logits(open_weights(folder), tokens, None)
+    whole, parts = (
+        convert_logits._pretrained(folder, tokens),
+        convert_layerwise.transformers_logits(open_weights(folder), tokens, None),
+    )
     assert whole[0].std() > 0.3, "logits so small that nothing is compared"
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME_LAYERWISE)
-def test_experts_and_what_stands_beside_a_vision_tower_are_found_layer_by_layer(tmp_path: Path, name: str) -> None:
+def test_experts_and_what_stands_beside_a_vision_tower_are_found_layer_by_layer(
+    tmp_path: Path, name: str
+) -> None:
     _assert_alike_layer_by_layer(tmp_path, name)
 
 
@@ -122,14 +167,23 @@ def test_every_family_is_found_layer_by_layer(tmp_path: Path, name: str) -> None
 
 @pytest.mark.slow
 def test_a_folder_with_code_and_a_name_of_its_own_is_computed_without_them(tmp_path: Path) -> None:
-    """Kimi K2 as it is published: `model_type` kimi_k2 is none of transformers', and `auto_map` names code."""
+    """Kimi K2 as it is published: `model_type` kimi_k2 is none of transformers', and `auto_map`
+    names code.
+    """
     families.save_models(tmp_path, {"deepseek": MIXTURES["kimi k2"]})
     folder, tokens = tmp_path / "deepseek", [[0, 5, 98, 7], [3, 1, 2, 2]]
     expected = convert_logits._pretrained(folder, tokens)
     config = json.loads((folder / "config.json").read_text())
-    auto_map = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoTokenizer": ["tokenization_kimi.Tokenizer", None]}
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2", "auto_map": auto_map}))
-    (folder / "configuration_deepseek.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    auto_map = {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoTokenizer": ["tokenization_kimi.Tokenizer", None],
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "kimi_k2", "auto_map": auto_map})
+    )
+    (folder / "configuration_deepseek.py").write_text(
+        "raise SystemExit('code of a checkpoint was run')"
+    )
     source = open_weights(folder)
     for found in (
         convert_logits._pretrained(folder, tokens),
@@ -140,7 +194,9 @@ def test_a_folder_with_code_and_a_name_of_its_own_is_computed_without_them(tmp_p
     assert_mentions(convert_proof.sample_tokens(source.shape, folder).origin, "0 texts", "2 rows")
 
 
-def _assert_proven_layer_by_layer(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def _assert_proven_layer_by_layer(
+    root: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     families.save_models(root, {name: LAYERWISE[name]})
     cut = {"ep": 2} if name in MIXTURES else {"tp": 2}
     run(command="hf2mcore", load=root / name, save=root / "mcore", pp=2, **cut)
@@ -152,20 +208,31 @@ def _assert_proven_layer_by_layer(root: Path, name: str, capsys: pytest.CaptureF
 def test_a_mixture_larger_than_memory_is_proven_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts, first dense layers, latent attention and the biases of experts, by one rank that holds one layer at a time."""
-    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: False)
+    """Experts, first dense layers, latent attention and the biases of experts, by one rank that
+    holds one layer at a time.
+    """
+    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: False)
     _assert_proven_layer_by_layer(tmp_path, "deepseek v3", capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["qwen3 moe", "qwen3 moe, every second layer", "mixtral", "deepseek v2 lite", "deepseek v2", "gpt-oss", "qwen2.5-vl"]
+    "name",
+    [
+        "qwen3 moe",
+        "qwen3 moe, every second layer",
+        "mixtral",
+        "deepseek v2 lite",
+        "deepseek v2",
+        "gpt-oss",
+        "qwen2.5-vl",
+    ],
 )
 def test_every_mixture_larger_than_memory_is_proven_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: False)
+    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: False)
     _assert_proven_layer_by_layer(tmp_path, name, capsys)
 
 
@@ -175,11 +242,21 @@ def test_a_model_larger_than_memory_is_proven_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tied: bool
 ) -> None:
     save_real(tmp_path / "hf", "qwen2", tied=tied)
-    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: False)
+    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: False)
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2, pp=2)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back", dtype="bf16")
     said = capsys.readouterr().out
-    counts = {name: said.count(name) for name in ("layer by layer", "verified in", "0 texts", "2 rows", "64 positions x 99", " 64/64")}
+    counts = {
+        name: said.count(name)
+        for name in (
+            "layer by layer",
+            "verified in",
+            "0 texts",
+            "2 rows",
+            "64 positions x 99",
+            " 64/64",
+        )
+    }
     assert set(counts.values()) == {2}, counts
 
 
@@ -199,28 +276,38 @@ def test_inspect_names_every_file_that_is_missing_cut_short_or_altered(tmp_path:
     with pytest.raises(ManyErrors) as error:
         run(command="inspect", load=tmp_path / "mcore")
     first, second = error.value.messages
-    assert_mentions(first, "mp_rank_00/model_optim_rng.pt", len(contents) - 100, len(contents), "bytes")
+    assert_mentions(
+        first, "mp_rank_00/model_optim_rng.pt", len(contents) - 100, len(contents), "bytes"
+    )
     assert_mentions(second, "mp_rank_01/model_optim_rng.pt", "missing")
 
 
-def test_a_hugging_face_folder_of_ours_vouches_for_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hugging_face_folder_of_ours_vouches_for_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.save(tmp_path / "hf")
     run(command="inspect", load=tmp_path / "hf")
     assert_mentions(capsys.readouterr().out, "files:", "no manifest")
     run(command="hf2hf", load=tmp_path / "hf", save=tmp_path / "ours", verify=False)
     run(command="inspect", load=tmp_path / "ours")
     said = capsys.readouterr().out
-    assert_mentions(said, "Hugging Face", "Qwen2ForCausalLM", "model.safetensors", "files:", "manifest")
+    assert_mentions(
+        said, "Hugging Face", "Qwen2ForCausalLM", "model.safetensors", "files:", "manifest"
+    )
     assert "no manifest" not in said
     path = tmp_path / "ours" / "model.safetensors"
     contents = bytearray(path.read_bytes())
     contents[-1] ^= 1
     path.write_bytes(contents)
     for command in ("inspect", "hf2mcore"):
-        with pytest.raises(MsrlError, match=mentions("model.safetensors", "msrl_manifest.json", "altered")):
+        with pytest.raises(
+            MsrlError, match=mentions("model.safetensors", "msrl_manifest.json", "altered")
+        ):
             run(command=command, load=tmp_path / "ours", save=tmp_path / "mcore")
     path.write_bytes(contents[:-10])
-    with pytest.raises(MsrlError, match=mentions("model.safetensors", len(contents) - 10, len(contents), "bytes")):
+    with pytest.raises(
+        MsrlError, match=mentions("model.safetensors", len(contents) - 10, len(contents), "bytes")
+    ):
         run(command="hf2mcore", load=tmp_path / "ours", save=tmp_path / "mcore", verify=False)
     (tmp_path / "ours" / "msrl_manifest.json").write_text("{}")
     with pytest.raises(MsrlError, match=mentions("msrl_manifest.json", "Hugging Face")):
@@ -228,7 +315,9 @@ def test_a_hugging_face_folder_of_ours_vouches_for_its_files(tmp_path: Path, cap
     assert not (tmp_path / "mcore").exists()
 
 
-def test_a_checkpoint_written_again_by_other_means_is_told_from_the_one_of_the_manifest(tmp_path: Path) -> None:
+def test_a_checkpoint_written_again_by_other_means_is_told_from_the_one_of_the_manifest(
+    tmp_path: Path,
+) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2))
     path = _rank(tmp_path / "mcore", 1)
@@ -241,7 +330,10 @@ def test_a_checkpoint_written_again_by_other_means_is_told_from_the_one_of_the_m
 
 @pytest.mark.parametrize("command", ["mcore2hf", "reshard"])
 def test_an_altered_checkpoint_is_not_converted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.save(tmp_path / "hf")
@@ -260,8 +352,18 @@ def test_an_altered_checkpoint_is_not_converted(
     ("config", "cut", "rank", "name"),
     [
         ({}, ParallelLayout(2), Coords(1), "decoder.layers.1.input_layernorm.weight"),
-        (QWEN3_MOE, ParallelLayout(ep=2), Coords(ep=1), "decoder.layers.0.self_attention.linear_qkv.weight"),
-        (QWEN3_MOE, ParallelLayout(2, ep=2, etp=1), Coords(1, ep=1), "decoder.layers.0.mlp.router.weight"),
+        (
+            QWEN3_MOE,
+            ParallelLayout(ep=2),
+            Coords(ep=1),
+            "decoder.layers.0.self_attention.linear_qkv.weight",
+        ),
+        (
+            QWEN3_MOE,
+            ParallelLayout(2, ep=2, etp=1),
+            Coords(1, ep=1),
+            "decoder.layers.0.mlp.router.weight",
+        ),
     ],
 )
 def test_ranks_that_hold_a_tensor_differently_are_not_converted_as_if_they_agreed(
@@ -286,7 +388,9 @@ def test_ranks_that_hold_a_tensor_differently_are_not_converted_as_if_they_agree
     mcore.write_rank_file(path, contents["model"], contents["args"], 1)
     assert msrl("convert-ckpt", "mcore2hf", "--load", "mcore", "--save", "out") == 2
     told = capsys.readouterr().err
-    assert_mentions(" ".join(told.split()), "mcore", name, f"tp {rank.tp} pp 0", "copies", "5.0e-01")
+    assert_mentions(
+        " ".join(told.split()), "mcore", name, f"tp {rank.tp} pp 0", "copies", "5.0e-01"
+    )
     assert not (tmp_path / "out").exists()
     assert msrl("convert-ckpt", "reshard", "--load", "mcore", "--save", "out", "--no-verify") == 0
     assert msrl("convert-ckpt", "mcore2hf", "--load", "out", "--save", "proven") == 0
@@ -302,7 +406,9 @@ def test_what_is_not_converted_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     (path.parent / "distrib_optim.pt").write_bytes(b"x")
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back", verify=False)
     said = capsys.readouterr().out
-    assert_mentions(said, "optimizer state", "random number generators", "distrib_optim.pt", "not verified")
+    assert_mentions(
+        said, "optimizer state", "random number generators", "distrib_optim.pt", "not verified"
+    )
 
 
 def test_a_proof_that_is_interrupted_is_said_to_be_none(

@@ -1,4 +1,6 @@
-"""Files with altered bytes: read as they are or refused in one message, never a traceback, and found by a look at the checksums."""
+"""Files with altered bytes: read as they are or refused in one message, never a traceback, and
+found by a look at the checksums.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from test_convert import to_mcore
 
 
 def _torch_file(path: Path) -> bytes:
-    torch.save({"args": argparse.Namespace(a=1), "model": {"weight": torch.arange(6.0).view(2, 3)}, "iteration": 5}, path)
+    torch.save(
+        {
+            "args": argparse.Namespace(a=1),
+            "model": {"weight": torch.arange(6.0).view(2, 3)},
+            "iteration": 5,
+        },
+        path,
+    )
     return path.read_bytes()
 
 
@@ -63,17 +72,31 @@ def test_a_torch_file_that_was_packed_again_is_not_read_as_it_lies(tmp_path: Pat
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in records.items():
-            archive.writestr(name, data, zipfile.ZIP_DEFLATED if name.endswith("data/0") else zipfile.ZIP_STORED)
+            archive.writestr(
+                name, data, zipfile.ZIP_DEFLATED if name.endswith("data/0") else zipfile.ZIP_STORED
+            )
     assert torch.load(path, mmap=True)["zeros"].any(), "torch itself reads zeros"
     with pytest.raises(MsrlError, match=mentions("file.pt", "record", "compressed")):
         read_torch_file(path)
 
 
-@pytest.mark.parametrize("entry", [None, 3, {}, {"files": {"x": 1}}, {"files": {"x": {"sha256": "0"}}}, {"files": {"x": {"bytes": 1}}}])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        3,
+        {},
+        {"files": {"x": 1}},
+        {"files": {"x": {"sha256": "0"}}},
+        {"files": {"x": {"bytes": 1}}},
+    ],
+)
 def test_a_manifest_that_says_too_little_is_refused(tmp_path: Path, entry: Any) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    (tmp_path / "mcore" / "msrl_manifest.json").write_text(json.dumps({"format": 1, "iterations": {"1": entry}}))
+    (tmp_path / "mcore" / "msrl_manifest.json").write_text(
+        json.dumps({"format": 1, "iterations": {"1": entry}})
+    )
     if entry is None:
         assert not has_manifest(tmp_path / "mcore", is_hf=False)
         return

@@ -1,4 +1,6 @@
-"""Every family on real Megatron ranks computes the logits of transformers (or of a forward pass written by hand for remote code)."""
+"""Every family on real Megatron ranks computes the logits of transformers (or of a forward pass
+written by hand for remote code).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ LAYOUTS = {"whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp
 
 def test_every_registered_architecture_has_a_row() -> None:
     missing = set(registered()) - {family.architecture for family in (FAMILIES | MIXTURES).values()}
-    assert not missing, f"add a row to tests/families.py or mixture_families.py for {', '.join(sorted(missing))}"
+    assert not missing, (
+        f"add a row to tests/families.py or mixture_families.py for {', '.join(sorted(missing))}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +47,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
     """Logits of every row at every layout, [tokens, vocabulary]."""
-    cases = [Case(f"{name}, {cut}", folder, layout) for cut, layout in LAYOUTS.items() for name, folder in folders.items()]
+    cases = [
+        Case(f"{name}, {cut}", folder, layout)
+        for cut, layout in LAYOUTS.items()
+        for name, folder in folders.items()
+    ]
     return parity_ranks.logits_of(cases)
 
 
 def further_layouts(num_layers: int) -> dict[str, Layout]:
-    """Two stages; virtual ones (filled up with empty layers where the number asks for it), uneven ones, and some with empty layers."""
+    """Two stages; virtual ones (filled up with empty layers where the number asks for it), uneven
+    ones, and some with empty layers.
+    """
     fours = -(-num_layers // 4) * 4
     evens = num_layers + 2 - num_layers % 2
     ends = (0, evens - 1) if evens - num_layers == 2 else (0,)
     return {
-        "pp2": Layout(pp=2) if num_layers % 2 == 0 else Layout(pp=2, num_layer_list=(num_layers // 2 + 1, num_layers // 2)),
+        "pp2": Layout(pp=2)
+        if num_layers % 2 == 0
+        else Layout(pp=2, num_layer_list=(num_layers // 2 + 1, num_layers // 2)),
         "pp2 vpp": Layout(pp=2, vpp=fours // 4, noop_layers=tuple(range(num_layers, fours))),
         "tp2 pp2, uneven": Layout(tp=2, pp=2, num_layer_list=(num_layers - 1, 1)),
         "pp2, empty layers": Layout(pp=2, noop_layers=ends),
@@ -62,7 +74,9 @@ def further_layouts(num_layers: int) -> dict[str, Layout]:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_logits_do_not_depend_on_virtual_uneven_or_empty_stages(folders: dict[str, Path], megatron: dict[str, np.ndarray]) -> None:
+def test_logits_do_not_depend_on_virtual_uneven_or_empty_stages(
+    folders: dict[str, Path], megatron: dict[str, np.ndarray]
+) -> None:
     cases = [
         Case(f"{name}, {cut}", folders[name], layout)
         for name, family in FAMILIES.items()
@@ -76,40 +90,59 @@ def test_logits_do_not_depend_on_virtual_uneven_or_empty_stages(folders: dict[st
 
 
 def transformers_logits(folder: Path, ids: list[np.ndarray]) -> np.ndarray:
-    """Logits of transformers, one sequence at a time; it must find every weight and have a place for each."""
+    """Logits of transformers, one sequence at a time; it must find every weight and have a place
+    for each.
+    """
     import transformers
 
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
     classes = getattr(transformers, architecture)
-    model, found = classes.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    model, found = classes.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.inference_mode():
-        return torch.cat([model.eval()(torch.from_numpy(row)[None]).logits[0] for row in ids]).numpy()
+        return torch.cat(
+            [model.eval()(torch.from_numpy(row)[None]).logits[0] for row in ids]
+        ).numpy()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_the_reference_at_every_layout(folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str) -> None:
+def test_logits_are_those_of_the_reference_at_every_layout(
+    folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str
+) -> None:
     family = FAMILIES[name]
     ids = parity_ranks.sequences(families.shape(family.config).vocab_size)
     if family.reference == "transformers":
         expected = transformers_logits(folders[name], ids)
     else:
-        expected = getattr(reference_models, family.reference)(family.config, load_file(folders[name] / "model.safetensors"), ids)
+        expected = getattr(reference_models, family.reference)(
+            family.config, load_file(folders[name] / "model.safetensors"), ids
+        )
     assert expected.std() > 0.3, "logits so small that nothing is compared"
     for cut in LAYOUTS:
         found = megatron[f"{name}, {cut}"]
         assert np.abs(found - expected).max() < 1e-4, cut
 
 
-def test_packed_tensors_are_cut_by_head_and_by_half(tmp_path: Path, folders: dict[str, Path]) -> None:
-    """Rank 1 of 2 of ChatGLM's 4 heads of 16 in 2 groups: its heads are rows 32 to 63, its key 80 to 95, its value 112 to 127."""
+def test_packed_tensors_are_cut_by_head_and_by_half(
+    tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    """Rank 1 of 2 of ChatGLM's 4 heads of 16 in 2 groups: its heads are rows 32 to 63, its key 80
+    to 95, its value 112 to 127.
+    """
     hf = load_file(folders["chatglm 2"] / "model.safetensors")
     rank = dict(open_weights(folders["chatglm 2"]).local_tensors(ParallelLayout(2), Coords(1)))
-    packed, halves = (hf[f"transformer.encoder.layers.0.{name}.weight"] for name in ("self_attention.query_key_value", "mlp.dense_h_to_4h"))
+    packed, halves = (
+        hf[f"transformer.encoder.layers.0.{name}.weight"]
+        for name in ("self_attention.query_key_value", "mlp.dense_h_to_4h")
+    )
     expected = torch.cat([packed[32:64], packed[80:96], packed[112:128]])
     assert torch.equal(rank["decoder.layers.0.self_attention.linear_qkv.weight"], expected)
-    assert torch.equal(rank["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat([halves[48:96], halves[144:192]]))
+    assert torch.equal(
+        rank["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat([halves[48:96], halves[144:192]])
+    )
 
 
 @pytest.mark.parametrize("name", ["internlm 2", "chatglm 2", "baichuan 2", "glm 4"])
@@ -138,7 +171,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), BAD)
-def test_what_a_family_does_not_do_is_refused_by_key(name: str, changes: dict[str, object], message: tuple[str, ...]) -> None:
+def test_what_a_family_does_not_do_is_refused_by_key(
+    name: str, changes: dict[str, object], message: tuple[str, ...]
+) -> None:
     with pytest.raises(MsrlError, match=mentions(*message)):
         families.shape(FAMILIES[name].config, **changes)
 
@@ -146,7 +181,16 @@ def test_what_a_family_does_not_do_is_refused_by_key(name: str, changes: dict[st
 def _convert(**values: object) -> None:
     from msrl.workflows.convert.run import run
 
-    run(Config.model_validate({"convert": {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}}))
+    run(
+        Config.model_validate(
+            {
+                "convert": {
+                    key: str(value) if isinstance(value, Path) else value
+                    for key, value in values.items()
+                }
+            }
+        )
+    )
 
 
 @pytest.mark.slow
@@ -162,15 +206,21 @@ def test_a_vision_tower_is_carried_and_the_language_model_is_proven(
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert same_bits(after[name], tensor if name.startswith("visual.") else tensor.bfloat16()), name
+        assert same_bits(
+            after[name], tensor if name.startswith("visual.") else tensor.bfloat16()
+        ), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_capped_scores_are_in_both_sides_of_a_proof(
-    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, whole: bool
+    tmp_path: Path,
+    folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    whole: bool,
 ) -> None:
-    monkeypatch.setattr("msrl.verification.report.fits_whole", lambda shape: whole)
+    monkeypatch.setattr("msrl.verification.report.fits_in_memory", lambda shape: whole)
     _convert(command="hf2mcore", load=folders["gemma 2"], save=tmp_path / "mcore")
     assert ("layer by layer" in capsys.readouterr().out) is not whole
 
@@ -184,7 +234,9 @@ def test_a_family_with_code_of_its_own_says_that_its_logits_were_not_compared(
     assert_mentions(said, "round trip", "transformers", "InternLM2ForCausalLM", "not compared")
 
 
-def test_a_checkpoint_without_the_vision_tower_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_a_checkpoint_without_the_vision_tower_is_refused(
+    tmp_path: Path, folders: dict[str, Path]
+) -> None:
     write_mcore(open_weights(folders["qwen2.5-vl"]), tmp_path / "mcore", McoreTarget())
     (tmp_path / "mcore" / "hf" / "msrl_carried.safetensors").unlink()
     with pytest.raises(MsrlError, match=mentions("visual.*", "--hf-config")):

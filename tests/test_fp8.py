@@ -1,4 +1,6 @@
-"""FP8 weights with a scale per block: their numbers against those of a plain loop, a whole model through convert-ckpt, what is refused."""
+"""FP8 weights with a scale per block: their numbers against those of a plain loop, a whole model
+through convert-ckpt, what is refused.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch import Tensor
 import families
 from mixture_families import DEEPSEEK_V3
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.hf.fp8 import FP8, dequantise
+from msrl.checkpoint.hf.fp8 import FP8, dequantize
 from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
@@ -32,7 +34,9 @@ UP_SCALE = f"{UP}_scale_inv"
 
 
 def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in FP8 and its scales, by the recipe of the technical report: the largest of a block becomes 448, what e4m3 can hold."""
+    """A matrix in FP8 and its scales, by the recipe of the technical report: the largest of a block
+    becomes 448, what e4m3 can hold.
+    """
     rows, columns = BLOCK
     scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
     result = torch.empty(weight.shape, dtype=FP8)
@@ -45,7 +49,9 @@ def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def folder(path: Path, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
-    """A model whose matrices inside layers are packed, routers excepted, as DeepSeek V3 is published; and the numbers it stands for."""
+    """A model whose matrices inside layers are packed, routers excepted, as DeepSeek V3 is
+    published; and the numbers it stands for.
+    """
     path.mkdir()
     tensors, meant = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in families.weights(DEEPSEEK_V3).items():
@@ -53,8 +59,14 @@ def folder(path: Path, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
             meant[name] = tensors[name] = weight if name.endswith("bias") else weight.bfloat16()
             continue
         tensors[name], tensors[f"{name}_scale_inv"] = packed(weight)
-        scales = tensors[f"{name}_scale_inv"].repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
-        meant[name] = (tensors[name].float() * scales[: weight.shape[0], : weight.shape[1]]).bfloat16()
+        scales = (
+            tensors[f"{name}_scale_inv"]
+            .repeat_interleave(BLOCK[0], 0)
+            .repeat_interleave(BLOCK[1], 1)
+        )
+        meant[name] = (
+            tensors[name].float() * scales[: weight.shape[0], : weight.shape[1]]
+        ).bfloat16()
     save_file({**tensors, **changes.pop("tensors", {})}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({**PACKED, **changes}))
     return path, meant
@@ -64,7 +76,7 @@ def test_blocks_are_multiplied_by_their_scales() -> None:
     weight = torch.tensor([[1.0, 2.0, -4.0], [0.5, 8.0, 16.0], [1.5, 3.0, 448.0]]).to(FP8)
     scales = torch.tensor([[2.0, 10.0], [0.5, 1.0]])
     expected = torch.tensor([[2.0, 4.0, -40.0], [1.0, 16.0, 160.0], [0.75, 1.5, 448.0]])
-    assert torch.equal(dequantise(weight, scales, (2, 2), torch.float32), expected)
+    assert torch.equal(dequantize(weight, scales, (2, 2), torch.float32), expected)
 
 
 def test_a_packed_model_is_converted_as_what_it_stands_for(tmp_path: Path) -> None:
@@ -73,7 +85,10 @@ def test_a_packed_model_is_converted_as_what_it_stands_for(tmp_path: Path) -> No
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == meant.keys()
-    assert all(torch.equal(back[name], meant[name]) and back[name].dtype == meant[name].dtype for name in meant)
+    assert all(
+        torch.equal(back[name], meant[name]) and back[name].dtype == meant[name].dtype
+        for name in meant
+    )
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config == {key: value for key, value in PACKED.items() if key != "quantization_config"}
 
@@ -82,17 +97,32 @@ def test_layers_for_multi_token_prediction_are_carried_through(tmp_path: Path) -
     """In the type that they stand for: they are packed like the rest."""
     plain = (torch.randn(32, 64) * 0.1).bfloat16()
     weight, scales = packed(plain.float())
-    extra = {f"model.layers.4.{name}": tensor for name, tensor in (("eh_proj.weight", weight), ("eh_proj.weight_scale_inv", scales))}
-    source, meant = folder(tmp_path / "fp8", num_nextn_predict_layers=1, tensors={**extra, "model.layers.4.enorm.weight": plain[0].clone()})
+    extra = {
+        f"model.layers.4.{name}": tensor
+        for name, tensor in (("eh_proj.weight", weight), ("eh_proj.weight_scale_inv", scales))
+    }
+    source, meant = folder(
+        tmp_path / "fp8",
+        num_nextn_predict_layers=1,
+        tensors={**extra, "model.layers.4.enorm.weight": plain[0].clone()},
+    )
     write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2)))
     assert damages(mcore_checks(tmp_path / "mcore")) == []
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     file = tmp_path / "mcore" / "hf" / "msrl_carried.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert_each_mentions(damages(mcore_checks(tmp_path / "mcore")), ("hf/msrl_carried.safetensors", "altered", "manifest"))
+    assert_each_mentions(
+        damages(mcore_checks(tmp_path / "mcore")),
+        ("hf/msrl_carried.safetensors", "altered", "manifest"),
+    )
     back = load_file(tmp_path / "back" / "model.safetensors")
-    assert back.keys() == meant.keys() | {"model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"}
-    assert torch.equal(back["model.layers.4.eh_proj.weight"], dequantise(weight, scales, BLOCK, torch.bfloat16))
+    assert back.keys() == meant.keys() | {
+        "model.layers.4.eh_proj.weight",
+        "model.layers.4.enorm.weight",
+    }
+    assert torch.equal(
+        back["model.layers.4.eh_proj.weight"], dequantize(weight, scales, BLOCK, torch.bfloat16)
+    )
     assert torch.equal(back["model.layers.4.enorm.weight"], plain[0])
 
 
@@ -111,7 +141,9 @@ def test_a_model_may_come_without_its_layers_for_multi_token_prediction(tmp_path
         ({"tensors": {UP_SCALE: torch.ones(2, 2)}}, ("[2, 2]", "[16, 32]", "[6, 2]")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]) -> None:
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]
+) -> None:
     with pytest.raises(MsrlError) as error:
         open_weights(folder(tmp_path / "fp8", **changes)[0])
     assert_mentions(error.value, *message)
@@ -122,5 +154,8 @@ def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(MsrlError, match=mentions("_scale_inv", "FP8", "model.layers.1.mlp.experts.3.up_proj.weight")):
+    with pytest.raises(
+        MsrlError,
+        match=mentions("_scale_inv", "FP8", "model.layers.1.mlp.experts.3.up_proj.weight"),
+    ):
         open_weights(source)

@@ -1,4 +1,6 @@
-"""What gpt-oss alone has: MXFP4 weights, the experts of a layer in one tensor, gate and up in turn, biases of experts."""
+"""What gpt-oss alone has: MXFP4 weights, the experts of a layer in one tensor, gate and up in turn,
+biases of experts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import families
 from mixture_families import GPT_OSS
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.dtypes import same_bits
-from msrl.checkpoint.hf.mxfp4 import dequantise
+from msrl.checkpoint.hf.mxfp4 import dequantize
 from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
@@ -25,19 +27,29 @@ from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.workflows.convert.run import run
 from support import mentions
 
-EXPERTS, HIDDEN, FFN = GPT_OSS["num_local_experts"], GPT_OSS["hidden_size"], GPT_OSS["intermediate_size"]
+EXPERTS, HIDDEN, FFN = (
+    GPT_OSS["num_local_experts"],
+    GPT_OSS["hidden_size"],
+    GPT_OSS["intermediate_size"],
+)
 DOWN = "model.layers.1.mlp.experts.down_proj"
-PACKED = {key: value for key, value in GPT_OSS.items() if key != "torch_dtype"} | {"quantization_config": {"quant_method": "mxfp4"}}
+PACKED = {key: value for key, value in GPT_OSS.items() if key != "torch_dtype"} | {
+    "quantization_config": {"quant_method": "mxfp4"}
+}
 
 
 def _blocks(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Random blocks and scales of a stack whose entries have `rows` outputs; numbers are around 0.1."""
+    """Random blocks and scales of a stack whose entries have `rows` outputs; numbers are around
+    0.1.
+    """
     blocks = torch.randint(0, 256, (EXPERTS, rows, columns // 32, 16), dtype=torch.uint8)
     return blocks, torch.randint(119, 123, blocks.shape[:-1], dtype=torch.uint8)
 
 
 def _folder(path: Path, **changes: Tensor | None) -> tuple[Path, dict[str, Tensor]]:
-    """A model as OpenAI publishes it (no type in config.json, experts in MXFP4), and the numbers it stands for by transformers' reading."""
+    """A model as OpenAI publishes it (no type in config.json, experts in MXFP4), and the numbers it
+    stands for by transformers' reading.
+    """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     path.mkdir()
@@ -56,10 +68,12 @@ def _folder(path: Path, **changes: Tensor | None) -> tuple[Path, dict[str, Tenso
 
 
 def test_four_bits_are_read_low_half_first_times_a_power_of_two() -> None:
-    """0x2 is 1, 0x7 is 6, 0xB is -1.5 (OCP Microscaling Formats 1.0, table 5); exponents 128 and 125 are times 2 and a quarter."""
+    """0x2 is 1, 0x7 is 6, 0xB is -1.5 (OCP Microscaling Formats 1.0, table 5); exponents 128 and
+    125 are times 2 and a quarter.
+    """
     blocks = torch.zeros(1, 2, 16, dtype=torch.uint8)
     blocks[0, 0, 0], blocks[0, 1, 15] = 0x72, 0xB1
-    found = dequantise(blocks, torch.tensor([[128, 125]], dtype=torch.uint8), torch.bfloat16)
+    found = dequantize(blocks, torch.tensor([[128, 125]], dtype=torch.uint8), torch.bfloat16)
     expected = torch.zeros(1, 64, dtype=torch.bfloat16)
     expected[0, 0], expected[0, 1], expected[0, 62], expected[0, 63] = 2, 12, 0.125, -0.375
     assert torch.equal(found, expected)
@@ -67,7 +81,9 @@ def test_four_bits_are_read_low_half_first_times_a_power_of_two() -> None:
 
 def test_weights_in_mxfp4_come_out_as_the_numbers_that_transformers_reads(tmp_path: Path) -> None:
     folder, meant = _folder(tmp_path / "packed")
-    write_mcore(open_weights(folder), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2, ep=2, pp=2)))
+    write_mcore(
+        open_weights(folder), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2, ep=2, pp=2))
+    )
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "plain", None)
     found = load_file(tmp_path / "plain" / "model.safetensors")
     assert found.keys() == meant.keys()
@@ -77,31 +93,67 @@ def test_weights_in_mxfp4_come_out_as_the_numbers_that_transformers_reads(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_conversion_of_mxfp4_proves_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Real ranks of the cut against transformers, with experts cut and spread, then back to plain weights."""
+def test_a_conversion_of_mxfp4_proves_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real ranks of the cut against transformers, with experts cut and spread, then back to plain
+    weights.
+    """
     folder, _ = _folder(tmp_path / "packed")
-    there = {"command": "hf2mcore", "load": str(folder), "save": str(tmp_path / "mcore"), "tp": 2, "ep": 2, "dtype": "fp32"}
+    there = {
+        "command": "hf2mcore",
+        "load": str(folder),
+        "save": str(tmp_path / "mcore"),
+        "tp": 2,
+        "ep": 2,
+        "dtype": "fp32",
+    }
     run(Config.model_validate({"convert": there}))
-    run(Config.model_validate({"convert": {"command": "mcore2hf", "load": str(tmp_path / "mcore"), "save": str(tmp_path / "hf")}}))
+    run(
+        Config.model_validate(
+            {
+                "convert": {
+                    "command": "mcore2hf",
+                    "load": str(tmp_path / "mcore"),
+                    "save": str(tmp_path / "hf"),
+                }
+            }
+        )
+    )
     assert capsys.readouterr().out.count("round trip") == 2
 
 
 def test_an_expert_is_untwisted_turned_and_cut(tmp_path: Path) -> None:
-    """Expert 5 of 8 is number 1 of the second of 2 ranks; its second half of columns has gate at even places, up at odd ones."""
+    """Expert 5 of 8 is number 1 of the second of 2 ranks; its second half of columns has gate at
+    even places, up at odd ones.
+    """
     hf = families.weights(GPT_OSS)
     save_file(hf, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
-    mine = dict(open_weights(tmp_path).local_tensors(ParallelLayout(tp=2, ep=2), Coords(tp=1, ep=1)))
+    mine = dict(
+        open_weights(tmp_path).local_tensors(ParallelLayout(tp=2, ep=2), Coords(tp=1, ep=1))
+    )
     expert, theirs = "decoder.layers.2.mlp.experts.local_experts.1.", "model.layers.2.mlp.experts."
     half = slice(FFN, 2 * FFN)
-    gate_up, bias = hf[theirs + "gate_up_proj"][5][:, half], hf[theirs + "gate_up_proj_bias"][5][half]
-    assert torch.equal(mine[expert + "linear_fc1.weight"], torch.cat([gate_up[:, ::2].T, gate_up[:, 1::2].T]))
+    gate_up, bias = (
+        hf[theirs + "gate_up_proj"][5][:, half],
+        hf[theirs + "gate_up_proj_bias"][5][half],
+    )
+    assert torch.equal(
+        mine[expert + "linear_fc1.weight"], torch.cat([gate_up[:, ::2].T, gate_up[:, 1::2].T])
+    )
     assert torch.equal(mine[expert + "linear_fc1.bias"], torch.cat([bias[::2], bias[1::2]]))
-    assert torch.equal(mine[expert + "linear_fc2.weight"], hf[theirs + "down_proj"][5][FFN // 2 :].T)
+    assert torch.equal(
+        mine[expert + "linear_fc2.weight"], hf[theirs + "down_proj"][5][FFN // 2 :].T
+    )
     assert torch.equal(mine[expert + "linear_fc2.bias"], hf[theirs + "down_proj_bias"][5])
     attention = "decoder.layers.2.self_attention."
-    assert torch.equal(mine[attention + "core_attention.softmax_offset"], hf["model.layers.2.self_attn.sinks"][2:])
-    assert torch.equal(mine[attention + "linear_proj.bias"], hf["model.layers.2.self_attn.o_proj.bias"])
+    assert torch.equal(
+        mine[attention + "core_attention.softmax_offset"], hf["model.layers.2.self_attn.sinks"][2:]
+    )
+    assert torch.equal(
+        mine[attention + "linear_proj.bias"], hf["model.layers.2.self_attn.o_proj.bias"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +166,9 @@ def test_an_expert_is_untwisted_turned_and_cut(tmp_path: Path) -> None:
         ({"model.norm.weight": torch.zeros(HIDDEN, dtype=torch.uint8)}, ("uint8",)),
     ],
 )  # fmt: skip
-def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]) -> None:
+def test_weights_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]
+) -> None:
     folder, _ = _folder(tmp_path / "packed", **changes)
     with pytest.raises(MsrlError, match=mentions(*message)):
         open_weights(folder)
@@ -123,9 +177,15 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, changes: di
 def test_fused_experts_have_no_biases_but_transformer_engines_have(tmp_path: Path) -> None:
     folder, meant = _folder(tmp_path / "packed")
     with pytest.raises(MsrlError, match=mentions("--moe-grouped-gemm", "biases")):
-        write_mcore(open_weights(folder), tmp_path / "fused", McoreTarget(naming=Naming(grouped=True)))
+        write_mcore(
+            open_weights(folder), tmp_path / "fused", McoreTarget(naming=Naming(grouped=True))
+        )
     assert not (tmp_path / "fused").exists()
-    write_mcore(open_weights(folder), tmp_path / "te", McoreTarget(ParallelLayout(ep=2), naming=Naming(te=True, grouped=True)))
+    write_mcore(
+        open_weights(folder),
+        tmp_path / "te",
+        McoreTarget(ParallelLayout(ep=2), naming=Naming(te=True, grouped=True)),
+    )
     bias = f"{DOWN}_bias"
     write_hf(open_weights(tmp_path / "te"), tmp_path / "plain", None)
     assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")[bias], meant[bias])
@@ -134,7 +194,12 @@ def test_fused_experts_have_no_biases_but_transformer_engines_have(tmp_path: Pat
 def test_a_config_without_rope_settings_has_the_class_s_own() -> None:
     from transformers import GptOssConfig
 
-    ours = families.shape_from_config(HfConfig({key: value for key, value in GPT_OSS.items() if not key.startswith("rope")}, "config.json"))
+    ours = families.shape_from_config(
+        HfConfig(
+            {key: value for key, value in GPT_OSS.items() if not key.startswith("rope")},
+            "config.json",
+        )
+    )
     theirs = GptOssConfig().rope_parameters
     assert ours.rope_theta == theirs["rope_theta"]
     for key in ("factor", "beta_fast", "beta_slow", "truncate", "original_max_position_embeddings"):

@@ -1,4 +1,6 @@
-"""Damaged files of models and data are refused by every command that loads them, before an engine or a rank starts."""
+"""Damaged files of models and data are refused by every command that loads them, before an engine
+or a rank starts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ RANK_FILE, LAYER_FILE = "iter_0000001/mp_rank_01/model_optim_rng.pt", "iter_0000
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in every format, with msrl's manifest and as other systems leave it; datasets for both trainings."""
+    """A model in every format, with msrl's manifest and as other systems leave it; datasets for
+    both trainings.
+    """
     folder = tmp_path_factory.mktemp("originals")
     save_model(folder / "hf", tied=False, positions=256)
     source = open_weights(folder / "hf")
@@ -52,8 +56,16 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"instruction": f"{i}+{i}=", "output": f"{2 * i}"} for i in range(8)]
     inputs = [str(write_rows(folder / "rows.jsonl", rows))]
     for kind in ("sft", "prompts"):
-        options = {"input": inputs, "tokenizer": str(folder / "hf"), "handler": "alpaca", "template": "qwen", "kind": kind}
-        preprocess.run(Config.model_validate({"preprocess": {**options, "output_prefix": str(folder / kind)}}))
+        options = {
+            "input": inputs,
+            "tokenizer": str(folder / "hf"),
+            "handler": "alpaca",
+            "template": "qwen",
+            "kind": kind,
+        }
+        preprocess.run(
+            Config.model_validate({"preprocess": {**options, "output_prefix": str(folder / kind)}})
+        )
     return folder
 
 
@@ -84,7 +96,9 @@ def flip(path: Path, position: int | None = None) -> None:
 def answering(section: str) -> Callable[[Path, Path], None]:
     def run(folder: Path, model: Path) -> None:
         prompt = {"prompt": "1+1="} if section == "generate" else {}
-        {"generate": generate, "chat": chat}[section].run(Config.model_validate({section: {"model": str(model), **prompt}}))
+        {"generate": generate, "chat": chat}[section].run(
+            Config.model_validate({section: {"model": str(model), **prompt}})
+        )
 
     return run
 
@@ -101,7 +115,12 @@ def training(folder: Path, model: Path, data: str, *, tp: int = 1, **sections: A
     return Config.model_validate(settings, strict=False)
 
 
-ROLLOUT = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_prompt_tokens": 64, "max_response_tokens": 8}
+ROLLOUT = {
+    "prompts_per_step": 2,
+    "samples_per_prompt": 2,
+    "max_prompt_tokens": 64,
+    "max_response_tokens": 8,
+}
 
 
 def sft(folder: Path, model: Path, **sections: Any) -> None:
@@ -109,7 +128,12 @@ def sft(folder: Path, model: Path, **sections: Any) -> None:
 
 
 def grpo(folder: Path, model: Path, **sections: Any) -> None:
-    sections = {"rollout": ROLLOUT, "reward": {"sources": [{"verifier": "acc"}]}, "train": {"steps": 2}, **sections}
+    sections = {
+        "rollout": ROLLOUT,
+        "reward": {"sources": [{"verifier": "acc"}]},
+        "train": {"steps": 2},
+        **sections,
+    }
     train_grpo.run(training(folder, model, "prompts", **sections))
 
 
@@ -118,8 +142,14 @@ def started(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("command", [answering("generate"), answering("chat"), sft, grpo], ids=["generate", "chat", "sft", "grpo"])
-def test_a_flipped_byte_of_a_model_is_refused_before_anything_starts(folder: Path, kind: str, command: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [answering("generate"), answering("chat"), sft, grpo],
+    ids=["generate", "chat", "sft", "grpo"],
+)
+def test_a_flipped_byte_of_a_model_is_refused_before_anything_starts(
+    folder: Path, kind: str, command: Callable[..., None]
+) -> None:
     name, keyword = FORMATS[kind]
     flip(folder / kind / name)
     with pytest.raises(MsrlError, match=rf"{kind}/{name}: .*{keyword}"):
@@ -130,19 +160,28 @@ def test_a_flipped_byte_of_a_model_is_refused_before_anything_starts(folder: Pat
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_flipped_byte_is_not_converted(folder: Path, kind: str, verify: bool) -> None:
-    """Without verification the manifest's checksums are not compared; those within archives always are."""
+    """Without verification the manifest's checksums are not compared; those within archives always
+    are.
+    """
     if kind == "export" and not verify:
         pytest.skip("safetensors have no checksums of their own")
     name, keyword = FORMATS[kind]
     flip(folder / kind / name)
     command = "hf2mcore" if kind in ("export", "bin") else "mcore2hf"
-    options = {"command": command, "load": str(folder / kind), "save": str(folder / "out"), "verify": verify}
+    options = {
+        "command": command,
+        "load": str(folder / kind),
+        "save": str(folder / "out"),
+        "verify": verify,
+    }
     with pytest.raises(MsrlError, match=rf"{kind}/{name}: .*{keyword}"):
         convert_ckpt.run(Config.model_validate({"convert": options}))
     assert not (folder / "out").exists()
 
 
-def test_checkpoints_without_a_manifest_are_inspected_by_their_own_checksums(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_without_a_manifest_are_inspected_by_their_own_checksums(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for kind in ("bin", "mcore-foreign", "dist-foreign"):
         options = {"command": "inspect", "load": str(folder / kind)}
         convert_ckpt.run(Config.model_validate({"convert": options}))
@@ -166,12 +205,17 @@ def test_every_byte_of_a_torch_file_that_is_loaded_counts(folder: Path) -> None:
     assert not damages(mcore_checks(folder / "mcore-foreign"))
 
 
-def test_optimizer_tensors_of_a_foreign_checkpoint_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_tensors_of_a_foreign_checkpoint_are_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from msrl.checkpoint import integrity
 
     tensors, objects = integrity.read_metadata(folder / "dist-foreign" / "iter_0000001")
     renamed = {
-        f"optimizer.state.exp_avg.{key}" if "layers.0" in key or "__1_" in str(stored) else key: stored for key, stored in tensors.items()
+        f"optimizer.state.exp_avg.{key}"
+        if "layers.0" in key or "__1_" in str(stored)
+        else key: stored
+        for key, stored in tensors.items()
     }
     monkeypatch.setattr(integrity, "read_metadata", lambda folder: (renamed, objects))
     flip(folder / "dist-foreign" / LAYER_FILE)
@@ -184,7 +228,11 @@ def test_each_file_is_read_once_and_its_bytes_are_reported(folder: Path) -> None
         read = list[int]()
         checks = weight_checks(folder / kind)
         assert not damages(checks, read.append)
-        assert 0.9 * sum(check.num_bytes for check in checks) < sum(read) <= sum(check.num_bytes for check in checks), kind
+        assert (
+            0.9 * sum(check.num_bytes for check in checks)
+            < sum(read)
+            <= sum(check.num_bytes for check in checks)
+        ), kind
 
 
 def test_a_file_of_the_manifest_that_is_gone_or_short_is_named(folder: Path) -> None:
@@ -198,7 +246,11 @@ def test_a_file_of_the_manifest_that_is_gone_or_short_is_named(folder: Path) -> 
 
 
 def test_a_bin_file_of_torch_before_archives_is_left_to_the_loader(folder: Path) -> None:
-    torch.save({"a": torch.zeros(2)}, folder / "bin" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"a": torch.zeros(2)},
+        folder / "bin" / "pytorch_model.bin",
+        _use_new_zipfile_serialization=False,
+    )
     assert not damages(hf_checks(folder / "bin"))
 
 
@@ -206,7 +258,12 @@ def test_the_critic_and_reward_models_of_a_training_are_verified(folder: Path) -
     flip(folder / "mcore-foreign" / RANK_FILE)
     critic = {"platform": "cpu", "roles": {"critic": {"load": str(folder / "mcore-foreign")}}}
     with pytest.raises(MsrlError, match=rf"mcore-foreign/{RANK_FILE}: record"):
-        grpo(folder, folder / "hf", algo={"preset": "ppo", "advantage": {"estimator": "gae"}}, cluster=critic)
+        grpo(
+            folder,
+            folder / "hf",
+            algo={"preset": "ppo", "advantage": {"estimator": "gae"}},
+            cluster=critic,
+        )
     source = {"model": str(folder / "mcore-foreign"), "engine": "hf"}
     with pytest.raises(MsrlError, match=rf"mcore-foreign/{RANK_FILE}: record"):
         grpo(folder, folder / "hf", reward={"sources": [source]})
@@ -247,7 +304,9 @@ def without_checksums(prefix: Path) -> None:
 @pytest.mark.parametrize("is_foreign", [False, True])
 @pytest.mark.parametrize("token", [10**9, VOCAB_SIZE, -7])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_token_outside_of_the_vocabulary_is_named_with_its_row(folder: Path, tp: int, token: int, is_foreign: bool) -> None:
+def test_a_token_outside_of_the_vocabulary_is_named_with_its_row(
+    folder: Path, tp: int, token: int, is_foreign: bool
+) -> None:
     """Data without checksums: of an earlier version, or of another system."""
     without_checksums(folder / "sft")
     if is_foreign:
@@ -257,7 +316,9 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_row(folder: Path, t
     values = np.fromfile(path, np.int32)
     values[lengths[0] + lengths[1] + 3] = token
     values.tofile(path)
-    with pytest.raises(MsrlError, match=rf"{path}: row 2: token {token} at position 3 is outside .* {VOCAB_SIZE}"):
+    with pytest.raises(
+        MsrlError, match=rf"{path}: row 2: token {token} at position 3 is outside .* {VOCAB_SIZE}"
+    ):
         sft(folder, folder / "hf", tp=tp)
     assert not started(folder)
 
@@ -296,7 +357,11 @@ def write(folder: Path, name: str, sequences: list[list[int]]) -> None:
 
 
 def test_padding_may_be_any_number(tmp_path: Path) -> None:
-    columns = {"input_ids": [[5, 6, 99], [7, -1, 98]], "attention_mask": [[1, 1, 0], [1, 0, 1]], "labels": [[5, 6, 9], [7, 9, 9]]}
+    columns = {
+        "input_ids": [[5, 6, 99], [7, -1, 98]],
+        "attention_mask": [[1, 1, 0], [1, 0, 1]],
+        "labels": [[5, 6, 9], [7, 9, 9]],
+    }
     for key, sequences in columns.items():
         write(tmp_path, f"x_packed_{key}_document", sequences)
     stray = SftDataset(tmp_path / "x").stray_token(10)
@@ -329,15 +394,22 @@ def test_the_range_of_tokens_is_right_for_every_type(tmp_path: Path, dtype: Any)
     assert stray_token(reader, int(largest) + 1) is None
 
 
-@pytest.mark.parametrize(("position", "keyword"), [(34, "damaged"), (37, "damaged"), (34 + 8, "damaged"), (34 + 8 + 7, "damaged")])
-def test_an_index_whose_sequences_do_not_follow_one_another_is_refused(tmp_path: Path, position: int, keyword: str) -> None:
+@pytest.mark.parametrize(
+    ("position", "keyword"),
+    [(34, "damaged"), (37, "damaged"), (34 + 8, "damaged"), (34 + 8 + 7, "damaged")],
+)
+def test_an_index_whose_sequences_do_not_follow_one_another_is_refused(
+    tmp_path: Path, position: int, keyword: str
+) -> None:
     """Lengths and offsets say the same twice, so that damage to either shows."""
     write(tmp_path, "x_text_document", [[1, 2], [3]])
     path = tmp_path / "x_text_document.idx"
     contents = bytearray(path.read_bytes())
     contents[position] ^= 0x80
     path.write_bytes(contents)
-    with pytest.raises(MsrlError, match=rf"x_text_document\.idx: sequence \d .*{keyword}|cut short"):
+    with pytest.raises(
+        MsrlError, match=rf"x_text_document\.idx: sequence \d .*{keyword}|cut short"
+    ):
         TextDataset(tmp_path / "x")
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron's models before megatron-core: the tree of modules by hand, and every direction of the guides' table."""
+"""Checkpoints of Megatron's models before megatron-core: the tree of modules by hand, and every
+direction of the guides' table.
+"""
 
 from __future__ import annotations
 
@@ -23,47 +25,84 @@ from test_convert import run, save_real, to_mcore
 LEGACY = Naming(legacy=True)
 
 
-def by_hand(hf: dict[str, Tensor], *, stage: int, tp_rank: int, tied: bool) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """A file of tp 2, pp 2 of the tiny Qwen2 (hidden 64, 4 heads of 16 in 2 groups, feed-forward 96, vocabulary 100, 2 layers)."""
+def by_hand(
+    hf: dict[str, Tensor], *, stage: int, tp_rank: int, tied: bool
+) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """A file of tp 2, pp 2 of the tiny Qwen2 (hidden 64, 4 heads of 16 in 2 groups, feed-forward
+    96, vocabulary 100, 2 layers).
+    """
 
     def half(tensor: Tensor, axis: int = 0) -> Tensor:
         return tensor.chunk(2, axis)[tp_rank]
 
-    layer = {name.removeprefix(f"model.layers.{stage}."): tensor for name, tensor in hf.items() if f"layers.{stage}." in name}
+    layer = {
+        name.removeprefix(f"model.layers.{stage}."): tensor
+        for name, tensor in hf.items()
+        if f"layers.{stage}." in name
+    }
     encoder = {
         "layers.0.input_norm.weight": layer["input_layernorm.weight"],
-        "layers.0.self_attention.query_key_value.weight": torch.cat([half(layer[f"self_attn.{x}_proj.weight"]) for x in "qkv"]),
-        "layers.0.self_attention.query_key_value.bias": torch.cat([half(layer[f"self_attn.{x}_proj.bias"]) for x in "qkv"]),
+        "layers.0.self_attention.query_key_value.weight": torch.cat(
+            [half(layer[f"self_attn.{x}_proj.weight"]) for x in "qkv"]
+        ),
+        "layers.0.self_attention.query_key_value.bias": torch.cat(
+            [half(layer[f"self_attn.{x}_proj.bias"]) for x in "qkv"]
+        ),
         "layers.0.self_attention.dense.weight": half(layer["self_attn.o_proj.weight"], 1),
         "layers.0.post_attention_norm.weight": layer["post_attention_layernorm.weight"],
-        "layers.0.mlp.dense_h_to_4h.weight": torch.cat([half(layer[f"mlp.{x}_proj.weight"]) for x in ("gate", "up")]),
+        "layers.0.mlp.dense_h_to_4h.weight": torch.cat(
+            [half(layer[f"mlp.{x}_proj.weight"]) for x in ("gate", "up")]
+        ),
         "layers.0.mlp.dense_4h_to_h.weight": half(layer["mlp.down_proj.weight"], 1),
     }
     table = half(hf["model.embed_tokens.weight"])
     if stage == 0:
-        return {"language_model": {"embedding": {"word_embeddings": {"weight": table}}, "encoder": encoder}}  # pyright: ignore
+        return {
+            "language_model": {
+                "embedding": {"word_embeddings": {"weight": table}},
+                "encoder": encoder,
+            }
+        }  # pyright: ignore
     encoder["final_norm.weight"] = hf["model.norm.weight"]
     if tied:
-        return {"language_model": {"encoder": encoder}, "word_embeddings_for_head": {"weight": table}}  # pyright: ignore
-    return {"language_model": {"encoder": encoder, "output_layer": {"weight": half(hf["lm_head.weight"])}}}
+        return {
+            "language_model": {"encoder": encoder},
+            "word_embeddings_for_head": {"weight": table},
+        }  # pyright: ignore
+    return {
+        "language_model": {
+            "encoder": encoder,
+            "output_layer": {"weight": half(hf["lm_head.weight"])},
+        }
+    }
 
 
 def leaves(tree: object, prefix: str = "") -> dict[str, Tensor]:
     if isinstance(tree, Tensor):
         return {prefix: tree}
     assert isinstance(tree, dict)
-    return {name: leaf for key, value in tree.items() for name, leaf in leaves(value, f"{prefix}/{key}").items()}
+    return {
+        name: leaf
+        for key, value in tree.items()
+        for name, leaf in leaves(value, f"{prefix}/{key}").items()
+    }
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_files_are_the_tree_of_modules_that_the_old_models_save_and_read(tmp_path: Path, tied: bool) -> None:
+def test_files_are_the_tree_of_modules_that_the_old_models_save_and_read(
+    tmp_path: Path, tied: bool
+) -> None:
     hf, cut = tiny.save(tmp_path / "hf", tie_word_embeddings=tied), ParallelLayout(2, 2)
     found = to_mcore(tmp_path / "hf", tmp_path / "legacy", cut, naming=LEGACY)
-    theirs = tmp_path / "theirs"  # the same by hand, as torch writes it, with what such files hold besides
+    theirs = (
+        tmp_path / "theirs"
+    )  # the same by hand, as torch writes it, with what such files hold besides
     for at in cut.ranks():
         expected = leaves(by_hand(hf, stage=at.pp, tp_rank=at.tp, tied=tied))
         ours = leaves(found[at])
-        assert ours.keys() == expected.keys() and all(same_bits(ours[name], expected[name]) for name in expected)
+        assert ours.keys() == expected.keys() and all(
+            same_bits(ours[name], expected[name]) for name in expected
+        )
         path = mcore.rank_file(tmp_path / "legacy", 1, cut, at)
         tree = by_hand(hf, stage=at.pp, tp_rank=at.tp, tied=tied)
         tree["language_model"]["encoder"]["layers.0.self_attention._extra_state"] = None  # pyright: ignore
@@ -81,9 +120,13 @@ def test_files_are_the_tree_of_modules_that_the_old_models_save_and_read(tmp_pat
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"])
-def test_every_direction_of_the_guides_table_ends_as_if_converted_directly(tmp_path: Path, family: str, tied: bool) -> None:
+def test_every_direction_of_the_guides_table_ends_as_if_converted_directly(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
     """HF -> legacy -> mcore -> legacy -> legacy -> HF, each at another cut."""
-    hf = tiny.save(tmp_path / "0", family, tie_word_embeddings=tied, num_hidden_layers=4, vocab_size=99)
+    hf = tiny.save(
+        tmp_path / "0", family, tie_word_embeddings=tied, num_hidden_layers=4, vocab_size=99
+    )
     steps = [
         (ParallelLayout(2, 2), LEGACY),
         (ParallelLayout(1, 4), Naming()),
@@ -91,18 +134,33 @@ def test_every_direction_of_the_guides_table_ends_as_if_converted_directly(tmp_p
         (ParallelLayout(2, 2, num_layer_list=(1, 3)), LEGACY),
     ]
     for number, (cut, naming) in enumerate(steps):
-        write_mcore(open_weights(tmp_path / str(number)), tmp_path / str(number + 1), McoreTarget(cut, naming=naming))
+        write_mcore(
+            open_weights(tmp_path / str(number)),
+            tmp_path / str(number + 1),
+            McoreTarget(cut, naming=naming),
+        )
     write_hf(open_weights(tmp_path / "4"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == hf.keys() and all(same_bits(back[name], hf[name]) for name in hf)
     direct = to_mcore(tmp_path / "0", tmp_path / "direct", ParallelLayout(1, 4))
-    by_way = {at: torch.load(mcore.rank_file(tmp_path / "2", 1, ParallelLayout(1, 4), at), weights_only=False)["model"] for at in direct}
-    assert all(same_bits(by_way[at][name], tensor) for at in direct for name, tensor in direct[at].items())
+    by_way = {
+        at: torch.load(
+            mcore.rank_file(tmp_path / "2", 1, ParallelLayout(1, 4), at), weights_only=False
+        )["model"]
+        for at in direct
+    }
+    assert all(
+        same_bits(by_way[at][name], tensor) for at in direct for name, tensor in direct[at].items()
+    )
 
 
-def test_a_model_that_the_old_ones_cannot_name_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_model_that_the_old_ones_cannot_name_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     tiny.save(tmp_path / "hf", "qwen3")
-    with pytest.raises(MsrlError, match=mentions("self_attention.k_layernorm.weight", "Qwen3ForCausalLM")):
+    with pytest.raises(
+        MsrlError, match=mentions("self_attention.k_layernorm.weight", "Qwen3ForCausalLM")
+    ):
         write_mcore(open_weights(tmp_path / "hf"), tmp_path / "legacy", McoreTarget(naming=LEGACY))
     assert not (tmp_path / "legacy").exists()
 
@@ -119,7 +177,9 @@ def test_a_tensor_of_an_old_model_that_is_not_known_is_named(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_conversion_to_legacy_names_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversion_to_legacy_names_is_proven_by_real_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_real(tmp_path / "hf", "qwen2", tied=True)
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "legacy", tp=2, names="legacy")
     said = capsys.readouterr().out

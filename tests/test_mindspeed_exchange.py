@@ -1,4 +1,6 @@
-"""Checkpoints exchanged with MindSpeed-LLM: its converter's files read here, ours read by its converter, bit for bit."""
+"""Checkpoints exchanged with MindSpeed-LLM: its converter's files read here, ours read by its
+converter, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,22 @@ EXPERTS = {
     "tp2 ep2 etp1 grouped": "--tp 2 --ep 2 --etp 1 --moe-grouped-gemm",
     "tp2 ep2 extended grouped": "--tp 2 --ep 2 --moe-tp-extend-ep --moe-grouped-gemm",
 }  # fmt: skip
-TABLE = [(name, layout) for name in MODEL_TYPES for layout in (LAYOUTS if name in DENSE else LAYOUTS | EXPERTS)]
+TABLE = [
+    (name, layout)
+    for name in MODEL_TYPES
+    for layout in (LAYOUTS if name in DENSE else LAYOUTS | EXPERTS)
+]
 NORMAL = {("qwen2.5", "tp2 pp2"), ("deepseek v3", "tp2 ep2 extended grouped")}
 THEIRS = {
     "--tp": "--target-tensor-parallel-size", "--pp": "--target-pipeline-parallel-size", "--ep": "--target-expert-parallel-size",
     "--etp": "--expert-tensor-parallel-size", "--vpp": "--num-layers-per-virtual-pipeline-stage",
 }  # fmt: skip
-PARAMETERS = [pytest.param(*row, marks=[] if row in NORMAL else [pytest.mark.slow, pytest.mark.full], id=", ".join(row)) for row in TABLE]
+PARAMETERS = [
+    pytest.param(
+        *row, marks=[] if row in NORMAL else [pytest.mark.slow, pytest.mark.full], id=", ".join(row)
+    )
+    for row in TABLE
+]
 
 
 def words(text: str) -> list[str]:
@@ -94,13 +105,19 @@ NOT_WRITTEN = {
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """Return the config of a row with bf16 weights and a vocabulary that two ranks divide (MindSpeed-LLM does not pad it)."""
+    """Return the config of a row with bf16 weights and a vocabulary that two ranks divide
+    (MindSpeed-LLM does not pad it).
+    """
     config = {**(FAMILIES | MIXTURES)[name].config, "torch_dtype": "bfloat16", "vocab_size": 200}
-    return config | ({"num_experts": config["num_local_experts"]} if name == "mixtral" else {})  # its name in MindSpeed-LLM
+    return config | (
+        {"num_experts": config["num_local_experts"]} if name == "mixtral" else {}
+    )  # its name in MindSpeed-LLM
 
 
 def save_source(folder: Path, name: str) -> dict[str, Tensor]:
-    """Write a Hugging Face folder with bf16 weights; a router's correction bias stays float32, as published. Return the weights."""
+    """Write a Hugging Face folder with bf16 weights; a router's correction bias stays float32, as
+    published. Return the weights.
+    """
     families.save_model(folder, config_of(name))
     weights = {
         key: value if key.endswith("e_score_correction_bias") else value.to(torch.bfloat16)
@@ -111,24 +128,45 @@ def save_source(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def assert_same_weights(folder: Path, expected: dict[str, Tensor]) -> None:
-    weights = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    weights = {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
     assert weights.keys() == expected.keys()
     assert [name for name in expected if not same_bits(weights[name], expected[name])] == []
 
 
 @pytest.mark.parametrize(("name", "layout"), PARAMETERS)
-def test_a_checkpoint_of_mindspeeds_converter_is_read_as_it_is(tmp_path: Path, name: str, layout: str) -> None:
+def test_a_checkpoint_of_mindspeeds_converter_is_read_as_it_is(
+    tmp_path: Path, name: str, layout: str
+) -> None:
     root, words = oracle.checkout(), (LAYOUTS | EXPERTS)[layout].split()
     weights = save_source(tmp_path / "hf", name)
     folders = ("--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "mg"))
-    oracle.convert(root, "--model-type-hf", MODEL_TYPES[name], *folders, *(THEIRS.get(word, word) for word in words))
-    ours = ("--load", str(tmp_path / "mg"), "--hf-config", str(tmp_path / "hf"), "--save", str(tmp_path / "back"))
+    oracle.convert(
+        root,
+        "--model-type-hf",
+        MODEL_TYPES[name],
+        *folders,
+        *(THEIRS.get(word, word) for word in words),
+    )
+    ours = (
+        "--load",
+        str(tmp_path / "mg"),
+        "--hf-config",
+        str(tmp_path / "hf"),
+        "--save",
+        str(tmp_path / "back"),
+    )
     assert msrl("convert-ckpt", "mcore2hf", *ours, "--no-verify") == 0
     assert_same_weights(tmp_path / "back", weights)
 
 
 @pytest.mark.parametrize(("name", "layout"), PARAMETERS)
-def test_mindspeeds_converter_reads_a_checkpoint_of_ours_as_it_is(tmp_path: Path, name: str, layout: str) -> None:
+def test_mindspeeds_converter_reads_a_checkpoint_of_ours_as_it_is(
+    tmp_path: Path, name: str, layout: str
+) -> None:
     root, words = oracle.checkout(), (LAYOUTS | EXPERTS)[layout].split()
     weights = save_source(tmp_path / "hf", name)
     ours = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
@@ -138,7 +176,17 @@ def test_mindspeeds_converter_reads_a_checkpoint_of_ours_as_it_is(tmp_path: Path
     if "--noop-layers" in words:
         repeated.append(words[words.index("--noop-layers") + 1])
     folders = ("--load-dir", str(tmp_path / "mg"), "--save-dir", str(tmp_path / "back"))
-    oracle.convert(root, "--load-model-type", "mg", "--save-model-type", "hf", "--model-type-hf", MODEL_TYPES[name], *folders, *repeated)
+    oracle.convert(
+        root,
+        "--load-model-type",
+        "mg",
+        "--save-model-type",
+        "hf",
+        "--model-type-hf",
+        MODEL_TYPES[name],
+        *folders,
+        *repeated,
+    )
     assert_same_weights(tmp_path / "back", weights)
 
 
@@ -150,7 +198,9 @@ def arguments(name: str, cut: ParallelLayout | None = None, **changes: Any) -> d
     return vars(namespace(model_shape(name), cut or ParallelLayout(), **changes))
 
 
-@pytest.mark.parametrize("readers", [LOADED_BY_MEGATRON, CHECKED_BY_MEGATRON, LOADED_BY_MINDSPEED, READ_BY_MG2HF])
+@pytest.mark.parametrize(
+    "readers", [LOADED_BY_MEGATRON, CHECKED_BY_MEGATRON, LOADED_BY_MINDSPEED, READ_BY_MG2HF]
+)
 @pytest.mark.parametrize("name", ["qwen2.5", "deepseek v3"])
 def test_every_argument_that_the_others_read_is_written(readers: list[str], name: str) -> None:
     assert set(readers) - NOT_WRITTEN - arguments(name).keys() == set()
@@ -159,29 +209,104 @@ def test_every_argument_that_the_others_read_is_written(readers: list[str], name
 
 
 def test_no_row_of_the_table_is_read_by_nobody() -> None:
-    assert READ_ARGUMENTS.keys() <= {*LOADED_BY_MEGATRON, *CHECKED_BY_MEGATRON, *LOADED_BY_MINDSPEED, *READ_BY_MG2HF}
+    assert READ_ARGUMENTS.keys() <= {
+        *LOADED_BY_MEGATRON,
+        *CHECKED_BY_MEGATRON,
+        *LOADED_BY_MINDSPEED,
+        *READ_BY_MG2HF,
+    }
 
 
 def test_the_lists_above_are_those_of_the_sources() -> None:
     root = oracle.checkout() / "mindspeed_llm"
-    loaded = re.findall(r"_set_arg\('(\w+)'", (root / "training" / "checkpointing.py").read_text(encoding="utf-8"))
+    loaded = re.findall(
+        r"_set_arg\('(\w+)'", (root / "training" / "checkpointing.py").read_text(encoding="utf-8")
+    )
     assert sorted(loaded) == sorted(LOADED_BY_MINDSPEED)
     source = (root / "tasks" / "checkpoint" / "convert_mg2hf.py").read_text(encoding="utf-8")
-    read = {*re.findall(r"self\.load_model\.(\w+)", source), *re.findall(r"attr\(self\.load_model, ['\"](\w+)['\"]", source)}
+    read = {
+        *re.findall(r"self\.load_model\.(\w+)", source),
+        *re.findall(r"attr\(self\.load_model, ['\"](\w+)['\"]", source),
+    }
     assert read - {"get_weight", "get_bias", "get_module"} - NOT_WRITTEN == set(READ_BY_MG2HF)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("llama 2", {"num_key_value_heads": 4, "num_query_groups": 4, "group_query_attention": False, "n_shared_experts": None}),
-        ("qwen2.5", {"num_key_value_heads": 2, "num_query_groups": 2, "group_query_attention": True, "add_qkv_bias": True}),
-        ("qwen3", {"num_key_value_heads": 2, "qk_layernorm": True, "kv_channels": 32, "add_position_embedding": True}),
-        ("qwen3 moe", {"num_experts": 8, "first_k_dense_replace": 0, "moe_layer_freq": 1, "moe_intermediate_size": 48}),
-        ("mixtral", {"num_experts": 4, "n_shared_experts": None, "moe_intermediate_size": 96, "shared_expert_gate": False}),
-        ("deepseek v2 lite", {"n_shared_experts": 2, "moe_shared_expert_intermediate_size": 96, "q_lora_rank": None, "kv_lora_rank": 32}),
-        ("deepseek v3", {"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": 40, "v_head_dim": 20}),
-        ("deepseek v3", {"qk_layernorm": True, "multi_latent_attention": True, "num_key_value_heads": 4, "qk_head_dim": 24}),
+        (
+            "llama 2",
+            {
+                "num_key_value_heads": 4,
+                "num_query_groups": 4,
+                "group_query_attention": False,
+                "n_shared_experts": None,
+            },
+        ),
+        (
+            "qwen2.5",
+            {
+                "num_key_value_heads": 2,
+                "num_query_groups": 2,
+                "group_query_attention": True,
+                "add_qkv_bias": True,
+            },
+        ),
+        (
+            "qwen3",
+            {
+                "num_key_value_heads": 2,
+                "qk_layernorm": True,
+                "kv_channels": 32,
+                "add_position_embedding": True,
+            },
+        ),
+        (
+            "qwen3 moe",
+            {
+                "num_experts": 8,
+                "first_k_dense_replace": 0,
+                "moe_layer_freq": 1,
+                "moe_intermediate_size": 48,
+            },
+        ),
+        (
+            "mixtral",
+            {
+                "num_experts": 4,
+                "n_shared_experts": None,
+                "moe_intermediate_size": 96,
+                "shared_expert_gate": False,
+            },
+        ),
+        (
+            "deepseek v2 lite",
+            {
+                "n_shared_experts": 2,
+                "moe_shared_expert_intermediate_size": 96,
+                "q_lora_rank": None,
+                "kv_lora_rank": 32,
+            },
+        ),
+        (
+            "deepseek v3",
+            {
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "moe_layer_freq": 1,
+                "q_lora_rank": 40,
+                "v_head_dim": 20,
+            },
+        ),
+        (
+            "deepseek v3",
+            {
+                "qk_layernorm": True,
+                "multi_latent_attention": True,
+                "num_key_value_heads": 4,
+                "qk_head_dim": 24,
+            },
+        ),
     ],
 )
 def test_arguments_have_the_values_of_the_config(name: str, expected: dict[str, Any]) -> None:
@@ -191,7 +316,10 @@ def test_arguments_have_the_values_of_the_config(name: str, expected: dict[str, 
 
 def test_norms_behind_the_parts_of_a_layer_are_told() -> None:
     shape = families.shape(FAMILIES["gemma 2"].config)
-    assert vars(namespace(shape, ParallelLayout()))["post_norm"] is True and arguments("qwen3")["post_norm"] is False
+    assert (
+        vars(namespace(shape, ParallelLayout()))["post_norm"] is True
+        and arguments("qwen3")["post_norm"] is False
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +328,9 @@ def test_norms_behind_the_parts_of_a_layer_are_told() -> None:
         (ParallelLayout(2, ep=2, moe_tp_extend_ep=True), None), (ParallelLayout(ep=2, moe_tp_extend_ep=True), None), (ParallelLayout(2, ep=2, etp=1), 1), (ParallelLayout(2, ep=2), 2),
     ],
 )  # fmt: skip
-def test_the_size_of_an_experts_group_is_unset_beside_extended_expert_parallelism(cut: ParallelLayout, expected: int | None) -> None:
+def test_the_size_of_an_experts_group_is_unset_beside_extended_expert_parallelism(
+    cut: ParallelLayout, expected: int | None
+) -> None:
     assert arguments("deepseek v3", cut)["expert_tensor_parallel_size"] == expected
 
 
@@ -216,9 +346,13 @@ def test_the_arguments_name_the_format(distributed: bool, expected: str) -> None
     assert arguments("qwen3", distributed=distributed)["ckpt_format"] == expected
 
 
-@pytest.mark.parametrize("options", ["--tp 2 --ep 2 --moe-tp-extend-ep --moe-grouped-gemm", "--tp 2 --ep 2 --etp 1"])
+@pytest.mark.parametrize(
+    "options", ["--tp 2 --ep 2 --moe-tp-extend-ep --moe-grouped-gemm", "--tp 2 --ep 2 --etp 1"]
+)
 def test_a_checkpoint_with_fewer_arguments_is_read(tmp_path: Path, options: str) -> None:
-    """Those that msrl 0.1 wrote: an expert's group of 1 beside extended expert parallelism, and none of the names added since."""
+    """Those that msrl 0.1 wrote: an expert's group of 1 beside extended expert parallelism, and
+    none of the names added since.
+    """
     weights = save_source(tmp_path / "hf", "deepseek v3")
     folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
     assert msrl("convert-ckpt", "hf2mcore", *folders, *options.split(), "--no-verify") == 0
@@ -226,11 +360,29 @@ def test_a_checkpoint_with_fewer_arguments_is_read(tmp_path: Path, options: str)
         contents = torch.load(path, weights_only=False)
         args = vars(contents["args"])
         args["expert_tensor_parallel_size"] = 1
-        for name in ("num_key_value_heads", "n_shared_experts", "moe_intermediate_size", "ckpt_format", "post_norm", "no_save_optim"):
+        for name in (
+            "num_key_value_heads",
+            "n_shared_experts",
+            "moe_intermediate_size",
+            "ckpt_format",
+            "post_norm",
+            "no_save_optim",
+        ):
             del args[name]
         torch.save(contents, path)
     (tmp_path / "mg" / "msrl_manifest.json").unlink()
-    assert msrl("convert-ckpt", "mcore2hf", "--load", str(tmp_path / "mg"), "--save", str(tmp_path / "back"), "--no-verify") == 0
+    assert (
+        msrl(
+            "convert-ckpt",
+            "mcore2hf",
+            "--load",
+            str(tmp_path / "mg"),
+            "--save",
+            str(tmp_path / "back"),
+            "--no-verify",
+        )
+        == 0
+    )
     assert_same_weights(tmp_path / "back", weights)
 
 
@@ -242,8 +394,23 @@ def test_a_model_saved_as_a_defaultdict_is_read(tmp_path: Path, options: str) ->
     assert msrl("convert-ckpt", "hf2mcore", *folders, *options.split(), "--no-verify") == 0
     for path in (tmp_path / "mg").rglob("*.pt"):
         contents = torch.load(path, weights_only=False)
-        models = {name: defaultdict(dict, value) for name, value in contents.items() if name.startswith("model")}
+        models = {
+            name: defaultdict(dict, value)
+            for name, value in contents.items()
+            if name.startswith("model")
+        }
         torch.save({**contents, **models}, path, pickle_protocol=4)
     (tmp_path / "mg" / "msrl_manifest.json").unlink()
-    assert msrl("convert-ckpt", "mcore2hf", "--load", str(tmp_path / "mg"), "--save", str(tmp_path / "back"), "--no-verify") == 0
+    assert (
+        msrl(
+            "convert-ckpt",
+            "mcore2hf",
+            "--load",
+            str(tmp_path / "mg"),
+            "--save",
+            str(tmp_path / "back"),
+            "--no-verify",
+        )
+        == 0
+    )
     assert_same_weights(tmp_path / "back", weights)

@@ -22,7 +22,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.trainer.settings import Layout
-from msrl.workflows.convert.inspection import not_weights
+from msrl.workflows.convert.inspection import training_state
 from parity_ranks import Case
 from support import assert_each_mentions, mentions
 from test_convert import run
@@ -93,7 +93,7 @@ def test_an_output_layer_that_a_reward_model_does_not_use_is_left_out_and_said(t
     rewritten(tmp_path / "mcore", ParallelLayout(2), output_layer__weight=torch.randn(100, 64))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == hf.keys()
-    assert_each_mentions(not_weights(tmp_path / "mcore"), ("output layer", "reward model"))
+    assert_each_mentions(training_state(tmp_path / "mcore"), ("output layer", "reward model"))
 
 
 def test_a_bias_that_transformers_has_no_place_for_is_refused(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_conversion_of_a_reward_model_is_proven_by_its_scores(
 ) -> None:
     from msrl.verification import report as convert_proof
 
-    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: whole)
+    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: whole)
     save(tmp_path / "hf", "qwen2")
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back")

@@ -1,4 +1,6 @@
-"""Every family comes back bit for bit: through chains of cuts in both file formats, and from every cut by itself (the whole table)."""
+"""Every family comes back bit for bit: through chains of cuts in both file formats, and from every
+cut by itself (the whole table).
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _chain(name: str) -> tuple[McoreTarget, ...]:
-    """Two ranks by two stages, four stages, four ranks (or as many as there are groups of queries); the third one in Megatron's format."""
+    """Two ranks by two stages, four stages, four ranks (or as many as there are groups of queries);
+    the third one in Megatron's format.
+    """
     tp = min(4, families.shape(ROWS[name].config).num_query_groups)
     cuts = (ParallelLayout(2, 2), ParallelLayout(1, 4), ParallelLayout(tp))
     if name in MIXTURES:
-        cuts = (ParallelLayout(2, 2, ep=2, etp=1), ParallelLayout(1, 4, ep=4), ParallelLayout(tp, ep=2))
-    first, second, third = (McoreTarget(cut, naming=Naming(te=number == 1)) for number, cut in enumerate(cuts))
+        cuts = (
+            ParallelLayout(2, 2, ep=2, etp=1),
+            ParallelLayout(1, 4, ep=4),
+            ParallelLayout(tp, ep=2),
+        )
+    first, second, third = (
+        McoreTarget(cut, naming=Naming(te=number == 1)) for number, cut in enumerate(cuts)
+    )
     return first, second, McoreTarget(cuts[0], distributed=True, vocab_multiple=64), third
 
 
@@ -60,32 +70,60 @@ def _through_chain(folder: Path, root: Path, name: str) -> Path:
 
 def _assert_same_folder(found: Path, expected: Path) -> None:
     before, after = (load_file(folder / "model.safetensors") for folder in (expected, found))
-    assert before.keys() == after.keys() and all(same_bits(before[tensor], after[tensor]) for tensor in before)
+    assert before.keys() == after.keys() and all(
+        same_bits(before[tensor], after[tensor]) for tensor in before
+    )
     configs = [json.loads((folder / "config.json").read_text()) for folder in (expected, found)]
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)])
-def test_a_family_comes_back_from_a_chain_of_cuts_in_both_formats(folders: dict[str, Path], name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)]
+)
+def test_a_family_comes_back_from_a_chain_of_cuts_in_both_formats(
+    folders: dict[str, Path], name: str, tmp_path: Path
+) -> None:
     _assert_same_folder(_through_chain(folders[name], tmp_path, name), folders[name])
 
 
-def test_layers_for_multi_token_prediction_go_through_the_chain_as_they_came(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_go_through_the_chain_as_they_came(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     """Those of DeepSeek V3 stand behind the last layer under the next number; no cut holds them."""
     source, generator = folders["deepseek v3"], torch.Generator().manual_seed(0)
-    more = {"enorm.weight": (64,), "hnorm.weight": (64,), "eh_proj.weight": (64, 128), "mlp.gate.e_score_correction_bias": (8,)}
+    more = {
+        "enorm.weight": (64,),
+        "hnorm.weight": (64,),
+        "eh_proj.weight": (64, 128),
+        "mlp.gate.e_score_correction_bias": (8,),
+    }
     (tmp_path / "from").mkdir()
-    (tmp_path / "from" / "config.json").write_text(json.dumps({**ROWS["deepseek v3"].config, "num_nextn_predict_layers": 1}))
-    layer = {f"model.layers.4.{name}": torch.randn(size, generator=generator) for name, size in more.items()}
-    save_file(load_file(source / "model.safetensors") | layer, tmp_path / "from" / "model.safetensors", metadata={"format": "pt"})
-    _assert_same_folder(_through_chain(tmp_path / "from", tmp_path, "deepseek v3"), tmp_path / "from")
+    (tmp_path / "from" / "config.json").write_text(
+        json.dumps({**ROWS["deepseek v3"].config, "num_nextn_predict_layers": 1})
+    )
+    layer = {
+        f"model.layers.4.{name}": torch.randn(size, generator=generator)
+        for name, size in more.items()
+    }
+    save_file(
+        load_file(source / "model.safetensors") | layer,
+        tmp_path / "from" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    _assert_same_folder(
+        _through_chain(tmp_path / "from", tmp_path, "deepseek v3"), tmp_path / "from"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "cut"), TABLE)
-def test_every_family_comes_back_from_every_cut(folders: dict[str, Path], name: str, cut: str, tmp_path: Path) -> None:
-    """Names are those of the local layers and of Transformer Engine's in turn, experts one by one and fused."""
+def test_every_family_comes_back_from_every_cut(
+    folders: dict[str, Path], name: str, cut: str, tmp_path: Path
+) -> None:
+    """Names are those of the local layers and of Transformer Engine's in turn, experts one by one
+    and fused.
+    """
     number = TABLE.index((name, cut))
     source = open_weights(folders[name])
     is_fused = name in MIXTURES and number % 4 > 1 and (number % 2 == 1 or name != "gpt-oss")

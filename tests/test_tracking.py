@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from msrl.errors import MsrlError
-from msrl.files import write_text, written_whole
+from msrl.files import write_text, atomic_write
 from msrl.tracking.console import StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
 from msrl.tracking.plots import plot_metrics, running_mean
@@ -42,7 +42,7 @@ def report(step: int, **metrics: float) -> StepReport:
 def test_a_file_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     write_text(path, "old")
-    with pytest.raises(RuntimeError), written_whole(path) as beside:
+    with pytest.raises(RuntimeError), atomic_write(path) as beside:
         beside.write_text("half of the n")
         raise RuntimeError
     assert path.read_text() == "old"

@@ -1,4 +1,6 @@
-"""Crafted pickles in every file that is unpickled: nothing of the process is run or changed, and the file is named."""
+"""Crafted pickles in every file that is unpickled: nothing of the process is run or changed, and
+the file is named.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ from msrl.errors import MsrlError
 
 def write_archive(path: Path, code: bytes, records: Mapping[str, bytes] | None = None) -> Path:
     """Write a file of torch.save whose pickle is `code`. Its storage 0 has four floats."""
-    contents = {"data.pkl": code, "byteorder": b"little", "data/0": struct.pack("<4f", 0, 1, 2, 3), **(records or {})}
+    contents = {
+        "data.pkl": code,
+        "byteorder": b"little",
+        "data/0": struct.pack("<4f", 0, 1, 2, 3),
+        **(records or {}),
+    }
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in contents.items():
             archive.writestr(f"archive/{name}", data)
@@ -64,8 +71,14 @@ def in_metadata(folder: Path, code: bytes) -> tuple[Path, Callable[[], object]]:
     return path, lambda: read_metadata(folder)
 
 
-FILES = {"bin": in_bin, "rank": in_rank_file, "common": in_common, "section": in_section, "metadata": in_metadata}
-UNREAD = "not a readable checkpoint file|not readable as the index|not a tensor at byte"
+FILES = {
+    "bin": in_bin,
+    "rank": in_rank_file,
+    "common": in_common,
+    "section": in_section,
+    "metadata": in_metadata,
+}
+UNREAD = "not a readable checkpoint file|not a readable index|not a tensor at byte"
 
 # --- Opcodes --------------------------------------------------------------------------------------------------------------------------
 
@@ -93,21 +106,41 @@ def tuple_of(*items: bytes) -> bytes:
 
 
 def dict_of(**items: bytes) -> bytes:
-    return pickle.EMPTY_DICT + pickle.MARK + b"".join(text(key) + value for key, value in items.items()) + pickle.SETITEMS
+    return (
+        pickle.EMPTY_DICT
+        + pickle.MARK
+        + b"".join(text(key) + value for key, value in items.items())
+        + pickle.SETITEMS
+    )
 
 
 def call(name: str, *arguments: bytes) -> bytes:
     return named(name) + tuple_of(*arguments) + pickle.REDUCE
 
 
-def storage(kind: str = "torch FloatStorage", key: bytes = text("0"), count: bytes = number(4)) -> bytes:
+def storage(
+    kind: str = "torch FloatStorage", key: bytes = text("0"), count: bytes = number(4)
+) -> bytes:
     return tuple_of(text("storage"), named(kind), key, text("cpu"), count) + pickle.BINPERSID
 
 
-def tensor(offset: int = 0, shape: tuple[int, ...] = (4,), strides: tuple[int, ...] = (1,), memory: bytes = storage()) -> bytes:
+def tensor(
+    offset: int = 0,
+    shape: tuple[int, ...] = (4,),
+    strides: tuple[int, ...] = (1,),
+    memory: bytes = storage(),
+) -> bytes:
     sizes, steps = (tuple_of(*map(number, values)) for values in (shape, strides))
     hooks = call("collections OrderedDict")
-    return call("torch._utils _rebuild_tensor_v2", memory, number(offset), sizes, steps, pickle.NEWFALSE, hooks)
+    return call(
+        "torch._utils _rebuild_tensor_v2",
+        memory,
+        number(offset),
+        sizes,
+        steps,
+        pickle.NEWFALSE,
+        hooks,
+    )
 
 
 PATH, FUNCTION = named("pathlib PurePosixPath"), named("torch._utils _rebuild_tensor_v2")
@@ -116,21 +149,42 @@ MKDIR = tuple_of(text("/nowhere/made-by-a-pickle"))
 SYSTEM = named("posix mkdir")
 EXTENSION = 240
 DEEP = 100_000
-ARRAY = call("numpy.core.multiarray _reconstruct", named("numpy ndarray"), tuple_of(), text("b")) + tuple_of(
-    number(1), tuple_of(*(number(1 << 32),) * 2), call("numpy dtype", text("f8")), pickle.NEWFALSE, pickle.SHORT_BINBYTES + b"\0"
+ARRAY = call(
+    "numpy.core.multiarray _reconstruct", named("numpy ndarray"), tuple_of(), text("b")
+) + tuple_of(
+    number(1),
+    tuple_of(*(number(1 << 32),) * 2),
+    call("numpy dtype", text("f8")),
+    pickle.NEWFALSE,
+    pickle.SHORT_BINBYTES + b"\0",
 )
 SELF_LIST = pickle.EMPTY_LIST + pickle.MEMOIZE + pickle.BINGET + b"\0" + pickle.APPEND
 TREE_OF_LISTS = pickle.EMPTY_LIST + b"".join(
-    pickle.BINPUT + bytes([level]) + pickle.POP + pickle.EMPTY_LIST + (pickle.BINGET + bytes([level]) + pickle.APPEND) * 9
+    pickle.BINPUT
+    + bytes([level])
+    + pickle.POP
+    + pickle.EMPTY_LIST
+    + (pickle.BINGET + bytes([level]) + pickle.APPEND) * 9
     for level in range(60)
 )
 
 CHANGES_OF_STATE = {
     "class": PATH + STATE + pickle.BUILD,
     "class by slots": PATH + pickle.NONE + STATE + pickle.TUPLE2 + pickle.BUILD,
-    "class of the memo": PATH + pickle.BINPUT + b"\0" + pickle.POP + pickle.BINGET + b"\0" + STATE + pickle.BUILD,
+    "class of the memo": PATH
+    + pickle.BINPUT
+    + b"\0"
+    + pickle.POP
+    + pickle.BINGET
+    + b"\0"
+    + STATE
+    + pickle.BUILD,
     "class twice": PATH + pickle.DUP + STATE + pickle.BUILD,
-    "class by its stack name": text("pathlib") + text("PurePosixPath") + pickle.STACK_GLOBAL + STATE + pickle.BUILD,
+    "class by its stack name": text("pathlib")
+    + text("PurePosixPath")
+    + pickle.STACK_GLOBAL
+    + STATE
+    + pickle.BUILD,
     "class in a list": pickle.EMPTY_LIST + PATH + STATE + pickle.BUILD + pickle.APPEND,
     "Namespace": named("argparse Namespace") + STATE + pickle.BUILD,
     "OrderedDict": named("collections OrderedDict") + STATE + pickle.BUILD,
@@ -144,7 +198,9 @@ CHANGES_OF_STATE = {
     "numpy function": named("numpy.core.multiarray _reconstruct") + STATE + pickle.BUILD,
     "storage class": named("torch FloatStorage") + STATE + pickle.BUILD,
     "stand-in": named("megatron.core.enums ModelType") + STATE + pickle.BUILD,
-    "stand-in of torch": named("torch.distributed.checkpoint.metadata Metadata") + STATE + pickle.BUILD,
+    "stand-in of torch": named("torch.distributed.checkpoint.metadata Metadata")
+    + STATE
+    + pickle.BUILD,
     "function": FUNCTION + STATE + pickle.BUILD,
     "codec": named("_codecs encode") + STATE + pickle.BUILD,
     "element type": named("torch float32") + STATE + pickle.BUILD,
@@ -155,16 +211,30 @@ CHANGES_OF_STATE = {
     "dict": pickle.EMPTY_DICT + STATE + pickle.BUILD,
     "module": named("torch nn") + STATE + pickle.BUILD,
     "table": named("msrl.checkpoint.torch_files.pickle_names CONSTRUCTORS") + STATE + pickle.BUILD,
-    "stand-in class": named("msrl.checkpoint.torch_files.pickle_names Foreign") + STATE + pickle.BUILD,
+    "stand-in class": named("msrl.checkpoint.torch_files.pickle_names Foreign")
+    + STATE
+    + pickle.BUILD,
     "attribute by a dotted name": named("pathlib PurePosixPath.__dict__") + STATE + pickle.BUILD,
-    "setstate in an instance": call("types SimpleNamespace") + dict_of(__setstate__=FUNCTION) + pickle.BUILD + STATE + pickle.BUILD,
-    "namespace by numbers": call("argparse Namespace") + pickle.EMPTY_DICT + number(1) + pickle.NONE + pickle.SETITEM + pickle.BUILD,
+    "setstate in an instance": call("types SimpleNamespace")
+    + dict_of(__setstate__=FUNCTION)
+    + pickle.BUILD
+    + STATE
+    + pickle.BUILD,
+    "namespace by numbers": call("argparse Namespace")
+    + pickle.EMPTY_DICT
+    + number(1)
+    + pickle.NONE
+    + pickle.SETITEM
+    + pickle.BUILD,
     "array of objects": call("numpy dtype", text("O8")),
     "items of a class": PATH + text("_str") + text("/dir") + pickle.SETITEM,
     "marked items of a class": PATH + pickle.MARK + text("_str") + text("/dir") + pickle.SETITEMS,
     "items of a stand-in": call("megatron.core A") + text("_str") + text("/dir") + pickle.SETITEM,
     "appends to a class": PATH + text("_str") + pickle.APPEND,
-    "marked appends to a stand-in": call("megatron.core A") + pickle.MARK + text("_str") + pickle.APPENDS,
+    "marked appends to a stand-in": call("megatron.core A")
+    + pickle.MARK
+    + text("_str")
+    + pickle.APPENDS,
     "members of a class": PATH + pickle.MARK + text("_str") + pickle.ADDITEMS,
 }
 CALLS = {
@@ -177,14 +247,18 @@ CALLS = {
     "call of a value": text("posix.mkdir") + MKDIR + pickle.REDUCE,
     "call of an element type": named("torch float32") + tuple_of() + pickle.REDUCE,
     "call without a tuple": named("builtins set") + pickle.EMPTY_LIST + pickle.REDUCE,
-    "stand-in of a function": call("builtins getattr", named("builtins set"), text("__subclasses__")),
+    "stand-in of a function": call(
+        "builtins getattr", named("builtins set"), text("__subclasses__")
+    ),
     "function as a value": named("builtins getattr"),
     "ext1": pickle.EXT1 + bytes([EXTENSION]),
     "ext2": pickle.EXT2 + struct.pack("<H", EXTENSION),
     "ext4": pickle.EXT4 + struct.pack("<I", EXTENSION),
     "out-of-band buffer": pickle.NEXT_BUFFER,
     "name that is no text": number(1) + number(2) + pickle.STACK_GLOBAL,
-    "defaultdict of list": call("collections defaultdict", named("builtins list")) + pickle.EMPTY_DICT + pickle.BUILD,
+    "defaultdict of list": call("collections defaultdict", named("builtins list"))
+    + pickle.EMPTY_DICT
+    + pickle.BUILD,
     "defaultdict of set": call("collections defaultdict", named("builtins set")),
     "defaultdict of a stand-in": call("collections defaultdict", named("megatron.core dict")),
     "codec of bytes": call("_codecs encode", text("a"), text("rot13")),
@@ -226,8 +300,16 @@ SHAPES = {
     "deep lists": pickle.EMPTY_LIST * DEEP + pickle.APPEND * (DEEP - 1),
     "deep dicts": (pickle.EMPTY_DICT + pickle.NONE) * DEEP + pickle.NONE + pickle.SETITEM * DEEP,
     "deep marks": pickle.MARK * DEEP,
-    "deep tuple as a key": pickle.EMPTY_DICT + pickle.EMPTY_TUPLE + pickle.TUPLE1 * DEEP + pickle.NONE + pickle.SETITEM,
-    "deep tuple in a set": pickle.EMPTY_SET + pickle.MARK + pickle.EMPTY_TUPLE + pickle.TUPLE1 * DEEP + pickle.ADDITEMS,
+    "deep tuple as a key": pickle.EMPTY_DICT
+    + pickle.EMPTY_TUPLE
+    + pickle.TUPLE1 * DEEP
+    + pickle.NONE
+    + pickle.SETITEM,
+    "deep tuple in a set": pickle.EMPTY_SET
+    + pickle.MARK
+    + pickle.EMPTY_TUPLE
+    + pickle.TUPLE1 * DEEP
+    + pickle.ADDITEMS,
     "list that contains itself": SELF_LIST,
     "lists that multiply": TREE_OF_LISTS,
     "list as a key": pickle.EMPTY_DICT + pickle.EMPTY_LIST + pickle.NONE + pickle.SETITEM,
@@ -245,7 +327,13 @@ SHAPES = {
 }
 ATTACKS = {
     f"{kind}: {name}": pickled(code)
-    for kind, table in {"state": CHANGES_OF_STATE, "call": CALLS, "storage": STORAGES, "tensor": TENSORS, "shape": SHAPES}.items()
+    for kind, table in {
+        "state": CHANGES_OF_STATE,
+        "call": CALLS,
+        "storage": STORAGES,
+        "tensor": TENSORS,
+        "shape": SHAPES,
+    }.items()
     for name, code in table.items()
 }
 
@@ -261,9 +349,18 @@ WATCHED = (
 def snapshot() -> dict[str, object]:
     """The attributes of everything that the attacks aim at."""
     functions = [torch._utils._rebuild_tensor_v2, *CONSTRUCTORS.values()]
-    marks: dict[str, object] = {str(index): dict(vars(value)) for index, value in enumerate(WATCHED)}
-    marks["functions"] = [(function.__code__, function.__defaults__, dict(vars(function))) for function in functions]
-    marks["tables"] = dict(CONSTRUCTORS), dict(unpickler._HANDLERS), dir(torch.float32), dir(np.dtype("f8"))
+    marks: dict[str, object] = {
+        str(index): dict(vars(value)) for index, value in enumerate(WATCHED)
+    }
+    marks["functions"] = [
+        (function.__code__, function.__defaults__, dict(vars(function))) for function in functions
+    ]
+    marks["tables"] = (
+        dict(CONSTRUCTORS),
+        dict(unpickler._HANDLERS),
+        dir(torch.float32),
+        dir(np.dtype("f8")),
+    )
     return marks
 
 
@@ -277,7 +374,9 @@ def registered() -> Any:
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_crafted_pickle_changes_nothing_and_is_refused_by_file(tmp_path: Path, file: str, attack: str, registered: None) -> None:
+def test_a_crafted_pickle_changes_nothing_and_is_refused_by_file(
+    tmp_path: Path, file: str, attack: str, registered: None
+) -> None:
     path, read = FILES[file](tmp_path, ATTACKS[attack])
     before = snapshot()
     with pytest.raises(MsrlError, match=UNREAD) as error:
@@ -287,8 +386,12 @@ def test_a_crafted_pickle_changes_nothing_and_is_refused_by_file(tmp_path: Path,
 
 
 def test_a_path_keeps_its_text_after_a_file_that_sets_it(tmp_path: Path) -> None:
-    """With Python's unpickler every path became the folder of the file's author, and a save removed it."""
-    path = write_archive(tmp_path / "file.pt", pickled(PATH + pickle.NONE + STATE + pickle.TUPLE2 + pickle.BUILD))
+    """With Python's unpickler every path became the folder of the file's author, and a save removed
+    it.
+    """
+    path = write_archive(
+        tmp_path / "file.pt", pickled(PATH + pickle.NONE + STATE + pickle.TUPLE2 + pickle.BUILD)
+    )
     with pytest.raises(MsrlError, match=r"file\.pt: .*pathlib\.PurePosixPath"):
         read_torch_file(path)
     assert str(tmp_path / "a") != "/dir" and str(pathlib.PurePosixPath("/b")) == "/b"
@@ -297,7 +400,14 @@ def test_a_path_keeps_its_text_after_a_file_that_sets_it(tmp_path: Path) -> None
 def everything_named() -> list[tuple[str, str]]:
     storages = [("torch", name) for name in pickle_names._STORAGES]
     types = [("torch", name) for name in pickle_names._TORCH_TYPES]
-    return [*CONSTRUCTORS, *pickle_names._OPAQUE, *storages, *types, ("megatron.core.enums", "ModelType"), ("mindspeed_llm", "a.b")]
+    return [
+        *CONSTRUCTORS,
+        *pickle_names._OPAQUE,
+        *storages,
+        *types,
+        ("megatron.core.enums", "ModelType"),
+        ("mindspeed_llm", "a.b"),
+    ]
 
 
 def test_every_name_stands_for_something_that_cannot_be_changed() -> None:
@@ -314,25 +424,46 @@ def test_every_name_stands_for_something_that_cannot_be_changed() -> None:
 
 
 def test_state_is_kept_as_data_even_where_it_names_a_method() -> None:
-    state = dict_of(__setstate__=named("megatron.core f"), __class__=text("A"), __dict__=pickle.NONE)
+    state = dict_of(
+        __setstate__=named("megatron.core f"), __class__=text("A"), __dict__=pickle.NONE
+    )
     code = call("argparse Namespace") + state + pickle.BUILD + dict_of(a=number(1)) + pickle.BUILD
     value = unpickler.load(pickled(code))
-    assert type(value) is argparse.Namespace and vars(value)["__setstate__"] == Global("megatron.core", "f")
+    assert type(value) is argparse.Namespace and vars(value)["__setstate__"] == Global(
+        "megatron.core", "f"
+    )
     assert vars(value)["__class__"] == "A" and value.a == 1
 
 
 def test_a_memo_index_far_away_takes_no_memory() -> None:
     """Python's unpickler makes room for all indices before it."""
-    assert unpickler.load(pickled(number(7), pickle.LONG_BINPUT, b"\xff\xff\xff\xff", pickle.LONG_BINGET, b"\xff\xff\xff\xff")) == 7
+    assert (
+        unpickler.load(
+            pickled(
+                number(7),
+                pickle.LONG_BINPUT,
+                b"\xff\xff\xff\xff",
+                pickle.LONG_BINGET,
+                b"\xff\xff\xff\xff",
+            )
+        )
+        == 7
+    )
 
 
-@pytest.mark.parametrize(("limit", "size"), [("MAX_BYTES", 1000), ("MAX_OPCODES", 900), ("MAX_VALUES", 900)])
-def test_a_pickle_beyond_a_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "size"), [("MAX_BYTES", 1000), ("MAX_OPCODES", 900), ("MAX_VALUES", 900)]
+)
+def test_a_pickle_beyond_a_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, size: int
+) -> None:
     monkeypatch.setattr(unpickler, limit, size)
     for name, place in FILES.items():
         folder = tmp_path / name
         folder.mkdir()
-        path, read = place(folder, pickled(pickle.EMPTY_LIST, pickle.MARK, pickle.NONE * 1000, pickle.APPENDS))
+        path, read = place(
+            folder, pickled(pickle.EMPTY_LIST, pickle.MARK, pickle.NONE * 1000, pickle.APPENDS)
+        )
         with pytest.raises(MsrlError, match=f"more than (the limit of )?{size}") as error:
             read()
         assert str(path) in str(error.value)
@@ -341,12 +472,25 @@ def test_a_pickle_beyond_a_limit_is_refused(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["", "..", ".", "../x", "/x", "a/b", "a\0b"])
 def test_a_file_of_tensors_outside_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     def made(kind: str, **state: bytes) -> bytes:
-        return named(f"torch.distributed.checkpoint.{kind}") + pickle.EMPTY_TUPLE + pickle.NEWOBJ + dict_of(**state) + pickle.BUILD
+        return (
+            named(f"torch.distributed.checkpoint.{kind}")
+            + pickle.EMPTY_TUPLE
+            + pickle.NEWOBJ
+            + dict_of(**state)
+            + pickle.BUILD
+        )
 
     index = made("metadata MetadataIndex", fqn=text("a"), offset=pickle.NONE)
-    where = made("filesystem _StorageInfo", relative_path=text(name), offset=number(0), length=number(9))
+    where = made(
+        "filesystem _StorageInfo", relative_path=text(name), offset=number(0), length=number(9)
+    )
     places = pickle.EMPTY_DICT + index + where + pickle.SETITEM
-    path, read = in_metadata(tmp_path, pickled(made("metadata Metadata", state_dict_metadata=pickle.EMPTY_DICT, storage_data=places)))
+    path, read = in_metadata(
+        tmp_path,
+        pickled(
+            made("metadata Metadata", state_dict_metadata=pickle.EMPTY_DICT, storage_data=places)
+        ),
+    )
     with pytest.raises(MsrlError, match="no file of its folder") as error:
         read()
     assert str(path) in str(error.value)
@@ -356,7 +500,9 @@ def test_a_file_of_tensors_outside_the_folder_is_refused(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(("field", "size"), [(24, 1 << 31), (42, 1 << 31)])
-def test_sizes_and_places_that_the_file_does_not_have_are_refused(tmp_path: Path, field: int, size: int) -> None:
+def test_sizes_and_places_that_the_file_does_not_have_are_refused(
+    tmp_path: Path, field: int, size: int
+) -> None:
     """Size and place of each record in the archive's directory."""
     whole = write_archive(tmp_path / "file.pt", pickled(dict_of(a=tensor()))).read_bytes()
     headers = [at for at in range(len(whole)) if whole[at : at + 4] == b"PK\1\2"]
@@ -382,7 +528,9 @@ def test_records_of_one_name_and_of_another_byte_order_are_refused(tmp_path: Pat
 def test_a_tensor_of_an_archive_that_is_not_aligned_is_read(tmp_path: Path) -> None:
     for padding in range(8):
         path = write_archive(
-            tmp_path / f"{padding}.pt", pickled(dict_of(a=tensor(offset=1, shape=(2,), strides=(2,)))), {"pad": bytes(padding)}
+            tmp_path / f"{padding}.pt",
+            pickled(dict_of(a=tensor(offset=1, shape=(2,), strides=(2,)))),
+            {"pad": bytes(padding)},
         )
         assert read_torch_file(path)["a"].tolist() == [1, 3]
 
@@ -393,19 +541,33 @@ def test_a_tensor_of_an_archive_that_is_not_aligned_is_read(tmp_path: Path) -> N
 @pytest.mark.parametrize("file", ["bin", "rank", "common"])
 def test_a_defaultdict_of_dict_is_read_as_a_dict(tmp_path: Path, file: str) -> None:
     """MindSpeed-LLM's converters save `model` as one."""
-    model = call("collections defaultdict", named("builtins dict")) + text("weight") + tensor() + pickle.SETITEM
+    model = (
+        call("collections defaultdict", named("builtins dict"))
+        + text("weight")
+        + tensor()
+        + pickle.SETITEM
+    )
     args = call("argparse Namespace") + dict_of(num_layers=number(2)) + pickle.BUILD
-    _, read = FILES[file](tmp_path, pickled(model if file == "bin" else dict_of(args=args, model=model)))
+    _, read = FILES[file](
+        tmp_path, pickled(model if file == "bin" else dict_of(args=args, model=model))
+    )
     contents: Any = read()
     if file == "bin":
         assert contents["weight"].read().tolist() == [0, 1, 2, 3]
     else:
-        assert type(contents["model"]) is dict and contents["model"]["weight"].tolist() == [0, 1, 2, 3]
+        assert type(contents["model"]) is dict and contents["model"]["weight"].tolist() == [
+            0,
+            1,
+            2,
+            3,
+        ]
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("mapped", [True, False])
-def test_what_torch_saves_is_read_as_torch_reads_it(tmp_path: Path, protocol: int, mapped: bool) -> None:
+def test_what_torch_saves_is_read_as_torch_reads_it(
+    tmp_path: Path, protocol: int, mapped: bool
+) -> None:
     matrix = torch.arange(12.0).view(3, 4)
     values = {
         "tied": [matrix, matrix, matrix.t(), matrix[1:, ::2]],
@@ -430,17 +592,33 @@ def test_what_torch_saves_is_read_as_torch_reads_it(tmp_path: Path, protocol: in
             (1, (2, 3)),
             2j,
         ],
-        "sets": [{1, "a"}, frozenset({2}), slice(1, 2, None), range(3), torch.Size([1, 2]), torch.bfloat16],
+        "sets": [
+            {1, "a"},
+            frozenset({2}),
+            slice(1, 2, None),
+            range(3),
+            torch.Size([1, 2]),
+            torch.bfloat16,
+        ],
         "path": pathlib.PurePosixPath("/a/b"),
         "ordered": collections.OrderedDict(a=1),
         "default": collections.defaultdict(dict, a=1),
         "numbers": [np.float64(1.5), np.int32(-3), np.bool_(True)],
     }
     values["ordered"]._metadata = {"": {"version": 1}}
-    arrays = [np.arange(6, dtype=">i4").reshape(2, 3), np.asfortranarray(np.ones((2, 3))), np.array(["a", "bc"]), np.zeros((0, 2))]
+    arrays = [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.ones((2, 3))),
+        np.array(["a", "bc"]),
+        np.zeros((0, 2)),
+    ]
     if protocol < 5:
         values["arrays"] = arrays  # protocol 5 names another function of NumPy's
-    torch.save({**values, "opaque": [io.BytesIO(b"a"), torch.device("cpu")]}, tmp_path / "file.pt", pickle_protocol=protocol)
+    torch.save(
+        {**values, "opaque": [io.BytesIO(b"a"), torch.device("cpu")]},
+        tmp_path / "file.pt",
+        pickle_protocol=protocol,
+    )
     contents = read_torch_file(tmp_path / "file.pt", mmap=mapped)
     assert all(isinstance(value, Foreign) for value in contents.pop("opaque"))
     for mine, theirs in zip(contents.pop("arrays", []), arrays, strict=protocol < 5):
@@ -449,7 +627,12 @@ def test_what_torch_saves_is_read_as_torch_reads_it(tmp_path: Path, protocol: in
     assert len({value.untyped_storage().data_ptr() for value in tied}) == 1
     for name in ("tied", "types", "empty"):
         pairs = zip(contents.pop(name), values.pop(name), strict=True)
-        assert all(mine.dtype == theirs.dtype and mine.stride() == theirs.stride() and torch.equal(mine, theirs) for mine, theirs in pairs)
+        assert all(
+            mine.dtype == theirs.dtype
+            and mine.stride() == theirs.stride()
+            and torch.equal(mine, theirs)
+            for mine, theirs in pairs
+        )
     mine, theirs = contents.pop("parameter"), values.pop("parameter")
     assert type(mine) is torch.nn.Parameter and mine.requires_grad and torch.equal(mine, theirs)
     assert contents == {key: value for key, value in values.items() if key != "arrays"}

@@ -1,4 +1,6 @@
-"""Small Hugging Face folders of each family, made without transformers, for tests of checkpoint files."""
+"""Small Hugging Face folders of each family, made without transformers, for tests of checkpoint
+files.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,44 @@ def tensors(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict
     """Every Hugging Face tensor of a config, random."""
     torch.manual_seed(0)
     rules = all_rules(shape(config))
-    return {name: torch.randn(size).to(dtype) for rule in rules for name, size in zip(rule.hf, rule.shapes, strict=True)}
+    return {
+        name: torch.randn(size).to(dtype)
+        for rule in rules
+        for name, size in zip(rule.hf, rule.shapes, strict=True)
+    }
 
 
-def save(folder: Path, family: str = "qwen2", *, dtype: torch.dtype = torch.bfloat16, shards: int = 1, **changes: Any) -> dict[str, Tensor]:
-    """Write config, a tokenizer file and weights (in `shards` files with an index, if several); returns the weights."""
+def save(
+    folder: Path,
+    family: str = "qwen2",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shards: int = 1,
+    **changes: Any,
+) -> dict[str, Tensor]:
+    """Write config, a tokenizer file and weights (in `shards` files with an index, if several);
+    returns the weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**FAMILIES[family], **changes}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     weights = tensors(config, dtype)
     names = sorted(weights)
-    files = ["model.safetensors"] if shards == 1 else [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    files = (
+        ["model.safetensors"]
+        if shards == 1
+        else [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    )
     for index, file in enumerate(files):
-        save_file({name: weights[name] for name in names[index::shards]}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: weights[name] for name in names[index::shards]},
+            folder / file,
+            metadata={"format": "pt"},
+        )
     if shards > 1:
         weight_map = {name: files[index % shards] for index, name in enumerate(names)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     return weights

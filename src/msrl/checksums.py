@@ -1,7 +1,10 @@
-"""CRC-32, the checksum of zip archives: by Intel's ISA-L where it is installed, whose rate is many times that of zlib's.
+"""CRC-32, the checksum of zip archives (RFC 1952, section 8).
 
-The CRC of two pieces laid end to end follows from theirs, since CRCs are remainders of polynomials over GF(2); so pieces of a file may be
-written in any order. Numbers are polynomials with x^0 in the highest bit, as the format has them. Source: RFC 1952, section 8.
+Intel's ISA-L computes it where it is installed, many times faster than zlib.
+
+The CRC of two concatenated blocks follows from the CRCs of the blocks, because CRCs are remainders
+of polynomials over GF(2). The blocks of a file can therefore be written in any order. Numbers
+represent polynomials with x^0 in the highest bit, as in the format.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ try:
 except ImportError:  # no wheel for this machine
     from zlib import crc32
 
-__all__ = ["combined", "crc32", "file_crc32", "read_crc32"]
+__all__ = ["combine_crc32", "crc32", "file_crc32", "read_crc32"]
 
 _POLYNOMIAL = 0xEDB88320
 _BLOCK_BYTES = 1 << 20  # stays in the cache between the copy and the checksum
@@ -28,14 +31,20 @@ class Readable(Protocol):
     def readinto(self, buffer: memoryview, /) -> int | None: ...
 
 
-def combined(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two pieces, from those of each and the length of the second: first * x^(8 n) + second."""
+def combine_crc32(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC-32 of two concatenated blocks: `first` * x^(8 * `second_bytes`) + `second`.
+
+    Args:
+      first: CRC-32 of the first block.
+      second: CRC-32 of the second block.
+      second_bytes: Length of the second block.
+    """
     return _product(_shift(second_bytes), first) ^ second
 
 
 @lru_cache(maxsize=4096)
 def _shift(num_bytes: int) -> int:
-    """x^(8 * num_bytes), by squaring."""
+    """Return x^(8 * num_bytes), computed by squaring."""
     result, power = 1 << 31, 1 << 23
     while num_bytes:
         if num_bytes & 1:
@@ -45,7 +54,7 @@ def _shift(num_bytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """a * b modulo the polynomial."""
+    """Return a * b modulo the polynomial."""
     result = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -55,14 +64,23 @@ def _product(a: int, b: int) -> int:
 
 
 def file_crc32(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """Return the CRC-32 of a file in eight hexadecimal digits; `advance` is called with the bytes of each block that was read."""
+    """Return the CRC-32 of a file as eight hexadecimal digits.
+
+    `advance` is called with the size of each block after it was read.
+    """
     with path.open("rb", buffering=0) as file:
         crc, _ = read_crc32(file, path.stat().st_size, advance)
     return f"{crc:08x}"
 
 
-def read_crc32(file: Readable, num_bytes: int, advance: Callable[[int], None] = lambda num_bytes: None) -> tuple[int, int]:
-    """Return the CRC-32 of the next `num_bytes` bytes of an open file and how many there were: fewer where the file ends before."""
+def read_crc32(
+    file: Readable, num_bytes: int, advance: Callable[[int], None] = lambda num_bytes: None
+) -> tuple[int, int]:
+    """Return the CRC-32 of the next `num_bytes` bytes of an open file, and the number of bytes
+    read.
+
+    The number is smaller than `num_bytes` if the file ends earlier.
+    """
     buffer = memoryview(bytearray(min(_BLOCK_BYTES, num_bytes)))
     crc, missing = 0, num_bytes
     while missing:

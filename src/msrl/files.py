@@ -1,4 +1,4 @@
-"""Files that become visible whole or not at all: written beside their place, flushed to disk, then renamed."""
+"""Atomic writes: a file is written under a temporary name, flushed to disk and then renamed."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ _END_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Generator[Path, None, None]:
-    """A path beside `path` to write to; it takes the place of `path` when the block ends well, and is removed when it does not."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+def atomic_write(path: Path) -> Generator[Path, None, None]:
+    """Yield a temporary path in the folder of `path`, and rename it to `path` after the block.
+
+    If the block raises, the temporary file is removed and `path` stays unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        yield beside
-        flush_to_disk(beside)
-        beside.replace(path)
+        yield temporary
+        flush_to_disk(temporary)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` (UTF-8) as the whole of `path`."""
-    with written_whole(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    """Replace the contents of `path` with `text` (UTF-8) atomically."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def flush_to_disk(path: Path) -> None:
-    """Return when a file's contents, or a folder's names, are on the disk and not in a cache alone."""
+    """Flush the contents of a file, or the entries of a folder, from the cache to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,43 +45,50 @@ def flush_to_disk(path: Path) -> None:
 
 
 def digest_of_ends(files: Iterable[tuple[str, Path]]) -> str:
-    """What tells files, which go by these names, from others: of each its size, of an index all bytes, of others the first and the last."""
-    found = hashlib.blake2b(digest_size=16)
+    """Return a digest that tells files apart by name, size, and first and last mebibyte.
+
+    Of an index (`.idx`) all bytes are used. `files` are pairs of a name and a path.
+    """
+    digest = hashlib.blake2b(digest_size=16)
     for name, path in files:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            ends = ((0, size),) if path.suffix == ".idx" else ((0, _END_BYTES), (max(size - _END_BYTES, 0), _END_BYTES))
-            found.update(f"{name} {size}\n".encode())
+            ends = ((0, _END_BYTES), (max(size - _END_BYTES, 0), _END_BYTES))
+            if path.suffix == ".idx":
+                ends = ((0, size),)
+            digest.update(f"{name} {size}\n".encode())
             for start, count in ends:
                 file.seek(start)
-                found.update(file.read(count))
-    return found.hexdigest()
+                digest.update(file.read(count))
+    return digest.hexdigest()
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why `folder` cannot be made, or written in: tried with a small file in the nearest folder that is there, which is left as it was.
+    """Return why `folder` cannot be created or written to, or None if it can.
 
-    None where it can.
+    The check writes a temporary file into the nearest existing folder, which stays unchanged.
     """
-    there = folder
+    existing = folder
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            folder.stat()  # a name that is too long
-        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
-        with tempfile.TemporaryFile(dir=there) as file:
+            folder.stat()  # raises OSError if the name is too long
+        candidates = (folder.absolute(), *folder.absolute().parents)
+        existing = next(path for path in candidates if os.path.lexists(path))
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"msrl")
             file.flush()
     except NotADirectoryError:
-        return f"{there} is a file"
+        return f"{existing} is a file"
     except OSError as error:
         return error.strerror or str(error)
     return None
 
 
 def take_lock(file: int | IO[str]) -> bool:
-    """Take an exclusive lock on an open file or folder until it is closed; False where another process has it.
+    """Take an exclusive lock on an open file or folder until it is closed.
 
-    Where a file system has no such locks (Lustre, unless it is mounted with them) nobody has one, and none is taken.
+    Return False if another process holds the lock. On a file system without such locks (Lustre,
+    unless it is mounted with them), return True without locking.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

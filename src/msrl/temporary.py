@@ -1,7 +1,8 @@
-"""Temporary folders and shared memory that belong to a process, and are removed after it even when it was killed.
+"""Temporary folders and shared memory of a process, removed even after the process was killed.
 
-A folder of a process holds `owner.json`, which names the process. Every process that makes such a folder first removes the folders whose
-owners have ended. Shared memory has no place in a folder, so a folder lists the segments that go with it in `shared_memory.json`.
+Each folder holds `owner.json`, which identifies the owning process. A process that creates such a
+folder first removes the folders whose owners have ended. Shared memory cannot be placed in a
+folder, so `shared_memory.json` in the folder lists the segments that belong to it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _OWNER, _SEGMENTS = "owner.json", "shared_memory.json"
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """One process: `start_ticks` is its start in clock ticks since boot."""
+    """Identity of a process. `start_ticks` is its start time in clock ticks since boot."""
 
     pid: int
     start_ticks: int
@@ -31,7 +32,10 @@ class ProcessRecord:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of process `pid` in clock ticks since boot; None when it does not run (a zombie does not)."""
+    """Return the start time of process `pid` in clock ticks since boot.
+
+    Return None if the process does not run; zombies count as ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -40,27 +44,31 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(process: ProcessRecord) -> bool:
-    """Return True if this very process runs, and not another one that has its pid now."""
+    """Return True if the recorded process runs, and not another process that reuses its pid."""
     return start_ticks(process.pid) == process.start_ticks
 
 
 def claim(folder: Path) -> Path:
-    """Make this process the owner of a folder whose name begins with `msrl-`, after removing the folders of processes that have ended."""
-    remove_abandoned({folder.parent, *_usual_places()})
+    """Make this process the owner of a folder whose name begins with `msrl-`, and return the
+    folder.
+
+    The folders of processes that have ended are removed first.
+    """
+    remove_abandoned({folder.parent, *_usual_folders()})
     process = ProcessRecord(os.getpid(), start_ticks(os.getpid()) or 0, "msrl")
-    beside = folder / f".{_OWNER}"
-    beside.write_text(json.dumps({"place": _place(), **asdict(process)}))
-    beside.replace(folder / _OWNER)
+    temporary = folder / f".{_OWNER}"
+    temporary.write_text(json.dumps({"place": _machine_id(), **asdict(process)}))
+    temporary.replace(folder / _OWNER)
     return folder
 
 
 def release(folder: Path) -> None:
-    """Have the folder stay when its owner has ended."""
+    """Keep the folder after its owner has ended."""
     (folder / _OWNER).unlink(missing_ok=True)
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder and the shared memory that it and the folders in it list."""
+    """Remove the folder and the shared memory listed in it and in its subfolders."""
     for file in folder.rglob(_SEGMENTS):
         _unlink_listed(file)
     shutil.rmtree(folder, ignore_errors=True)
@@ -68,7 +76,10 @@ def remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def owned_folder(prefix: str, base: str | None = None) -> Generator[Path, None, None]:
-    """Yield a private folder of this process in `base` or in the temporary folder; `prefix` begins with `msrl-`."""
+    """Yield a private folder of this process in `base` (default: the temporary folder).
+
+    `prefix` begins with `msrl-`.
+    """
     folder = claim(Path(tempfile.mkdtemp(prefix=prefix, dir=base)))
     try:
         yield folder
@@ -76,22 +87,27 @@ def owned_folder(prefix: str, base: str | None = None) -> Generator[Path, None, 
         remove(folder)
 
 
-def remove_abandoned(places: Iterable[Path]) -> None:
-    """Remove the folders in `places` whose owners ran on this machine, as this user, and have ended."""
-    for owner in (owner for place in places for owner in place.glob(f"msrl-*/{_OWNER}")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # another process is removing it
-            if owner.lstat().st_uid == os.geteuid() and _is_abandoned(json.loads(owner.read_text())):
-                remove(owner.parent)
+def remove_abandoned(folders: Iterable[Path]) -> None:
+    """Remove subfolders of `folders` that a finished process of this user on this machine owned."""
+    for folder in folders:
+        for owner in folder.glob(f"msrl-*/{_OWNER}"):
+            # Another process may remove the folder at the same time.
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                is_own = owner.lstat().st_uid == os.geteuid()
+                if is_own and _is_abandoned(json.loads(owner.read_text())):
+                    remove(owner.parent)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the variables that have a process put its temporary files into `folder`.
+    """Return the variables that make a process put its temporary files into `folder`.
 
-    What torch compiles would go there too, and is kept for later runs in the user's cache.
+    Code compiled by torch would go there too; it goes to the user's cache instead, for later runs.
     """
-    variables, cache = {"TMPDIR": str(folder)}, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "msrl", "torchinductor")
+    variables = {"TMPDIR": str(folder)}
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(cache_home, "msrl", "torchinductor")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        with contextlib.suppress(OSError):  # no home folder, or not a writable one
+        with contextlib.suppress(OSError):  # the home folder is missing or read-only
             cache.mkdir(parents=True, exist_ok=True)
             variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     return variables
@@ -99,7 +115,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def redirected(folder: Path) -> Generator[None, None, None]:
-    """Have this process, and the processes that it starts meanwhile, put temporary files into `folder`."""
+    """Put temporary files of this process and of its new child processes into `folder`."""
     variables = environment(folder)
     before, directory = {name: os.environ.get(name) for name in variables}, tempfile.tempdir
     os.environ.update(variables)
@@ -115,25 +131,25 @@ def redirected(folder: Path) -> Generator[None, None, None]:
 
 
 def segments() -> set[tuple[str, int]]:
-    """Return name and inode of the shared memory of this user."""
-    found: set[tuple[str, int]] = set()
+    """Return name and inode of each shared memory segment of this user."""
+    segments_of_user: set[tuple[str, int]] = set()
     for path in SHARED_MEMORY.glob("*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
             if status.st_uid == os.geteuid() and path.is_file():
-                found.add((path.name, status.st_ino))
-    return found
+                segments_of_user.add((path.name, status.st_ino))
+    return segments_of_user
 
 
 def list_segments(folder: Path, pids: Iterable[int], before: Set[tuple[str, int]]) -> None:
-    """List in `folder` the shared memory that these processes have mapped and that was not there `before`."""
+    """List in `folder` the shared memory mapped by the processes and absent from `before`."""
     mapped = {name for pid in pids for name in _mapped(pid)}
     new = [[name, inode] for name, inode in segments() - before if name in mapped]
     (folder / _SEGMENTS).write_text(json.dumps(new))
 
 
 def _mapped(pid: int) -> set[str]:
-    """Return the names of the shared memory that a process has mapped."""
+    """Return the names of the shared memory segments that a process has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -150,15 +166,21 @@ def _unlink_listed(file: Path) -> None:
                 path.unlink()
 
 
-def _usual_places() -> set[Path]:
-    return {Path(tempfile.gettempdir()), Path(os.environ.get("RAY_TMPDIR") or "/tmp"), SHARED_MEMORY}
+def _usual_folders() -> set[Path]:
+    return {
+        Path(tempfile.gettempdir()),
+        Path(os.environ.get("RAY_TMPDIR") or "/tmp"),
+        SHARED_MEMORY,
+    }
 
 
 def _is_abandoned(owner: dict[str, Any]) -> bool:
-    """Return True if the process in an owner.json was one of this machine, and has ended."""
-    return owner["place"] == _place() and not is_running(ProcessRecord(owner["pid"], owner["start_ticks"], owner["name"]))
+    """Return True if the process in an owner.json ran on this machine and has ended."""
+    return owner["place"] == _machine_id() and not is_running(
+        ProcessRecord(owner["pid"], owner["start_ticks"], owner["name"])
+    )
 
 
-def _place() -> str:
-    """Return the machine and its pid namespace, within which a process number means one process."""
+def _machine_id() -> str:
+    """Return the machine and its pid namespace, within which a pid identifies one process."""
     return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,4 +1,4 @@
-"""Shapes of what every rank of a checkpoint holds, from sizes alone: nothing is read to know it."""
+"""Tensor shapes of every rank of a checkpoint, computed from sizes without reading weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from msrl.models.stages import stage_tensors
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank holds: shapes by Megatron's local names, in the order of the network; `own_types` of those that no cast changes."""
+    """Tensors of one rank.
+
+    `tensors` maps Megatron's local names to shapes, in network order. `own_types` has the dtypes of
+    tensors that keep their dtype when the model is cast.
+    """
 
     at: Coords
     tensors: dict[str, tuple[int, ...]]
-    own_types: dict[str, str]  # as configs name them
+    own_types: dict[str, str]  # names as in Hugging Face configs
 
     @property
     def num_elements(self) -> int:
@@ -26,9 +30,9 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole checkpoint; `padded_vocab` rows in embedding and output layer together over the ranks."""
+    """Tensors of all ranks. `padded_vocab` is the number of embedding rows over all ranks."""
 
-    cut: ParallelLayout
+    layout: ParallelLayout
     padded_vocab: int
     ranks: tuple[RankPlan, ...]
 
@@ -38,24 +42,35 @@ class Plan:
 
 
 def padded_vocab_size(shape: Shape, tp: int, multiple: int | None = None) -> int:
-    """Rows of the vocabulary in a checkpoint: padded to `multiple` (default: tp), and always to something that tp divides."""
+    """Return the vocabulary rows of a checkpoint: a multiple of `tp` and of `multiple`, if set."""
     return shape.padded_vocab_size(math.lcm(tp, multiple or tp))
 
 
-def rank_plan(shape: Shape, cut: ParallelLayout, at: Coords, padded_vocab: int) -> RankPlan:
-    """The shapes that one rank holds."""
-    placed = stage_tensors(shape, cut, at)
-    shapes = {p.name: shard_shape(p.layout, p.rule.shapes, p.num_shards, padded_vocab) for p in placed}
-    return RankPlan(at, shapes, {p.name: p.rule.dtype for p in placed if p.rule.dtype is not None})
+def rank_plan(shape: Shape, layout: ParallelLayout, at: Coords, padded_vocab: int) -> RankPlan:
+    """Return the tensor shapes of one rank."""
+    tensors = stage_tensors(shape, layout, at)
+    shapes = {
+        tensor.name: shard_shape(tensor.layout, tensor.rule.shapes, tensor.num_shards, padded_vocab)
+        for tensor in tensors
+    }
+    own_types = {
+        tensor.name: tensor.rule.dtype for tensor in tensors if tensor.rule.dtype is not None
+    }
+    return RankPlan(at, shapes, own_types)
 
 
-def make_plan(shape: Shape, cut: ParallelLayout, vocab_multiple: int | None = None) -> Plan:
-    """The plan of a whole checkpoint. Raises ManyErrors that names every size which the cut does not divide."""
-    cut.check(shape)
-    padded = padded_vocab_size(shape, cut.tp, vocab_multiple)
-    alike: dict[tuple[int, int], RankPlan] = {}  # by stage and experts: tensor-parallel ranks hold tensors of the same shapes
-    for at in cut.ranks():
-        if (at.pp, cut.expert_group(at)) not in alike:
-            alike[at.pp, cut.expert_group(at)] = rank_plan(shape, cut, at, padded)
-    ranks = (replace(alike[at.pp, cut.expert_group(at)], at=at) for at in cut.ranks())
-    return Plan(cut, padded, tuple(ranks))
+def make_plan(shape: Shape, layout: ParallelLayout, vocab_multiple: int | None = None) -> Plan:
+    """Return the tensor shapes of all ranks.
+
+    Raises:
+        ManyErrors: The layout does not divide the model; names every such size.
+    """
+    layout.check(shape)
+    padded = padded_vocab_size(shape, layout.tp, vocab_multiple)
+    # By stage and expert group: tensor-parallel ranks hold tensors of the same shapes.
+    plans: dict[tuple[int, int], RankPlan] = {}
+    for at in layout.ranks():
+        if (at.pp, layout.expert_group(at)) not in plans:
+            plans[at.pp, layout.expert_group(at)] = rank_plan(shape, layout, at, padded)
+    ranks = (replace(plans[at.pp, layout.expert_group(at)], at=at) for at in layout.ranks())
+    return Plan(layout, padded, tuple(ranks))

@@ -1,4 +1,7 @@
-"""Independent pieces of work side by side: torch, checksums and the system let go of Python's lock meanwhile."""
+"""Independent tasks on threads.
+
+Threads suffice, because torch, checksums and system calls release the GIL.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
-_THREADS_PER_CORE = 2  # two writers of one file wait for each other, and a core would too
+_THREADS_PER_CORE = 2  # writers of one file wait for each other and leave their core idle
 
 
-def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Run the jobs on two threads per core; their results in order. The first failure is raised, what has not begun by then never does."""
-    with ThreadPoolExecutor(max(1, min(len(jobs), _THREADS_PER_CORE * (os.cpu_count() or 1)))) as pool:
-        futures = [pool.submit(job) for job in jobs]
+def in_parallel(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Run the tasks on two threads per core and return their results in order.
+
+    The first exception is raised; tasks that have not started by then are canceled.
+    """
+    with ThreadPoolExecutor(
+        max(1, min(len(tasks), _THREADS_PER_CORE * (os.cpu_count() or 1)))
+    ) as pool:
+        futures = [pool.submit(task) for task in tasks]
         try:
             return [future.result() for future in futures]
         except BaseException:

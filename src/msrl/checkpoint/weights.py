@@ -1,4 +1,4 @@
-"""What every source of weights is asked for, whatever the weights lie in; the sources are in `source.py` and `dist_source.py`."""
+"""Interface of all weight sources. The implementations are in `source.py` and `dist/source.py`."""
 
 from __future__ import annotations
 
@@ -21,69 +21,90 @@ from msrl.models.stages import stage_tensors
 
 
 class WeightSource(ABC):
-    """All weights of one model. `rule` is always one with global layer numbers, as `models.families.all_rules` gives it."""
+    """All weights of one model.
+
+    `rule` is always a rule with global layer numbers, as `models.families.all_rules` returns them.
+    """
 
     shape: Shape
     hf_dir: Path  # where config.json and the tokenizer are
 
     @abstractmethod
     def dtype(self, rule: Rule) -> torch.dtype:
-        """The type of the tensor, without reading it."""
+        """Return the dtype of the tensor without reading it."""
 
     @abstractmethod
     def canonical(self, rule: Rule) -> Tensor:
-        """The canonical tensor (see `checkpoint.layouts`)."""
+        """Return the canonical tensor (see `checkpoint.tensor_layouts`)."""
 
     @abstractmethod
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        """The Hugging Face tensors of the rule, in its order."""
+        """Return the Hugging Face tensors of the rule, in its order."""
 
-    def hf_parts(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
-        """What each of `hf_tensors` consists of, one above the other."""
+    def hf_pieces(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
+        """Return, for each of `hf_tensors`, the pieces that concatenate to it along its rows."""
         return tuple((tensor,) for tensor in self.hf_tensors(rule))
 
     @abstractmethod
     def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        """Shard number `rank` of `size` in Megatron's shape."""
+        """Return shard number `rank` of `size`, in Megatron's shape."""
 
     def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
-        """What `shard` consists of, one above the other; nothing is read before it is asked for."""
+        """Yield the pieces that concatenate to `shard` along its rows, each read on demand."""
         yield self.shard(rule, rank, size, padded_vocab)
 
     def local_tensors(
-        self, cut: ParallelLayout, at: Coords, dtype: torch.dtype | None = None, vocab_multiple: int | None = None
+        self,
+        layout: ParallelLayout,
+        at: Coords,
+        dtype: torch.dtype | None = None,
+        vocab_multiple: int | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """What one rank of a cut holds, under Megatron's local names, in the order of the network.
+        """Yield the tensors of one rank under Megatron's local names, in network order.
 
-        Cast to `dtype` unless it is None. Raises ManyErrors when the cut does not divide the model.
+        They are cast to `dtype` unless it is None.
+
+        Raises:
+            ManyErrors: The parallel layout does not divide the model.
         """
-        cut.check(self.shape)
-        padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
-        for placed in stage_tensors(self.shape, cut, at):
-            tensor = self.shard(placed.rule, placed.shard, placed.num_shards, padded)
-            kind = cast_to(placed.rule, dtype)
-            yield placed.name, tensor if kind is None else tensor.to(kind)
+        layout.check(self.shape)
+        padded = padded_vocab_size(self.shape, layout.tp, vocab_multiple)
+        for tensor in stage_tensors(self.shape, layout, at):
+            shard = self.shard(tensor.rule, tensor.shard, tensor.num_shards, padded)
+            target_dtype = cast_to(tensor.rule, dtype)
+            yield tensor.name, shard if target_dtype is None else shard.to(target_dtype)
 
     def local_pieces(
-        self, cut: ParallelLayout, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None
+        self,
+        layout: ParallelLayout,
+        at: Coords,
+        dtype: torch.dtype | None,
+        vocab_multiple: int | None,
     ) -> Iterator[tuple[str, Pieces]]:
-        """`local_tensors` to be written: no piece is read or made before the writer asks for it."""
-        padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
-        specs = self.local_specs(cut, at, dtype, vocab_multiple)
-        for placed in stage_tensors(self.shape, cut, at):
-            yield placed.name, Pieces(specs[placed.name], self.pieces(placed.rule, placed.shard, placed.num_shards, padded))
+        """Yield `local_tensors` as pieces to write, each read when the writer requests it."""
+        padded = padded_vocab_size(self.shape, layout.tp, vocab_multiple)
+        specs = self.local_specs(layout, at, dtype, vocab_multiple)
+        for tensor in stage_tensors(self.shape, layout, at):
+            pieces = self.pieces(tensor.rule, tensor.shard, tensor.num_shards, padded)
+            yield tensor.name, Pieces(specs[tensor.name], pieces)
 
-    def local_specs(self, cut: ParallelLayout, at: Coords, dtype: torch.dtype | None, vocab_multiple: int | None) -> dict[str, TensorSpec]:
-        """Types and shapes of what `local_tensors` gives, without reading it."""
-        padded = padded_vocab_size(self.shape, cut.tp, vocab_multiple)
+    def local_specs(
+        self,
+        layout: ParallelLayout,
+        at: Coords,
+        dtype: torch.dtype | None,
+        vocab_multiple: int | None,
+    ) -> dict[str, TensorSpec]:
+        """Return types and shapes of `local_tensors` without reading them."""
+        padded = padded_vocab_size(self.shape, layout.tp, vocab_multiple)
         return {
-            placed.name: TensorSpec(
-                cast_to(placed.rule, dtype) or self.dtype(placed.rule),
-                shard_shape(placed.layout, placed.rule.shapes, placed.num_shards, padded),
+            tensor.name: TensorSpec(
+                cast_to(tensor.rule, dtype) or self.dtype(tensor.rule),
+                shard_shape(tensor.layout, tensor.rule.shapes, tensor.num_shards, padded),
             )
-            for placed in stage_tensors(self.shape, cut, at)
+            for tensor in stage_tensors(self.shape, layout, at)
         }
 
     def main_dtype(self) -> torch.dtype:
-        """The type of the embedding, which stands for that of the model."""
+        """Return the dtype of the embedding, which represents that of the model."""
         return self.dtype(all_rules(self.shape)[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msrl.errors import MsrlError
-from msrl.files import written_whole
+from msrl.files import atomic_write
 from msrl.types import StepReport
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def plot_metrics(
     for axes, (name, (steps, values)) in zip(figure.axes, present.items(), strict=True):
         _draw(axes, name, steps, values)
     figure.axes[-1].set_xlabel("step")
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return tuple(name for name in names if name not in present)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msrl.checkpoint.hf.expert_stacks import put_together
+from msrl.checkpoint.hf.expert_stacks import stack_experts
 from msrl.checkpoint.tensor_layouts import join, unfuse
 from msrl.models.entries import stack_sizes
 from msrl.models.rules import Replicated, Rule
@@ -28,7 +28,7 @@ def export(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
     tied output layer is not yielded, since Hugging Face files have no name for it.
     """
     replica.host.onload("params")
-    yield from put_together(_exported(replica), stack_sizes(replica.shape))
+    yield from stack_experts(_exported(replica), stack_sizes(replica.shape))
 
 
 def _exported(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:

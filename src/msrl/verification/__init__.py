@@ -1,1 +1,1 @@
-"""Checks that a conversion is right: bits, logits, layer by layer."""
+"""Verification of conversions: bits, logits, layer by layer."""

@@ -1,5 +1,6 @@
-"""How far two ways to compute the same logits agree: largest difference, divergence of the distributions, the likeliest token.
+"""Agreement of two computations of the same logits.
 
+It has the largest difference, the divergence of the distributions and the most likely token.
 Letters: T tokens of a sequence, V vocabulary.
 """
 
@@ -14,16 +15,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Position by position over all sequences, N of them together.
+    """Agreement by position, for the N positions of all sequences.
 
-    `spread` is the standard deviation of the left side's logits. A position's likeliest token is the same, too, where the two choices are
-    a tie on the left side.
+    `spread` is the standard deviation of the left logits. The most likely token also counts as the
+    same if the two choices tie on the left side.
     """
 
     num_sequences: int
-    differences: Tensor  # [N] largest absolute difference of two logits (infinite where one is not a number)
+    differences: Tensor  # [N] largest absolute difference of two logits; infinite for NaN
     divergences: Tensor  # [N] KL(left || right) in nats
-    same: Tensor  # [N] whether the likeliest token is the same
+    same: Tensor  # [N] bool, True if the most likely token is the same
     spread: float
 
     @property
@@ -43,15 +44,24 @@ class Agreement:
         return int(self.same.sum())
 
     def within(self, limit: float) -> Agreement:
-        """The positions whose logits differ by at most `limit`; there may be none."""
-        kept = self.differences <= limit
-        return Agreement(self.num_sequences, self.differences[kept], self.divergences[kept], self.same[kept], self.spread)
+        """Return the positions with differences of at most `limit`; there may be none."""
+        is_within = self.differences <= limit
+        return Agreement(
+            self.num_sequences,
+            self.differences[is_within],
+            self.divergences[is_within],
+            self.same[is_within],
+            self.spread,
+        )
 
 
-def compare_logits(left: Sequence[Tensor], right: Sequence[Tensor], vocab_size: int, *, tie: float) -> Agreement:
+def compare_logits(
+    left: Sequence[Tensor], right: Sequence[Tensor], vocab_size: int, *, tie: float
+) -> Agreement:
     """Compare the logits of the same sequences, each [T, V or more]; V is 1 for scores.
 
-    `tie`: how near two logits are that may change places.
+    `tie` is the distance up to which two logits count as equal when the most likely token is
+    compared.
     """
     differences, divergences, same, squares = list[Tensor](), list[Tensor](), list[Tensor](), 0.0
     for a, b in zip(left, right, strict=True):
@@ -60,24 +70,29 @@ def compare_logits(left: Sequence[Tensor], right: Sequence[Tensor], vocab_size: 
         divergences.append(_divergence(a, b))
         same.append(_same_choice(a, b, tie))
         squares += float(_variance(a.double())) * len(a)
-    found = torch.cat(differences)
-    return Agreement(len(left), found, torch.cat(divergences), torch.cat(same), (squares / len(found)) ** 0.5)
+    spread = (squares / sum(map(len, differences))) ** 0.5
+    return Agreement(
+        len(left), torch.cat(differences), torch.cat(divergences), torch.cat(same), spread
+    )
 
 
 def _variance(a: Tensor) -> Tensor:
-    """Of a position's logits, the mean over positions; of scores, of which a position has one, over all positions."""
+    """Return the mean over positions of the variance of a position's logits.
+
+    Scores have one value per position, so their variance is taken over positions.
+    """
     return a.var(dim=1).mean() if a.shape[1] > 1 else a.var(correction=0)
 
 
 def _divergence(a: Tensor, b: Tensor) -> Tensor:
-    """KL(a || b) of each position; infinite where a logit is not a number."""
+    """Return KL(a || b) of each position; infinite if a logit is not a number."""
     log_a, log_b = a.double().log_softmax(-1), b.double().log_softmax(-1)
-    found = (log_a.exp() * (log_a - log_b)).sum(-1)
-    return torch.nan_to_num(found, nan=float("inf")).clamp(min=0)
+    divergence = (log_a.exp() * (log_a - log_b)).sum(-1)
+    return torch.nan_to_num(divergence, nan=float("inf")).clamp(min=0)
 
 
 def _same_choice(a: Tensor, b: Tensor, tie: float) -> Tensor:
-    """Whether the likeliest token of each position is the same, or is nearer than `tie` to the likeliest one of `a`."""
+    """Return True where the most likely token of `b` is within `tie` of that of `a`."""
     chosen = b.argmax(-1, keepdim=True)
     behind = a.max(-1, keepdim=True).values - a.gather(-1, chosen)
     return behind[:, 0] <= tie

@@ -1,4 +1,4 @@
-"""Logits of transformers from weights that need not fit into memory: one layer at a time, whatever they lie in."""
+"""Logits of transformers, computed layer by layer for weights that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -21,60 +21,80 @@ from msrl.models.shape import Shape
 if TYPE_CHECKING:
     from msrl.trainer.model.streaming import Fill
 
-ATTENTION = "eager"  # transformers' fused attention leaves out the caps of scores (Gemma 2) without a word
+ATTENTION = "eager"  # transformers' fused attention silently ignores soft-capping (Gemma 2)
 
 
 def largest_part(shape: Shape) -> int:
-    """Parameters of the largest thing that is in memory at once: a layer, or a table of the vocabulary."""
+    """Return the parameters of the largest part in memory: a layer or a vocabulary table."""
     sizes: dict[str, int] = {}
     for rule in all_rules(shape):
-        number = next((part for part in rule.mcore.split(".") if part.isdigit()), rule.mcore)
-        sizes[number] = sizes.get(number, 0) + sum(torch.Size(size).numel() for size in rule.shapes)
+        layer_numbers = (word for word in rule.mcore.split(".") if word.isdigit())
+        component = next(layer_numbers, rule.mcore)
+        sizes[component] = sizes.get(component, 0) + sum(
+            torch.Size(size).numel() for size in rule.shapes
+        )
     return max(sizes.values())
 
 
-def class_of(shape: Shape) -> Any:
-    """transformers' class of the model; None where its code comes with its checkpoints (which is never run)."""
+def model_class(shape: Shape) -> Any:
+    """Return the model's class in transformers.
+
+    Return None if its code is distributed with its checkpoints; such code is never run.
+    """
     import transformers
 
     return getattr(transformers, shape.architecture, None)
 
 
-def config_of(shape: Shape, hf_dir: Path) -> Any:
-    """transformers' config of the model in `hf_dir`, without its packing: the tensors are what the packed ones stand for.
+def model_config(shape: Shape, hf_dir: Path) -> Any:
+    """Return transformers' config of the model in `hf_dir`, without quantization.
 
-    It is of the class that the model's own class has, whatever the file names: Kimi K2's `model_type` is none of transformers', which
-    would ask to run the code beside it, and leaves experts unread.
+    The weights are dequantized on reading. The config is of the class that the model's class
+    declares, whatever config.json names: transformers does not know `model_type` of Kimi K2, would
+    ask to run the code in the folder, and would not load the experts.
     """
     values = read_hf_config(hf_dir).values
-    kept = {key: value for key, value in values.items() if key not in ("model_type", "auto_map", "quantization_config")}
-    return class_of(shape).config_class.from_dict(kept)
+    config_values = {
+        key: value
+        for key, value in values.items()
+        if key not in ("model_type", "auto_map", "quantization_config")
+    }
+    return model_class(shape).config_class.from_dict(config_values)
 
 
-def transformers_logits(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
-    """Each sequence's logits in float32, [T, vocabulary]; weights rounded to `dtype` unless it is None."""
+def transformers_logits(
+    source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Return each sequence's logits in float32, [T, vocabulary].
+
+    The weights are rounded to `dtype` unless it is None.
+    """
     from msrl.trainer.model.streaming import parameters_without_memory, stream_weights
 
-    config = config_of(source.shape, source.hf_dir)
+    config = model_config(source.shape, source.hf_dir)
     with parameters_without_memory():
-        model = class_of(source.shape)._from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+        model = model_class(source.shape)._from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION
+        )
     fill = _filler(source, dtype)
     stream_weights(model, fill)
     for name, buffer in model.named_buffers():
-        if name in places(source.shape):  # the biases of experts, a number for each
+        if name in parameter_sources(source.shape):  # biases of the routers, one number per expert
             fill(name, buffer)
     model.eval()
-    longest = max(map(len, tokens))
-    rows = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens])  # in one pass; attention is causal, the filling comes last
+    max_length = max(map(len, tokens))
+    # One pass over all sequences. Attention is causal, so the padding at the end has no effect.
+    rows = torch.tensor([ids + [0] * (max_length - len(ids)) for ids in tokens])
     with torch.inference_mode():
         logits = outputs(model, rows, source.shape)
     return [row[: len(ids)].clone() for row, ids in zip(logits, tokens, strict=True)]
 
 
 def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
-    """What transformers' `model` gives at every position of token ids [B, T]: logits [B, T, vocabulary], or scores [B, T, 1].
+    """Return the output of transformers' `model` for token ids [B, T] at every position.
 
-    A reward model's own forward pass keeps the score of the last token alone.
+    It is logits [B, T, vocabulary], or scores [B, T, 1]: the forward pass of a reward model returns
+    only the score of the last token.
     """
     if shape.reward_head:
         return model.score(model.base_model(rows, use_cache=False).last_hidden_state)
@@ -83,8 +103,10 @@ def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """What a parameter of transformers' model is made of: for each of its `entries` along the first axis a rule and which of its tensors,
-    one above the other. A parameter that is no stack has one entry, which it is itself.
+    """Source of a parameter of transformers' model.
+
+    Each entry along the first axis is a rule and the indices of those of its tensors that are
+    concatenated along their rows. A parameter that is not a stack has one entry.
     """
 
     entries: tuple[tuple[Rule, tuple[int, ...]], ...]
@@ -92,30 +114,47 @@ class LayerTensor:
 
 
 @functools.lru_cache(maxsize=2)
-def places(shape: Shape) -> dict[str, LayerTensor]:
-    """Where the parameters of transformers' model are, by its names: those of the files but for stacked experts and some prefixes."""
-    found: dict[str, LayerTensor] = {}
-    stacks: dict[str, list[tuple[Rule, tuple[int, ...]]]] = {}
-    for layer, rule in ((layer, rule) for layer, rules in enumerate(rules_for(shape).layers) for rule in rules):
-        if rule.expert is not None:
-            numbered = rule.at(layer)
-            stacks.setdefault(_stack_name(numbered, layer), []).append((numbered, tuple(range(len(rule.hf)))))
+def parameter_sources(shape: Shape) -> dict[str, LayerTensor]:
+    """Return the sources of the parameters of transformers' model, by its names.
+
+    The names are those of the files except for stacked experts and some prefixes.
+    """
+    sources: dict[str, LayerTensor] = {}
     for rule in all_rules(shape):
-        if rule.expert is None:
-            found |= {_model_name(name, shape): LayerTensor(((rule, (index,)),)) for index, name in enumerate(rule.hf)}
-    found |= {name: LayerTensor(tuple(sorted(entries, key=_expert_of)), is_stack=True) for name, entries in stacks.items()}
+        if rule.expert is not None:
+            continue
+        for index, name in enumerate(rule.hf):
+            sources[_model_name(name, shape)] = LayerTensor(((rule, (index,)),))
+    for name, entries in _expert_entries(shape).items():
+        sources[name] = LayerTensor(tuple(sorted(entries, key=_expert_number)), is_stack=True)
     if shape.tie_word_embeddings:
-        found.setdefault("lm_head.weight", found[_model_name("model.embed_tokens.weight", shape)])
-    return found
+        embedding = sources[_model_name("model.embed_tokens.weight", shape)]
+        sources.setdefault("lm_head.weight", embedding)
+    return sources
 
 
-def _expert_of(entry: tuple[Rule, tuple[int, ...]]) -> int:
+def _expert_entries(shape: Shape) -> dict[str, list[tuple[Rule, tuple[int, ...]]]]:
+    """Return the rules of experts, and the indices of all their tensors, by stacked parameter."""
+    stacks: dict[str, list[tuple[Rule, tuple[int, ...]]]] = {}
+    for layer, rules in enumerate(rules_for(shape).layers):
+        for rule in rules:
+            if rule.expert is not None:
+                numbered = rule.at(layer)
+                entry = numbered, tuple(range(len(rule.hf)))
+                stacks.setdefault(_stacked_name(numbered, layer), []).append(entry)
+    return stacks
+
+
+def _expert_number(entry: tuple[Rule, tuple[int, ...]]) -> int:
     assert entry[0].expert is not None
     return entry[0].expert
 
 
-def _stack_name(rule: Rule, layer: int) -> str:
-    """The parameter that a rule of one expert is an entry of: gate above up, and down, where the files have experts one by one."""
+def _stacked_name(rule: Rule, layer: int) -> str:
+    """Return the name of the parameter that contains the expert of a rule.
+
+    Where the files have experts one by one, the parameters are gate and up concatenated, and down.
+    """
     stack = stack_of(rule.hf[0])
     if stack is not None:
         return stack[0]
@@ -123,25 +162,36 @@ def _stack_name(rule: Rule, layer: int) -> str:
 
 
 def _model_name(name: str, shape: Shape) -> str:
-    """transformers' name for a tensor of a file: Mixtral's mixtures are `mlp` as all others', a model beside a vision tower is nested."""
+    """Return transformers' name for a tensor of a file.
+
+    Mixtral's experts have the name `mlp` as in other models. A model next to a vision tower is
+    nested.
+    """
     name = name.replace(".block_sparse_moe.", ".mlp.")
-    return name.replace("model.", "model.language_model.", 1) if shape.family == "qwen2_5_vl" and name.startswith("model.") else name
+    if shape.family == "qwen2_5_vl" and name.startswith("model."):
+        return name.replace("model.", "model.language_model.", 1)
+    return name
 
 
 def _filler(source: WeightSource, dtype: torch.dtype | None) -> Fill:
     from msrl.trainer.model.streaming import put
 
-    def made(rule: Rule, which: tuple[int, ...]) -> Tensor:
-        tensors, kind = source.hf_tensors(rule), cast_to(rule, dtype)
-        parts = [tensors[index] for index in which]
-        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return whole if kind is None else whole.to(kind)
+    def build(rule: Rule, indices: tuple[int, ...]) -> Tensor:
+        tensors, target_dtype = source.hf_tensors(rule), cast_to(rule, dtype)
+        rows = [tensors[index] for index in indices]
+        stacked = torch.cat(rows) if len(rows) > 1 else rows[0]
+        return stacked if target_dtype is None else stacked.to(target_dtype)
 
     def fill(name: str, into: Tensor) -> None:
-        place = places(source.shape)[name]
-        if place.is_stack and len(place.entries) != len(into):
-            raise RuntimeError(f"{name} has {len(place.entries)} experts, but the module makes it {len(into)}")
-        for entry, room in zip(place.entries, into if place.is_stack else [into], strict=True):
-            put(room, made(*entry), name)
+        layer_tensor = parameter_sources(source.shape)[name]
+        if layer_tensor.is_stack and len(layer_tensor.entries) != len(into):
+            raise RuntimeError(
+                f"{name} has {len(layer_tensor.entries)} experts, but the module makes it "
+                f"{len(into)}"
+            )
+        for entry, target in zip(
+            layer_tensor.entries, into if layer_tensor.is_stack else [into], strict=True
+        ):
+            put(target, build(*entry), name)
 
     return fill

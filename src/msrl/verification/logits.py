@@ -1,4 +1,4 @@
-"""Logits of one model by every way that a conversion can be looked at: transformers and real Megatron ranks, whole or layer by layer."""
+"""Logits of a model by transformers and by Megatron ranks, in memory or layer by layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from msrl import platforms
 from msrl.checkpoint.dtypes import cast_to
-from msrl.checkpoint.hf.expert_stacks import put_together
+from msrl.checkpoint.hf.expert_stacks import stack_experts
 from msrl.checkpoint.hf.pass_through import pass_through_tensors
 from msrl.checkpoint.mcore.files import SIDECAR
 from msrl.checkpoint.mcore.locate import saved_layout
@@ -31,44 +31,58 @@ from msrl.verification import layerwise
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
-    """The ways to compute the logits of `token_ids`, each sequence [T, vocabulary]; `whole`: with the whole model in memory."""
+class LogitSource:
+    """Computation of the logits of `token_ids`, each sequence [T, vocabulary].
+
+    With `in_memory`, the complete model is in memory; otherwise one layer at a time.
+    """
 
     config: Config
     token_ids: list[list[int]]
-    whole: bool
+    in_memory: bool
 
-    def loaded(self, source: WeightSource, folder: Path) -> list[Tensor]:
-        """transformers, loading the folder of `source` as any user would.
+    def from_folder(self, source: WeightSource, folder: Path) -> list[Tensor]:
+        """Return the logits of transformers, which loads the folder of `source` as a user would.
 
-        Packed weights, which it takes on some devices alone, are given to it as we read them.
+        transformers loads quantized weights only on some devices, so it receives them dequantized.
         """
-        if self.whole and "quantization_config" not in read_hf_config(folder).values:
-            return _pretrained(folder, self.token_ids)
-        return self.filled(source, None)
+        if self.in_memory and "quantization_config" not in read_hf_config(folder).values:
+            return _logits_from_folder(folder, self.token_ids)
+        return self.from_weights(source, None)
 
-    def filled(self, source: WeightSource, dtype: torch.dtype | None) -> list[Tensor]:
-        """transformers with the tensors of `source` put into it; rounded to `dtype` unless it is None."""
-        return (_filled if self.whole else layerwise.transformers_logits)(source, self.token_ids, dtype)
+    def from_weights(self, source: WeightSource, dtype: torch.dtype | None) -> list[Tensor]:
+        """Return the logits of transformers with the tensors of `source`, rounded to `dtype`.
 
-    def megatron(self, checkpoint: Path, hf_dir: Path | None = None) -> list[Tensor]:
-        """Megatron from an mcore checkpoint; `hf_dir` is where the config lies, if not in the checkpoint.
+        `dtype` None means no rounding.
+        """
+        if self.in_memory:
+            return _logits_from_weights(source, self.token_ids, dtype)
+        return layerwise.transformers_logits(source, self.token_ids, dtype)
 
-        Ranks as the checkpoint is cut for, on the CPU where there are fewer devices; layer by layer, one.
+    def from_megatron(self, checkpoint: Path, hf_dir: Path | None = None) -> list[Tensor]:
+        """Return the logits of Megatron, which loads an mcore checkpoint.
+
+        `hf_dir` is the folder of the config, if it is not in the checkpoint. In memory, there are
+        as many ranks as the checkpoint has, on the CPU if there are fewer devices; layer by layer,
+        there is one.
         """
         from msrl.trainer.probe import megatron_logits
 
-        cut = saved_layout(checkpoint) if self.whole else WHOLE
+        layout = saved_layout(checkpoint) if self.in_memory else WHOLE
         platform = platforms.resolve(self.config.cluster.platform)
-        enough = self.whole and (platform.name == "cpu" or platform.device_count() >= cut.ranks_per_model)
+        has_devices = self.in_memory and (
+            platform.name == "cpu" or platform.device_count() >= layout.ranks_per_model
+        )
         with _with_config(checkpoint, hf_dir) as folder:
-            name = platform.name if enough else "cpu"
-            return megatron_logits(folder, self.token_ids, cut, platform=name, layerwise=not self.whole)
+            name = platform.name if has_devices else "cpu"
+            return megatron_logits(
+                folder, self.token_ids, layout, platform=name, layerwise=not self.in_memory
+            )
 
 
 @contextlib.contextmanager
 def _with_config(checkpoint: Path, hf_dir: Path | None) -> Iterator[Path]:
-    """A checkpoint folder that has its config: itself, or links to it and to the config elsewhere."""
+    """Yield a checkpoint folder with a config: the folder itself, or links to it and the config."""
     if hf_dir is None or hf_dir == checkpoint / SIDECAR:
         yield checkpoint
         return
@@ -79,42 +93,68 @@ def _with_config(checkpoint: Path, hf_dir: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def _pretrained(folder: Path, tokens: list[list[int]]) -> list[Tensor]:
+def _logits_from_folder(folder: Path, tokens: list[list[int]]) -> list[Tensor]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     shape = load_shape(folder)
-    model_class = layerwise.class_of(shape)
+    model_class = layerwise.model_class(shape)
     model = model_class.from_pretrained(
-        folder, config=layerwise.config_of(shape, folder), dtype=torch.float32, local_files_only=True,
+        folder,
+        config=layerwise.model_config(shape, folder),
+        dtype=torch.float32,
+        local_files_only=True,
         attn_implementation=layerwise.ATTENTION,
-    )  # fmt: skip
+    )
     return _forward(model, tokens, shape)
 
 
-def _filled(source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None) -> list[Tensor]:
-    config = layerwise.config_of(source.shape, source.hf_dir)
-    tensors = (each for rule in all_rules(source.shape) for each in _cast(source, rule, dtype))
-    weights = dict(put_together(tensors, stack_sizes(source.shape)))
-    weights |= {name: tensor.read() for name, tensor in pass_through_tensors(source.hf_dir, source.shape).items()}
-    model_class = layerwise.class_of(source.shape)
-    model, found = model_class.from_pretrained(
-        None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation=layerwise.ATTENTION, output_loading_info=True
+def _logits_from_weights(
+    source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None
+) -> list[Tensor]:
+    config = layerwise.model_config(source.shape, source.hf_dir)
+    tensors = (
+        named_tensor
+        for rule in all_rules(source.shape)
+        for named_tensor in _cast(source, rule, dtype)
     )
-    astray = sorted(name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in map(str, found[kind]))
-    if astray:
-        raise RuntimeError(f"transformers' {source.shape.architecture} and the rules disagree on {', '.join(astray[:5])}")
+    weights = dict(stack_experts(tensors, stack_sizes(source.shape)))
+    weights |= {
+        name: tensor.read()
+        for name, tensor in pass_through_tensors(source.hf_dir, source.shape).items()
+    }
+    model_class = layerwise.model_class(source.shape)
+    model, loading_info = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=torch.float32,
+        attn_implementation=layerwise.ATTENTION,
+        output_loading_info=True,
+    )
+    mismatched = sorted(
+        name
+        for target_dtype in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        for name in map(str, loading_info[target_dtype])
+    )
+    if mismatched:
+        raise RuntimeError(
+            f"transformers' {source.shape.architecture} and the weight rules disagree on "
+            f"{', '.join(mismatched[:5])}"
+        )
     return _forward(model, tokens, source.shape)
 
 
-def _cast(source: WeightSource, rule: Rule, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    kind = cast_to(rule, dtype)
+def _cast(
+    source: WeightSource, rule: Rule, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    target_dtype = cast_to(rule, dtype)
     for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
-        yield name, tensor if kind is None else tensor.to(kind)
+        yield name, tensor if target_dtype is None else tensor.to(target_dtype)
 
 
 def _forward(model: Any, tokens: list[list[int]], shape: Shape) -> list[Tensor]:
-    """Each sequence's logits, [T, vocabulary], or scores, [T, 1]; the model is let go of afterwards."""
+    """Return each sequence's logits, [T, vocabulary], or scores, [T, 1], and release the model."""
     model.eval()
     with torch.inference_mode():
         logits = [layerwise.outputs(model, torch.tensor([ids]), shape)[0].clone() for ids in tokens]

@@ -1,7 +1,8 @@
-"""LoRA adapters merged into weights on the CPU: W' = W + s B A, per Hugging Face tensor (arXiv:2106.09685, section 4.1).
+"""LoRA adapters merged into weights on the CPU: W' = W + s B A (arXiv:2106.09685, section 4.1).
 
-A is [r, in], B is [out, r], W is [out, in]; s = alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv:2312.03732). The sum is
-taken in float32 and rounded once to the type of W. Files of adapters: `lora_files` and `peft_files`.
+A is [r, in], B is [out, r], W is [out, in] per Hugging Face tensor. s = alpha / r, or alpha /
+sqrt(r) for rank-stabilized LoRA (arXiv:2312.03732). The sum is computed in float32 and rounded once
+to the type of W. Adapter files: `adapters.megatron` and `adapters.peft`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one weight gets added: `scale` * b @ a, with a [r, in] and b [out, r]."""
+    """Update of one weight: `scale` * b @ a, with a [r, in] and b [out, r]."""
 
     a: Tensor
     b: Tensor
@@ -40,20 +41,22 @@ class Delta:
         return self.a.shape[0]
 
     def equals(self, other: Delta) -> bool:
-        """Whether both have the same bits."""
-        return self.scale == other.scale and same_bits(self.a, other.a) and same_bits(self.b, other.b)
+        """Return True if both have the same bits."""
+        return (
+            self.scale == other.scale and same_bits(self.a, other.a) and same_bits(self.b, other.b)
+        )
 
     def added_to(self, weight: Tensor, compute: torch.dtype = torch.float32) -> Tensor:
-        """`weight` with the delta, computed in `compute` and rounded to the type of `weight`."""
+        """Return `weight` plus the update, computed in `compute`, in the type of `weight`."""
         product = self.b.to(compute) @ self.a.to(compute)
         return torch.add(weight.to(compute), product, alpha=self.scale).to(weight.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter of a whole model: deltas by the Hugging Face names of the weights, and weights that stand in the place of the model's.
+    """Adapter of a model: updates by the Hugging Face names of the weights, and replaced weights.
 
-    `where` is the folder that it was read from; `alpha` is what the folder says, for those who write it again.
+    `where` is the folder of the adapter, `alpha` the lora_alpha recorded there.
     """
 
     where: str
@@ -62,13 +65,27 @@ class Adapter:
     replaced: Mapping[str, Tensor]
 
     def check(self, rules: Iterable[Rule]) -> None:
-        """Raises MsrlError that names every tensor which the model has no place for, or in another shape."""
-        shapes = {name: shape for rule in rules for name, shape in zip(rule.hf, rule.shapes, strict=True)}
-        found = {name: delta.shape for name, delta in self.deltas.items()} | {n: tuple(t.shape) for n, t in self.replaced.items()}
-        problems = [f"{self.where}: adapts {name}, which the model does not have" for name in found if name not in shapes]
+        """Check that the adapter fits a model.
+
+        Raises:
+            MsrlError: A tensor is not part of the model or has another shape.
+            ManyErrors: The same for several tensors.
+        """
+        shapes = {
+            name: shape for rule in rules for name, shape in zip(rule.hf, rule.shapes, strict=True)
+        }
+        shapes_in_adapter = {name: delta.shape for name, delta in self.deltas.items()} | {
+            n: tuple(t.shape) for n, t in self.replaced.items()
+        }
+        problems = [
+            f"{self.where}: adapts {name}, which is not part of the model"
+            for name in shapes_in_adapter
+            if name not in shapes
+        ]
         problems += [
-            f"{self.where}: its {name} is {list(shape)}, but the model's is {list(shapes[name])}"
-            for name, shape in found.items()
+            f"{self.where}: {name} has shape {list(shape)}, but the model needs "
+            f"{list(shapes[name])}"
+            for name, shape in shapes_in_adapter.items()
             if name in shapes and shape != shapes[name]
         ]
         if len(problems) > 1:
@@ -77,31 +94,42 @@ class Adapter:
             raise MsrlError(problems[0])
 
     def tied(self) -> Adapter:
-        """For a model that ties its output layer to its embedding: the adapter without a copy of the latter that it has as output layer.
+        """Return the adapter for a model with tied embeddings, without its copy of the output
+        layer.
 
-        Raises MsrlError where it holds only one of the two, or they differ: PEFT's model is then not tied any more.
+        Raises:
+            MsrlError: Only one of embedding and output layer is replaced, or they differ. PEFT's
+                model is then no longer tied.
         """
         embedding, head = (self.replaced.get(name) for name in (_EMBEDDING, _HEAD))
         if embedding is None and head is None:
             return self
         if embedding is None or head is None or not torch.equal(embedding, head):
-            why = "holds the embedding and the output layer whole, or one of them, and they are not alike, but the model ties them"
-            raise MsrlError(f"{self.where}: {why}; train it with PEFT's ensure_weight_tying")
-        return replace(self, replaced={name: tensor for name, tensor in self.replaced.items() if name != _HEAD})
+            raise MsrlError(
+                f"{self.where}: the model ties embedding and output layer, but the adapter "
+                "replaces them differently. Train the adapter with PEFT's ensure_weight_tying."
+            )
+        return replace(
+            self, replaced={name: tensor for name, tensor in self.replaced.items() if name != _HEAD}
+        )
 
     def summary(self) -> str:
-        """`rank 16, scale 2, 96 weights`."""
+        """Return a summary such as `rank 16, scale 2, 96 weights`."""
         ranks = "/".join(map(str, sorted({delta.rank for delta in self.deltas.values()})))
-        scales = "/".join(f"{scale:g}" for scale in sorted({delta.scale for delta in self.deltas.values()}))
-        whole = f", {len(self.replaced)} weights whole" if self.replaced else ""
-        return f"rank {ranks}, scale {scales}, {len(self.deltas)} weights{whole}"
+        distinct_scales = sorted({delta.scale for delta in self.deltas.values()})
+        scales = "/".join(f"{scale:g}" for scale in distinct_scales)
+        replaced = f", {len(self.replaced)} weights replaced" if self.replaced else ""
+        return f"rank {ranks}, scale {scales}, {len(self.deltas)} weights{replaced}"
 
 
 class MergedSource(WeightSource):
     """The weights of `base` with an adapter merged into them, in the types of `base`."""
 
     def __init__(self, base: WeightSource, adapter: Adapter, *, hf_dir: Path | None = None) -> None:
-        """`hf_dir` has config and tokenizer, where they are not those of `base`. Raises MsrlError when the adapter is of another model."""
+        """Check that the adapter fits `base`; raises MsrlError otherwise.
+
+        `hf_dir` is the folder of config and tokenizer, if it is not that of `base`.
+        """
         adapter = adapter.tied() if base.shape.tie_word_embeddings else adapter
         adapter.check(all_rules(base.shape))
         self.base, self.adapter = base, adapter
@@ -111,28 +139,33 @@ class MergedSource(WeightSource):
         return self.base.dtype(rule)
 
     def canonical(self, rule: Rule) -> Tensor:
-        return layouts.fuse(rule.layout, self.hf_tensors(rule)) if self._touches(rule) else self.base.canonical(rule)
+        if not self._is_adapted(rule):
+            return self.base.canonical(rule)
+        return layouts.fuse(rule.layout, self.hf_tensors(rule))
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return self.merged(rule, torch.float32)
 
-    def hf_parts(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
-        return super().hf_parts(rule) if self._touches(rule) else self.base.hf_parts(rule)
+    def hf_pieces(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
+        return super().hf_pieces(rule) if self._is_adapted(rule) else self.base.hf_pieces(rule)
 
     def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        if self._touches(rule):
+        if self._is_adapted(rule):
             return layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
         return self.base.shard(rule, rank, size, padded_vocab)
 
     def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
-        if self._touches(rule):
+        if self._is_adapted(rule):
             yield from layouts.pieces(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
         else:
             yield from self.base.pieces(rule, rank, size, padded_vocab)
 
     def merged(self, rule: Rule, compute: torch.dtype) -> tuple[Tensor, ...]:
-        """The Hugging Face tensors of a rule with the sum taken in `compute`."""
-        return tuple(self._merged(name, tensor, compute) for name, tensor in zip(rule.hf, self.base.hf_tensors(rule), strict=True))
+        """Return the Hugging Face tensors of a rule, with the sum computed in `compute`."""
+        return tuple(
+            self._merged(name, tensor, compute)
+            for name, tensor in zip(rule.hf, self.base.hf_tensors(rule), strict=True)
+        )
 
     def _merged(self, name: str, tensor: Tensor, compute: torch.dtype) -> Tensor:
         if name in self.adapter.replaced:
@@ -140,5 +173,5 @@ class MergedSource(WeightSource):
         delta = self.adapter.deltas.get(name)
         return tensor if delta is None else delta.added_to(tensor, compute)
 
-    def _touches(self, rule: Rule) -> bool:
+    def _is_adapted(self, rule: Rule) -> bool:
         return any(name in self.adapter.deltas or name in self.adapter.replaced for name in rule.hf)

@@ -1,9 +1,10 @@
 """Adapters of Hugging Face's PEFT on disk.
 
     adapter_config.json         peft_type LORA, r, lora_alpha, target_modules, ...
-    adapter_model.safetensors   (or adapter_model.bin) base_model.model.{module}.lora_A.weight [r, in], ...lora_B.weight [out, r];
-                                base_model.model.{name} is a weight that was trained whole (`modules_to_save`), or, as
-                                {module}.base_layer.weight, the base weight of an adapted output layer
+    adapter_model.safetensors   or adapter_model.bin, with the tensors
+        base_model.model.{module}.lora_A.weight [r, in], ...lora_B.weight [out, r]
+        base_model.model.{name}   a replaced weight (`modules_to_save`)
+        base_model.model.{module}.base_layer.weight   base weight of an adapted output layer
 
 Source: `LoraConfig` at https://huggingface.co/docs/peft.
 """
@@ -30,33 +31,51 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 TORCH_WEIGHTS = "adapter_model.bin"
 PREFIX = "base_model.model."
-FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.(?:(?P<adapter>\w+)\.)?weight")
+FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.(?:(?P<adapter>\w+)\.)?weight")
 _REFUSED = {
-    "use_dora": "DoRA", "fan_in_fan_out": "fan_in_fan_out", "lora_bias": "biases of adapters", "trainable_token_indices": "trained tokens",
-    "target_parameters": "adapters of all experts of a layer in one", "layer_replication": "layers that stand in several places",
-    "alora_invocation_tokens": "adapters that a token switches on",
-    "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "kasa_config": "KaSA", "arrow_config": "Arrow", "monteclora_config": "MonteCLoRA",
-}  # fmt: skip
-_BASE_AS_IT_WAS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # beginnings that leave the base weights as they are
+    "use_dora": "DoRA",
+    "fan_in_fan_out": "fan_in_fan_out",
+    "lora_bias": "biases of adapters",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "one adapter for all experts of a layer",
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "adapters activated by tokens",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "kasa_config": "KaSA",
+    "arrow_config": "Arrow",
+    "monteclora_config": "MonteCLoRA",
+}
+# Initializations that leave the base weights unchanged.
+_INITS_KEEPING_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def read_peft(folder: Path) -> Adapter:
-    """A PEFT adapter folder."""
+    """Read a PEFT adapter folder."""
     config = _config(folder / CONFIG)
     path = folder / WEIGHTS
     stored = open_safetensors(path) if path.is_file() else open_torch(folder / TORCH_WEIGHTS)
-    tensors = {name.removeprefix(PREFIX).replace(".base_layer.weight", ".weight"): entry for name, entry in stored.items()}
-    parts: dict[str, dict[str, Tensor]] = {}
+    tensors = {
+        name.removeprefix(PREFIX).replace(".base_layer.weight", ".weight"): entry
+        for name, entry in stored.items()
+    }
+    factors: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
     for name, entry in tensors.items():
         match = FACTOR.fullmatch(name)
         if match is not None:
-            parts.setdefault(match["module"], {})[match["part"]] = entry.read()
+            factors.setdefault(match["module"], {})[match["factor"]] = entry.read()
         elif "lora_" in name:
-            raise MsrlError(f"{entry.file}: {name} is not the A or B of a linear layer, which is all that can be merged")
+            raise MsrlError(
+                f"{entry.file}: {name} is not the A or B of a linear layer. "
+                "Other adapters cannot be merged."
+            )
         else:
             replaced[name] = entry.read()
-    deltas = {f"{module}.weight": delta_of(str(folder), module, ab, _scale(config, module, ab)) for module, ab in parts.items()}
+    deltas = {
+        f"{module}.weight": make_delta(str(folder), module, ab, _scale(config, module, ab))
+        for module, ab in factors.items()
+    }
     if not deltas and not replaced:
         raise MsrlError(f"{folder}: the adapter has no weights")
     return Adapter(str(folder), float(config["lora_alpha"]), deltas, replaced)
@@ -68,56 +87,85 @@ def _config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise MsrlError(f"{path}: peft_type must be LORA; other adapters cannot be merged")
-    for key, what in _REFUSED.items():
+        raise MsrlError(f"{path}: peft_type must be LORA. Other adapters cannot be merged.")
+    for key, feature in _REFUSED.items():
         if config.get(key):
-            raise MsrlError(f"{path}: {key}={config[key]}: {what} are not supported")
+            raise MsrlError(f"{path}: {key}={config[key]}: {feature} are not supported")
     if config.get("bias", "none") != "none":
         raise MsrlError(f"{path}: bias={config['bias']}: trained biases are not supported")
-    if config.get("init_lora_weights") not in _BASE_AS_IT_WAS:
-        why = "changed the base weights when the adapter was made, so it does not belong to the model as published"
-        advice = "save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain one"
-        raise MsrlError(f"{path}: init_lora_weights={config['init_lora_weights']} {why}; {advice}")
-    if not isinstance(config.get("lora_alpha"), int | float) or not isinstance(config.get("r"), int):
+    if config.get("init_lora_weights") not in _INITS_KEEPING_BASE:
+        raise MsrlError(
+            f"{path}: init_lora_weights={config['init_lora_weights']}: this initialization changed "
+            "the base weights, so the adapter does not fit the published model. "
+            "Save it with PEFT's path_initial_model_for_weight_conversion."
+        )
+    if not isinstance(config.get("lora_alpha"), int | float) or not isinstance(
+        config.get("r"), int
+    ):
         raise MsrlError(f"{path}: r and lora_alpha must be numbers")
     return config
 
 
 def _scale(config: Mapping[str, Any], module: str, ab: Mapping[str, Tensor]) -> float:
-    """alpha / r of one module, with the exceptions that the config makes for some of them."""
+    """Return alpha / r of one module, or alpha / sqrt(r) if rank-stabilized.
+
+    The config may override alpha for some modules.
+    """
     alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     rank = ab["A"].shape[0] if "A" in ab else 1
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that is the end of the module's name, as PEFT matches them."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    """Return the value of the first pattern that matches the end of the module's name.
+
+    PEFT matches patterns in this way.
+    """
+    return next(
+        (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default
+    )
 
 
-def delta_of(where: str, module: str, ab: Mapping[str, Tensor], scale: float) -> Delta:
-    """The delta of a layer from its factors. Raises MsrlError for a factor that is missing or does not fit; `where` is for it."""
+def make_delta(where: str, module: str, ab: Mapping[str, Tensor], scale: float) -> Delta:
+    """Return the update of a layer from its factors. `where` is the prefix of error messages.
+
+    Raises:
+        MsrlError: A factor is missing or has another shape.
+    """
     if set(ab) != {"A", "B"}:
-        raise MsrlError(f"{where}: {module} has lora_{next(iter(ab))} alone; it needs A and B")
+        raise MsrlError(f"{where}: {module} has only lora_{next(iter(ab))}, but needs A and B")
     if ab["A"].ndim != 2 or ab["B"].ndim != 2 or ab["A"].shape[0] != ab["B"].shape[1]:
-        raise MsrlError(f"{where}: {module} has A {list(ab['A'].shape)} and B {list(ab['B'].shape)}; they must be [r, in] and [out, r]")
+        raise MsrlError(
+            f"{where}: {module} has A {list(ab['A'].shape)} and B {list(ab['B'].shape)}, "
+            "but needs [r, in] and [out, r]"
+        )
     return Delta(ab["A"], ab["B"], scale)
 
 
 def write_peft(adapter: Adapter, save: Path, base_model: str) -> None:
-    """Write an adapter as PEFT's folder, in float32 or the types that it has. `base_model` is noted as the model that it adapts.
+    """Write an adapter as a PEFT folder, in the types of its tensors.
 
-    Raises MsrlError when `save` is taken or the modules' scales differ.
+    `base_model` is recorded as the adapted model.
+
+    Raises:
+        MsrlError: `save` is not free, or the modules have different scales.
     """
     from safetensors.torch import save_file
 
-    ranks, scales = {delta.rank for delta in adapter.deltas.values()}, {delta.scale for delta in adapter.deltas.values()}
+    ranks = {delta.rank for delta in adapter.deltas.values()}
+    scales = {delta.scale for delta in adapter.deltas.values()}
     if len(ranks) != 1 or len(scales) != 1:
-        raise MsrlError(f"{adapter.where}: its layers have ranks {sorted(ranks)} and scales {sorted(scales)}; one of each can be written")
+        raise MsrlError(
+            f"{adapter.where}: the layers have ranks {sorted(ranks)} and scales {sorted(scales)}. "
+            "Only one rank and one scale can be written."
+        )
     tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in adapter.replaced.items()}
     for name, delta in adapter.deltas.items():
         module = PREFIX + name.removesuffix(".weight")
-        tensors |= {f"{module}.lora_A.weight": delta.a.clone(), f"{module}.lora_B.weight": delta.b.contiguous()}
+        tensors |= {
+            f"{module}.lora_A.weight": delta.a.clone(),
+            f"{module}.lora_B.weight": delta.b.contiguous(),
+        }
     with staged_folder(save) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         config = _written_config(adapter, ranks.pop(), scales.pop(), base_model)
@@ -142,13 +190,14 @@ def _written_config(adapter: Adapter, rank: int, scale: float, base_model: str) 
 
 
 def dropped_by_peft(adapter: Adapter, shape: Shape) -> list[str]:
-    """Names of layers whose adapters PEFT 0.21 passes over where it reads the folder: those of no expert that are named as experts are.
+    """Return last names of layers whose adapters PEFT 0.21 ignores when it loads the folder.
 
-    It takes the names for those of stacked experts, and looks for no layer of these names besides.
+    PEFT takes these names for stacked experts and then ignores other layers of the same names.
     """
     experts = {name for rule in all_rules(shape) if rule.expert is not None for name in rule.hf}
-    named = {is_expert: {_last_name(name) for name in adapter.deltas if (name in experts) == is_expert} for is_expert in (True, False)}
-    return sorted(named[True] & named[False])
+    in_experts = {_last_name(name) for name in adapter.deltas if name in experts}
+    elsewhere = {_last_name(name) for name in adapter.deltas if name not in experts}
+    return sorted(in_experts & elsewhere)
 
 
 def _last_name(name: str) -> str:

@@ -1,11 +1,13 @@
-"""What `.metadata` of a distributed checkpoint holds, in the classes that torch reads it into."""
+"""Metadata of a distributed checkpoint (`.metadata`), as torch's classes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage] - it is what the format holds
+from torch.distributed.checkpoint.filesystem import (
+    _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format contains it
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -16,30 +18,46 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from msrl.checkpoint.dist.names import GlobalPosition, extra_states, place_of, stored_spec
+from msrl.checkpoint.dist.names import GlobalPosition, extra_states, global_position, stored_spec
 from msrl.checkpoint.dist.sections import Range
 from msrl.checkpoint.torch_files.reader import TensorSpec
 from msrl.models.shape import Shape
 
 
-def metadata_of(
-    shape: Shape, specs: Mapping[str, TensorSpec], places: Mapping[str, Range], extra_file: str, extra_bytes: int, te: bool
+def build_metadata(
+    shape: Shape,
+    specs: Mapping[str, TensorSpec],
+    ranges: Mapping[str, Range],
+    extra_file: str,
+    extra_bytes: int,
+    te: bool,
 ) -> Metadata:
-    """Names, shapes and parts of all tensors; objects without contents of their own lie in `extra_file`, of `extra_bytes`."""
+    """Return names, shapes and chunks of all tensors and of the modules' extra states.
+
+    `ranges` locates each tensor by name. The extra states have no contents and share one object of
+    `extra_bytes` in `extra_file`.
+    """
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    nothing = _StorageInfo(extra_file, 0, extra_bytes)
+    extra_info = _StorageInfo(extra_file, 0, extra_bytes)
     for name, spec in specs.items():
-        place, where = place_of(name, shape, te=te), places[name]
-        stored = tensors.setdefault(place.key, _described(place, spec))
+        position, where = global_position(name, shape, te=te), ranges[name]
+        stored = tensors.setdefault(position.key, _tensor_metadata(position, spec))
         assert isinstance(stored, TensorStorageMetadata)
-        offsets, sizes = torch.Size([*place.index, *(0 for _ in spec.shape)]), torch.Size(stored_spec(place, spec).shape)
-        storage[MetadataIndex(place.key, offsets)] = _StorageInfo(where.name, where.begin, where.length)
+        offsets, sizes = (
+            torch.Size([*position.index, *(0 for _ in spec.shape)]),
+            torch.Size(stored_spec(position, spec).shape),
+        )
+        storage[MetadataIndex(position.key, offsets)] = _StorageInfo(
+            where.name, where.begin, where.length
+        )
         stored.chunks.append(ChunkStorageMetadata(offsets, sizes))
-        for key in extra_states(name, place, te=te):
-            tensors[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), nothing
+        for key in extra_states(name, position, te=te):
+            tensors[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), extra_info
     return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
 
 
-def _described(place: GlobalPosition, spec: TensorSpec) -> TensorStorageMetadata:
-    return TensorStorageMetadata(TensorProperties(spec.dtype), torch.Size([*place.extents, *spec.shape]), [])
+def _tensor_metadata(position: GlobalPosition, spec: TensorSpec) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(spec.dtype), torch.Size([*position.extents, *spec.shape]), []
+    )

@@ -1,10 +1,17 @@
-"""Global names of tensors in Megatron's distributed checkpoints: no rank, no stage, only the place in the whole model.
+"""Global tensor names in Megatron's distributed checkpoints, independent of rank and stage.
 
-Layers that are all alike are stacked along a leading axis (`decoder.layers.mlp.linear_fc2.weight` [L, H, F]); where they differ each has a
-name of its own (Megatron's `non_homogeneous_layers`). Experts of a layer are stacked always. A norm has the name that Transformer Engine
-gives it inside the linear layer that follows. Of latent attention Megatron-core keeps apart what MindSpeed's names, which are ours, join,
-and its local layer spec leaves norms by themselves. Letters: L layers, E experts, H hidden, F feed-forward. Source: `sharded_state_dict`
-of megatron-core 0.16's TransformerBlock, SequentialMLP and MLASelfAttention, and its layer specs.
+Letters: L layers, E experts, H hidden, F feed-forward.
+
+- If all layers are alike, they are stacked along a leading axis
+  (`decoder.layers.mlp.linear_fc2.weight` [L, H, F]). Otherwise each layer has its own tensors
+  (Megatron's `non_homogeneous_layers`).
+- The experts of a layer are always stacked.
+- A norm has the name that Transformer Engine gives it inside the linear layer that follows. Latent
+  attention with the local layer spec keeps separate norms.
+- Megatron-core splits the down projections of latent attention, which msrl joins as MindSpeed does.
+
+Source: `sharded_state_dict` of megatron-core 0.16's TransformerBlock, SequentialMLP and
+MLASelfAttention, and its layer specs.
 """
 
 from __future__ import annotations
@@ -14,6 +21,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec
 from msrl.models.families import num_experts
 from msrl.models.shape import Shape
@@ -21,7 +30,10 @@ from msrl.models.shape import Shape
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _INPUT, _PRE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
-_FUSED = {_INPUT: "self_attention.linear_qkv.layer_norm_weight", _PRE_MLP: "mlp.linear_fc1.layer_norm_weight"}
+_FUSED = {
+    _INPUT: "self_attention.linear_qkv.layer_norm_weight",
+    _PRE_MLP: "mlp.linear_fc1.layer_norm_weight",
+}
 _LATENT_FUSED = {
     _PRE_MLP: _FUSED[_PRE_MLP],
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
@@ -32,15 +44,18 @@ _JOINED = "self_attention.linear_qkv.weight"
 
 @dataclass(frozen=True, slots=True)
 class GlobalPosition:
-    """Where a tensor lies in a global one: at `index` of the leading axes, whose sizes are `extents`."""
+    """Position of a tensor in a global one: `index` into leading axes of sizes `extents`."""
 
     key: str
     index: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
 
 
-def parts_of(name: str, shape: Shape) -> dict[str, int]:
-    """The tensors that Megatron-core has in place of one with our name, and the rows of each; nothing but itself is an empty dict."""
+def split_names(name: str, shape: Shape) -> dict[str, int]:
+    """Return the names and rows of the tensors that Megatron-core stores for one of msrl's tensors.
+
+    The result is empty for a tensor that is stored unchanged.
+    """
     if shape.mla is None or not name.endswith(f".{_JOINED}"):
         return {}
     mla, prefix = shape.mla, name.removesuffix("linear_qkv.weight")
@@ -51,94 +66,117 @@ def parts_of(name: str, shape: Shape) -> dict[str, int]:
     return {f"{prefix}{linear}.weight": rows for linear, rows in (queries, latent)}
 
 
-def apart(name: str, tensor: Pieces, shape: Shape) -> Iterator[tuple[str, Pieces]]:
-    """A tensor of ours as Megatron-core has it: its parts (see `parts_of`), views of what it consists of, or itself."""
-    parts = parts_of(name, shape)
-    if not parts:
+def split_joined(name: str, tensor: Pieces, shape: Shape) -> Iterator[tuple[str, Pieces]]:
+    """Yield a tensor as Megatron-core stores it: its components (see `split_names`), or itself.
+
+    The components are views of the pieces of the tensor.
+    """
+    components = split_names(name, shape)
+    if not components:
         yield name, tensor
         return
-    left = deque(tensor.parts)
-    for part, rows in parts.items():
-        taken, missing = [], rows
+    remaining = deque(tensor.tensors)
+    for component, rows in components.items():
+        pieces, missing = list[Tensor](), rows
         while missing:
-            piece = left.popleft()
-            taken.append(piece[:missing])
+            piece = remaining.popleft()
+            pieces.append(piece[:missing])
             if len(piece) > missing:
-                left.appendleft(piece[missing:])
-            missing -= len(taken[-1])
-        yield part, Pieces(TensorSpec(tensor.spec.dtype, (rows, *tensor.spec.shape[1:])), taken)
+                remaining.appendleft(piece[missing:])
+            missing -= len(pieces[-1])
+        spec = TensorSpec(tensor.spec.dtype, (rows, *tensor.spec.shape[1:]))
+        yield component, Pieces(spec, pieces)
 
 
-def specs_apart(specs: Mapping[str, TensorSpec], shape: Shape) -> dict[str, TensorSpec]:
-    """Types and shapes of what `apart` makes of a model's tensors."""
-    found: dict[str, TensorSpec] = {}
+def split_specs(specs: Mapping[str, TensorSpec], shape: Shape) -> dict[str, TensorSpec]:
+    """Return types and shapes of the tensors that `split_joined` yields."""
+    result: dict[str, TensorSpec] = {}
     for name, spec in specs.items():
-        parts = parts_of(name, shape)
-        found |= {part: TensorSpec(spec.dtype, (rows, *spec.shape[1:])) for part, rows in parts.items()} or {name: spec}
-    return found
+        components = split_names(name, shape) or {name: spec.shape[0] if spec.shape else 0}
+        for component, rows in components.items():
+            is_split = component != name
+            size = (rows, *spec.shape[1:]) if is_split else spec.shape
+            result[component] = TensorSpec(spec.dtype, size)
+    return result
 
 
 def is_stacked(shape: Shape) -> bool:
-    """Whether the model's layers are all alike, so that Megatron stacks them."""
+    """Return True if all layers of the model are alike, so that Megatron stacks them."""
     return shape.moe is None or all(shape.moe.layers)
 
 
-def place_of(name: str, shape: Shape, *, te: bool) -> GlobalPosition:
-    """Where a tensor with one of our names (global layer and expert numbers) is written; `te`: for Transformer Engine's layers."""
+def global_position(name: str, shape: Shape, *, te: bool) -> GlobalPosition:
+    """Return the position where a tensor is written; `te`: for Transformer Engine's layers.
+
+    `name` is msrl's name, with global layer and expert numbers.
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
         return GlobalPosition(name)
-    layer, rest = int(match[1]), match[2]
-    return _place(layer, _spelled(layer, rest, shape, te), shape, stacked=is_stacked(shape))
+    layer = int(match[1])
+    inner = _name_in_layer(layer, match[2], shape, te)
+    return _layer_position(layer, inner, shape, stacked=is_stacked(shape))
 
 
-def places_of(name: str, shape: Shape) -> Iterator[GlobalPosition]:
-    """Everywhere that a tensor may lie in a checkpoint, the likeliest first: layers stacked or not, norms fused or not."""
+def possible_positions(name: str, shape: Shape) -> Iterator[GlobalPosition]:
+    """Yield the positions where a tensor may be stored, the most likely first.
+
+    Layers may be stacked or separate, norms fused or separate.
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
         yield GlobalPosition(name)
         return
-    layer, rest = int(match[1]), match[2]
+    layer, inner = int(match[1]), match[2]
     fused = _FUSED if shape.mla is None else _LATENT_FUSED
-    spellings = [rest, *([fused[rest]] if rest in fused else [])]
+    spellings = [inner, *([fused[inner]] if inner in fused else [])]
     for stacked in (is_stacked(shape), not is_stacked(shape)):
-        yield from (_place(layer, spelling, shape, stacked=stacked) for spelling in spellings)
+        for spelling in spellings:
+            yield _layer_position(layer, spelling, shape, stacked=stacked)
 
 
-def extra_states(name: str, place: GlobalPosition, *, te: bool) -> Iterator[str]:
-    """Keys of the extra state (of fp8 recipes; nothing without one) that a module's reader asks for beside the weight at `place`."""
-    module, _, leaf = place.key.rpartition(".")
+def extra_states(name: str, position: GlobalPosition, *, te: bool) -> Iterator[str]:
+    """Yield the keys of extra state that a module's reader expects in addition to the weight.
+
+    Extra state belongs to fp8 recipes and is empty without one.
+    """
+    module, _, leaf = position.key.rpartition(".")
     is_norm = module.endswith("layernorm") or leaf == "layer_norm_weight"
     if leaf == "weight" and (module.rpartition(".")[2].startswith("linear_") or (te and is_norm)):
-        yield f"{module}._extra_state/{_fragment(place)}"
+        yield f"{module}._extra_state/{_fragment(position)}"
     if te and name.endswith("self_attention.linear_proj.weight"):
-        yield f"{module.removesuffix('linear_proj')}core_attention._extra_state/{_fragment(place)}"
+        attention = module.removesuffix("linear_proj")
+        yield f"{attention}core_attention._extra_state/{_fragment(position)}"
 
 
-def _fragment(place: GlobalPosition) -> str:
-    """Which of how many parts an object is, as Megatron writes it: `shard_0.1_4.8`."""
-    index, extents = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.extents or (1,)))
+def _fragment(position: GlobalPosition) -> str:
+    """Return index and sizes of an object's shard as Megatron writes them: `shard_0.1_4.8`."""
+    index, extents = (
+        ".".join(map(str, numbers))
+        for numbers in (position.index or (0,), position.extents or (1,))
+    )
     return f"shard_{index}_{extents}"
 
 
-def _place(layer: int, rest: str, shape: Shape, *, stacked: bool) -> GlobalPosition:
+def _layer_position(layer: int, inner: str, shape: Shape, *, stacked: bool) -> GlobalPosition:
     prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
     index, extents = ((layer,), (shape.num_layers,)) if stacked else ((), ())
-    expert = _EXPERT.fullmatch(rest)
+    expert = _EXPERT.fullmatch(inner)
     if expert is None:
-        return GlobalPosition(prefix + rest, index, extents)
-    return GlobalPosition(f"{prefix}mlp.experts.experts.{expert[2]}", (*index, int(expert[1])), (*extents, num_experts(shape)))
+        return GlobalPosition(prefix + inner, index, extents)
+    key = f"{prefix}mlp.experts.experts.{expert[2]}"
+    return GlobalPosition(key, (*index, int(expert[1])), (*extents, num_experts(shape)))
 
 
-def _spelled(layer: int, rest: str, shape: Shape, te: bool) -> str:
-    """The name inside a layer: what Megatron's own two layer specs fuse with the linear layer that follows."""
-    if te and rest == _PRE_MLP and shape.moe is not None and shape.moe.layers[layer]:
-        return rest  # a router follows, not a linear layer
+def _name_in_layer(layer: int, inner: str, shape: Shape, te: bool) -> str:
+    """Return the name inside a layer; Megatron's layer specs fuse norms with linear layers."""
+    if te and inner == _PRE_MLP and shape.moe is not None and shape.moe.layers[layer]:
+        return inner  # a router follows, which is not a linear layer
     if shape.mla is not None:
-        return _LATENT_FUSED.get(rest, rest) if te else rest
-    return _FUSED.get(rest, rest)
+        return _LATENT_FUSED.get(inner, inner) if te else inner
+    return _FUSED.get(inner, inner)
 
 
-def stored_spec(place: GlobalPosition, spec: TensorSpec) -> TensorSpec:
-    """Type and shape of a part as it is stored: with an axis of one for each that it is stacked along."""
-    return TensorSpec(spec.dtype, (*(1 for _ in place.index), *spec.shape))
+def stored_spec(position: GlobalPosition, spec: TensorSpec) -> TensorSpec:
+    """Return type and stored shape of a chunk: each stacked axis has size 1."""
+    return TensorSpec(spec.dtype, (*(1 for _ in position.index), *spec.shape))

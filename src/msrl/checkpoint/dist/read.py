@@ -1,6 +1,7 @@
-"""Read Megatron's distributed checkpoints, in whatever cut they were saved. Files: see `dist_write.py`.
+"""Reader for Megatron's distributed checkpoints of any parallel layout. Files: see `dist/write.py`.
 
-`.metadata` is a pickle of torch's own classes. `unpickler` reads it without them and keeps their attributes.
+`.metadata` is a pickle of torch's classes. `unpickler` reads it without these classes and keeps
+their attributes.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ from msrl.errors import MsrlError
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a global tensor, and where it lies."""
+    """A contiguous block of a global tensor and its position in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     where: Range
 
     def overlaps(self, other: Chunk) -> bool:
-        """Whether some element lies in both."""
+        """Return True if the two chunks share an element."""
         axes = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        return all(mine < theirs + their_size and theirs < mine + size for mine, size, theirs, their_size in axes)
+        return all(
+            mine < theirs + their_size and theirs < mine + size
+            for mine, size, theirs, their_size in axes
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A global tensor."""
+class GlobalTensor:
+    """A global tensor and its chunks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -47,99 +51,139 @@ class Stored:
 
 
 def is_distributed(folder: Path) -> bool:
-    """Whether an iteration's folder is a distributed checkpoint."""
+    """Return True if an iteration's folder is a distributed checkpoint."""
     return (folder / METADATA).is_file() or (folder / FORMAT).is_file()
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What is not tensors: arguments, iteration, and so on; empty `args` where nothing is said."""
+    """Return everything that is not a tensor: arguments, iteration, and more.
+
+    `args` is empty if the checkpoint records none.
+    """
     contents = read_torch_file(folder / COMMON, mmap=False)
     if not isinstance(contents, dict):
-        raise MsrlError(f"{folder / COMMON}: not the common part of a distributed checkpoint")
+        raise MsrlError(f"{folder / COMMON}: not the common file of a distributed checkpoint")
     if not isinstance(contents.get("args"), argparse.Namespace):
         contents["args"] = argparse.Namespace()
     return cast("dict[str, Any]", contents)
 
 
-def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, Range]]:
-    """The tensors of a checkpoint by their global names, and its other objects. Raises MsrlError for what is missing or harmful."""
+def read_metadata(folder: Path) -> tuple[dict[str, GlobalTensor], dict[str, Range]]:
+    """Return the tensors of a checkpoint by global name, and the ranges of its other objects.
+
+    Raises:
+        MsrlError: The metadata is missing, damaged or harmful.
+    """
     path = folder / METADATA
     try:
         if path.stat().st_size > unpickler.MAX_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes, more than the limit of {unpickler.MAX_BYTES}")
-        metadata = _facts(unpickler.load(path.read_bytes()))
-        places = {_index(index): _range(path, info) for index, info in metadata["storage_data"].items()}
-        described = {str(key): value.state for key, value in metadata["state_dict_metadata"].items() if getattr(value, "state", None)}
-        tensors = {key: _stored(key, facts, places) for key, facts in described.items()}
+            raise ValueError(
+                f"it has {path.stat().st_size} bytes, more than the limit of {unpickler.MAX_BYTES}"
+            )
+        metadata = _attributes(unpickler.load(path.read_bytes()))
+        ranges = {
+            _index(index): _range(path, info) for index, info in metadata["storage_data"].items()
+        }
+        states = {
+            str(key): value.state
+            for key, value in metadata["state_dict_metadata"].items()
+            if getattr(value, "state", None)
+        }
+        tensors = {
+            key: _global_tensor(key, attributes, ranges) for key, attributes in states.items()
+        }
     except FileNotFoundError as error:
-        raise MsrlError(f"{folder}: a distributed checkpoint without {METADATA}; it is incomplete, copy or save it again") from error
+        raise MsrlError(
+            f"{folder}: incomplete distributed checkpoint, {METADATA} is missing. Copy or save it "
+            "again."
+        ) from error
     except UNREADABLE as error:
-        raise MsrlError(f"{path}: not readable as the index of a distributed checkpoint: {error}") from error
-    return tensors, {key: where for (key, _), where in places.items() if key not in tensors}
+        raise MsrlError(
+            f"{path}: not a readable index of a distributed checkpoint: {error}"
+        ) from error
+    return tensors, {key: where for (key, _), where in ranges.items() if key not in tensors}
 
 
-def _facts(value: object) -> dict[str, Any]:
-    """Return the attributes of an object in `.metadata`. Raises ValueError where it is something else."""
+def _attributes(value: object) -> dict[str, Any]:
+    """Return the attributes of an object in `.metadata`, or raise ValueError."""
     if not isinstance(value, Foreign) or type(value.state) is not dict:
-        raise ValueError(f"a {type(value).__name__} stands where an object with attributes belongs")
+        raise ValueError(f"expected an object with attributes, got a {type(value).__name__}")
     return value.state
 
 
 def _numbers(values: object) -> tuple[int, ...]:
-    """Return sizes or offsets. Raises ValueError for anything but whole numbers that are not negative."""
-    if not isinstance(values, tuple | list) or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError("sizes, offsets or lengths are no whole numbers")
+    """Return sizes or offsets; raise ValueError unless all are non-negative integers."""
+    if not isinstance(values, tuple | list) or not all(
+        type(value) is int and value >= 0 for value in values
+    ):
+        raise ValueError("sizes, offsets or lengths are not non-negative integers")
     return tuple(values)
 
 
 def _index(index: object) -> tuple[str, tuple[int, ...] | None]:
-    facts = _facts(index)
-    key, offset = facts["fqn"], facts.get("offset")
+    attributes = _attributes(index)
+    key, offset = attributes["fqn"], attributes.get("offset")
     if type(key) is not str:
-        raise ValueError("a tensor is named by something other than text")
+        raise ValueError("the name of a tensor is not a string")
     return key, None if offset is None else _numbers(offset)
 
 
 def _range(path: Path, info: object) -> Range:
-    facts = _facts(info)
-    name = facts["relative_path"]
+    attributes = _attributes(info)
+    name = attributes["relative_path"]
     if type(name) is not str:
-        raise ValueError(f"a {type(name).__name__} stands where the name of a file belongs")
+        raise ValueError(f"expected the name of a file, got a {type(name).__name__}")
     if Path(name).name != name or name in ("", "..") or "\0" in name:
-        raise MsrlError(f"{path}: names {name!r}, which is no file of its folder")
-    if facts.get("transform_descriptors"):
-        raise MsrlError(f"{path}: {name} is compressed or otherwise transformed; save it without")
-    offset, length = _numbers((facts["offset"], facts["length"]))
+        raise MsrlError(f"{path}: names {name!r}, which is not a file in its folder")
+    if attributes.get("transform_descriptors"):
+        raise MsrlError(f"{path}: {name} is compressed or transformed. Save it without.")
+    offset, length = _numbers((attributes["offset"], attributes["length"]))
     return Range(name, offset, length)
 
 
-def _stored(key: str, facts: dict[str, Any], places: dict[tuple[str, tuple[int, ...] | None], Range]) -> Stored:
-    dtype, shape = _dtype(facts["properties"]), _numbers(facts["size"])
-    chunks = tuple(_chunk(key, _facts(chunk), places) for chunk in facts["chunks"])
+def _global_tensor(
+    key: str, attributes: dict[str, Any], ranges: dict[tuple[str, tuple[int, ...] | None], Range]
+) -> GlobalTensor:
+    dtype, shape = _dtype(attributes["properties"]), _numbers(attributes["size"])
+    chunks = tuple(_chunk(key, _attributes(chunk), ranges) for chunk in attributes["chunks"])
     for chunk in chunks:
-        if any(begin + size > extent for begin, size, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
-            raise ValueError(f"a part of {key}, of {list(chunk.sizes)} at {list(chunk.offsets)}, lies outside of its {list(shape)}")
+        if any(
+            begin + size > extent
+            for begin, size, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        ):
+            raise ValueError(
+                f"a chunk of {key} with shape {list(chunk.sizes)} at {list(chunk.offsets)} "
+                f"exceeds the tensor's shape {list(shape)}"
+            )
         if math.prod(chunk.sizes) * dtype.itemsize > chunk.where.length:
-            raise ValueError(f"a part of {key}, of {list(chunk.sizes)}, does not fit into {chunk.where.length} bytes of {chunk.where.name}")
-    return Stored(dtype, shape, chunks)
+            raise ValueError(
+                f"a part of {key}, of {list(chunk.sizes)}, does not fit into {chunk.where.length} "
+                f"bytes of {chunk.where.name}"
+            )
+    return GlobalTensor(dtype, shape, chunks)
 
 
-def _chunk(key: str, facts: dict[str, Any], places: dict[tuple[str, tuple[int, ...] | None], Range]) -> Chunk:
-    offsets = _numbers(facts["offsets"])
-    return Chunk(offsets, _numbers(facts["sizes"]), places[key, offsets])
+def _chunk(
+    key: str, attributes: dict[str, Any], ranges: dict[tuple[str, tuple[int, ...] | None], Range]
+) -> Chunk:
+    offsets = _numbers(attributes["offsets"])
+    return Chunk(offsets, _numbers(attributes["sizes"]), ranges[key, offsets])
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """Return the type of a tensor's elements. `TensorProperties` is saved as a tuple or, in older versions, by attribute."""
+    """Return the dtype of a tensor.
+
+    `TensorProperties` is pickled as a tuple or, in older versions, by attribute.
+    """
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) else state["dtype"]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a tensor has a {type(dtype).__name__} for its type")
+        raise ValueError(f"the dtype of a tensor is a {type(dtype).__name__}")
     return dtype
 
 
 class GlobalTensors:
-    """The tensors of a checkpoint's folder, read where they are asked for."""
+    """Tensors of a checkpoint folder, read on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.stored, _ = read_metadata(folder)
@@ -148,39 +192,53 @@ class GlobalTensors:
         self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
 
     def read(self, key: str, index: tuple[int, ...]) -> Tensor:
-        """What lies at `index` of the leading axes: a view of a file where it was saved in one piece, else put together."""
-        stored = self.stored[key]
-        found = self._by_index(key, len(index)).get(index, [])
-        shape = stored.shape[len(index) :]
-        if len(found) == 1 and found[0].sizes[len(index) :] == shape:
-            return self._part(found[0], index)
-        is_whole = sum(torch.Size(chunk.sizes[len(index) :]).numel() for chunk in found) == torch.Size(shape).numel()
-        if not is_whole or any(one.overlaps(other) for one, other in itertools.combinations(found, 2)):
-            raise MsrlError(f"{self._folder}: the parts of {key} at {list(index)} do not make {list(shape)}; the checkpoint is incomplete")
-        whole = torch.empty(shape, dtype=stored.dtype)
-        for chunk in found:
-            part, target = self._part(chunk, index), whole
-            for axis, begin in enumerate(chunk.offsets[len(index) :]):
-                target = target.narrow(axis, begin, part.shape[axis])
-            target.copy_(part)
-        return whole
+        """Return the tensor at `index` of the leading axes.
 
-    def _part(self, chunk: Chunk, index: tuple[int, ...]) -> Tensor:
+        It is a view of a file if it was saved as one chunk; otherwise the chunks are copied
+        together.
+        """
+        stored = self.stored[key]
+        chunks = self._by_index(key, len(index)).get(index, [])
+        shape = stored.shape[len(index) :]
+        if len(chunks) == 1 and chunks[0].sizes[len(index) :] == shape:
+            return self._read_chunk(chunks[0], index)
+        sizes = [torch.Size(chunk.sizes[len(index) :]).numel() for chunk in chunks]
+        has_overlap = any(a.overlaps(b) for a, b in itertools.combinations(chunks, 2))
+        if sum(sizes) != torch.Size(shape).numel() or has_overlap:
+            raise MsrlError(
+                f"{self._folder}: the chunks of {key} at {list(index)} do not add up to "
+                f"{list(shape)}. The checkpoint is incomplete."
+            )
+        result = torch.empty(shape, dtype=stored.dtype)
+        for chunk in chunks:
+            piece, target = self._read_chunk(chunk, index), result
+            for axis, begin in enumerate(chunk.offsets[len(index) :]):
+                target = target.narrow(axis, begin, piece.shape[axis])
+            target.copy_(piece)
+        return result
+
+    def _read_chunk(self, chunk: Chunk, index: tuple[int, ...]) -> Tensor:
         where = chunk.where
         if where.name not in self._files:
             self._files[where.name] = SectionFile(self._folder / where.name)
         tensor = self._files[where.name].tensor(where.begin, where.length)
         if tuple(tensor.shape) != chunk.sizes:
-            raise MsrlError(f"{self._folder / where.name}: holds {list(tensor.shape)} where {METADATA} says {list(chunk.sizes)}")
+            raise MsrlError(
+                f"{self._folder / where.name}: contains shape {list(tensor.shape)}, "
+                f"but {METADATA} records {list(chunk.sizes)}"
+            )
         return tensor[tuple(at - begin for at, begin in zip(index, chunk.offsets, strict=False))]
 
     def _by_index(self, key: str, num_axes: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """The parts of a tensor that hold each index of its leading axes."""
+        """Return the chunks of a tensor by each index of its leading axes that they cover."""
         if (key, num_axes) not in self._chunks:
-            found: dict[tuple[int, ...], list[Chunk]] = {}
+            chunks: dict[tuple[int, ...], list[Chunk]] = {}
             for chunk in self.stored[key].chunks:
-                ranges = [range(begin, begin + size) for begin, size in zip(chunk.offsets[:num_axes], chunk.sizes, strict=False)]
+                ranges = [
+                    range(begin, begin + size)
+                    for begin, size in zip(chunk.offsets[:num_axes], chunk.sizes, strict=False)
+                ]
                 for index in itertools.product(*ranges):
-                    found.setdefault(index, []).append(chunk)
-            self._chunks[key, num_axes] = found
+                    chunks.setdefault(index, []).append(chunk)
+            self._chunks[key, num_axes] = chunks
         return self._chunks[key, num_axes]

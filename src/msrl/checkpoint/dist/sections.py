@@ -1,6 +1,8 @@
-"""Tensors in the files of torch.distributed.checkpoint: one after another, each as `torch.save` writes a file of its own.
+"""Sections of the files of torch.distributed.checkpoint.
 
-Nothing that a file names is run: a section holds one plain tensor, or it is refused. Source: torch.distributed.checkpoint.filesystem.
+A file is a sequence of sections; each section is an archive as `torch.save` writes it, with one
+tensor. Nothing that a file names is executed: a section that is not one plain tensor is refused.
+Source: torch.distributed.checkpoint.filesystem.
 """
 
 from __future__ import annotations
@@ -16,18 +18,15 @@ from typing import IO, Any
 from torch import Tensor
 
 from msrl.checkpoint.torch_files.archive import check_archive
-from msrl.checkpoint.torch_files.reader import UNREADABLE, Pieces, WrittenFile
-from msrl.checkpoint.torch_files.writer import TorchWriter
-from msrl.checkpoint.torch_files.archive import check_archive
-from msrl.checkpoint.torch_files.reader import UNREADABLE, Pieces, WrittenFile
 from msrl.checkpoint.torch_files.archive_reader import map_file, read_archive
+from msrl.checkpoint.torch_files.reader import UNREADABLE, Pieces, WrittenFile
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes of a file, `name` in the folder of an iteration."""
+    """A byte range of a file; `name` is relative to the folder of an iteration."""
 
     name: str
     begin: int
@@ -35,7 +34,7 @@ class Range:
 
 
 class Window(io.RawIOBase):
-    """A part of an open file that looks like a whole one."""
+    """A byte range of an open file that behaves like a complete file."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self._length = file, begin, length
@@ -55,7 +54,7 @@ class Window(io.RawIOBase):
             offset, whence = offset + self._length, os.SEEK_SET
         base = self._begin if whence == os.SEEK_SET else 0
         if base + offset < self._begin and whence == os.SEEK_SET:
-            raise OSError("before the beginning")
+            raise OSError("seek before the start of the window")
         return self._file.seek(base + offset, whence) - self._begin
 
     def readinto(self, buffer: Any, /) -> int:
@@ -64,20 +63,33 @@ class Window(io.RawIOBase):
         return self._file.readinto(view[:room])  # type: ignore[attr-defined]
 
 
-def append_tensor(path: Path, begin: int, pieces: Pieces, advance: Callable[[int], None]) -> WrittenFile:
-    """Write a tensor into a file from byte `begin` on; the bytes it takes and the digest of its records. `advance` hears of every block."""
-    writer = TorchWriter(path, {"tensor": pieces.spec}, lambda tensors: tensors["tensor"], protocol=2, begin=begin)
+def append_tensor(
+    path: Path, begin: int, pieces: Pieces, advance: Callable[[int], None]
+) -> WrittenFile:
+    """Write a tensor into a file from byte `begin` on; return size and digest of its records.
+
+    `advance` is called with the size of each block.
+    """
+    writer = TorchWriter(
+        path, {"tensor": pieces.spec}, lambda tensors: tensors["tensor"], protocol=2, begin=begin
+    )
     writer.write("tensor", pieces, advance)
     return writer.close()
 
 
 def digest_of_sections(digests: Iterable[str]) -> str:
-    """SHA-256 of a file's sections' digests, in the order of the file."""
+    """Return the SHA-256 of the digests of a file's sections, in file order."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def check_section(file: IO[bytes], where: Range, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """Read a section and compare its records with their checksums; their digest. Raises MsrlError for a damaged one."""
+def check_section(
+    file: IO[bytes], where: Range, advance: Callable[[int], None] = lambda num_bytes: None
+) -> str:
+    """Compare the records of a section with their checksums and return the digest of the section.
+
+    Raises:
+        MsrlError: The section is damaged.
+    """
     window: Any = Window(file, where.begin, where.length)
     try:
         return check_archive(window, advance)
@@ -88,7 +100,7 @@ def check_section(file: IO[bytes], where: Range, advance: Callable[[int], None] 
 
 
 class SectionFile:
-    """The tensors of one file as views of it."""
+    """Tensors of one file, as views of the mapped file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -96,14 +108,26 @@ class SectionFile:
             with path.open("rb") as file:
                 self._bytes = map_file(file)
         except (OSError, ValueError) as error:
-            raise MsrlError(f"{path}: cannot be read ({error}); copy or convert the checkpoint again") from error
+            raise MsrlError(
+                f"{path}: cannot be read ({error}). Copy or convert the checkpoint again."
+            ) from error
 
     def tensor(self, begin: int, length: int) -> Tensor:
-        """The tensor in these bytes. Raises MsrlError where they are no tensor, or lie beyond the end of the file."""
+        """Return the tensor in a byte range.
+
+        Raises:
+            MsrlError: The range contains no tensor or exceeds the file.
+        """
         if begin < 0 or length < 0:
-            raise MsrlError(f"{self._path}: no tensor can lie at byte {begin}, in {length} bytes; save the checkpoint again")
+            raise MsrlError(
+                f"{self._path}: a tensor cannot start at byte {begin} with {length} bytes. "
+                "Save the checkpoint again."
+            )
         if begin + length > len(self._bytes):
-            raise MsrlError(f"{self._path}: cut short ({len(self._bytes)} bytes; a tensor ends at {begin + length}); copy it again")
+            raise MsrlError(
+                f"{self._path}: truncated ({len(self._bytes)} bytes, but a tensor ends at "
+                f"{begin + length}). Copy it again."
+            )
         try:
             return self._view(begin, length)
         except UNREADABLE as error:

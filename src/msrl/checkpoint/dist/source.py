@@ -1,4 +1,4 @@
-"""The weights of a distributed checkpoint, given in any layout: what it was saved by makes no difference."""
+"""Weight source of a distributed checkpoint, readable in any parallel layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import tensor_layouts as layouts
-from msrl.checkpoint.dist.names import GlobalPosition, parts_of, places_of
+from msrl.checkpoint.dist.names import GlobalPosition, possible_positions, split_names
 from msrl.checkpoint.dist.read import GlobalTensors
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
@@ -20,74 +20,113 @@ from msrl.models.shape import Shape
 
 
 class DistSource(WeightSource):
-    """The folder of one iteration."""
+    """Weights of a distributed checkpoint of one iteration."""
 
     def __init__(self, shape: Shape, folder: Path, hf_dir: Path) -> None:
-        """Raises MsrlError when a tensor of the model is missing or misshapen, or one is there that the model has no place for."""
+        """Check the tensors of the checkpoint.
+
+        Raises:
+            MsrlError: A tensor is missing, unexpected or has another shape.
+        """
         self.shape, self.hf_dir = shape, hf_dir
         self._folder, self._tensors = folder, GlobalTensors(folder)
-        self._places = {rule.mcore: self._found(rule) for rule in all_rules(shape)}
-        self._refuse_others()
+        self._positions = {rule.mcore: self._find(rule) for rule in all_rules(shape)}
+        self._refuse_unexpected()
         for rule in all_rules(shape):
-            if isinstance(rule.layout, Zeros) and self._whole(rule).any():
-                raise MsrlError(f"{folder}: {rule.mcore} is not zero, and {shape.architecture} has no place for it")
+            if isinstance(rule.layout, Zeros) and self._unsharded(rule).any():
+                raise MsrlError(
+                    f"{folder}: {rule.mcore} is not zero, "
+                    f"but {shape.architecture} has no such parameter"
+                )
 
-    def _found(self, rule: Rule) -> tuple[GlobalPosition, ...]:
-        """Where a tensor lies, in parts where Megatron-core keeps them apart; sizes compared, but a vocabulary may be padded to any."""
-        parts = parts_of(rule.mcore, self.shape)
-        if parts:
-            return tuple(self._place(name, (rows, *rule.shapes[0][1:])) for name, rows in parts.items())
-        return (self._place(rule.mcore, layouts.shard_shape(rule.layout, rule.shapes, 1, self._rows(rule))),)
+    def _find(self, rule: Rule) -> tuple[GlobalPosition, ...]:
+        """Return the positions of a tensor's components after comparing their shapes.
+
+        A vocabulary may be padded to any size.
+        """
+        components = split_names(rule.mcore, self.shape)
+        if components:
+            columns = rule.shapes[0][1:]
+            return tuple(
+                self._position(name, (rows, *columns)) for name, rows in components.items()
+            )
+        size = layouts.shard_shape(rule.layout, rule.shapes, 1, self._rows(rule))
+        return (self._position(rule.mcore, size),)
 
     def _rows(self, rule: Rule) -> int | None:
-        """How many rows of a vocabulary are there; None for any other tensor, and for one that is not there."""
-        found = self._tensors.stored.get(rule.mcore) if isinstance(rule.layout, Vocab) else None
-        if found is not None and found.shape[0] < self.shape.vocab_size:
-            rows = f"has {found.shape[0]} rows, fewer than the {self.shape.vocab_size} tokens of the config"
-            raise MsrlError(f"{self._folder}: {rule.mcore} {rows}")
-        return found.shape[0] if found is not None else None
+        """Return the stored rows of a vocabulary; None for other tensors and for a missing one."""
+        table = self._tensors.stored.get(rule.mcore) if isinstance(rule.layout, Vocab) else None
+        if table is None:
+            return None
+        if table.shape[0] < self.shape.vocab_size:
+            raise MsrlError(
+                f"{self._folder}: {rule.mcore} has {table.shape[0]} rows, "
+                f"but vocab_size={self.shape.vocab_size} in the config"
+            )
+        return table.shape[0]
 
-    def _place(self, name: str, size: tuple[int, ...]) -> GlobalPosition:
-        """Where the tensor `name` of this size lies."""
+    def _position(self, name: str, size: tuple[int, ...]) -> GlobalPosition:
+        """Return the position of the tensor `name`, which must have shape `size`."""
         stored = self._tensors.stored
-        place = next((place for place in places_of(name, self.shape) if place.key in stored), None)
-        if place is None:
-            raise MsrlError(f"{self._folder}: {name} is missing (looked for as {next(places_of(name, self.shape)).key})")
-        found, wanted = stored[place.key].shape, (*place.extents, *size)
-        if found != wanted:
-            raise MsrlError(f"{self._folder}: {place.key} is {list(found)}, but the model makes it {list(wanted)}")
-        return place
+        candidates = list(possible_positions(name, self.shape))
+        position = next((position for position in candidates if position.key in stored), None)
+        if position is None:
+            raise MsrlError(f"{self._folder}: {name} is missing (expected as {candidates[0].key})")
+        actual, expected = stored[position.key].shape, (*position.extents, *size)
+        if actual != expected:
+            raise MsrlError(
+                f"{self._folder}: {position.key} has shape {list(actual)}, "
+                f"but the model needs {list(expected)}"
+            )
+        return position
 
-    def _refuse_others(self) -> None:
-        """Only an optimizer's tensors may lie beside the model's, and the output layer that a reward model does not use."""
-        known = {place.key for places in self._places.values() for place in places} | ({OUTPUT_LAYER} if self.shape.reward_head else set())
-        extra = sorted(key for key in self._tensors.stored if key not in known and "optimizer." not in key and "_extra_state" not in key)
-        if extra:
-            names = ", ".join(extra[:3])
-            raise MsrlError(f"{self._folder}: {len(extra)} tensors have no place in {self.shape.architecture}: {names}")
+    def _refuse_unexpected(self) -> None:
+        """Raise MsrlError for tensors that do not belong to the model.
 
-    def _whole(self, rule: Rule) -> Tensor:
-        """The tensor as a single rank would hold it."""
-        parts = [self._tensors.read(place.key, place.index) for place in self._places[rule.mcore]]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        Tensors of an optimizer are allowed, and the output layer, which a reward model does not
+        use.
+        """
+        known = {position.key for positions in self._positions.values() for position in positions}
+        if self.shape.reward_head:
+            known.add(OUTPUT_LAYER)
+        unexpected = sorted(
+            key
+            for key in self._tensors.stored.keys() - known
+            if "optimizer." not in key and "_extra_state" not in key
+        )
+        if unexpected:
+            names = ", ".join(unexpected[:3])
+            raise MsrlError(
+                f"{self._folder}: {len(unexpected)} tensors are not part of "
+                f"{self.shape.architecture}: {names}"
+            )
+
+    def _unsharded(self, rule: Rule) -> Tensor:
+        """Return the tensor as a single rank would hold it."""
+        tensors = [
+            self._tensors.read(position.key, position.index)
+            for position in self._positions[rule.mcore]
+        ]
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
     def dtype(self, rule: Rule) -> torch.dtype:
-        return self._tensors.stored[self._places[rule.mcore][0].key].dtype
+        return self._tensors.stored[self._positions[rule.mcore][0].key].dtype
 
     def canonical(self, rule: Rule) -> Tensor:
-        return layouts.join(rule.layout, [self._whole(rule)])
+        return layouts.join(rule.layout, [self._unsharded(rule)])
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return layouts.unfuse(rule.layout, self.canonical(rule))
 
     def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        parts = list(self.pieces(rule, rank, size, padded_vocab))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        pieces = list(self.pieces(rule, rank, size, padded_vocab))
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
-        whole = self._whole(rule)
-        if size == 1 and tuple(whole.shape) == layouts.shard_shape(rule.layout, rule.shapes, 1, padded_vocab):
-            yield whole
+        tensor = self._unsharded(rule)
+        shape = layouts.shard_shape(rule.layout, rule.shapes, 1, padded_vocab)
+        if size == 1 and tuple(tensor.shape) == shape:
+            yield tensor
         else:
-            tensors = layouts.unfuse(rule.layout, layouts.join(rule.layout, [whole]))
+            tensors = layouts.unfuse(rule.layout, layouts.join(rule.layout, [tensor]))
             yield from layouts.pieces(rule.layout, tensors, rank, size, padded_vocab)

@@ -1,5 +1,7 @@
-"""Hugging Face tensors in which the experts of a layer lie one behind the other: taken apart where weights come in, put together where
-they go out. In between, entry 3 of the tensor NAME is a tensor of its own, `NAME[3]` (see `models.entries`).
+"""Hugging Face tensors that stack the experts of a layer along the first axis.
+
+They are unstacked on reading and stacked on writing. In between, entry 3 of the tensor NAME is a
+separate tensor `NAME[3]` (see `models.entries`).
 """
 
 from __future__ import annotations
@@ -15,50 +17,71 @@ from msrl.checkpoint.torch_files.reader import TensorSpec
 from msrl.models.entries import entry, stack_of
 
 
-def taken_apart(stored: Mapping[str, StoredTensor], stacks: Iterable[str]) -> dict[str, StoredTensor]:
-    """The tensors of a folder with the entries of `stacks` in place of those; each reads its own part of the file."""
+def unstack(stored: Mapping[str, StoredTensor], stacks: Iterable[str]) -> dict[str, StoredTensor]:
+    """Return the tensors of a folder with each stack replaced by its entries.
+
+    Each entry reads only its part of the file.
+    """
     known = frozenset(stacks)
-    found: dict[str, StoredTensor] = {}
-    for name, each in stored.items():
-        if name in known and each.spec.shape:
-            count, *rest = each.spec.shape
-            spec = TensorSpec(each.spec.dtype, tuple(rest))
-            found |= {entry(name, number): StoredTensor(each.file, spec, partial(_read, each, number)) for number in range(count)}
+    tensors: dict[str, StoredTensor] = {}
+    for name, stored_tensor in stored.items():
+        if name in known and stored_tensor.spec.shape:
+            count, *entry_shape = stored_tensor.spec.shape
+            spec = TensorSpec(stored_tensor.spec.dtype, tuple(entry_shape))
+            tensors |= {
+                entry(name, number): StoredTensor(
+                    stored_tensor.file, spec, partial(_read, stored_tensor, number)
+                )
+                for number in range(count)
+            }
         else:
-            found[name] = each
-    return found
+            tensors[name] = stored_tensor
+    return tensors
 
 
 def _read(stack: StoredTensor, number: int) -> Tensor:
     return stack.read()[number]
 
 
-def put_together(tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """`tensors` with stacks in place of their entries, each as soon as its last entry came. Raises ValueError for one that did not."""
-    waiting: dict[str, tuple[Tensor, set[int]]] = {}
+def stack_experts(
+    tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors` with entries replaced by their stack, as soon as the stack is complete.
+
+    Raises:
+        ValueError: A stack is incomplete at the end.
+    """
+    incomplete: dict[str, tuple[Tensor, set[int]]] = {}
     for name, tensor in tensors:
-        place = stack_of(name)
-        if place is None:
+        position = stack_of(name)
+        if position is None:
             yield name, tensor
             continue
-        stack, number = place
-        whole, missing = waiting.setdefault(stack, (tensor.new_empty(sizes[stack], *tensor.shape), set(range(sizes[stack]))))
-        whole[number] = tensor
+        stack, number = position
+        stack_tensor, missing = incomplete.setdefault(
+            stack, (tensor.new_empty(sizes[stack], *tensor.shape), set(range(sizes[stack])))
+        )
+        stack_tensor[number] = tensor
         missing.discard(number)
         if not missing:
-            yield stack, waiting.pop(stack)[0]
-    if waiting:
-        raise ValueError(f"entries did not come: {', '.join(entry(stack, min(missing)) for stack, (_, missing) in waiting.items())}")
+            yield stack, incomplete.pop(stack)[0]
+    if incomplete:
+        raise ValueError(
+            "missing entries: "
+            + ", ".join(entry(stack, min(missing)) for stack, (_, missing) in incomplete.items())
+        )
 
 
 def stacked_specs(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Types and shapes of tensors in a file, stacks in place of their entries."""
-    sizes = Counter(place[0] for name in specs if (place := stack_of(name)))
-    found: dict[str, TensorSpec] = {}
+    """Return types and shapes of the tensors in a file, with entries replaced by their stack."""
+    sizes = Counter(position[0] for name in specs if (position := stack_of(name)))
+    tensors: dict[str, TensorSpec] = {}
     for name, spec in specs.items():
-        place = stack_of(name)
-        if place is None:
-            found[name] = spec
+        position = stack_of(name)
+        if position is None:
+            tensors[name] = spec
         else:
-            found.setdefault(place[0], TensorSpec(spec.dtype, (sizes[place[0]], *spec.shape)))
-    return found
+            tensors.setdefault(
+                position[0], TensorSpec(spec.dtype, (sizes[position[0]], *spec.shape))
+            )
+    return tensors

@@ -1,4 +1,7 @@
-"""Hugging Face folders: weights read and checked against the config, and the files that make a model besides them. `hf_writer` writes."""
+"""Reader for Hugging Face folders: weights checked against the config, and all other files.
+
+`writer` writes such folders.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from msrl.checkpoint.dtypes import hf_name
 from msrl.checkpoint.hf import fp8, mxfp4
-from msrl.checkpoint.hf.expert_stacks import taken_apart
+from msrl.checkpoint.hf.expert_stacks import unstack
 from msrl.checkpoint.hf.weight_files import open_weight_files, some
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.entries import stack_sizes
@@ -26,75 +29,114 @@ from msrl.types import ChatFormat
 
 _SIDECARS = ("*.json", "*.model", "*.jinja", "merges.txt", "*.py", "*.tiktoken")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_DERIVED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")  # buffers that old checkpoints carry and every model computes
+# Buffers that old checkpoints contain and every model computes itself.
+_DERIVED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
 
 
 class HfCheckpoint:
-    """The tensors of a Hugging Face folder by name; opening it checks that all are there, whole, and shaped as the config says."""
+    """Tensors of a Hugging Face folder by name.
+
+    Opening it checks that all tensors exist, are complete and have the shapes of the config.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises MsrlError for anything missing, cut short, misshapen or left over, by file and tensor; ManyErrors for several."""
+        """Open and check the tensors.
+
+        Raises:
+            MsrlError: A tensor is missing, unexpected, truncated or has another shape.
+            ManyErrors: Several such problems.
+        """
         if not folder.is_dir():
-            raise MsrlError(f"{folder}: there is no such folder")
+            raise MsrlError(f"{folder}: folder does not exist")
         self.folder = folder
         self.shape: Shape = load_shape(folder)
         config = read_hf_config(folder)
-        stored = fp8.dequantised(mxfp4.dequantised(open_weight_files(folder), config), config)
-        self._stored = taken_apart(stored, stack_sizes(self.shape))
+        stored = fp8.dequantize_tensors(
+            mxfp4.dequantize_tensors(open_weight_files(folder), config), config
+        )
+        self._stored = unstack(stored, stack_sizes(self.shape))
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
         self._check_against(self.shape)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor that is read from disk where it is used."""
+        """Read a tensor; its data is loaded from disk on use."""
         return self._stored[name].read()
 
     def _check_against(self, shape: Shape) -> None:
         rules = all_rules(shape)
-        wanted = {name: size for rule in rules for name, size in zip(rule.hf, rule.shapes, strict=True)}
+        expected = {
+            name: size for rule in rules for name, size in zip(rule.hf, rule.shapes, strict=True)
+        }
         tied = {"lm_head.weight"} if shape.tie_word_embeddings else set[str]()
-        missing = sorted(set(wanted) - set(self.specs))
-        unknown = set(self.specs) - set(wanted) - tied
-        extra = sorted(name for name in unknown if not name.endswith(_DERIVED) and not name.startswith(shape.carried))
-        problems = [self._misshapen(name, size) for name, size in wanted.items() if name in self.specs and self.specs[name].shape != size]
+        missing = sorted(set(expected) - set(self.specs))
+        unknown = set(self.specs) - set(expected) - tied
+        unexpected = sorted(
+            name
+            for name in unknown
+            if not name.endswith(_DERIVED) and not name.startswith(shape.carried)
+        )
+        problems = [
+            self._shape_message(name, size)
+            for name, size in expected.items()
+            if name in self.specs and self.specs[name].shape != size
+        ]
         if missing:
             rule = next(rule for rule in rules if missing[0] in rule.hf)
-            problems.append(f"{self.folder}: {len(missing)} tensors are missing: {some(missing)}; the first one goes into {rule.mcore}")
-        if extra:
-            hint = _nearest_rule(extra[0], rules)
-            problems.append(f"{self.folder}: {len(extra)} tensors have no place in {shape.architecture}: {some(extra)}; {hint}")
+            problems.append(
+                f"{self.folder}: {len(missing)} tensors are missing: {some(missing)}. "
+                f"The first is part of {rule.mcore}."
+            )
+        if unexpected:
+            hint = _nearest_rule(unexpected[0], rules)
+            problems.append(
+                f"{self.folder}: {len(unexpected)} tensors are not part of {shape.architecture}: "
+                f"{some(unexpected)} ({hint})"
+            )
         if problems:
             raise ManyErrors(problems) if len(problems) > 1 else MsrlError(problems[0])
         self._check_tied_head(tied)
 
-    def _misshapen(self, name: str, size: tuple[int, ...]) -> str:
+    def _shape_message(self, name: str, size: tuple[int, ...]) -> str:
         stored = self._stored[name]
-        return f"{stored.file}: tensor {name} is {list(stored.spec.shape)}, but config.json makes it {list(size)}"
+        return (
+            f"{stored.file}: tensor {name} has shape {list(stored.spec.shape)}, "
+            f"but config.json needs {list(size)}"
+        )
 
     def _check_tied_head(self, tied: set[str]) -> None:
-        """A tied model may carry its output layer once more; it must be the embedding."""
+        """Check that the output layer of a tied model, if stored, equals the embedding."""
         for name in tied & set(self.specs):
             if not torch.equal(self.tensor(name), self.tensor("model.embed_tokens.weight")):
-                raise MsrlError(f"{self.folder}: tie_word_embeddings=true, but {name} differs from the embedding")
+                raise MsrlError(
+                    f"{self.folder}: tie_word_embeddings=true, but {name} differs from the "
+                    "embedding"
+                )
 
 
 def _nearest_rule(name: str, rules: Iterable[Rule]) -> str:
-    """A hint that names the rule whose Hugging Face name is most like `name`, numbers of layers aside."""
+    """Return a hint with the rule of the most similar Hugging Face name, ignoring layer numbers."""
     known = {_NUMBER.sub("*", hf): _NUMBER.sub("*", rule.mcore) for rule in rules for hf in rule.hf}
     close = difflib.get_close_matches(_NUMBER.sub("*", name), known, n=1, cutoff=0.0)[0]
     return f"nearest rule: {close} -> {known[close]}"
 
 
 def sidecar_files(folder: Path) -> list[Path]:
-    """Config, tokenizer and code files: all that makes a model besides its weights."""
-    found = {file for pattern in _SIDECARS for file in folder.glob(pattern) if file.is_file()}
-    return sorted(file for file in found if not file.name.endswith(".index.json") and file.name != "msrl_manifest.json")
+    """Return the files other than weights that a model needs: config, tokenizer and code."""
+    files = {file for pattern in _SIDECARS for file in folder.glob(pattern) if file.is_file()}
+    return sorted(
+        file
+        for file in files
+        if not file.name.endswith(".index.json") and file.name != "msrl_manifest.json"
+    )
 
 
-def copy_sidecars(source: Path, target: Path, dtype: torch.dtype | None, chat: ChatFormat | None = None) -> None:
-    """Copy config and tokenizer files; config.json names `dtype` as the type of the weights unless it is None.
+def copy_sidecars(
+    source: Path, target: Path, dtype: torch.dtype | None, chat: ChatFormat | None = None
+) -> None:
+    """Copy config and tokenizer files, and record `dtype` in config.json unless it is None.
 
-    A `quantization_config` is left out: weights that were read in FP8 or MXFP4 are what they stand for from then on. With `chat`, the
-    model has that chat template from then on, and its tokens end an answer besides those that did.
+    A `quantization_config` is removed, because FP8 and MXFP4 weights were dequantized on reading.
+    `chat` replaces the chat template, and adds its stop tokens to those of the model.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in sidecar_files(source):
@@ -111,12 +153,20 @@ def copy_sidecars(source: Path, target: Path, dtype: torch.dtype | None, chat: C
 
 
 def _write_chat(folder: Path, chat: ChatFormat) -> None:
-    """`chat_template.jinja`, in the place of a template in tokenizer_config.json, and `eos_token_id` of generation_config.json."""
+    """Write `chat_template.jinja` and `eos_token_id` of generation_config.json.
+
+    A template in tokenizer_config.json is removed.
+    """
     (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
-    ends = list(dict.fromkeys((*chat.stop_token_ids, *end_tokens(folder))))
-    for name, changes in (("tokenizer_config.json", {}), ("generation_config.json", {"eos_token_id": ends})):
+    stop_tokens = list(dict.fromkeys((*chat.stop_token_ids, *end_tokens(folder))))
+    for name, changes in (
+        ("tokenizer_config.json", {}),
+        ("generation_config.json", {"eos_token_id": stop_tokens}),
+    ):
         path = folder / name
         before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         after = {key: value for key, value in before.items() if key != "chat_template"} | changes
         if after != before:
-            path.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            path.write_text(
+                json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )

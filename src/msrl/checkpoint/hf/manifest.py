@@ -1,8 +1,9 @@
-"""What a Hugging Face folder of ours says of its weight files: size and checksum of each, so that inspection finds what became of them.
+"""Manifest of a Hugging Face folder written by msrl: size and checksum of each weight file.
 
-    msrl_manifest.json    {"format": 1, "kind": "huggingface", "dtype", "num_parameters", "files": {name: {"bytes", "crc32"}}, "versions"}
+    msrl_manifest.json    {"format": 1, "kind": "huggingface", "dtype", "num_parameters",
+                           "files": {name: {"bytes", "crc32"}}, "versions"}
 
-`crc32` is that of the whole file. Config and tokenizer are left out: they are there to be edited.
+`crc32` covers all bytes of the file. Config and tokenizer are not listed, because users edit them.
 """
 
 from __future__ import annotations
@@ -22,23 +23,40 @@ HF_MANIFEST = "msrl_manifest.json"
 _KIND = "huggingface"
 
 
-def write_hf_manifest(folder: Path, shape: Shape, dtype: str, files: Mapping[str, Record], versions: Mapping[str, str]) -> None:
-    """Write the manifest of a folder whose weight files are complete."""
-    said = {"dtype": dtype, "num_parameters": num_parameters(shape), "files": dict(sorted(files.items())), "versions": dict(versions)}
-    write_text(folder / HF_MANIFEST, json.dumps({"format": 1, "kind": _KIND, **said}, indent=1) + "\n")
+def write_hf_manifest(
+    folder: Path, shape: Shape, dtype: str, files: Mapping[str, Record], versions: Mapping[str, str]
+) -> None:
+    """Write the manifest of a folder with complete weight files."""
+    contents = {
+        "dtype": dtype,
+        "num_parameters": num_parameters(shape),
+        "files": dict(sorted(files.items())),
+        "versions": dict(versions),
+    }
+    write_text(
+        folder / HF_MANIFEST, json.dumps({"format": 1, "kind": _KIND, **contents}, indent=1) + "\n"
+    )
 
 
 def hf_manifest_files(folder: Path) -> dict[str, Record] | None:
-    """The files that a folder's manifest vouches for; None where there is no manifest. Raises MsrlError for one that is not readable."""
+    """Return the files listed in a folder's manifest; None if there is no manifest.
+
+    Raises:
+        MsrlError: The manifest is not readable.
+    """
     path = folder / HF_MANIFEST
     if not path.is_file():
         return None
     try:
         contents: Any = json.loads(path.read_text(encoding="utf-8"))
         if contents["format"] != 1 or contents["kind"] != _KIND:
-            raise ValueError("not a manifest that this version knows")
-        return {str(name): {"bytes": int(facts["bytes"]), "crc32": str(facts["crc32"])} for name, facts in contents["files"].items()}
+            raise ValueError("unknown manifest format")
+        return {
+            str(name): {"bytes": int(record["bytes"]), "crc32": str(record["crc32"])}
+            for name, record in contents["files"].items()
+        }
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MsrlError(
-            f"{path}: not a manifest of a Hugging Face folder ({error!r}); remove it, or convert the checkpoint again"
+            f"{path}: not a manifest of a Hugging Face folder ({error!r}). "
+            "Remove it or convert the checkpoint again."
         ) from error

@@ -1,7 +1,8 @@
-"""Weights that are neither cut nor trained (a vision tower, layers for multi-token prediction): carried through conversions as they came.
+"""Weights that are neither sharded nor trained and pass through conversions unchanged.
 
-A Hugging Face folder has them among its weights; beside an mcore checkpoint they lie in a file of their own, with config and tokenizer.
-They keep their own type, whatever the rest is cast to.
+Examples are a vision tower and layers for multi-token prediction. A Hugging Face folder has them
+among its weights; an mcore checkpoint has them in a separate file next to config and tokenizer.
+They keep their dtype when the model is cast.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from msrl.checkpoint.hf.fp8 import dequantised
+from msrl.checkpoint.hf.fp8 import dequantize_tensors
 from msrl.checkpoint.hf.weight_files import StoredTensor, open_safetensors, open_weight_files
 from msrl.checkpoint.hf.writer import HfWriter, Record
 from msrl.errors import MsrlError
@@ -20,49 +21,76 @@ FILE = "msrl_carried.safetensors"
 
 
 def pass_through_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
-    """The carried tensors of a model whose folder (or the folder that a conversion made for its config) is `hf_dir`; often none.
+    """Return the pass-through tensors of a model; most models have none.
 
-    Raises MsrlError where the model has some and the folder does not.
+    `hf_dir` is the model's folder, or the folder that a conversion made for its config.
+
+    Raises:
+        MsrlError: The model needs such tensors and the folder has none.
     """
     if not shape.carried:
         return {}
     try:
-        stored = open_safetensors(hf_dir / FILE) if (hf_dir / FILE).is_file() else _weights(hf_dir, shape)
+        stored = (
+            open_safetensors(hf_dir / FILE)
+            if (hf_dir / FILE).is_file()
+            else _folder_tensors(hf_dir, shape)
+        )
     except MsrlError as error:
-        raise MsrlError(f"{error}; {_missing(shape)}") from error
-    found = {name: tensor for name, tensor in stored.items() if name.startswith(shape.carried)}
-    if not found and not shape.may_lack_carried:
-        raise MsrlError(f"{hf_dir}: {_missing(shape)}")
-    return found
+        raise MsrlError(f"{error}; {_missing_message(shape)}") from error
+    tensors = {name: tensor for name, tensor in stored.items() if name.startswith(shape.carried)}
+    if not tensors and not shape.may_lack_carried:
+        raise MsrlError(f"{hf_dir}: {_missing_message(shape)}")
+    return tensors
 
 
-def _weights(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
-    """What is in the folder's weight files; none need be there where the model may lack what it carries."""
-    if shape.may_lack_carried and not any(hf_dir.glob("*.safetensors")) and not any(hf_dir.glob("*.bin")):
+def _folder_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
+    """Return the tensors in the folder's weight files.
+
+    There may be no weight files if the model can be used without its pass-through tensors.
+    """
+    if (
+        shape.may_lack_carried
+        and not any(hf_dir.glob("*.safetensors"))
+        and not any(hf_dir.glob("*.bin"))
+    ):
         return {}
-    return dequantised(open_weight_files(hf_dir), read_hf_config(hf_dir))
+    return dequantize_tensors(open_weight_files(hf_dir), read_hf_config(hf_dir))
 
 
-def _missing(shape: Shape) -> str:
+def _missing_message(shape: Shape) -> str:
     names = ", ".join(f"{prefix}*" for prefix in shape.carried)
-    return f"{shape.architecture} consists of weights {names} too; name the folder of the model that has them with --hf-config"
+    return (
+        f"{shape.architecture} also needs weights {names}. "
+        "Name the folder of the model that has them with --hf-config."
+    )
 
 
 def pass_through_bytes(tensors: Mapping[str, StoredTensor]) -> int:
     return sum(tensor.spec.num_bytes for tensor in tensors.values())
 
 
-def carry(hf_dir: Path, target: Path, shape: Shape, advance: Callable[[int], None] = lambda num_bytes: None) -> Record | None:
-    """Write the carried tensors into `target` in a file of their own, unless they are there; one tensor at a time is in memory.
+def write_pass_through(
+    hf_dir: Path,
+    target: Path,
+    shape: Shape,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> Record | None:
+    """Write the pass-through tensors into a file in `target`, unless it exists.
 
-    Size and checksum of the file that was written, if one was.
+    One tensor at a time is in memory.
+
+    Returns:
+        Size and checksum of the file, or None if none was written.
     """
     tensors = {} if (target / FILE).is_file() else pass_through_tensors(hf_dir, shape)
     if not tensors:
         return None
     staged = target / f".{FILE}.partial"
     staged.unlink(missing_ok=True)
-    writer = HfWriter(target, {name: tensor.spec for name, tensor in tensors.items()}, single=staged.name)
+    writer = HfWriter(
+        target, {name: tensor.spec for name, tensor in tensors.items()}, single=staged.name
+    )
     for name, tensor in tensors.items():
         writer.write(name, tensor.read(), advance)
     (record,) = writer.close().values()

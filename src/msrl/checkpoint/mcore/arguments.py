@@ -1,4 +1,7 @@
-"""What the arguments in a Megatron checkpoint file tell of its cut and its origin; `mcore.namespace` writes ours."""
+"""Readers for the arguments in a Megatron checkpoint file: parallel layout and origin.
+
+`files.namespace` creates the arguments that msrl writes.
+"""
 
 from __future__ import annotations
 
@@ -11,60 +14,85 @@ from msrl.models.parallel_layout import ParallelLayout
 
 
 def num_local_experts(path: Path, args: argparse.Namespace) -> int:
+    """Return the number of experts of a layer on one rank.
+
+    Raises:
+        MsrlError: The arguments do not record the number.
+    """
     count = getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None)
     if not count:
-        raise MsrlError(f"{path}: holds grouped experts, but its args do not say how many experts a layer has (num_experts)")
-    return count // cut_of_args(args).num_expert_groups
+        raise MsrlError(f"{path}: contains grouped experts, but its arguments lack num_experts")
+    return count // layout_from_args(args).num_expert_groups
 
 
-def cut_of_args(args: argparse.Namespace) -> ParallelLayout:
-    """The cut that a file's arguments tell; Megatron's and MindSpeed's defaults stand in for what they do not.
+def layout_from_args(args: argparse.Namespace) -> ParallelLayout:
+    """Return the parallel layout recorded in a file's arguments.
 
-    Raises MsrlError for an argument that is no number where one belongs.
+    Missing arguments have the defaults of Megatron and MindSpeed.
+
+    Raises:
+        MsrlError: An argument has the wrong type.
     """
-    said = vars(args)
-    tp = _count(said, "tensor_model_parallel_size") or 1
-    etp, extended = _count(said, "expert_tensor_parallel_size"), bool(said.get("moe_tp_extend_ep"))
+    arguments = vars(args)
+    tp = _count(arguments, "tensor_model_parallel_size") or 1
+    etp, extended = (
+        _count(arguments, "expert_tensor_parallel_size"),
+        bool(arguments.get("moe_tp_extend_ep")),
+    )
     return ParallelLayout(
         tp=tp,
-        pp=_count(said, "pipeline_model_parallel_size") or 1,
-        vpp=_count(said, "num_layers_per_virtual_pipeline_stage"),
-        num_layer_list=_numbers(said, "num_layer_list") or None,
-        noop_layers=tuple(sorted(_numbers(said, "noop_layers"))),
-        ep=_count(said, "expert_model_parallel_size") or 1,
+        pp=_count(arguments, "pipeline_model_parallel_size") or 1,
+        vpp=_count(arguments, "num_layers_per_virtual_pipeline_stage"),
+        num_layer_list=_numbers(arguments, "num_layer_list") or None,
+        noop_layers=tuple(sorted(_numbers(arguments, "noop_layers"))),
+        ep=_count(arguments, "expert_model_parallel_size") or 1,
         etp=None if extended or etp in (None, tp) else etp,
         moe_tp_extend_ep=extended,
     )
 
 
-def _count(said: Mapping[str, object], name: str) -> int | None:
-    """A number of an argument's; None where it is not set."""
-    value = said.get(name)
+def _count(arguments: Mapping[str, object], name: str) -> int | None:
+    """Return the integer value of an argument, or None if it is not set."""
+    value = arguments.get(name)
     if value is not None and not isinstance(value, int):
-        raise MsrlError(f"the checkpoint's arguments say {name}={value!r}, which is no whole number")
+        raise MsrlError(f"checkpoint arguments: {name}={value!r}: must be an integer")
     return value
 
 
-def _numbers(said: Mapping[str, object], name: str) -> tuple[int, ...]:
-    """Layer numbers as arguments hold them: text before Megatron has parsed it, a collection after."""
-    value = said.get(name)
-    parts = value.split(",") if isinstance(value, str) and value else value
+def _numbers(arguments: Mapping[str, object], name: str) -> tuple[int, ...]:
+    """Return layer numbers of an argument, which is text until Megatron has parsed it."""
+    value = arguments.get(name)
+    numbers = value.split(",") if isinstance(value, str) and value else value
+    if not isinstance(numbers, list | tuple | set | frozenset):
+        return ()
     try:
-        return tuple(int(part) for part in parts) if isinstance(parts, list | tuple | set | frozenset) else ()
+        return tuple(int(number) for number in numbers)
     except (TypeError, ValueError) as error:
-        raise MsrlError(f"the checkpoint's arguments say {name}={value!r}, which are no layers") from error
+        raise MsrlError(f"checkpoint arguments: {name}={value!r}: must be layer numbers") from error
 
 
 def refuse_schedule(path: Path, args: argparse.Namespace) -> None:
-    """Raises MsrlError where a stage holds other layers than its number tells: MindSpeed's dualpipev gives it one block of each half."""
+    """Raise MsrlError for MindSpeed's dualpipev schedule.
+
+    A stage then holds two blocks of layers, one from the first half of the model and one from the
+    second, instead of the layers of its stage number.
+    """
     schedule = getattr(args, "schedules_method", None)
     if schedule == "dualpipev":
-        message = "its stages hold the layers of a V (one block from the front and one from the back), which is not read"
-        raise MsrlError(f"{path}: was saved with --schedules-method dualpipev: {message}; convert it with MindSpeed to one without")
+        raise MsrlError(
+            f"{path}: --schedules-method dualpipev: this order of layers over stages is not "
+            "supported. "
+            "Convert the checkpoint to another schedule with MindSpeed."
+        )
 
 
-def loaded_from(save: Path, args: argparse.Namespace) -> Path | None:
-    """The folder that the training which wrote the checkpoint `save` took its weights from (Megatron's `--load`), if it is still there."""
-    said = getattr(args, "load", None)
-    folder = Path(said) if isinstance(said, str) and said else None
-    return folder if folder is not None and folder.is_dir() and folder.resolve() != save.resolve() else None
+def load_folder(save: Path, args: argparse.Namespace) -> Path | None:
+    """Return the folder that the training behind checkpoint `save` loaded (Megatron's `--load`).
+
+    Return None if it no longer exists.
+    """
+    arguments = getattr(args, "load", None)
+    folder = Path(arguments) if isinstance(arguments, str) and arguments else None
+    if folder is None or not folder.is_dir() or folder.resolve() == save.resolve():
+        return None
+    return folder

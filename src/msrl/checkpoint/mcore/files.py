@@ -1,13 +1,15 @@
-"""Megatron checkpoints in the folders and files that MindSpeed reads and writes.
+"""Megatron checkpoints in MindSpeed's format of folders and files.
 
-    <save>/latest_checkpointed_iteration.txt                              the iteration, written last
-    <save>/iter_0000001/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt    one file per rank that holds a part of its own
-    <save>/msrl_manifest.json                                             ours: layout, sizes and checksums per iteration
-    <save>/hf/                                                            ours: config.json and tokenizer of the model
+    <save>/latest_checkpointed_iteration.txt    the iteration, written last
+    <save>/iter_0000001/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt
+                                                one file per rank with distinct weights
+    <save>/msrl_manifest.json                   parallel layout, sizes and checksums per iteration
+    <save>/hf/                                  config.json and tokenizer of the model
 
-A file is a dict of args, checkpoint_version, iteration and model (or model0, model1, ... for virtual stages), whose names are those of
-megatron-core or of the models before it (`legacy`, told apart by themselves). MindSpeed takes any entry of
-an iteration's folder for a rank, so nothing else may lie there.
+The last two are additions of msrl. A file is a dict of args, checkpoint_version, iteration and
+model (or model0, model1, ... for virtual stages). Tensor names are those of megatron-core or of
+Megatron's older models (`legacy`); the reader detects which. MindSpeed treats every entry of an
+iteration's folder as a rank, so the folder must contain nothing else.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from torch import Tensor
 from msrl.checkpoint.mcore import legacy
 from msrl.checkpoint.mcore.argument_table import ArgumentSource, read_arguments
 from msrl.checkpoint.mcore.arguments import num_local_experts
-from msrl.checkpoint.mcore.names import Naming, is_fused, local_name, unfused
+from msrl.checkpoint.mcore.names import Naming, is_fused, local_name, unfuse_experts
 from msrl.checkpoint.rank_shapes import Plan, padded_vocab_size
-from msrl.checkpoint.torch_files.reader import TensorSpec, WrittenFile, read_torch_file, spec_of
+from msrl.checkpoint.torch_files.reader import TensorSpec, WrittenFile, read_torch_file, tensor_spec
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.files import flush_to_disk, write_text
@@ -47,106 +49,146 @@ def iteration_dir(save: Path, iteration: int | str) -> Path:
 
 
 def staging_dir(save: Path, iteration: int | str) -> Path:
-    """Where the ranks write before `publish` makes the iteration visible."""
+    """Return the folder in which the ranks write until `publish` makes the iteration visible."""
     return save / f".{iteration_dir(save, iteration).name}.partial"
 
 
-def rank_file(save: Path, iteration: int | str, cut: ParallelLayout, at: Coords, *, staged: bool = False) -> Path:
-    """The file of one rank; with `staged`, the place where it is written before it is published."""
-    if at not in cut.ranks():
-        raise ValueError(f"{at} is no rank of {cut}")
+def rank_file(
+    save: Path, iteration: int | str, layout: ParallelLayout, at: Coords, *, staged: bool = False
+) -> Path:
+    """Return the path of a rank's file; with `staged`, its path before it is published."""
+    if at not in layout.ranks():
+        raise ValueError(f"{at} is not a rank of {layout}")
     folder = (staging_dir if staged else iteration_dir)(save, iteration)
-    return folder / rank_folder(cut, at) / FILE
+    return folder / rank_folder(layout, at) / FILE
 
 
-def rank_folder(cut: ParallelLayout, at: Coords) -> str:
-    """`mp_rank_TT`, with `_PPP` where there are several stages and `_EEE` where experts are spread."""
-    return f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if cut.pp > 1 else "") + (f"_{at.ep:03d}" if cut.ep > 1 else "")
+def rank_folder(layout: ParallelLayout, at: Coords) -> str:
+    """Return `mp_rank_TT`, with `_PPP` if there are several stages and `_EEE` if ep > 1."""
+    stage = f"_{at.pp:03d}" if layout.pp > 1 else ""
+    experts = f"_{at.ep:03d}" if layout.ep > 1 else ""
+    return f"mp_rank_{at.tp:02d}{stage}{experts}"
 
 
-def write_rank_file(path: Path, model: Mapping[str, Tensor], args: argparse.Namespace, iteration: int | str) -> WrittenFile:
-    """Write one rank's file; `model` has Megatron's local names. Values that are not tensors (Megatron's extra state) are left out."""
+def write_rank_file(
+    path: Path, model: Mapping[str, Tensor], args: argparse.Namespace, iteration: int | str
+) -> WrittenFile:
+    """Write one rank's file; `model` has Megatron's local names.
+
+    Values that are not tensors (Megatron's extra state) are omitted.
+    """
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
-    writer = rank_writer(path, {name: spec_of(tensor) for name, tensor in tensors.items()}, args, iteration)
+    writer = rank_writer(
+        path, {name: tensor_spec(tensor) for name, tensor in tensors.items()}, args, iteration
+    )
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     return writer.close()
 
 
-def rank_writer(path: Path, specs: Mapping[str, TensorSpec], args: argparse.Namespace, iteration: int | str) -> TorchWriter:
-    """Begins one rank's file, whose tensors may come in any order and from several threads."""
+def rank_writer(
+    path: Path, specs: Mapping[str, TensorSpec], args: argparse.Namespace, iteration: int | str
+) -> TorchWriter:
+    """Create one rank's file; tensors may be written in any order and from several threads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number = iteration if isinstance(iteration, int) else 0
 
-    def whole_file(model: dict[str, Any]) -> dict[str, Any]:
+    def file_contents(model: dict[str, Any]) -> dict[str, Any]:
         chunks: dict[str, dict[str, Any]] = {}
         for name, value in model.items():
-            chunk, inside = chunk_of(name)
-            chunks.setdefault("model" if chunk is None else f"model{chunk}", {})[inside] = value
+            chunk, inner_name = chunk_of(name)
+            chunks.setdefault("model" if chunk is None else f"model{chunk}", {})[inner_name] = value
         if not getattr(args, "use_mcore_models", True):
             tied = not args.untie_embeddings_and_output_weights
-            chunks = {key: legacy.nested(chunk, tied=tied) for key, chunk in chunks.items()}
-        return {"args": args, "checkpoint_version": 3.0, "iteration": number, **(chunks or {"model": {}})}
+            chunks = {key: legacy.to_legacy(chunk, tied=tied) for key, chunk in chunks.items()}
+        return {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": number,
+            **(chunks or {"model": {}}),
+        }
 
-    return TorchWriter(path, specs, whole_file)
+    return TorchWriter(path, specs, file_contents)
 
 
 def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
-    """The contents of a rank's file: args, checkpoint_version, iteration, model (tensors only, our names), and what else stands there.
+    """Return the contents of a rank's file: args, checkpoint_version, iteration, model and others.
 
-    Virtual stages are one model, whose names begin with `model0.`, `model1.`, ... Raises MsrlError for a file that is absent, cut short or
-    harmful.
+    `model` has only tensors, under msrl's names; those of virtual stages are merged and begin with
+    `model0.`, `model1.`, ...
+
+    Raises:
+        MsrlError: The file is missing, truncated or harmful.
     """
     contents = read_torch_file(path, mmap=mmap)
     if not isinstance(contents, dict) or not isinstance(contents.get("args"), argparse.Namespace):
-        raise MsrlError(f"{path}: not a Megatron checkpoint file (it holds no args)")
-    chunks = {key: value for key, value in contents.items() if isinstance(key, str) and re.fullmatch(r"model\d*", key)}
+        raise MsrlError(f"{path}: not a Megatron checkpoint file (it has no args)")
+    chunks = {
+        key: value
+        for key, value in contents.items()
+        if isinstance(key, str) and re.fullmatch(r"model\d*", key)
+    }
     if not chunks or not all(isinstance(chunk, dict) for chunk in chunks.values()):
-        raise MsrlError(f"{path}: not a Megatron checkpoint file (it holds no model)")
-    tensors = [
-        (name if key == "model" else f"{key}.{name}", value)
-        for key, chunk in chunks.items()
-        for name, value in (legacy.flat(path, chunk) if legacy.is_legacy(chunk) else chunk).items()
-        if _is_weight(path, name, value)
-    ]
-    others = {key: value for key, value in contents.items() if key not in chunks}
-    return {**others, "model": dict(_ours(path, tensors, contents["args"]))}
+        raise MsrlError(f"{path}: not a Megatron checkpoint file (it has no model)")
+    tensors: list[tuple[str, Tensor]] = []
+    for key, chunk in chunks.items():
+        prefix = "" if key == "model" else f"{key}."
+        entries = legacy.from_legacy(path, chunk) if legacy.is_legacy(chunk) else chunk
+        tensors += [
+            (f"{prefix}{name}", value)
+            for name, value in entries.items()
+            if _is_weight(path, name, value)
+        ]
+    metadata = {key: value for key, value in contents.items() if key not in chunks}
+    return {**metadata, "model": dict(_local_tensors(path, tensors, contents["args"]))}
 
 
 def _is_weight(path: Path, name: object, value: object) -> bool:
-    """Whether an entry of `model` is a weight; the extra state of fp8 recipes is none, anything else is refused."""
+    """Return True if an entry of `model` is a weight, False for the extra state of fp8 recipes.
+
+    Raises:
+        MsrlError: The entry is neither.
+    """
     if str(name).endswith("_extra_state"):
         return False
     if not isinstance(value, Tensor) or not isinstance(name, str):
-        raise MsrlError(f"{path}: model entry {name} is not a tensor with a name")
+        raise MsrlError(f"{path}: model entry {name} is not a named tensor")
     return True
 
 
-def _ours(path: Path, tensors: Iterable[tuple[str, Tensor]], args: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors under our names, experts one by one."""
+def _local_tensors(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], args: argparse.Namespace
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a file's tensors under msrl's names, with experts one by one."""
     for name, tensor in tensors:
         if is_fused(name):
-            yield from unfused(name, tensor, num_local_experts(path, args))
+            yield from unfuse_experts(name, tensor, num_local_experts(path, args))
         else:
             yield local_name(name), tensor
 
 
 def namespace(
     shape: Shape,
-    cut: ParallelLayout,
+    layout: ParallelLayout,
     *,
     padded_vocab: int | None = None,
     dtype: str | None = None,
     naming: Naming | None = None,
     distributed: bool = False,
 ) -> argparse.Namespace:
-    """Return the arguments of a checkpoint: those that Megatron and MindSpeed read, and more that record the model."""
+    """Return the arguments of a checkpoint: those that Megatron and MindSpeed read, and more."""
     dtype = dtype or shape.dtype
-    source = ArgumentSource(shape, cut, padded_vocab or padded_vocab_size(shape, cut.tp), naming or Naming(), distributed)
+    source = ArgumentSource(
+        shape,
+        layout,
+        padded_vocab or padded_vocab_size(shape, layout.tp),
+        naming or Naming(),
+        distributed,
+    )
     recorded = {
-        "moe_tp_extend_ep": cut.moe_tp_extend_ep,
+        "moe_tp_extend_ep": layout.moe_tp_extend_ep,
         "context_parallel_size": 1,
-        "noop_layers": cut.text("noop_layers") if cut.noop_layers else None,
+        "noop_layers": layout.text("noop_layers") if layout.noop_layers else None,
         "vocab_size": shape.vocab_size,
         "norm_epsilon": shape.norm_eps,
         **mixture_arguments(shape.moe),
@@ -162,9 +204,10 @@ def namespace(
 
 
 def publish(save: Path, iteration: int | str, *, durable: bool = True) -> None:
-    """Make an iteration visible: its staged folder (if it was staged) is renamed, then the tracker names it.
+    """Make an iteration visible: rename its staging folder, if there is one, and update the
+    tracker.
 
-    With `durable`, files are on disk, not in a cache, before the tracker names them.
+    With `durable`, all files are flushed to disk before the tracker names them.
     """
     staged, final = staging_dir(save, iteration), iteration_dir(save, iteration)
     if durable:
@@ -186,33 +229,49 @@ def manifest_entry(
     versions: Mapping[str, str],
     kind: str = "mindspeed",
 ) -> dict[str, Any]:
-    """What the manifest says of one iteration; `files` are named relative to the checkpoint folder."""
+    """Return the manifest entry of one iteration; `files` are relative to the checkpoint."""
     return {
-        "layout": {"kind": kind, **plan.cut.as_json(), **asdict(naming), "padded_vocab_size": plan.padded_vocab},
+        "layout": {
+            "kind": kind,
+            **plan.layout.as_json(),
+            **asdict(naming),
+            "padded_vocab_size": plan.padded_vocab,
+        },
         "dtype": dtype,
         "shape": asdict(shape),
         "num_elements": plan.num_elements,
         "sha256_of": "names, sizes and CRC-32s of the file's zip records",
-        "files": {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())},
+        "files": {
+            name: {"bytes": file.num_bytes, "sha256": file.sha256}
+            for name, file in sorted(files.items())
+        },
         "versions": dict(versions),
     }
 
 
 def write_manifest(save: Path, iteration: int | str, entry: Mapping[str, Any]) -> None:
-    """Add (or replace) an iteration's entry; entries of iterations that are gone are dropped."""
+    """Add or replace an iteration's entry, and drop entries of iterations that no longer exist."""
     old = read_manifest(save)["iterations"] if (save / MANIFEST).is_file() else {}
-    kept = {key: value for key, value in old.items() if iteration_dir(save, int(key) if key.isdecimal() else key).is_dir()}
-    contents = {"format": 1, "iterations": {**kept, str(iteration): dict(entry)}}
+    existing = {
+        key: value
+        for key, value in old.items()
+        if iteration_dir(save, int(key) if key.isdecimal() else key).is_dir()
+    }
+    contents = {"format": 1, "iterations": {**existing, str(iteration): dict(entry)}}
     write_text(save / MANIFEST, json.dumps(contents, indent=1) + "\n")
 
 
 def read_manifest(save: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder. Raises MsrlError when it is not JSON of the known form."""
+    """Return the manifest of a checkpoint folder; raise MsrlError if its format is unknown."""
     path = save / MANIFEST
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise MsrlError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(contents, dict) or contents.get("format") != 1 or not isinstance(contents.get("iterations"), dict):
-        raise MsrlError(f"{path}: not a manifest that this version knows")
+        raise MsrlError(f"{path}: invalid JSON: {error}") from error
+    if (
+        not isinstance(contents, dict)
+        or contents.get("format") != 1
+        or not isinstance(contents.get("iterations"), dict)
+    ):
+        raise MsrlError(f"{path}: unknown manifest format")
     return contents

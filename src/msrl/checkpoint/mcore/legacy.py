@@ -1,12 +1,14 @@
-"""Files of Megatron's models from before megatron-core ("legacy"): the same tensors under other names, nested by module.
+"""Tensor names of Megatron's models before megatron-core ("legacy"), nested by module.
 
     model = {"language_model": {"embedding": {"word_embeddings": {"weight"}},
                                 "encoder": {"layers.0.input_norm.weight", ..., "final_norm.weight"},
-                                "output_layer": {"weight"}},                       where it is not tied to the embedding
-             "word_embeddings_for_head": {"weight"}}                               where it is tied, on the last of several stages
+                                "output_layer": {"weight"}},     # unless tied to the embedding
+             "word_embeddings_for_head": {"weight"}}    # if tied, on the last of several stages
 
-q, k and v of a query group, and gate and up, lie as in megatron-core's (checkpoint version 3.0), so names are all that changes. Source:
-`TransformerLanguageModel.state_dict_for_save_checkpoint` in megatron.legacy.model; the legacy names of MindSpeed-LLM 2.0's converter.
+The order of q, k and v in a query group, and of gate and up, is the same as in megatron-core
+(checkpoint version 3.0), so only the names differ. Source:
+`TransformerLanguageModel.state_dict_for_save_checkpoint` in
+megatron.legacy.model; the legacy names of MindSpeed-LLM 2.0's converter.
 """
 
 from __future__ import annotations
@@ -29,22 +31,32 @@ _INSIDE = {
     "mlp.linear_fc2.weight": "mlp.dense_4h_to_h.weight",
 }
 _OUTSIDE = {
-    "embedding.word_embeddings.weight": ("language_model", "embedding", "word_embeddings", "weight"),
+    "embedding.word_embeddings.weight": (
+        "language_model",
+        "embedding",
+        "word_embeddings",
+        "weight",
+    ),
     "decoder.final_layernorm.weight": ("language_model", "encoder", "final_norm.weight"),
     "output_layer.weight": ("language_model", "output_layer", "weight"),
 }
 _TIED_OUTPUT = ("word_embeddings_for_head", "weight")
-_OURS_INSIDE = {legacy: ours for ours, legacy in _INSIDE.items()}
-_OURS_OUTSIDE = {".".join(path): ours for ours, path in _OUTSIDE.items()} | {".".join(_TIED_OUTPUT): "output_layer.weight"}
+_LOCAL_INSIDE = {legacy: local for local, legacy in _INSIDE.items()}
+_LOCAL_OUTSIDE = {".".join(path): local for local, path in _OUTSIDE.items()} | {
+    ".".join(_TIED_OUTPUT): "output_layer.weight"
+}
 
 
 def is_legacy(model: Mapping[str, Any]) -> bool:
-    """Whether a file's model is nested by the modules of the old models."""
+    """Return True if a file's model is nested by the modules of legacy models."""
     return isinstance(model.get("language_model"), Mapping)
 
 
-def place(name: str, *, tied: bool) -> tuple[str, ...] | None:
-    """Where a tensor of ours, by its name inside a chunk, stands in a legacy model; None: nowhere."""
+def _legacy_path(name: str, *, tied: bool) -> tuple[str, ...] | None:
+    """Return the keys of a tensor in a legacy model; None if there is no such tensor.
+
+    `name` is msrl's name inside a virtual stage.
+    """
     if name == "output_layer.weight" and tied:
         return _TIED_OUTPUT
     match = _LAYER.fullmatch(name)
@@ -55,34 +67,52 @@ def place(name: str, *, tied: bool) -> tuple[str, ...] | None:
 
 
 def refuse_unnamed(names: Iterable[str], architecture: str) -> None:
-    """Raises MsrlError for tensors (by their names inside a chunk) that the old models do not have."""
-    kinds = {re.sub(r"\.layers\.\d+\.", ".layers.*.", name) for name in names if place(name, tied=False) is None}
+    """Raise MsrlError for tensors without a legacy name.
+
+    `names` are those inside a virtual stage.
+    """
+    kinds = {
+        re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+        for name in names
+        if _legacy_path(name, tied=False) is None
+    }
     if kinds:
-        some = ", ".join(sorted(kinds)[:3])
-        raise MsrlError(f"--names legacy: Megatron's old models have no name for {some} of {architecture}; write local or te names")
+        examples = ", ".join(sorted(kinds)[:3])
+        raise MsrlError(
+            f"--names legacy: legacy models have no name for {examples} of {architecture}. "
+            "Use --names local or te."
+        )
 
 
-def nested(model: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
-    """The legacy form of one chunk of a rank. Raises ValueError for a tensor that `refuse_unnamed` would have named."""
-    found: dict[str, Any] = {}
+def to_legacy(model: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
+    """Return the legacy form of one virtual stage of a rank.
+
+    Raises:
+        ValueError: A tensor has no legacy name (see `refuse_unnamed`).
+    """
+    result: dict[str, Any] = {}
     for name, value in model.items():
-        path = place(name, tied=tied)
+        path = _legacy_path(name, tied=tied)
         if path is None:
             raise ValueError(f"{name} has no legacy name")
-        inner = found
+        inner = result
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
         inner[path[-1]] = value
-    return found
+    return result
 
 
-def flat(path: Path, model: Mapping[str, Any]) -> dict[str, Any]:
-    """One chunk under our names; the way back of `nested`. Raises MsrlError for names that are not known; `path` is for it."""
-    found: dict[str, Any] = {}
+def from_legacy(path: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one virtual stage under msrl's names; the inverse of `to_legacy`.
+
+    Raises:
+        MsrlError: A name is unknown; `path` is the file in the message.
+    """
+    result: dict[str, Any] = {}
     for name, value in _leaves(model, ""):
         if not name.endswith(("_extra_state", ".inv_freq")):
-            found[_our_name(path, name)] = value
-    return found
+            result[_local_name(path, name)] = value
+    return result
 
 
 def _leaves(model: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -93,10 +123,10 @@ def _leaves(model: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _our_name(path: Path, name: str) -> str:
-    if name in _OURS_OUTSIDE:
-        return _OURS_OUTSIDE[name]
+def _local_name(path: Path, name: str) -> str:
+    if name in _LOCAL_OUTSIDE:
+        return _LOCAL_OUTSIDE[name]
     match = _LAYER.fullmatch(name.removeprefix("language_model."))
-    if match is None or match[3] not in _OURS_INSIDE:
-        raise MsrlError(f"{path}: tensor {name} of Megatron's old models is not known")
-    return f"decoder.layers.{match[2]}.{_OURS_INSIDE[match[3]]}"
+    if match is None or match[3] not in _LOCAL_INSIDE:
+        raise MsrlError(f"{path}: unknown legacy tensor {name}")
+    return f"decoder.layers.{match[2]}.{_LOCAL_INSIDE[match[3]]}"

@@ -1,7 +1,8 @@
-"""Names that pickles in checkpoints may use, and the constructors that stand in for them.
+"""Names that pickles in checkpoints may use, and constructors for their values.
 
-A constructor takes values from the file, so it checks their types before it uses them, and it returns a new plain value or one of the
-stand-ins below. It never returns a class, a function, a module or an object that outlives the file.
+A constructor receives values from the file, so it checks their types before it uses them, and it
+returns a new plain value or one of the stand-ins below. It never returns a class, a function, a
+module or an object that outlives the file.
 """
 
 from __future__ import annotations
@@ -23,18 +24,27 @@ from torch import Tensor
 _FOREIGN = ("megatron.", "mindspeed", "transformer_engine.", "torch.distributed.")
 _STORAGE_MODULES = ("torch", "torch.cuda", "torch.npu", "torch_npu.npu")
 _STORAGES = {
-    "BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16, "FloatStorage": torch.float32, "DoubleStorage": torch.float64,
-    "ByteStorage": torch.uint8, "CharStorage": torch.int8, "ShortStorage": torch.int16, "IntStorage": torch.int32,
-    "LongStorage": torch.int64, "BoolStorage": torch.bool, "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128,
-}  # fmt: skip
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ShortStorage": torch.int16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
 _NUMPY_TYPE = re.compile(r"(b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,6})")
 _MAX_AXES = 64
-_MAX_REPEATED = 1 << 24  # elements of a tensor that repeats those of its storage, as `expand` does
+_MAX_REPEATED = 1 << 24  # elements of a tensor that repeats storage elements, as `expand` does
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name of a class or function in a pickle. Nothing was imported for it."""
+    """Name of a class or function in a pickle; nothing was imported for it."""
 
     module: str
     name: str
@@ -50,7 +60,7 @@ class StorageRef:
 
 
 class Foreign:
-    """A value of a class that is not loaded: its name, and the arguments and the state that the file holds for it."""
+    """Value of a class that is not imported: its name, arguments and state in the file."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -63,7 +73,10 @@ class Foreign:
 
 
 class NumpyType:
-    """An element type of NumPy, as text: one that the process shares never gets state from a file."""
+    """Element type of NumPy as text.
+
+    A numpy.dtype is shared in the process, so it must not receive state from a file.
+    """
 
     __slots__ = ("order", "text")
 
@@ -74,20 +87,23 @@ class NumpyType:
     order: str
 
     def dtype(self) -> np.dtype[Any]:
-        """Return the type itself."""
+        """Return the numpy.dtype."""
         return np.dtype(self.order + self.text)
 
 
 def unwanted(module: str, name: str) -> UnpicklingError:
-    """Return the error for a name that has no place in a checkpoint."""
-    return UnpicklingError(f"it names {module}.{name}, which a checkpoint has no use for; it may be harmful and was not run")
+    """Return the error for a name that does not belong in a checkpoint."""
+    return UnpicklingError(
+        f"it names {module}.{name}, which does not belong in a checkpoint; it may be harmful and "
+        "was not run"
+    )
 
 
 def resolve(module: str, name: str) -> Global | torch.dtype:
-    """Return the stand-in for a name. Element types of torch are immutable and stand for themselves.
+    """Return the stand-in for a name; torch's dtypes are immutable and represent themselves.
 
     Raises:
-        UnpicklingError: A checkpoint has no use for the name.
+        UnpicklingError: The name does not belong in a checkpoint.
     """
     if module == "torch" and name in _TORCH_TYPES:
         return _TORCH_TYPES[name]
@@ -98,10 +114,10 @@ def resolve(module: str, name: str) -> Global | torch.dtype:
 
 
 def construct(target: object, arguments: object, keywords: object = None) -> Any:
-    """Return what calling `target` with values from the file stands for.
+    """Return the value of calling `target` with values from the file.
 
     Raises:
-        UnpicklingError: `target` is no name, or its constructor does not take these arguments.
+        UnpicklingError: `target` is not a name, or its constructor does not accept the arguments.
     """
     if not isinstance(target, Global) or type(arguments) is not tuple:
         raise UnpicklingError(f"it calls a {type(target).__name__}")
@@ -113,7 +129,9 @@ def construct(target: object, arguments: object, keywords: object = None) -> Any
     try:
         return constructor(*arguments)
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        raise UnpicklingError(f"it calls {target.module}.{target.name} with unusable values: {error}") from error
+        raise UnpicklingError(
+            f"it calls {target.module}.{target.name} with unusable values: {error}"
+        ) from error
 
 
 def is_foreign(name: Global) -> bool:
@@ -122,7 +140,10 @@ def is_foreign(name: Global) -> bool:
 
 
 def check_key(key: object) -> Any:
-    """Return a dict key or set member whose hash takes no recursion (hashing deeply nested tuples overflows the C stack)."""
+    """Return a dict key or set member that can be hashed without recursion.
+
+    Hashing deeply nested tuples overflows the C stack.
+    """
     members = key if type(key) is tuple else (key,)
     for member in members:
         if type(member) not in _KEYS:
@@ -130,31 +151,47 @@ def check_key(key: object) -> Any:
     return key
 
 
-def storage_dtype(kind: object) -> torch.dtype | None:
-    """Return the element type that a storage class stands for; None where `kind` is no such class."""
-    return _STORAGES[kind.name] if isinstance(kind, Global) and _is_storage(kind.module, kind.name) else None
+def storage_dtype(storage_class: object) -> torch.dtype | None:
+    """Return the element type of a storage class; None if the value is not a storage class."""
+    if not isinstance(storage_class, Global):
+        return None
+    if not _is_storage(storage_class.module, storage_class.name):
+        return None
+    return _STORAGES[storage_class.name]
 
 
 def fill_array(array: np.ndarray[Any, Any], state: object) -> None:
-    """Give an array its type, shape and elements, as `numpy.ndarray.__reduce__` writes them."""
-    version, shape, kind, is_fortran, data = _items(state, 5)
-    if type(version) is not int or type(is_fortran) is not bool or not isinstance(kind, NumpyType) or type(data) is not bytes:
-        raise UnpicklingError("it holds an array of Python objects or of an unknown form")
-    dtype, sizes = kind.dtype(), _sizes(shape)
+    """Set type, shape and elements of an array from its pickled state (`ndarray.__reduce__`)."""
+    version, shape, element_type, is_fortran, data = _items(state, 5)
+    if (
+        type(version) is not int
+        or type(is_fortran) is not bool
+        or not isinstance(element_type, NumpyType)
+        or type(data) is not bytes
+    ):
+        raise UnpicklingError("it contains an array of Python objects or of an unknown form")
+    dtype, sizes = element_type.dtype(), _sizes(shape)
     if len(data) != dtype.itemsize * math.prod(sizes):
-        raise UnpicklingError(f"it holds an array of {len(data)} bytes, which do not make {list(sizes)}")
-    array.__setstate__((1, sizes, dtype, is_fortran, data))  # pyright: ignore[reportArgumentType] - a bool, as NumPy writes it
+        raise UnpicklingError(
+            f"it contains an array of {len(data)} bytes, which do not match shape {list(sizes)}"
+        )
+    # NumPy writes the Fortran flag as a bool.
+    array.__setstate__((1, sizes, dtype, is_fortran, data))  # pyright: ignore[reportArgumentType]
 
 
-def set_numpy_type(kind: NumpyType, state: object) -> None:
-    """Give an element type its byte order."""
-    _, order, *rest = _items(state, 8)
-    if type(order) is not str or order not in ("<", ">", "|", "=") or any(item is not None for item in rest[:3]):
-        raise UnpicklingError("it holds an array of structures")
-    kind.order = order
+def set_numpy_type(element_type: NumpyType, state: object) -> None:
+    """Set the byte order of an element type."""
+    _, order, *others = _items(state, 8)
+    if (
+        type(order) is not str
+        or order not in ("<", ">", "|", "=")
+        or any(item is not None for item in others[:3])
+    ):
+        raise UnpicklingError("it contains an array of structures")
+    element_type.order = order
 
 
-# --- Constructors ---------------------------------------------------------------------------------------------------------------------
+# --- Constructors ---
 
 
 def _foreign(target: Global, arguments: tuple[object, ...]) -> Foreign:
@@ -162,7 +199,7 @@ def _foreign(target: Global, arguments: tuple[object, ...]) -> Foreign:
 
 
 def _enum_member(owner: object, name: object) -> Foreign:
-    """Read an enumeration's member in the form of Python 3.11.0 to 3.11.3: getattr(class, name)."""
+    """Read an enumeration member as pickled by Python 3.11.0 to 3.11.3: getattr(class, name)."""
     if not isinstance(owner, Global) or not is_foreign(owner) or type(name) is not str:
         raise unwanted("builtins", "getattr")
     return _foreign(owner, (name,))
@@ -184,43 +221,50 @@ def _default_dict(factory: object = None) -> dict[Any, Any]:
     """Read a defaultdict as a plain dict; its factory is never called."""
     if factory is None or (isinstance(factory, Global) and factory in _DICT_NAMES):
         return {}
-    name = f"{factory.module}.{factory.name}" if isinstance(factory, Global) else type(factory).__name__
-    raise UnpicklingError(f"it holds a defaultdict of {name}; only one of dict is read")
+    name = (
+        f"{factory.module}.{factory.name}"
+        if isinstance(factory, Global)
+        else type(factory).__name__
+    )
+    raise UnpicklingError(f"it contains a defaultdict of {name}; only one of dict is supported")
 
 
-def _collection(kind: Callable[[Iterable[Any]], Any]) -> Callable[..., Any]:
+def _collection(constructor: Callable[[Iterable[Any]], Any]) -> Callable[..., Any]:
     def make(items: object = ()) -> Any:
         if type(items) is not list and type(items) is not tuple:
-            raise UnpicklingError(f"it makes a set of a {type(items).__name__}")
-        return kind(map(check_key, items))
+            raise UnpicklingError(f"it builds a set from a {type(items).__name__}")
+        return constructor(map(check_key, items))
 
     return make
 
 
 def _encode(text: object, encoding: object) -> bytes:
-    """Pickle protocol 2 writes bytes as text with their values."""
+    """Read bytes, which pickle protocol 2 writes as text with the same values."""
     if type(text) is not str or type(encoding) is not str or encoding != "latin1":
-        raise UnpicklingError("it encodes text by another codec than latin1")
+        raise UnpicklingError("it encodes text with a codec other than latin1")
     return text.encode("latin1")
 
 
-def _path(*parts: Any) -> PurePosixPath:
-    if not all(type(part) is str for part in parts):
-        raise UnpicklingError("it makes a path of something other than text")
-    return PurePosixPath(*parts)
+def _path(*segments: Any) -> PurePosixPath:
+    if not all(type(segment) is str for segment in segments):
+        raise UnpicklingError("it builds a path from something other than text")
+    return PurePosixPath(*segments)
 
 
-def _numbers(kind: Callable[..., Any], *types: type) -> Callable[..., Any]:
+def _numbers(constructor: Callable[..., Any], *types: type) -> Callable[..., Any]:
     def make(*values: Any) -> Any:
         if not all(type(value) in types for value in values):
-            raise UnpicklingError(f"it makes a {getattr(kind, '__name__', 'value')} of something other than numbers")
-        return kind(*values)
+            raise UnpicklingError(
+                f"it builds a {getattr(constructor, '__name__', 'value')} from something other "
+                "than numbers"
+            )
+        return constructor(*values)
 
     return make
 
 
 def _empty_bytes() -> bytes:
-    """Pickle protocol 2 writes empty bytes as a call of their class."""
+    """Read empty bytes, which pickle protocol 2 writes as a call of their class."""
     return b""
 
 
@@ -230,26 +274,36 @@ def _size(sizes: object) -> torch.Size:
 
 def _numpy_type(text: object, *_: object) -> NumpyType:
     if type(text) is not str or _NUMPY_TYPE.fullmatch(text) is None:
-        raise UnpicklingError("it holds an array of Python objects or structures; only numbers and text are read")
+        raise UnpicklingError(
+            "it contains an array of Python objects or structures; only numbers and text are "
+            "supported"
+        )
     return NumpyType(text)
 
 
-def _empty_array(kind: object, *_: object) -> np.ndarray[Any, Any]:
-    """Make an array that `fill_array` fills."""
-    if not isinstance(kind, Global) or (kind.module, kind.name) != ("numpy", "ndarray"):
-        raise UnpicklingError("it holds an array of an unknown class")
+def _empty_array(array_class: object, *_: object) -> np.ndarray[Any, Any]:
+    """Return an array for `fill_array` to fill."""
+    if not isinstance(array_class, Global) or (array_class.module, array_class.name) != (
+        "numpy",
+        "ndarray",
+    ):
+        raise UnpicklingError("it contains an array of an unknown class")
     return np.ndarray((0,), np.uint8)
 
 
 def _array(*_: object) -> np.ndarray[Any, Any]:
-    """Refuse the class of arrays itself, which only `_empty_array` takes."""
-    raise UnpicklingError("it describes an array in an unknown way")
+    """Refuse the class of arrays, which is only an argument of `_empty_array`."""
+    raise UnpicklingError("it describes an array in an unknown form")
 
 
-def _numpy_scalar(kind: object, data: object) -> Any:
-    if not isinstance(kind, NumpyType) or type(data) is not bytes or len(data) != kind.dtype().itemsize:
-        raise UnpicklingError("it holds a number of an unknown type")
-    return np.frombuffer(data, kind.dtype())[0].item() if data else ""
+def _numpy_scalar(element_type: object, data: object) -> Any:
+    if (
+        not isinstance(element_type, NumpyType)
+        or type(data) is not bytes
+        or len(data) != element_type.dtype().itemsize
+    ):
+        raise UnpicklingError("it contains a number of an unknown type")
+    return np.frombuffer(data, element_type.dtype())[0].item() if data else ""
 
 
 def _tensor(
@@ -261,24 +315,35 @@ def _tensor(
     _hooks: object = None,
     bits: object = None,
 ) -> Tensor:
-    """Rebuild a tensor on the memory of its storage, within which all of its elements must lie."""
+    """Rebuild a tensor on the memory of its storage, within which all of its elements must be."""
     sizes, steps, begin = _sizes(shape), _sizes(strides), _sizes((offset,))[0]
-    if not isinstance(storage, StorageRef) or len(sizes) != len(steps) or len(sizes) > _MAX_AXES or type(requires_grad) is not bool:
-        raise UnpicklingError("it describes a tensor in an unknown way")
+    if (
+        not isinstance(storage, StorageRef)
+        or len(sizes) != len(steps)
+        or len(sizes) > _MAX_AXES
+        or type(requires_grad) is not bool
+    ):
+        raise UnpicklingError("it describes a tensor in an unknown form")
     if bits:
-        raise UnpicklingError("it holds a conjugated or negated view of a tensor, which is not read")
-    end = begin + (1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) if all(sizes) else 0)
+        raise UnpicklingError(
+            "it contains a conjugated or negated view of a tensor, which is not supported"
+        )
+    end = begin
+    if all(sizes):
+        end += 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
     num_elements = math.prod(sizes)
     if end > storage.num_elements or num_elements > max(storage.num_elements, _MAX_REPEATED):
-        message = f"{list(sizes)} with strides {list(steps)} at {begin}, beyond the {storage.num_elements} elements of its storage"
-        raise UnpicklingError(f"it holds a tensor of {message}")
+        raise UnpicklingError(
+            f"it contains a tensor of {list(sizes)} with strides {list(steps)} at {begin}, "
+            f"beyond the {storage.num_elements} elements of its storage"
+        )
     tensor = torch.empty(0, dtype=storage.dtype).set_(storage.memory, begin, sizes, steps)
     return tensor.requires_grad_(requires_grad)
 
 
 def _parameter(data: object, requires_grad: object, _hooks: object = None) -> torch.nn.Parameter:
     if not isinstance(data, Tensor) or type(requires_grad) is not bool:
-        raise UnpicklingError("it describes a parameter in an unknown way")
+        raise UnpicklingError("it describes a parameter in an unknown form")
     return torch.nn.Parameter(data, requires_grad)
 
 
@@ -288,21 +353,44 @@ def _is_storage(module: str, name: str) -> bool:
 
 def _items(state: object, count: int) -> tuple[Any, ...]:
     if type(state) is not tuple or len(state) < count:
-        raise UnpicklingError("it holds an array in an unknown form")
+        raise UnpicklingError("it contains an array in an unknown form")
     return state[:count]
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    """Return sizes, strides or offsets: whole numbers that are not negative and fit into 64 bits."""
-    if type(values) not in (tuple, list, torch.Size) or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
-        raise UnpicklingError("it holds a tensor or array whose sizes are no whole numbers")
+    """Return sizes, strides or offsets: non-negative integers that fit into 64 bits."""
+    if type(values) not in (tuple, list, torch.Size) or not all(
+        type(value) is int and 0 <= value < 1 << 63 for value in values
+    ):
+        raise UnpicklingError("it contains a tensor or array whose sizes are not integers")
     return tuple(values)
 
 
-_KEYS = frozenset({type(None), bool, int, float, str, bytes, torch.dtype, torch.Size, PurePosixPath, Global, Foreign})
+_KEYS = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        torch.dtype,
+        torch.Size,
+        PurePosixPath,
+        Global,
+        Foreign,
+    }
+)
 _DICT_NAMES = (Global("builtins", "dict"), Global("__builtin__", "dict"))
-_OPAQUE = {("torch", "device"), ("torch.serialization", "_get_layout"), ("_io", "BytesIO"), ("signal", "Signals")}
-_TORCH_TYPES: Mapping[str, torch.dtype] = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_OPAQUE = {
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("_io", "BytesIO"),
+    ("signal", "Signals"),
+}
+_TORCH_TYPES: Mapping[str, torch.dtype] = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
 
 CONSTRUCTORS: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("argparse", "Namespace"): _namespace,

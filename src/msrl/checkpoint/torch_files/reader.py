@@ -1,6 +1,7 @@
-"""Tensors as they lie in files, and files of `torch.save`, read without running anything; `torch_writer` writes them.
+"""Tensors as they are stored in files, and a safe reader for files of `torch.save`.
 
-`torch_reader` and `unpickler` read them. Source: torch.serialization and PEP 307, the pickle protocol.
+Nothing in a file is executed: `archive_reader` and `unpickler` read it. `writer` writes such files.
+Source: torch.serialization and PEP 307, the pickle protocol.
 """
 
 from __future__ import annotations
@@ -21,20 +22,31 @@ from msrl.checkpoint.torch_files.archive import check_archive
 from msrl.checkpoint.torch_files.archive_reader import map_file, read_archive
 from msrl.errors import MsrlError
 
-BLOCK_BYTES = 512 << 10  # what is checksummed and written in one go: the checksum leaves it in the core's own cache for the write
-STORAGES = {torch.bfloat16: "BFloat16Storage", torch.float16: "HalfStorage", torch.float32: "FloatStorage", torch.float64: "DoubleStorage"}
-STORAGES |= {torch.int64: "LongStorage", torch.int32: "IntStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage"}
+# A block is checksummed, then written; at this size it is still in the core's cache for the write.
+BLOCK_BYTES = 512 << 10
+STORAGES = {
+    torch.bfloat16: "BFloat16Storage",
+    torch.float16: "HalfStorage",
+    torch.float32: "FloatStorage",
+    torch.float64: "DoubleStorage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+}
 
-# What bytes that are not what they should be make archives and pickles raise; RuntimeError is torch's, zipfile's and that of recursion.
+# Exceptions that damaged archives and pickles raise. RuntimeError comes from torch, zipfile and
+# recursion.
 UNREADABLE = (
-    RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, MemoryError, EOFError, OSError,
+    RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
+    AssertionError, MemoryError, EOFError, OSError,
     pickle.UnpicklingError, struct.error, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Type and shape of a tensor that is to be written."""
+    """Dtype and shape of a tensor to write."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,7 +62,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What a finished file weighs, and the SHA-256 of its records' names, sizes and CRC-32s (see `archive.digest`)."""
+    """Size of a finished file, and the SHA-256 of its records (see `archive.records_digest`)."""
 
     num_bytes: int
     sha256: str
@@ -58,28 +70,33 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A tensor that is to be written: its parts, which lie one above the other and need not have its type yet.
+    """A tensor to write, as pieces that concatenate to it along its rows.
 
-    Parts may be made as they are asked for, once. The parts' rows together are the tensor's bytes in C order, whatever its shape.
+    Pieces may have another dtype and may be created on demand, once. Their rows together are the
+    tensor's data in C order, whatever its shape.
     """
 
     spec: TensorSpec
-    parts: Iterable[Tensor]
+    tensors: Iterable[Tensor]
 
 
-def spec_of(tensor: Tensor) -> TensorSpec:
+def tensor_spec(tensor: Tensor) -> TensorSpec:
+    """Return dtype and shape of a tensor."""
     return TensorSpec(tensor.dtype, tuple(tensor.shape))
 
 
-def pieces_of(tensor: Tensor | Pieces) -> Pieces:
-    """A tensor that is to be written, whole or in pieces."""
-    return tensor if isinstance(tensor, Pieces) else Pieces(spec_of(tensor), (tensor,))
+def as_pieces(tensor: Tensor | Pieces) -> Pieces:
+    """Return a tensor in the form of pieces."""
+    return tensor if isinstance(tensor, Pieces) else Pieces(tensor_spec(tensor), (tensor,))
 
 
 def check_records(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """Read the whole file and compare every record with its own checksum; the digest of the file's records.
+    """Compare every record of a file with its checksum and return the digest of the records.
 
-    `advance` is called with the bytes of each block that was read. Raises MsrlError for a damaged file, by record.
+    `advance` is called with the size of each block that was read.
+
+    Raises:
+        MsrlError: The file is damaged; names the record.
     """
     _check_archive(path)
     try:
@@ -90,20 +107,25 @@ def check_records(path: Path, advance: Callable[[int], None] = lambda num_bytes:
 
 
 def piece_blocks(pieces: Pieces) -> Iterator[memoryview]:
-    """The bytes of a tensor that comes in parts, as `tensor_blocks` gives them. Raises ValueError where they are too few or too many."""
+    """Yield the data of a tensor in pieces, in blocks as `tensor_blocks` yields them.
+
+    Raises:
+        ValueError: The pieces have too little or too much data.
+    """
     num_bytes = 0
-    for part in pieces.parts:
-        for block in tensor_blocks(part, pieces.spec.dtype):
+    for piece in pieces.tensors:
+        for block in tensor_blocks(piece, pieces.spec.dtype):
             num_bytes += len(block)
             yield block
     if num_bytes != pieces.spec.num_bytes:
-        raise ValueError(f"{num_bytes} bytes were given where {pieces.spec} was announced")
+        raise ValueError(f"{num_bytes} bytes do not match the declared {pieces.spec}")
 
 
 def tensor_blocks(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
-    """The bytes of a CPU tensor in C order, cast to `dtype` unless it is None, in blocks of at most `BLOCK_BYTES` (or one row).
+    """Yield the data of a CPU tensor in C order, in blocks of at most `BLOCK_BYTES` (or one row).
 
-    Nothing is copied where the tensor is contiguous and has the type; else block by block, in memory that stays small and is used again.
+    The data is cast to `dtype` unless it is None. A contiguous tensor of that type is not copied;
+    others are copied block by block into a small reused buffer.
     """
     tensor = tensor.detach().cpu()
     dtype = dtype or tensor.dtype
@@ -120,13 +142,16 @@ def tensor_blocks(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[
 
 
 def read_torch_file(path: Path, *, mmap: bool = True) -> Any:
-    """Return what `torch.save` wrote at `path`, on the CPU; with `mmap` tensors are read when they are used.
+    """Return the value that `torch.save` wrote at `path`, on the CPU.
 
-    The file names classes and functions, and none of them is imported, called or changed: tensors, `argparse.Namespace`, numpy arrays and
-    plain values are made, and values of other known classes (enumerations among saved arguments) become `Foreign`.
+    With `mmap`, tensors are memory-mapped and read on use. No class or function that the file names
+    is imported, called or changed: tensors, `argparse.Namespace`, numpy arrays and plain values are
+    created, and values of other known classes (enumerations among saved arguments) become
+    `Foreign`.
 
     Raises:
-        MsrlError: The file is absent, truncated, not torch's, or names something that a checkpoint does not hold.
+        MsrlError: The file is missing, truncated, not torch's, or contains something that a
+            checkpoint does not.
     """
     _check_archive(path)
     try:
@@ -137,17 +162,27 @@ def read_torch_file(path: Path, *, mmap: bool = True) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """The file is whole, its records are as torch leaves them (a compressed one would be mapped as it is, and its bytes taken for numbers),
-    and it is not a program (a TorchScript archive, which holds code)."""
+    """Check that the file is complete, uncompressed and not a program.
+
+    The data of a compressed record would be mapped unchanged and read as numbers. A TorchScript
+    archive contains code.
+    """
     if not path.is_file():
-        raise MsrlError(f"{path}: there is no such file")
+        raise MsrlError(f"{path}: file does not exist")
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
     except UNREADABLE as error:
-        raise MsrlError(f"{path}: cut short or not written by torch.save ({error}); copy or convert it again") from error
-    compressed = next((record.filename for record in records if record.compress_type != zipfile.ZIP_STORED), None)
+        raise MsrlError(
+            f"{path}: truncated or not written by torch.save ({error}). Copy or convert it again."
+        ) from error
+    compressed = next(
+        (record.filename for record in records if record.compress_type != zipfile.ZIP_STORED), None
+    )
     if compressed is not None:
-        raise MsrlError(f"{path}: its record {compressed} is compressed, which torch.save never does; save or download it again")
+        raise MsrlError(
+            f"{path}: record {compressed} is compressed, which torch.save never does. "
+            "Save or download it again."
+        )
     if any(record.filename.endswith("/constants.pkl") for record in records):
         raise MsrlError(f"{path}: is a TorchScript program, not a checkpoint")

@@ -1,14 +1,18 @@
-"""Read pickles from checkpoints without importing, calling or changing anything that a file names.
+"""Unpickler that never imports, calls or changes anything that a checkpoint file names.
 
-`load` is a stack machine of its own for the opcodes that pickle protocols 2 to 5 write (PEP 307, PEP 3154, PEP 574). It differs from
-Python's unpickler in three ways:
+`load` is a stack machine for the opcodes that pickle protocols 2 to 5 write (PEP 307, PEP 3154,
+PEP 574). It differs from Python's unpickler in three ways:
 
-- A name in the file becomes a `Global`, an immutable pair of strings. No class, function or module is ever on the stack.
-- Calls go to the constructors in `pickle_names`, which check their arguments and return plain values or stand-ins.
-- Opcodes that add items or set state dispatch on the exact type of a value that this machine has built. No method or attribute of the
-  value is looked up, so an instance cannot bring a `__setstate__` along.
+- A name in the file becomes a `Global`, an immutable pair of strings. No class, function or module
+  is ever on the stack.
+- Calls are replaced by the constructors in `pickle_names`, which check their arguments and return
+  plain values or stand-ins.
+- Opcodes that add items or set state dispatch on the exact type of a value that this machine has
+  built. No method or attribute of the value is looked up, so an instance cannot provide a
+  `__setstate__`.
 
-The machine does not recurse. It limits the size of the pickle, the number of opcodes and the nesting of the result.
+The machine does not recurse. It limits the size of the pickle, the number of opcodes and the
+nesting of the result.
 """
 
 from __future__ import annotations
@@ -59,22 +63,25 @@ def load(data: bytes, load_storage: Callable[[object], StorageRef] | None = None
     """Return the value of a pickle.
 
     Args:
-        data: The whole pickle.
-        load_storage: Turns a persistent id into the storage of a tensor; None refuses persistent ids.
+        data: The complete pickle.
+        load_storage: Function from a persistent id to the storage of a tensor; None refuses
+            persistent ids.
 
     Raises:
-        UnpicklingError: The pickle names something that a checkpoint does not hold, or exceeds a limit.
+        UnpicklingError: The pickle contains something that a checkpoint does not, or is too large.
         ValueError, TypeError, LookupError, struct.error: The pickle is malformed.
     """
     if len(data) > MAX_BYTES:
-        raise UnpicklingError(f"it has {len(data)} bytes besides tensors, more than the limit of {MAX_BYTES}")
+        raise UnpicklingError(
+            f"it has {len(data)} bytes besides tensors, more than the limit of {MAX_BYTES}"
+        )
     value = _Machine(data, load_storage).run()
     _check_result(value)
     return value
 
 
 class _Machine:
-    """Stack, memo and position of one pickle."""
+    """Stack, memo and position in one pickle."""
 
     def __init__(self, data: bytes, load_storage: Callable[[object], StorageRef] | None) -> None:
         self.load_storage = load_storage
@@ -127,7 +134,7 @@ class _Machine:
         self.stack.append(self._memo[index])
 
 
-# --- Opcodes that push a value --------------------------------------------------------------------------------------------------------
+# --- Opcodes that push a value ---
 
 
 def _constant(make: Callable[[], object]) -> Callable[[_Machine], None]:
@@ -147,7 +154,7 @@ def _number(layout: str) -> Callable[[_Machine], None]:
 
 
 def _sized(layout: str, convert: Callable[[bytes], object]) -> Callable[[_Machine], None]:
-    """Bytes behind their own length."""
+    """Return a handler that pushes data prefixed with its length."""
     compiled = struct.Struct(layout)
 
     def push(machine: _Machine) -> None:
@@ -168,7 +175,7 @@ def _tuple(size: int) -> Callable[[_Machine], None]:
     def push(machine: _Machine) -> None:
         items = tuple(machine.stack[-size:])
         if len(items) < size:
-            raise UnpicklingError("its pickle makes a tuple of values that it lacks")
+            raise UnpicklingError("its pickle builds a tuple from missing values")
         machine.stack[-size:] = [items]
 
     return push
@@ -184,7 +191,7 @@ def _frozen_set(machine: _Machine) -> None:
     machine.stack.append(frozenset(map(check_key, items)))
 
 
-# --- Opcodes that change a container --------------------------------------------------------------------------------------------------
+# --- Opcodes that change a container ---
 
 
 def _append(machine: _Machine) -> None:
@@ -199,7 +206,7 @@ def _append_marked(machine: _Machine) -> None:
 
 def _extend(target: object, items: list[Any]) -> None:
     if type(target) is not list:
-        raise UnpicklingError(f"it appends to a {_kind(target)}")
+        raise UnpicklingError(f"it appends to a {_type_name(target)}")
     target.extend(items)
 
 
@@ -215,7 +222,7 @@ def _set_marked_items(machine: _Machine) -> None:
 
 def _update(target: object, items: list[Any]) -> None:
     if type(target) is not dict and type(target) is not OrderedDict:
-        raise UnpicklingError(f"it sets items of a {_kind(target)}")
+        raise UnpicklingError(f"it sets items of a {_type_name(target)}")
     if len(items) % 2:
         raise UnpicklingError("it sets a key without a value")
     for index in range(0, len(items), 2):
@@ -226,11 +233,11 @@ def _add_marked_items(machine: _Machine) -> None:
     items = machine.pop_mark()
     target = machine.stack[-1]
     if type(target) is not set:
-        raise UnpicklingError(f"it adds members to a {_kind(target)}")
+        raise UnpicklingError(f"it adds members to a {_type_name(target)}")
     target.update(map(check_key, items))
 
 
-# --- Opcodes that name, call and set state --------------------------------------------------------------------------------------------
+# --- Opcodes that name, call and set state ---
 
 
 def _global(machine: _Machine) -> None:
@@ -241,12 +248,12 @@ def _global(machine: _Machine) -> None:
 def _stack_global(machine: _Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise UnpicklingError("it names a class by something other than text")
+        raise UnpicklingError("the name of a class is not text")
     machine.stack.append(resolve(module, name))
 
 
 def _call(machine: _Machine) -> None:
-    """REDUCE and NEWOBJ: the same constructors serve both."""
+    """Handle REDUCE and NEWOBJ, which use the same constructors."""
     arguments = machine.stack.pop()
     machine.stack[-1] = construct(machine.stack[-1], arguments)
 
@@ -261,7 +268,9 @@ def _build(machine: _Machine) -> None:
     target = machine.stack[-1]
     setter = _STATE_SETTERS.get(type(target))
     if setter is None:
-        raise UnpicklingError(f"it sets the state of a {_kind(target)}, which may be harmful and was not done")
+        raise UnpicklingError(
+            f"it sets the state of a {_type_name(target)}, which may be harmful and was not done"
+        )
     setter(target, state)
 
 
@@ -271,23 +280,25 @@ def _set_foreign(target: Foreign, state: object) -> None:
 
 def _set_namespace(target: Namespace, state: object) -> None:
     if type(state) is not dict or not all(type(key) is str for key in state):
-        raise UnpicklingError("its arguments are not values by name")
+        raise UnpicklingError("its arguments are not named values")
     vars(target).update(state)
 
 
 def _set_ordered(_: object, state: object) -> None:
-    """Skip the attributes that torch hangs on a state dict: the versions of its modules, no part of the model."""
+    """Ignore the attributes that torch adds to a state dict: the versions of its modules."""
     if type(state) is not dict:
-        raise UnpicklingError("it sets the state of an OrderedDict to something other than attributes")
+        raise UnpicklingError(
+            "it sets the state of an OrderedDict to something other than attributes"
+        )
 
 
 def _persistent(machine: _Machine) -> None:
     if machine.load_storage is None:
-        raise UnpicklingError("it refers to a tensor outside of the pickle, where there is none")
+        raise UnpicklingError("it refers to a tensor outside of the pickle, but there is none")
     machine.stack[-1] = machine.load_storage(machine.stack[-1])
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return f"{value.module}.{value.name}" if isinstance(value, Global) else type(value).__name__
 
 
@@ -305,19 +316,21 @@ _WORD, _LONG_WORD = struct.Struct("<I"), struct.Struct("<Q")
 def _protocol(machine: _Machine) -> None:
     version = machine.read_byte()
     if version > _LATEST_PROTOCOL:
-        raise UnpicklingError(f"it has pickle protocol {version}, which is not known")
+        raise UnpicklingError(f"it has unknown pickle protocol {version}")
 
 
-class _Handlers(dict[bytes, Callable[[_Machine], object]]):
-    """Handlers by opcode."""
+class _OpcodeHandlers(dict[bytes, Callable[[_Machine], object]]):
+    """Opcode handlers."""
 
     def __missing__(self, opcode: bytes) -> Any:
         if not opcode:
             raise UnpicklingError("its pickle is truncated")
-        raise UnpicklingError(f"it contains the pickle opcode {opcode!r}, which torch.save does not write")
+        raise UnpicklingError(
+            f"it contains the pickle opcode {opcode!r}, which torch.save does not write"
+        )
 
 
-_HANDLERS = _Handlers(
+_HANDLERS = _OpcodeHandlers(
     {
         pickle.PROTO: _protocol,
         pickle.FRAME: lambda machine: machine.read_number(_LONG_WORD),
@@ -336,7 +349,8 @@ _HANDLERS = _Handlers(
         pickle.BININT1: lambda machine: machine.stack.append(machine.read_byte()),
         pickle.BININT2: _number("<H"),
         pickle.BINFLOAT: _number(">d"),
-        pickle.LONG1: _sized("<B", _integer),  # LONG4 holds numbers of more than 2040 bits, which no checkpoint does
+        # LONG4 is for integers of more than 2040 bits, which no checkpoint contains.
+        pickle.LONG1: _sized("<B", _integer),
         pickle.SHORT_BINUNICODE: _sized("<B", _text),
         pickle.BINUNICODE: _sized("<I", _text),
         pickle.BINUNICODE8: _sized("<Q", _text),
@@ -370,19 +384,25 @@ _HANDLERS = _Handlers(
 )
 
 
-# --- The result -----------------------------------------------------------------------------------------------------------------------
+# --- The result ---
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Size of a container: how deep it is nested, and its values, counted again for every container that refers to them."""
+    """Nesting depth and number of values of a container.
+
+    A value is counted again for every container that refers to it.
+    """
 
     depth: int
     num_values: int
 
 
 def _check_result(root: object) -> None:
-    """Refuse values that code cannot walk (cycles, deep nesting, shared containers that multiply) and stray parts of the machinery."""
+    """Refuse values that other code cannot traverse, and internal values of this machine.
+
+    These are cycles, deep nesting, and shared containers that multiply.
+    """
     extents: dict[int, _Extent | None] = {}  # by id; None while a container is being visited
     pending: list[tuple[object, list[object] | None]] = [([root], None)]
     while pending:
@@ -403,27 +423,32 @@ def _extent(members: list[object], extents: dict[int, _Extent | None]) -> _Exten
             continue
         inner = extents[id(member)]
         if inner is None:
-            raise UnpicklingError("it holds a value that contains itself")
+            raise UnpicklingError("it has a value that contains itself")
         depth, num_values = max(depth, inner.depth), num_values + inner.num_values
     if depth > MAX_DEPTH or num_values > MAX_VALUES:
-        raise UnpicklingError(f"its values are nested more than {MAX_DEPTH} deep or number more than {MAX_VALUES} when written out")
+        raise UnpicklingError(
+            f"its values exceed nesting depth {MAX_DEPTH} or, with shared values expanded, number "
+            f"{MAX_VALUES}"
+        )
     return _Extent(depth + 1, num_values)
 
 
 def _members(value: Any) -> list[object]:
-    """Return the values inside a container. Raises UnpicklingError for what is no value of a checkpoint."""
-    kind = type(value)
-    if kind is dict or kind is OrderedDict:
+    """Return the values inside a container; raise UnpicklingError if it does not belong there."""
+    value_type = type(value)
+    if value_type is dict or value_type is OrderedDict:
         return [*value.keys(), *value.values()]
-    if kind in (list, tuple, set, frozenset):
+    if value_type in (list, tuple, set, frozenset):
         return list(value)
-    if kind is Namespace:
+    if value_type is Namespace:
         return list(vars(value).values())
-    if kind is Foreign:
+    if value_type is Foreign:
         state = list(value.state.values()) if type(value.state) is dict else [value.state]
         return [*value.arguments, *state]
-    if kind is Global and is_foreign(value):
+    if value_type is Global and is_foreign(value):
         return []
-    if kind is Global:
+    if value_type is Global:
         raise unwanted(value.module, value.name)
-    raise UnpicklingError(f"it holds a {kind.__name__}, which a checkpoint has no use for")
+    raise UnpicklingError(
+        f"it contains a {value_type.__name__}, which does not belong in a checkpoint"
+    )

@@ -1,7 +1,8 @@
-"""Files of `torch.save`, written tensor by tensor at places known beforehand: in any order, by several threads.
+"""Writer for files of `torch.save`: tensors in any order and from several threads.
 
-The format is a zip archive (see `archive`): `data.pkl`, and a record `data/<n>` per storage. In memory is a block of each tensor that is
-being written, instead of a rank's whole share. Source: torch.serialization and PEP 307, the pickle protocol.
+The format is a zip archive (see `archive`): `data.pkl`, and a record `data/<n>` per storage. One
+block of each tensor being written is in memory, instead of all tensors of a rank. Source:
+torch.serialization and PEP 307, the pickle protocol.
 """
 
 from __future__ import annotations
@@ -20,38 +21,74 @@ from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
 
 from msrl.checkpoint.torch_files.archive import ArchiveWriter
-from msrl.checkpoint.torch_files.reader import STORAGES, Pieces, TensorSpec, WrittenFile, piece_blocks, pieces_of
+from msrl.checkpoint.torch_files.reader import (
+    STORAGES,
+    Pieces,
+    TensorSpec,
+    WrittenFile,
+    as_pieces,
+    piece_blocks,
+)
 
 _PICKLE, _ORDER, _VERSION = "data.pkl", "byteorder", "version"
 
 
 class TorchWriter:
-    """Writes what `torch.save(wrap(tensors), path, pickle_protocol=protocol)` would.
+    """Writer with the result of `torch.save(wrap(tensors), path, pickle_protocol=protocol)`.
 
-    The file stands under its final name from the start: the caller writes into a folder that is not visible yet.
+    The file has its final name from the start, so the caller writes into a folder that is not
+    visible yet.
     """
 
     def __init__(
-        self, path: Path, specs: Mapping[str, TensorSpec], wrap: Callable[[dict[str, Any]], object], *, protocol: int = 4, begin: int = 0
+        self,
+        path: Path,
+        specs: Mapping[str, TensorSpec],
+        wrap: Callable[[dict[str, Any]], object],
+        *,
+        protocol: int = 4,
+        begin: int = 0,
     ) -> None:
-        """The archive lies from byte `begin` on. Only protocol 2 is read `weights_only`."""
-        self._places = {name: _StandIn(str(index), spec) for index, (name, spec) in enumerate(specs.items())}
-        head = {_PICKLE: _pickled(wrap(dict(self._places)), protocol), _ORDER: sys.byteorder.encode()}
+        """Create the archive at byte `begin` of the file.
+
+        torch reads only protocol 2 with `weights_only`.
+        """
+        self._declared = {
+            name: _DeclaredTensor(str(index), spec)
+            for index, (name, spec) in enumerate(specs.items())
+        }
+        head = {
+            _PICKLE: _pickle(wrap(dict(self._declared)), protocol),
+            _ORDER: sys.byteorder.encode(),
+        }
         tail = {_VERSION: b"3\n"}
-        sizes = {place.record: place.spec.num_bytes for place in self._places.values()}
+        sizes = {declared.record: declared.spec.num_bytes for declared in self._declared.values()}
         self._archive = ArchiveWriter(path, {**_sizes(head), **sizes, **_sizes(tail)}, begin)
         for name, data in {**head, **tail}.items():
             self._archive.write(name, [memoryview(data)])
 
-    def write(self, name: str, tensor: Tensor | Pieces, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Put a tensor where it belongs; `advance` hears of every block. Raises ValueError when it is not the one that was announced."""
-        whole, place = pieces_of(tensor), self._places[name]
-        if whole.spec != place.spec:
-            raise ValueError(f"{name} {whole.spec} was given where {place.spec} was announced")
-        self._archive.write(place.record, piece_blocks(whole), advance)
+    def write(
+        self,
+        name: str,
+        tensor: Tensor | Pieces,
+        advance: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        """Write a tensor at its position; `advance` is called with the size of each block.
+
+        Raises:
+            ValueError: The tensor has another type or shape than declared.
+        """
+        pieces, declared = as_pieces(tensor), self._declared[name]
+        if pieces.spec != declared.spec:
+            raise ValueError(f"{name} was declared as {declared.spec}, but is {pieces.spec}")
+        self._archive.write(declared.record, piece_blocks(pieces), advance)
 
     def close(self) -> WrittenFile:
-        """Finish the archive; its bytes and the digest of its records. Raises ValueError when a tensor was not written."""
+        """Finish the archive; return its size and the digest of its records.
+
+        Raises:
+            ValueError: A tensor was not written.
+        """
         return WrittenFile(*self._archive.close())
 
 
@@ -60,44 +97,60 @@ def _sizes(records: Mapping[str, bytes]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _StandIn:
-    """A tensor that is announced in the pickle and comes later in the file."""
+class _DeclaredTensor:
+    """A tensor that the pickle describes and that is written later."""
 
     key: str
     spec: TensorSpec
 
     @property
     def record(self) -> str:
-        """The record that holds its bytes."""
+        """Name of the record with the tensor's data."""
         return f"data/{self.key}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
-    """The storage of a stand-in: the pickle names it by key, type and size."""
+class _DeclaredStorage:
+    """Storage of a declared tensor; the pickle refers to it by key, type and size."""
 
     key: str
     spec: TensorSpec
 
 
-def _pickled(value: object, protocol: int) -> bytes:
+def _pickle(value: object, protocol: int) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=protocol).dump(value)
     return buffer.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a stand-in as torch writes a tensor: a rebuild call around a storage that is named by its key."""
+    """Pickler that writes a declared tensor as torch does.
+
+    The pickle has a call of the rebuild function with a storage that is identified by its key.
+    """
 
     def persistent_id(self, obj: object) -> object:
-        if not isinstance(obj, _Storage):
+        if not isinstance(obj, _DeclaredStorage):
             return None
-        return ("storage", getattr(torch, STORAGES[obj.spec.dtype]), obj.key, "cpu", obj.spec.num_elements)
+        return (
+            "storage",
+            getattr(torch, STORAGES[obj.spec.dtype]),
+            obj.key,
+            "cpu",
+            obj.spec.num_elements,
+        )
 
     def reducer_override(self, obj: object) -> Any:
-        if not isinstance(obj, _StandIn):
+        if not isinstance(obj, _DeclaredTensor):
             return NotImplemented
         shape = obj.spec.shape
         strides = tuple(torch.Size(shape[axis + 1 :]).numel() for axis in range(len(shape)))
-        arguments = (_Storage(obj.key, obj.spec), 0, shape, strides, False, collections.OrderedDict())
+        arguments = (
+            _DeclaredStorage(obj.key, obj.spec),
+            0,
+            shape,
+            strides,
+            False,
+            collections.OrderedDict(),
+        )
         return _rebuild_tensor_v2, arguments

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from msrl.checkpoint.convert import versions
 from msrl.checkpoint.hf.folder import copy_sidecars
-from msrl.checkpoint.hf.pass_through import carry
+from msrl.checkpoint.hf.pass_through import write_pass_through
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.mcore.names import LOCAL
 from msrl.checkpoint.rank_shapes import make_plan
@@ -181,7 +181,7 @@ class Publication:
         staged = place.with_name(f".{place.name}.partial")
         shutil.rmtree(staged, ignore_errors=True)
         copy_sidecars(self.hf_dir, staged, getattr(torch, self.model.dtype), self.chat)
-        carry(self.hf_dir, staged, self.model.shape)
+        write_pass_through(self.hf_dir, staged, self.model.shape)
         shutil.rmtree(place, ignore_errors=True)
         staged.rename(place)
 

@@ -215,7 +215,7 @@ class Adapters:
         checkpoint = find_checkpoint(root, step)
         files = {at: read_rank_file(path)["model"] for at, path in checkpoint.files.items()}
         with torch.no_grad():
-            for name, value in self.reshard(checkpoint.cut, files, str(root)).items():
+            for name, value in self.reshard(checkpoint.layout, files, str(root)).items():
                 self.named()[name].copy_(value)
 
     def reshard(self, cut: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:

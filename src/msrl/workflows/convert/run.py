@@ -1,4 +1,4 @@
-"""msrl convert-ckpt: convert a checkpoint, merge a LoRA adapter, then prove the result bit for bit and by what it computes."""
+"""Workflow of `msrl convert-ckpt`: convert a checkpoint, merge an adapter, verify the result."""
 
 from __future__ import annotations
 
@@ -25,24 +25,33 @@ from msrl.errors import MsrlError, VerificationError
 from msrl.models.families import load_shape, num_parameters
 from msrl.plan.derived import layout_from
 from msrl.tracking.progress import amount_text, duration_text, progress
-from msrl.verification import report as proof
+from msrl.verification import report
 from msrl.verification.bits import require_equal_copies
-from msrl.workflows.convert.inspection import inspect, print_left_out, print_table
-from msrl.workflows.convert.plan import target_of
+from msrl.workflows.convert.inspection import inspect, print_dropped, print_table
+from msrl.workflows.convert.plan import target_from
 from msrl.workflows.training.integrity import verify_files
 
 FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf")
 
 
 def run(config: Config) -> None:
-    """Do what `config.convert.command` says. Raises MsrlError for the user's mistakes, VerificationError for a result that is not exact."""
+    """Run the conversion or inspection that `config.convert.command` selects.
+
+    Raises:
+        MsrlError: The user made a mistake.
+        VerificationError: The result is not exact.
+    """
     convert = config.convert
     if convert.load is None or (convert.save is None and convert.command != "inspect"):
-        raise MsrlError("convert.load and convert.save: name the checkpoint to read and the folder to write")
+        raise MsrlError(
+            "convert.load and convert.save: both are required. "
+            "Name the checkpoint to read and the folder to write."
+        )
     if convert.command == "inspect":
         inspect(Path(convert.load), verify=convert.verify)
     elif convert.command == "lora2hf":
-        _export_adapter(Path(convert.load), Path(convert.save or ""), Path(convert.hf_config) if convert.hf_config else None)
+        hf_config = Path(convert.hf_config) if convert.hf_config else None
+        _export_adapter(Path(convert.load), Path(convert.save or ""), hf_config)
     else:
         _convert(config, Path(convert.load), Path(convert.save or ""))
 
@@ -54,46 +63,57 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     _verify_source(convert, load)
     source = _open(convert, load)
     if convert.verify:
-        proof.refuse_without_memory(source.shape)
+        report.require_memory(source.shape)
     start = time.perf_counter()
-    num_bytes, work = _work(convert, source, save)
+    num_bytes, write = _prepare(convert, source, save)
     require_free_path(save)
     require_space(save, num_bytes)
     with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
-        work(bar.advance)
+        write(bar.advance)
     elapsed = time.perf_counter() - start
     layout = "" if convert.command in TO_HF else f"{layout_from(convert)}, "
-    print(f"wrote {save}: {layout}{num_parameters(source.shape):,} parameters, {amount_text(num_bytes, 'B')} in {duration_text(elapsed)}")
-    _print_carried(source)
+    print(
+        f"Wrote {save}: {layout}{num_parameters(source.shape):,} parameters, "
+        f"{amount_text(num_bytes, 'B')} in {duration_text(elapsed)}"
+    )
+    _print_pass_through(source)
     if source.shape.reward_head:
-        print(f"reward model ({source.shape.architecture}): score.weight of Hugging Face is rm_head.weight of Megatron")
+        print(
+            f"Reward model ({source.shape.architecture}): "
+            "score.weight of Hugging Face is rm_head.weight of Megatron"
+        )
     if convert.command not in FROM_HF:
-        print_left_out(load)
+        print_dropped(load)
     if convert.verify:
         _verify(config, source, load, save)
     else:
-        print("not verified: neither the files nor what the model computes have been compared with the source")
+        print("Not verified: neither the files nor the logits were compared with the source")
 
 
 def _open(convert: ConvertConfig, load: Path) -> WeightSource:
-    """The weights to convert, with the adapter merged into them if one is named."""
+    """Open the weights to convert, with the adapter, if any, merged into them."""
     lora = Path(convert.lora) if convert.lora else None
     if convert.command in FROM_HF:
         base: WeightSource = HfSource(load)
     else:
-        is_own = lora is not None and lora.resolve() == load.resolve()  # another one would leave out the adapter in `load`
-        base = open_mcore(load, Path(convert.hf_config) if convert.hf_config else None, beside_adapter=is_own)
+        # Merging another adapter would silently drop the one in `load`.
+        is_adapter_in_load = lora is not None and lora.resolve() == load.resolve()
+        hf_config = Path(convert.hf_config) if convert.hf_config else None
+        base = open_mcore(load, hf_config, beside_adapter=is_adapter_in_load)
         if convert.verify and isinstance(base, ShardedSource):
             _compare_copies(base, load)
     if lora is None:
         return base
     merged = MergedSource(base, read_adapter(lora, base.shape))
-    print(f"merging {lora}: {merged.adapter.summary()}")
+    print(f"Merging {lora}: {merged.adapter.summary()}")
     return merged
 
 
 def _verify_source(convert: ConvertConfig, load: Path) -> None:
-    """Verify the files that are converted. `--no-verify` trusts the manifest's checksums, but never a damaged archive."""
+    """Verify the files to convert.
+
+    `--no-verify` skips the manifest's checksums, but a damaged archive is always refused.
+    """
     depth = "checksums" if convert.verify else "archives"
     checks = (hf_checks if convert.command in FROM_HF else mcore_checks)(load, depth=depth)
     if convert.lora is not None and Path(convert.lora).resolve() != load.resolve():
@@ -102,70 +122,96 @@ def _verify_source(convert: ConvertConfig, load: Path) -> None:
 
 
 def _compare_copies(source: ShardedSource, load: Path) -> None:
-    """Refuse what ranks hold copies of and differ in; of a mixture the copies may be most of what is there to read."""
+    """Compare the copies of tensors that several ranks hold.
+
+    In a mixture of experts, the copies may be most of the data.
+    """
     num_bytes = sum(copy.other.nbytes for copy in source.copies())
     if num_bytes:
-        with progress(f"comparing what several ranks of {load} hold", total=num_bytes, unit="B") as bar:
+        with progress(f"comparing copies on ranks of {load}", total=num_bytes, unit="B") as bar:
             require_equal_copies(source, load, bar.advance)
 
 
 def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
-    """An mcore checkpoint's adapter as a PEFT folder, read back and compared bit for bit."""
+    """Write an mcore checkpoint's adapter as a PEFT folder, and compare it bit for bit."""
     verify_files(mcore_checks(load))
     hf_dir = hf_config or load / SIDECAR
     if not (hf_dir / "config.json").is_file():
-        raise MsrlError(f"{hf_dir}: there is no config.json; name the model's Hugging Face folder with --hf-config")
+        raise MsrlError(
+            f"{hf_dir}: no config.json found. "
+            "Name the model's Hugging Face folder with --hf-config."
+        )
     shape = load_shape(hf_dir)
     adapter = read_mcore_lora(load, shape)
     recorded = None if hf_config else adapted_base(load)
     base = (recorded if recorded is not None and has_weights(recorded) else hf_dir).absolute()
     write_peft(adapter, save, str(base))
-    back = read_peft(save)
-    wrong = sorted(name for name, delta in adapter.deltas.items() if not delta.equals(back.deltas[name]))
-    if wrong:
-        raise VerificationError(f"{save}: {len(wrong)} adapters are not what {load} holds, {wrong[0]} first")
-    print(f"wrote {save}: {adapter.summary()}, for the base model {base}; read back equal bit for bit")
-    left_out = dropped_by_peft(adapter, shape)
-    if left_out:
-        print(f"PEFT 0.21 leaves out adapters of {', '.join(left_out)} outside of experts, without a word: merge this adapter with --lora")
+    written = read_peft(save)
+    different = sorted(
+        name for name, delta in adapter.deltas.items() if not delta.equals(written.deltas[name])
+    )
+    if different:
+        raise VerificationError(
+            f"{save}: {len(different)} adapters differ from those in {load}, first {different[0]}"
+        )
+    print(f"Wrote {save}: {adapter.summary()}, for base model {base}; read back equal bit for bit")
+    dropped = dropped_by_peft(adapter, shape)
+    if dropped:
+        print(
+            f"PEFT 0.21 silently ignores adapters of {', '.join(dropped)} outside of experts. "
+            "Merge this adapter with --lora."
+        )
     if not has_weights(base):
-        print(f"{base} has no weights, so PEFT cannot load the base model from there: name its Hugging Face folder with --hf-config")
+        print(
+            f"{base}: no weights found, so PEFT cannot load the base model. "
+            "Name its Hugging Face folder with --hf-config."
+        )
 
 
-def _work(convert: ConvertConfig, source: WeightSource, save: Path) -> tuple[int, Callable[[Callable[[int], None]], object]]:
-    """The bytes that will be written, and the function that writes them and tells how far it is."""
+def _prepare(
+    convert: ConvertConfig, source: WeightSource, save: Path
+) -> tuple[int, Callable[[Callable[[int], None]], object]]:
+    """Return the size in bytes of the result, and a function that writes it."""
     dtype = CHOICES[convert.dtype]
     if convert.command in TO_HF:
         num_bytes = sum(spec.num_bytes for spec in hf_specs(source, dtype).values())
         return num_bytes, lambda advance: write_hf(source, save, dtype, advance)
-    target = target_of(convert)
+    target = target_from(convert)
     return mcore_plan(source, target)[1], lambda advance: write_mcore(source, save, target, advance)
 
 
-def _print_carried(source: WeightSource) -> None:
-    """What went through beside the language model, if anything."""
+def _print_pass_through(source: WeightSource) -> None:
+    """Print the tensors that passed through unchanged, if any."""
     tensors = pass_through_tensors(source.hf_dir, source.shape)
     if tensors:
         names = ", ".join(f"{prefix}*" for prefix in source.shape.carried)
         print(
-            f"carried as they came, neither cut nor trained: {len(tensors)} tensors {names}, {amount_text(pass_through_bytes(tensors), 'B')}"
+            f"Passed through unchanged, neither sharded nor trained: {len(tensors)} tensors "
+            f"{names}, "
+            f"{amount_text(pass_through_bytes(tensors), 'B')}"
         )
 
 
 def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> None:
-    """Print what was compared. A result that is not exact is put aside under another name and raises VerificationError."""
+    """Print the verification report of a conversion.
+
+    A result that is not exact is renamed, and VerificationError is raised.
+    """
     start = time.perf_counter()
     try:
-        checks = proof.checks(config, source, load, save)
+        checks = report.checks(config, source, load, save)
     except BaseException:
-        print(f"{save} is written, but not proven: its verification did not come to an end")
+        print(f"Wrote {save}, but did not verify it: the verification was interrupted")
         raise
-    print(f"verified in {duration_text(time.perf_counter() - start)}:")
-    print_table([("check", "compared", "result"), *((check.name, check.compared, check.result) for check in checks)])
+    print(f"Verified in {duration_text(time.perf_counter() - start)}:")
+    rows = [(check.name, check.compared, check.result) for check in checks]
+    print_table([("check", "compared", "result"), *rows])
     if all(check.passed for check in checks):
         return
     rejected = save.with_name(f"{save.name}.failed-verification")
     shutil.rmtree(rejected, ignore_errors=True)
     save.rename(rejected)
     failed = "; ".join(f"{check.name}: {check.result}" for check in checks if not check.passed)
-    raise VerificationError(f"the conversion is not exact ({failed}); what was written is in {rejected}")
+    raise VerificationError(
+        f"{save}: the conversion is not exact ({failed}). The result was moved to {rejected}."
+    )

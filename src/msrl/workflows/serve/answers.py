@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
-from msrl.files import why_not_writable, written_whole
+from msrl.files import atomic_write, why_not_writable
 from msrl.types import Completion
 
 WriteLines = Callable[[str], None]  # its argument consists of complete lines
@@ -53,7 +53,7 @@ def open_output(output: Path | None) -> Generator[WriteLines, None, None]:
             yield write
         return
     output.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(output) as temporary:
+    with atomic_write(output) as temporary:
         rows = _RowFile(output, temporary)
         try:
             yield rows.write

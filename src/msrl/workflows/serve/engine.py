@@ -94,7 +94,7 @@ def hf_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
 
     Only the tensors of one rule (or the experts of one layer) are in memory at a time.
     """
-    from msrl.checkpoint.hf.expert_stacks import put_together
+    from msrl.checkpoint.hf.expert_stacks import stack_experts
     from msrl.models.entries import stack_sizes
 
     tensors = (
@@ -102,7 +102,7 @@ def hf_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
         for rule in all_rules(source.shape)
         for named in zip(rule.hf, source.hf_tensors(rule), strict=True)
     )
-    yield from put_together(tensors, stack_sizes(source.shape))
+    yield from stack_experts(tensors, stack_sizes(source.shape))
 
 
 @contextlib.contextmanager
