@@ -10,7 +10,10 @@ import pytest
 
 NOT_OURS = {"full", "install", "no-deps", "local-dir"}  # of installers and of the hub's client
 # Listed like keys: values of a key, and what tracker_kwargs passes on.
-VALUES = {"lightrft-parameters": {"cpgd", "group_norm", "reinforce"}, "roll-parameters": {"None", "selective", "log_dir"}}
+VALUES = {
+    "lightrft-parameters": {"cpgd", "group_norm", "reinforce"},
+    "roll-parameters": {"None", "selective", "log_dir"},
+}
 GUIDES = {
     "mindspeed-rl-grpo-parameters": ("mindspeed_rl",),
     "mindspeed-rl-r1-zero": ("mindspeed_rl", "mindspeed_llm"),
@@ -32,13 +35,25 @@ def guide(name: str) -> str:
 def documented(name: str) -> set[str]:
     """Every key of a guide: bullets and headings, flags and variables of its commands, keys of its YAML."""
     text = guide(name)
-    found = set(re.findall(r"^\s*[*\-•#]+ +`?(?:--)?([A-Za-z_][\w.\-]*) *[：:]? *`", text, re.M | re.A))
-    found |= set(re.findall(r"^\s*[*\-•] +([A-Za-z_][\w.]*) *[：:]", text, re.M | re.A)) if name.startswith("roll") else set()
+    found = set(
+        re.findall(r"^\s*[*\-•#]+ +`?(?:--)?([A-Za-z_][\w.\-]*) *[：:]? *`", text, re.M | re.A)
+    )
+    found |= (
+        set(re.findall(r"^\s*[*\-•] +([A-Za-z_][\w.]*) *[：:]", text, re.M | re.A))
+        if name.startswith("roll")
+        else set()
+    )
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M):
         found |= set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", block))
         is_yaml = re.search(r"^\s*(defaults|actor_rollout_ref|actor_resource):", block, re.M)
-        found |= set(re.findall(r"^\s*([a-z_]\w*) *:(?=\s|$)", block, re.M | re.A)) if is_yaml else set()
-    found |= set(re.findall(r"^\s*export ([A-Z][A-Z_]+)=", text, re.M | re.A)) if name.startswith("lightrft") else set()
+        found |= (
+            set(re.findall(r"^\s*([a-z_]\w*) *:(?=\s|$)", block, re.M | re.A)) if is_yaml else set()
+        )
+    found |= (
+        set(re.findall(r"^\s*export ([A-Z][A-Z_]+)=", text, re.M | re.A))
+        if name.startswith("lightrft")
+        else set()
+    )
     if name.startswith("roll"):
         found |= set(re.findall(r"^([a-z_]\w*):(?=\s|$)", text, re.M | re.A))
     return {key.rpartition(".")[2] for key in found} - NOT_OURS - VALUES.get(name, set())

@@ -38,10 +38,23 @@ ROLL: dict[str, Any] = {
     "rewards": {"math": {"worker_cls": "roll.MathRuleRewardWorker", "tag_included": ["math"]}},
 }  # fmt: skip
 AGENTIC: Changes = {"train_env_manager": {"num_env_groups": 8, "group_size": 8}}
-FILTER: Changes = {"query_filter_config": {"type": "mean_filter", "filter_args": {"threshold_down": 0.1, "threshold_up": 0.9}}}
+FILTER: Changes = {
+    "query_filter_config": {
+        "type": "mean_filter",
+        "filter_args": {"threshold_down": 0.1, "threshold_up": 0.9},
+    }
+}
 NORM: Changes = {**AGENTIC, "reward_normalization": {"grouping": "batch", "method": "mean_std"}}
-HELD_OUT: Changes = {"validation": {"data_args": {"file_name": ["held.jsonl"]}}, "val_prompt_length": 1024, "val_sequence_length": 4096}
-GAE, KL, DIFFICULT = {"adv_estimator": "gae"}, {"add_token_level_kl": True}, {"difficulty_mask": True}
+HELD_OUT: Changes = {
+    "validation": {"data_args": {"file_name": ["held.jsonl"]}},
+    "val_prompt_length": 1024,
+    "val_sequence_length": 4096,
+}
+GAE, KL, DIFFICULT = (
+    {"adv_estimator": "gae"},
+    {"add_token_level_kl": True},
+    {"difficulty_mask": True},
+)
 RANGE, LORA = {"use_pg_clip_range": True}, {"actor_train.model_args.lora_target": "k_proj"}
 OF_INFER = {
     "gpu_memory_utilization", "mem_fraction_static", "max_model_len", "enforce_eager", "max_num_batched_tokens", "max_num_seqs",
@@ -101,8 +114,14 @@ def roll_place(section: str, key: str) -> str:
         return f"{'train_env_manager' if section == 'env_manager' else section}.{key}"
     if section == "reward":
         return f"rewards.math.{key}"
-    worker = "actor_infer" if section == "generating_args" or key in OF_INFER or key == "num_gpus_per_worker" else "actor_train"
-    part = {"worker": "", "strategy_config": "strategy_args.strategy_config."}.get(section, f"{section}.")
+    worker = (
+        "actor_infer"
+        if section == "generating_args" or key in OF_INFER or key == "num_gpus_per_worker"
+        else "actor_train"
+    )
+    part = {"worker": "", "strategy_config": "strategy_args.strategy_config."}.get(
+        section, f"{section}."
+    )
     return f"{worker}.{part}{key}"
 
 
@@ -112,7 +131,11 @@ LIGHTRFT: Changes = {
     "pretrain": "model", "prompt_data": "x", "rollout_batch_size": 64, "n_samples_per_prompt": 8, "train_batch_size": 128,
     "advantage_estimator": "group_norm",
 }  # fmt: skip
-WITH_GAE, RUNNING, LONG = {"advantage_estimator": "gae"}, {"reward_running_norm": True}, {"overlong_buffer": True}
+WITH_GAE, RUNNING, LONG = (
+    {"advantage_estimator": "gae"},
+    {"reward_running_norm": True},
+    {"overlong_buffer": True},
+)
 WITH_LORA = {"lora_rank": 8}
 LIGHTRFT_CASES: dict[str, Case] = {
     "flags.reward_pretrain": ({}, "rm"), "flags.remote_rm_url": ({}, "http://localhost:1"), "flags.critic_learning_rate": (WITH_GAE, 0.1),
@@ -138,10 +161,20 @@ LIGHTRFT_CASES: dict[str, Case] = {
 
 COMMANDS: dict[str, tuple[str, Changes]] = {
     "convert": ("convert_ckpt.py", {"load_dir": "a", "save_dir": "b"}),
-    "preprocess": ("preprocess_data.py", {"input": "a", "output_prefix": "b", "handler_name": "AlpacaStyleInstructionHandler"}),
+    "preprocess": (
+        "preprocess_data.py",
+        {"input": "a", "output_prefix": "b", "handler_name": "AlpacaStyleInstructionHandler"},
+    ),
     "train": (
         "posttrain_gpt.py",
-        {"stage": "sft", "data_path": "data", "load": "ckpt", "finetune": True, "global_batch_size": 8, "lr": 1e-3},
+        {
+            "stage": "sft",
+            "data_path": "data",
+            "load": "ckpt",
+            "finetune": True,
+            "global_batch_size": 8,
+            "lr": 1e-3,
+        },
     ),
     "inference": ("inference.py", {"task": "chat", "load": "ckpt"}),
 }
@@ -171,7 +204,9 @@ LLM_CASES: dict[str, Case] = {
     "train.moe_router_enable_expert_bias": ({}, True), "train.moe_router_bias_update_rate": (BIASED, 0.1),
 }  # fmt: skip
 RAY_PPO: Changes = {"training.stage": "ray_ppo", "algorithm.adv_estimator": "gae"}
-KL_CTRL: Changes = {"algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "target_kl": 0.1, "horizon": 10}}
+KL_CTRL: Changes = {
+    "algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "target_kl": 0.1, "horizon": 10}
+}
 RAY_CASES: dict[str, Case] = {
     "actor_rollout.ppo_mini_batch_size": ({}, 4), "actor_rollout.shuffle_minibatch": ({}, True),
     "actor_rollout.num_gpus_for_train": ({}, 4),
@@ -217,13 +252,30 @@ def _words(flags: Changes) -> list[str]:
     words: list[str] = []
     for key, value in flags.items():
         words += (
-            [] if value is False else [f"--{key}", *([] if value is True else str(value).split() if key == "adam_betas" else [str(value)])]
+            []
+            if value is False
+            else [
+                f"--{key}",
+                *(
+                    []
+                    if value is True
+                    else str(value).split()
+                    if key == "adam_betas"
+                    else [str(value)]
+                ),
+            ]
         )
     return words
 
 
-def of_words(module: Any, program: str, flags: Changes, launcher: Changes | None = None) -> Translation:
-    words = [*(["torchrun", *_words(launcher)] if launcher is not None else []), program, *_words(flags)]
+def of_words(
+    module: Any, program: str, flags: Changes, launcher: Changes | None = None
+) -> Translation:
+    words = [
+        *(["torchrun", *_words(launcher)] if launcher is not None else []),
+        program,
+        *_words(flags),
+    ]
     return module.translate_words([Word(text, None) for text in words], "command line")
 
 
@@ -236,10 +288,14 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
         return of_words(lightrft, "train.py", changed(LIGHTRFT, changes))
     if section == "runtime_env":
         (folder / "envs").mkdir(exist_ok=True)
-        (folder / "envs" / "runtime_env.yaml").write_text(yaml.safe_dump({"env_vars": changes}), encoding="utf-8")
+        (folder / "envs" / "runtime_env.yaml").write_text(
+            yaml.safe_dump({"env_vars": changes}), encoding="utf-8"
+        )
         changes = {}
     if system == "mindspeed_rl":
-        tree = yaml.safe_load((EXAMPLES / "grpo_r1_zero_qwen25_7b.yaml").read_text(encoding="utf-8"))
+        tree = yaml.safe_load(
+            (EXAMPLES / "grpo_r1_zero_qwen25_7b.yaml").read_text(encoding="utf-8")
+        )
         return of_yaml(mindspeed_rl, changed(tree, changes), file)
     if section in COMMANDS:
         program, flags = COMMANDS[section]
@@ -251,7 +307,12 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
     return of_yaml(mindspeed_ray, changed(tree, changes), file)
 
 
-CASES = {"roll": ROLL_CASES, "lightrft": LIGHTRFT_CASES, "mindspeed_llm": {**LLM_CASES, **RAY_CASES}, "mindspeed_rl": RL_CASES}
+CASES = {
+    "roll": ROLL_CASES,
+    "lightrft": LIGHTRFT_CASES,
+    "mindspeed_llm": {**LLM_CASES, **RAY_CASES},
+    "mindspeed_rl": RL_CASES,
+}
 
 
 def place(system: str, section: str, key: str) -> str:
@@ -259,7 +320,9 @@ def place(system: str, section: str, key: str) -> str:
     if system == "roll":
         return roll_place(section, key)
     if system == "mindspeed_rl":
-        return {"resource": "rl_config.actor_resource.", "runtime_env": ""}.get(section, f"{section}.") + key
+        return {"resource": "rl_config.actor_resource.", "runtime_env": ""}.get(
+            section, f"{section}."
+        ) + key
     if system == "mindspeed_llm" and section not in (*COMMANDS, "torchrun"):
         return f"{RAY_SECTIONS.get(section, section)}.{key}"
     return key

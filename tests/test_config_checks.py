@@ -30,8 +30,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_working_folder(tmp_path)
 
 
-def mistakes(command: str, *sets: str, file: str | None = None, flags: tuple[Flag, ...] = ()) -> list[str]:
-    files = [file or {"train-sft": "sft.yaml", "train-grpo": "grpo.yaml"}[command]] if file or command.startswith("train") else []
+def mistakes(
+    command: str, *sets: str, file: str | None = None, flags: tuple[Flag, ...] = ()
+) -> list[str]:
+    files = (
+        [file or {"train-sft": "sft.yaml", "train-grpo": "grpo.yaml"}[command]]
+        if file or command.startswith("train")
+        else []
+    )
     with pytest.raises(MsrlError) as caught:
         load(files, sets, flags, command)
     return str(caught.value).splitlines()
@@ -54,7 +60,14 @@ def test_missing_keys_say_what_they_mean(folder: Path):
 
 def test_missing_files_are_named_by_key(folder: Path):
     (folder / "empty").mkdir()
-    sets = ("model.path=gone", "checkpoint.load=empty", "data.train=other", "data.eval=dat", "checkpoint.resume=old", "model.tokenizer=tok")
+    sets = (
+        "model.path=gone",
+        "checkpoint.load=empty",
+        "data.train=other",
+        "data.eval=dat",
+        "checkpoint.resume=old",
+        "model.tokenizer=tok",
+    )
     assert_each_mentions(
         mistakes("train-sft", *sets),
         ("--set: model.path=gone", "folder"),
@@ -104,7 +117,9 @@ def test_missing_files_are_named_by_key(folder: Path):
         (("model.template=qwn_r1",), ("--set: model.template=qwn_r1", "'qwen_r1'", "YAML")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]):
+def test_what_does_not_fit_in_sft_is_one_line(
+    folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
+):
     assert_each_mentions(mistakes("train-sft", *sets), fragments)
 
 
@@ -165,7 +180,9 @@ def test_what_does_not_fit_in_sft_is_one_line(folder: Path, sets: tuple[str, ...
         (("reward.sources.0.options={colour: red}",), ("--set: reward.sources.0.options.colour=red", "option", "percent, tolerance")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_in_grpo_is_one_line(folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]):
+def test_what_does_not_fit_in_grpo_is_one_line(
+    folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
+):
     assert_each_mentions(mistakes("train-grpo", *sets), fragments)
 
 
@@ -199,7 +216,9 @@ def test_each_prefix_of_a_blend_is_named_with_its_line(folder: Path):
     line = mistakes("train-sft", file="blend.yaml")[1]
     assert_mentions(line, "blend.yaml:7: data.blend.data=1.0", "sft", "pretrain")
     (folder / "data_manifest.json").unlink()
-    both = mistakes("train-sft", "data.handler=pretrain", "data.seq_length=8", "data.blend={data: 2.0}")
+    both = mistakes(
+        "train-sft", "data.handler=pretrain", "data.seq_length=8", "data.blend={data: 2.0}"
+    )
     assert_each_mentions(both, ("--set: data.blend={data: 2.0}", "data.train", "null"))
     load(["blend.yaml"], ["data.blend=null", "data.train=data"], command="train-sft")
 
@@ -208,7 +227,12 @@ def test_a_conversion_is_checked_before_it_starts(folder: Path):
     (folder / "full").mkdir()
     (folder / "full" / "x").write_text("", encoding="utf-8")
     hf2mcore = Flag("convert.command", "hf2mcore", "hf2mcore")
-    flags = (hf2mcore, Flag("convert.load", "model", "--load"), Flag("convert.save", "full", "--save"), Flag("convert.tp", 3, "--tp"))
+    flags = (
+        hf2mcore,
+        Flag("convert.load", "model", "--load"),
+        Flag("convert.save", "full", "--save"),
+        Flag("convert.tp", 3, "--tp"),
+    )
     assert_each_mentions(
         mistakes("convert-ckpt", flags=flags),
         ("--tp: convert.tp=3", "query groups"),
@@ -221,10 +245,24 @@ def test_a_conversion_is_checked_before_it_starts(folder: Path):
         ("convert.save", "missing", "--save"),
     )
     make_mcore(folder / "mcore")
-    assert load(sets=["convert.command=inspect", "convert.load=mcore"], command="convert-ckpt").config.convert.save is None
-    load(sets=["convert.command=reshard", "convert.load=mcore", "convert.save=new", "convert.pp=2"], command="convert-ckpt")
+    assert (
+        load(
+            sets=["convert.command=inspect", "convert.load=mcore"], command="convert-ckpt"
+        ).config.convert.save
+        is None
+    )
+    load(
+        sets=["convert.command=reshard", "convert.load=mcore", "convert.save=new", "convert.pp=2"],
+        command="convert-ckpt",
+    )
     assert_each_mentions(
-        mistakes("convert-ckpt", "convert.command=hf2mcore", "convert.load=model", "convert.save=new", "convert.orm=true"),
+        mistakes(
+            "convert-ckpt",
+            "convert.command=hf2mcore",
+            "convert.load=model",
+            "convert.save=new",
+            "convert.orm=true",
+        ),
         ("--set: convert.orm=true", "Qwen2ForCausalLM", "score"),
     )
 
@@ -247,10 +285,21 @@ def test_preprocessing_is_checked_before_it_starts(folder: Path):
         ("--set: preprocess.handler=alpaka", "data.handlers", "'alpaca'"),
         ("preprocess.seq_length", "missing", "--seq-length"),
     )
-    right = ["preprocess.input=[rows.jsonl]", "preprocess.tokenizer=model", "preprocess.output_prefix=out"]
+    right = [
+        "preprocess.input=[rows.jsonl]",
+        "preprocess.tokenizer=model",
+        "preprocess.output_prefix=out",
+    ]
     load(sets=[*right, "preprocess.handler=pretrain"], command="preprocess")
     load(sets=[*right, "preprocess.handler=GeneralPretrainHandler"], command="preprocess")
-    load(sets=[*right, "preprocess.handler=AlpacaStyleInstructionHandler", "preprocess.template=qwen"], command="preprocess")
+    load(
+        sets=[
+            *right,
+            "preprocess.handler=AlpacaStyleInstructionHandler",
+            "preprocess.template=qwen",
+        ],
+        command="preprocess",
+    )
     (line,) = mistakes("preprocess", *right, "preprocess.handler=alpaca")
     assert_mentions(line, "preprocess.template", "missing", "--template", *template_names())
 
@@ -258,7 +307,13 @@ def test_preprocessing_is_checked_before_it_starts(folder: Path):
 def test_generation_takes_one_prompt_or_one_file(folder: Path):
     either = ("generate.prompt", "--prompt", "--input")
     assert_each_mentions(mistakes("generate", "generate.model=model"), either)
-    sets = ("generate.model=data", "generate.input=gone", "generate.raw=true", "generate.system=x", "generate.num_samples=2")
+    sets = (
+        "generate.model=data",
+        "generate.input=gone",
+        "generate.raw=true",
+        "generate.system=x",
+        "generate.num_samples=2",
+    )
     assert_each_mentions(
         mistakes("generate", *sets),
         ("--set: generate.model=data", "folder"),
@@ -269,9 +324,15 @@ def test_generation_takes_one_prompt_or_one_file(folder: Path):
     load(sets=["generate.model=model", "generate.prompt=1 + 1"], command="generate")
     load(sets=["chat.model=model"], command="chat")
     for command in ("generate", "chat"):
-        given = [f"{command}.model=model", *(["generate.prompt=x"] if command == "generate" else [])]
+        given = [
+            f"{command}.model=model",
+            *(["generate.prompt=x"] if command == "generate" else []),
+        ]
         load(sets=[*given, f"{command}.temperature=2"], command=command)
-        assert_each_mentions(mistakes(command, *given, f"{command}.temperature=2.5"), (f"--set: {command}.temperature=2.5", "0.01"))
+        assert_each_mentions(
+            mistakes(command, *given, f"{command}.temperature=2.5"),
+            (f"--set: {command}.temperature=2.5", "0.01"),
+        )
     assert_each_mentions(mistakes("chat"), ("chat.model", "missing", "--model"))
 
 
@@ -285,12 +346,20 @@ def test_generation_takes_one_prompt_or_one_file(folder: Path):
         (["run.name=x"], None),
     ],
 )
-def test_the_command_of_a_configuration_is_guessed_from_its_sections(sets: list[str], command: str | None):
+def test_the_command_of_a_configuration_is_guessed_from_its_sections(
+    sets: list[str], command: str | None
+):
     assert guess(load(sets=sets)) == command
 
 
 def test_ranks_are_numbered_tensor_then_data_then_pipeline(folder: Path):
-    sets = ["cluster.devices_per_node=8", "train.parallel.tp=2", "train.parallel.pp=2", "rollout.engine.tp=2", "rollout.engine.dp=2"]
+    sets = [
+        "cluster.devices_per_node=8",
+        "train.parallel.tp=2",
+        "train.parallel.pp=2",
+        "rollout.engine.tp=2",
+        "rollout.engine.dp=2",
+    ]
     table = ranks(load(["grpo.yaml"], sets, command="train-grpo").config, "train-grpo")
     assert [(rank.tp, rank.dp, rank.pp) for rank in table] == [
         (0, 0, 0),
@@ -306,7 +375,12 @@ def test_ranks_are_numbered_tensor_then_data_then_pipeline(folder: Path):
 
 
 def test_the_arithmetic_of_a_grpo_step(folder: Path):
-    sets = ["cluster.devices_per_node=2", "train.updates.samples_per_update=16", "train.updates.epochs=3", "train.micro_batch=4"]
+    sets = [
+        "cluster.devices_per_node=2",
+        "train.updates.samples_per_update=16",
+        "train.updates.epochs=3",
+        "train.micro_batch=4",
+    ]
     rows = derived(load(["grpo.yaml"], sets, command="train-grpo").config, "train-grpo")
     assert rows["data parallel"] == 2
     assert rows["samples per step"] == 4 * 8
@@ -322,13 +396,19 @@ def test_parameters_of_a_rank_agree_with_a_count_by_hand(folder: Path):
     qkv_rows = (heads + 2 * groups) * head_dim
     matrices = qkv_rows * hidden + qkv_rows + heads * head_dim * hidden + 3 * ffn * hidden
     norms = 2 * hidden
-    assert parameters_per_rank(shape, ParallelLayout()) == num_parameters(shape) == layers * (matrices + norms) + vocab * hidden + hidden
-    assert parameters_per_rank(shape, ParallelLayout(tp=2)) == layers * (matrices // 2 + norms) + 501 * hidden + hidden, (
-        "the vocabulary is padded to 1002"
+    assert (
+        parameters_per_rank(shape, ParallelLayout())
+        == num_parameters(shape)
+        == layers * (matrices + norms) + vocab * hidden + hidden
     )
-    assert parameters_per_rank(shape, ParallelLayout(pp=2)) == 2 * (matrices + norms) + vocab * hidden + hidden, (
-        "the last stage has a copy of the tied embedding"
-    )
+    assert (
+        parameters_per_rank(shape, ParallelLayout(tp=2))
+        == layers * (matrices // 2 + norms) + 501 * hidden + hidden
+    ), "the vocabulary is padded to 1002"
+    assert (
+        parameters_per_rank(shape, ParallelLayout(pp=2))
+        == 2 * (matrices + norms) + vocab * hidden + hidden
+    ), "the last stage has a copy of the tied embedding"
 
 
 def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
@@ -336,9 +416,19 @@ def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
     shape = model_shape(config)
     assert shape is not None
     count = parameters_per_rank(shape, ParallelLayout(tp=2))
-    assert bytes_per_device(config, shape) == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
-    half = load(["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2", "model.dtype=bfloat16"]).config
-    assert bytes_per_device(half, shape) == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count // 2}
+    assert bytes_per_device(config, shape) == {
+        "weights": 4 * count,
+        "gradients": 4 * count,
+        "optimizer": 8 * count // 2,
+    }
+    half = load(
+        ["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2", "model.dtype=bfloat16"]
+    ).config
+    assert bytes_per_device(half, shape) == {
+        "weights": 2 * count,
+        "gradients": 4 * count,
+        "optimizer": 12 * count // 2,
+    }
 
 
 def test_only_what_is_trained_has_gradients_and_a_place_in_the_optimizer(folder: Path):
@@ -350,39 +440,76 @@ def test_only_what_is_trained_has_gradients_and_a_place_in_the_optimizer(folder:
     lora = ["train.lora.rank=3", "train.lora.targets=[o_proj, linear_fc2]"]
     cut = ["train.parallel.tp=2", "cluster.devices_per_node=2", "model.dtype=float32"]
     found = bytes_per_device(load(["sft.yaml"], [*cut, *lora]).config, shape)
-    assert found == {"weights": 4 * (count + adapters), "gradients": 4 * adapters, "optimizer": 8 * adapters}
+    assert found == {
+        "weights": 4 * (count + adapters),
+        "gradients": 4 * adapters,
+        "optimizer": 8 * adapters,
+    }
     frozen = bytes_per_device(load(["sft.yaml"], [*cut, "train.freeze=['*.mlp.*']"]).config, shape)
     trained = count - layers * (3 * ffn * hidden // 2)
     assert frozen == {"weights": 4 * count, "gradients": 4 * trained, "optimizer": 8 * trained}
-    assert "reference weights" in memory_rows(load(["grpo.yaml"], ["algo.kl.loss.coef=0.1"]).config, "train-grpo")
-    assert "reference weights" not in memory_rows(load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", *lora]).config, "train-grpo")
+    assert "reference weights" in memory_rows(
+        load(["grpo.yaml"], ["algo.kl.loss.coef=0.1"]).config, "train-grpo"
+    )
+    assert "reference weights" not in memory_rows(
+        load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", *lora]).config, "train-grpo"
+    )
 
 
-def test_a_critic_takes_what_a_policy_without_an_output_layer_takes_and_is_trained_whole(folder: Path):
-    cut = ["train.parallel.tp=2", "cluster.devices_per_node=4", "model.dtype=float32", "train.freeze=['*.mlp.*']"]
+def test_a_critic_takes_what_a_policy_without_an_output_layer_takes_and_is_trained_whole(
+    folder: Path,
+):
+    cut = [
+        "train.parallel.tp=2",
+        "cluster.devices_per_node=4",
+        "model.dtype=float32",
+        "train.freeze=['*.mlp.*']",
+    ]
     rows = memory_rows(load(["grpo.yaml"], [*cut, "algo.preset=ppo"]).config, "train-grpo")
     shape = model_shape(load(["grpo.yaml"]).config)
     assert shape is not None and shape.tie_word_embeddings
     count = parameters_per_rank(shape, ParallelLayout(tp=2)) + shape.hidden_size // 2
     found = {name: rows[f"critic's {name}"] for name in ("weights", "gradients", "optimizer")}
     assert found == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
-    assert not [name for name in memory_rows(load(["grpo.yaml"], cut).config, "train-grpo") if "critic" in name]
+    assert not [
+        name
+        for name in memory_rows(load(["grpo.yaml"], cut).config, "train-grpo")
+        if "critic" in name
+    ]
 
 
 def test_nothing_is_derived_without_training_or_devices():
     assert derived(Config(), "chat") == {}
-    assert derived(load(sets=["train.parallel.tp=4", "cluster.devices_per_node=2"]).config, "train-sft") == {}
+    assert (
+        derived(
+            load(sets=["train.parallel.tp=4", "cluster.devices_per_node=2"]).config, "train-sft"
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize(("command", "kind"), [("train-sft", "prompts"), ("train-grpo", "sft")])
 def test_data_of_the_wrong_kind_is_refused_before_anything_starts(tmp_path, command, kind):
     (tmp_path / "data_manifest.json").write_text(json.dumps({"kind": kind}))
-    with pytest.raises(MsrlError, match=rf"data\.train=.*: holds {kind} data"):
+    with pytest.raises(MsrlError, match=rf"data\.train=.*: contains {kind} data"):
         load([], [f"data.train={tmp_path / 'data'}"], [], command)
 
 
 def test_the_folder_of_a_run_is_answered_with_that_of_its_checkpoints(folder: Path):
     make_mcore(folder / "runs/sft/checkpoints")
-    for command, key in (("generate", "generate.model"), ("train-sft", "model.path"), ("convert-ckpt", "convert.load")):
-        lines = mistakes(command, f"{key}=runs/sft", "convert.command=mcore2hf", "convert.save=out", "generate.prompt=x")
-        assert any(line.startswith(f"--set: {key}=runs/sft: ") and "runs/sft/checkpoints" in line for line in lines)
+    for command, key in (
+        ("generate", "generate.model"),
+        ("train-sft", "model.path"),
+        ("convert-ckpt", "convert.load"),
+    ):
+        lines = mistakes(
+            command,
+            f"{key}=runs/sft",
+            "convert.command=mcore2hf",
+            "convert.save=out",
+            "generate.prompt=x",
+        )
+        assert any(
+            line.startswith(f"--set: {key}=runs/sft: ") and "runs/sft/checkpoints" in line
+            for line in lines
+        )

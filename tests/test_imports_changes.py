@@ -16,9 +16,12 @@ from msrl.errors import ManyErrors
 from msrl.importers.command import native_yaml
 from msrl.importers.native_keys import refusal
 from msrl.importers.table import Row, load_table
-from msrl.importers.translation import Fate, Translation
+from msrl.importers.translation import KeyStatus, Translation
 
-ELSEWHERE = {("mindspeed_rl", section) for section in ("megatron", "rl_config", "generate_config", "sampling_config")}
+ELSEWHERE = {
+    ("mindspeed_rl", section)
+    for section in ("megatron", "rl_config", "generate_config", "sampling_config")
+}
 # What they ask for is told or refused, whatever their value: they have no native key of their own in that system.
 REPORTED = {
     "mindspeed_llm": {
@@ -37,11 +40,14 @@ REPORTED = {
 
 def rows() -> list[Any]:
     """Each row with a native key, as a parameter of its own."""
-    found = [(system, row) for system in CASES for row in load_table(system).rows.values() if row.to]
+    found = [
+        (system, row) for system in CASES for row in load_table(system).rows.values() if row.to
+    ]
     return [
         pytest.param(system, row, id=f"{system} {row.section}.{row.key}")
         for system, row in found
-        if (system, row.section) not in ELSEWHERE and f"{row.section}.{row.key}" not in REPORTED[system]
+        if (system, row.section) not in ELSEWHERE
+        and f"{row.section}.{row.key}" not in REPORTED[system]
     ]
 
 
@@ -72,7 +78,7 @@ def assert_it_loads_or_is_refused(found: Translation, folder: Path) -> None:
 
 
 def natives(found: Translation, row: Row) -> list[object]:
-    tree = plain(found.whole())
+    tree = plain(found.complete_tree())
     return [value_at(tree, key) for key in (*row.to, "checkpoint.load")]
 
 
@@ -85,14 +91,15 @@ def test_another_value_of_a_key_changes_what_it_becomes(system: str, row: Row, t
     after = translation(system, row.section, {**besides, where: value}, tmp_path)
     assert not before.errors and not after.errors, (before.errors, after.errors)
     fates = [
-        one.fate
+        one.status
         for one in after.outcomes
-        if (one.given.section, one.given.key) == (row.section, row.key) and one.given.path.endswith(where)
+        if (one.entry.section, one.entry.key) == (row.section, row.key)
+        and one.entry.path.endswith(where)
     ]
     assert value is ... or fates, "the key is told"
     for found in (before, after):
         assert_it_loads_or_is_refused(found, tmp_path)
     if row.same and refusal(row.to[0], value):
         return  # changes no results, and is not built yet: told as such
-    assert natives(before, row) != natives(after, row) or fates == [Fate.NOT_YET]
-    assert not set(fates) & {Fate.DEAD, Fate.SAME, Fate.OFF}
+    assert natives(before, row) != natives(after, row) or fates == [KeyStatus.UNSUPPORTED]
+    assert not set(fates) & {KeyStatus.DEAD, KeyStatus.SAME, KeyStatus.OFF}

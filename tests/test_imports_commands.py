@@ -14,11 +14,11 @@ from guides import guide
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
-from msrl.importers.command import native_yaml, translation_of
+from msrl.importers.command import native_yaml, translate_arguments
 from msrl.importers.roll.devices import device_count
 from msrl.importers.shell import parse_script
 from msrl.importers.systems import foreign
-from msrl.importers.translation import Fate, Translation
+from msrl.importers.translation import KeyStatus, Translation
 from support import assert_mentions, mentions
 from test_cli import msrl
 
@@ -54,7 +54,7 @@ rewards:
 def imported(system: str, text: str, folder: Path, suffix: str) -> Translation:
     file = folder / f"given.{suffix}"
     file.write_text(text, encoding="utf-8")
-    return translation_of(system, [str(file)])
+    return translate_arguments(system, [str(file)])
 
 
 def tree_of(translation: Translation) -> Any:
@@ -74,13 +74,29 @@ def changed(text: str, *pairs: tuple[str, str]) -> str:
 def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
     tree = tree_of(imported("roll", RLVR, tmp_path, "yaml"))
     assert tree["cluster"] == {"devices_per_node": 8, "nodes": 2, "rpc_timeout_s": 3600}
-    assert tree["train"]["updates"]["samples_per_update"] == 2 * 16 * (16 // 2)  # per device * accumulation * data parallel
+    assert tree["train"]["updates"]["samples_per_update"] == 2 * 16 * (
+        16 // 2
+    )  # per device * accumulation * data parallel
     assert (tree["rollout"]["prompts_per_step"], tree["rollout"]["samples_per_prompt"]) == (64, 8)
-    assert tree["rollout"]["engine"] == {"tp": 2, "dp": 8, "memory_fraction": 0.6, "max_model_len": 8000, "max_num_seqs": 128}
-    assert tree["rollout"]["sampling"] == {"temperature": 0.99, "top_p": 0.7, "top_k": 50}  # two of them ROLL's defaults
+    assert tree["rollout"]["engine"] == {
+        "tp": 2,
+        "dp": 8,
+        "memory_fraction": 0.6,
+        "max_model_len": 8000,
+        "max_num_seqs": 128,
+    }
+    assert tree["rollout"]["sampling"] == {
+        "temperature": 0.99,
+        "top_p": 0.7,
+        "top_k": 50,
+    }  # two of them ROLL's defaults
     assert tree["algo"]["kl"] == {"loss": {"coef": 0.002, "estimator": "k3"}}
     assert tree["algo"]["aggregate"] == {"mode": "seq-mean-token-mean"}
-    assert tree["train"]["optimizer"]["warmup"] == 20 and tree["train"]["parallel"] == {"tp": 2, "pp": 1, "sp": True}
+    assert tree["train"]["optimizer"]["warmup"] == 20 and tree["train"]["parallel"] == {
+        "tp": 2,
+        "pp": 1,
+        "sp": True,
+    }
     assert tree["reward"] == {"sources": [{"verifier": "math_17k_acc", "tags": ["math"]}]}
 
 
@@ -100,7 +116,9 @@ def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
         ("warmup_steps: 20", "warmup_ratio: 0.1", "train.optimizer.warmup", 0.1),
     ],
 )  # fmt: skip
-def test_a_changed_key_of_roll_changes_what_it_becomes(old: str, new: str, key: str, value: object, tmp_path: Path):
+def test_a_changed_key_of_roll_changes_what_it_becomes(
+    old: str, new: str, key: str, value: object, tmp_path: Path
+):
     tree = tree_of(imported("roll", changed(RLVR, (old, new)), tmp_path, "yaml"))
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
@@ -118,30 +136,57 @@ def test_a_changed_key_of_roll_changes_what_it_becomes(old: str, new: str, key: 
         ("lora_rank: 32", None),
     ],
 )
-def test_adapters_of_roll_are_trained_where_lora_target_names_layers(args: str, lora: object, tmp_path: Path):
-    text = changed(RLVR, ("  infer_batch_size: 4", f"  infer_batch_size: 4\n  model_args: {{{args}}}"))
+def test_adapters_of_roll_are_trained_where_lora_target_names_layers(
+    args: str, lora: object, tmp_path: Path
+):
+    text = changed(
+        RLVR, ("  infer_batch_size: 4", f"  infer_batch_size: 4\n  model_args: {{{args}}}")
+    )
     assert tree_of(imported("roll", text, tmp_path, "yaml"))["train"].get("lora") == lora
 
 
 @pytest.mark.parametrize(
     ("args", "warmup"),
-    [("warmup_steps: 20, warmup_ratio: 0.1", 20), ("warmup_ratio: 0.1, warmup_steps: 20", 20), ("warmup_ratio: 0.1, warmup_steps: 0", 0.1)],
+    [
+        ("warmup_steps: 20, warmup_ratio: 0.1", 20),
+        ("warmup_ratio: 0.1, warmup_steps: 20", 20),
+        ("warmup_ratio: 0.1, warmup_steps: 0", 0.1),
+    ],
 )
 def test_steps_of_warm_up_count_before_a_ratio_in_roll(args: str, warmup: float, tmp_path: Path):
     text = changed(RLVR, ("warmup_steps: 20", args))
-    assert tree_of(imported("roll", text, tmp_path, "yaml"))["train"]["optimizer"]["warmup"] == warmup
+    assert (
+        tree_of(imported("roll", text, tmp_path, "yaml"))["train"]["optimizer"]["warmup"] == warmup
+    )
 
 
 def test_virtual_stages_of_roll_are_counted_and_become_layers(tmp_path: Path):
     make_model(tmp_path / "model", num_hidden_layers=8)
     stages = "tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2"
-    text = changed(RLVR, ("tensor_model_parallel_size: 2", stages), ("pretrain: model", f"pretrain: {tmp_path}/model"))
-    assert tree_of(imported("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2  # 8 layers in 2 * 2 stages
-    with pytest.raises(MsrlError, match=mentions("virtual_pipeline_model_parallel_size=2", "virtual stages")):
+    text = changed(
+        RLVR,
+        ("tensor_model_parallel_size: 2", stages),
+        ("pretrain: model", f"pretrain: {tmp_path}/model"),
+    )
+    assert (
+        tree_of(imported("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2
+    )  # 8 layers in 2 * 2 stages
+    with pytest.raises(
+        MsrlError, match=mentions("virtual_pipeline_model_parallel_size=2", "virtual stages")
+    ):
         imported("roll", changed(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
     with pytest.raises(MsrlError, match=mentions("8 layers", "2 * 3 stages")):
         imported(
-            "roll", changed(text, ("virtual_pipeline_model_parallel_size: 2", "virtual_pipeline_model_parallel_size: 3")), tmp_path, "yaml"
+            "roll",
+            changed(
+                text,
+                (
+                    "virtual_pipeline_model_parallel_size: 2",
+                    "virtual_pipeline_model_parallel_size: 3",
+                ),
+            ),
+            tmp_path,
+            "yaml",
         )
 
 
@@ -156,22 +201,46 @@ validation:
 def test_validation_of_roll_becomes_evaluation_before_the_first_step_and_on_the_way(tmp_path: Path):
     found = imported("roll", RLVR + HELD_OUT, tmp_path, "yaml")
     sampling = {"temperature": 0.6, "top_p": 0.7, "top_k": -1}  # the second is ROLL's default
-    assert tree_of(found)["eval"] == {"every_steps": 5, "at_start": True, "sampling": sampling, "samples_per_prompt": 4}
+    assert tree_of(found)["eval"] == {
+        "every_steps": 5,
+        "at_start": True,
+        "sampling": sampling,
+        "samples_per_prompt": 4,
+    }
     assert any("--set data.eval=PREFIX" in str(one) for one in found.outcomes)
-    longer = imported("roll", RLVR + HELD_OUT + "val_prompt_length: 1024\nval_sequence_length: 5120\n", tmp_path, "yaml")
+    longer = imported(
+        "roll",
+        RLVR + HELD_OUT + "val_prompt_length: 1024\nval_sequence_length: 5120\n",
+        tmp_path,
+        "yaml",
+    )
     assert tree_of(longer)["eval"]["max_response_tokens"] == 4096
     often = imported("roll", changed(RLVR + HELD_OUT, ("eval_steps: 5\n", "")), tmp_path, "yaml")
     assert tree_of(often)["eval"]["every_steps"] == 10  # ROLL's default
     greedy = imported(
-        "roll", changed(RLVR + HELD_OUT, ("temperature: 0.6", "temperature: 0"), ("_sequences: 4", "_sequences: 1")), tmp_path, "yaml"
+        "roll",
+        changed(
+            RLVR + HELD_OUT,
+            ("temperature: 0.6", "temperature: 0"),
+            ("_sequences: 4", "_sequences: 1"),
+        ),
+        tmp_path,
+        "yaml",
     )
     assert tree_of(greedy)["eval"]["sampling"] == {"temperature": 0}
 
 
 @pytest.mark.parametrize(
-    "text", [RLVR + "eval_steps: 5\n", RLVR + "validation: {}\n", RLVR + changed(HELD_OUT, ("eval_steps: 5", "eval_steps: 0"))]
+    "text",
+    [
+        RLVR + "eval_steps: 5\n",
+        RLVR + "validation: {}\n",
+        RLVR + changed(HELD_OUT, ("eval_steps: 5", "eval_steps: 0")),
+    ],
 )
-def test_roll_evaluates_nothing_where_validation_names_no_data_or_eval_steps_is_off(text: str, tmp_path: Path):
+def test_roll_evaluates_nothing_where_validation_names_no_data_or_eval_steps_is_off(
+    text: str, tmp_path: Path
+):
     assert "eval" not in tree_of(imported("roll", text, tmp_path, "yaml"))
 
 
@@ -181,14 +250,31 @@ def test_lengths_of_rolls_validation_are_given_both(tmp_path: Path):
 
 
 def test_dead_keys_of_roll_are_named(tmp_path: Path):
-    text = RLVR + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\nadd_len_reward: true\nsft_loss_coef: 0.1\n"
+    text = (
+        RLVR
+        + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\nadd_len_reward: true\nsft_loss_coef: 0.1\n"
+    )
     found = imported("roll", text, tmp_path, "yaml")
-    dead = {outcome.given.key for outcome in found.outcomes if outcome.fate is Fate.DEAD}
-    assert dead >= {"l2", "reward_norm", "use_topr_loss", "init_kl_coef", "add_len_reward", "sft_loss_coef", "max_new_tokens"}
+    dead = {outcome.entry.key for outcome in found.outcomes if outcome.status is KeyStatus.DEAD}
+    assert dead >= {
+        "l2",
+        "reward_norm",
+        "use_topr_loss",
+        "init_kl_coef",
+        "add_len_reward",
+        "sft_loss_coef",
+        "max_new_tokens",
+    }
 
 
 def test_agentic_runs_are_translated_and_refused_until_there_are_environments(tmp_path: Path):
-    text = changed(RLVR, ("rewards:\n  math_rule: {worker_cls: roll.rewards.MathRuleRewardWorker, tag_included: [math]}\n", ""))
+    text = changed(
+        RLVR,
+        (
+            "rewards:\n  math_rule: {worker_cls: roll.rewards.MathRuleRewardWorker, tag_included: [math]}\n",
+            "",
+        ),
+    )
     text += "train_env_manager: {num_env_groups: 8, group_size: 8, tags: [SimpleSokoban], max_traj_per_env: 2}\nmax_actions_per_traj: 5\n"
     found = imported("roll", text, tmp_path, "yaml")
     tree = tree_of(found)
@@ -197,7 +283,10 @@ def test_agentic_runs_are_translated_and_refused_until_there_are_environments(tm
 
 
 def test_a_misspelt_key_of_roll_is_named_with_its_line(tmp_path: Path):
-    with pytest.raises(MsrlError, match=mentions("given.yaml:8: adv_estimater=grpo", "key", "ROLL", "'adv_estimator'")):
+    with pytest.raises(
+        MsrlError,
+        match=mentions("given.yaml:8: adv_estimater=grpo", "key", "ROLL", "'adv_estimator'"),
+    ):
         imported("roll", RLVR.replace("adv_estimator", "adv_estimater"), tmp_path, "yaml")
 
 
@@ -219,19 +308,28 @@ FLAGS = "python train.py --pretrain model --prompt_data x --rollout_batch_size 6
 
 
 def test_a_command_of_lightrft_is_not_refused_for_defaults_that_change_no_results(tmp_path: Path):
-    found = translation_of("lightrft", FLAGS.split())
+    found = translate_arguments("lightrft", FLAGS.split())
     assert not found.refused()
     (tmp_path / "native.yaml").write_text(native_yaml(found), encoding="utf-8")
     assert load([str(tmp_path / "native.yaml")]).config.log.trackers == ()
 
 
 def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
-    blocks = [block for block in re.findall(r"^```bash\n(.*?)^```", guide("lightrft-parameters"), re.S | re.M) if "python" in block]
+    blocks = [
+        block
+        for block in re.findall(r"^```bash\n(.*?)^```", guide("lightrft-parameters"), re.S | re.M)
+        if "python" in block
+    ]
     assert len(blocks) == 2
     for block in blocks:
         found = imported("lightrft", block, tmp_path, "sh")
-        assert {outcome.given.path for outcome in found.outcomes} == set(re.findall(r"--(\w+)", block))
-    assert tree_of(imported("lightrft", blocks[0], tmp_path, "sh"))["train"]["updates"] == {"samples_per_update": 128, "epochs": 1}
+        assert {outcome.entry.path for outcome in found.outcomes} == set(
+            re.findall(r"--(\w+)", block)
+        )
+    assert tree_of(imported("lightrft", blocks[0], tmp_path, "sh"))["train"]["updates"] == {
+        "samples_per_update": 128,
+        "epochs": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -252,7 +350,9 @@ def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
         ("--overlong_buffer --overlong_buffer_len 512", "reward.overlong", {"buffer": 512, "factor": 1.0}),
     ],
 )  # fmt: skip
-def test_a_flag_of_lightrft_changes_what_it_becomes(flags: str, key: str, value: object, tmp_path: Path):
+def test_a_flag_of_lightrft_changes_what_it_becomes(
+    flags: str, key: str, value: object, tmp_path: Path
+):
     tree = tree_of(imported("lightrft", f"{FLAGS} {flags}", tmp_path, "sh"))
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
@@ -260,15 +360,31 @@ def test_a_flag_of_lightrft_changes_what_it_becomes(flags: str, key: str, value:
 
 
 def test_gspo_and_gmpo_are_a_ratio_and_a_loss(tmp_path: Path):
-    gspo = tree_of(imported("lightrft", FLAGS.replace("group_norm", "gspo"), tmp_path, "sh"))["algo"]
+    gspo = tree_of(imported("lightrft", FLAGS.replace("group_norm", "gspo"), tmp_path, "sh"))[
+        "algo"
+    ]
     assert (gspo["advantage"]["estimator"], gspo["ratio"]) == ("group_norm", "sequence")
-    gmpo = tree_of(imported("lightrft", FLAGS.replace("group_norm", "gmpo"), tmp_path, "sh"))["algo"]
+    gmpo = tree_of(imported("lightrft", FLAGS.replace("group_norm", "gmpo"), tmp_path, "sh"))[
+        "algo"
+    ]
     assert (gmpo["advantage"]["estimator"], gmpo["policy_loss"]) == ("group_norm", "gmpo")
 
 
 def test_flags_may_be_given_word_by_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "native.yaml"
-    assert msrl("config", "import", "--from", "lightrft", "--output", str(output), "--", *FLAGS.split()[2:]) == 0
+    assert (
+        msrl(
+            "config",
+            "import",
+            "--from",
+            "lightrft",
+            "--output",
+            str(output),
+            "--",
+            *FLAGS.split()[2:],
+        )
+        == 0
+    )
     assert_mentions(capsys.readouterr().err, "command line: ", "LightRFT", "group_norm", "6 keys")
     assert plain(parse(output.read_text(encoding="utf-8"), "native"))["model"]["path"] == "model"
     assert msrl("config", "import", "--from", "lightrft", "--", "--pretrian", "model") == 2
@@ -291,10 +407,21 @@ def test_the_commands_of_the_mindspeed_guides_become_msrls(tmp_path: Path):
         "command": "hf2mcore", "load": "/root/llm_dataset/models/Qwen/Qwen2.5-0.5B", "dtype": "bf16",
         "save": "/root/llm_dataset/models/mindspeed/qwen2.5_mcore/qwen2.5_0.5b/", "tp": 2, "pp": 2,
     }  # fmt: skip
-    assert trees[5]["convert"]["save"] == "/root/llmtuner/hfhub/mindspeed/models/Qwen/Qwen2.5-7B/mcore_tp2_pp4"  # of variables
+    assert (
+        trees[5]["convert"]["save"]
+        == "/root/llmtuner/hfhub/mindspeed/models/Qwen/Qwen2.5-7B/mcore_tp2_pp4"
+    )  # of variables
     preprocess = trees[4]["preprocess"]
-    assert preprocess["handler"] == "PPOAlpacaStyleInstructionHandler" and preprocess["template"] == "llama3"
-    assert preprocess["map_keys"] == {"prompt": "prompt", "query": "", "response": "prompt", "system": ""}
+    assert (
+        preprocess["handler"] == "PPOAlpacaStyleInstructionHandler"
+        and preprocess["template"] == "llama3"
+    )
+    assert preprocess["map_keys"] == {
+        "prompt": "prompt",
+        "query": "",
+        "response": "prompt",
+        "system": "",
+    }
 
 
 @pytest.mark.parametrize(
@@ -304,9 +431,11 @@ def test_the_commands_of_the_mindspeed_guides_become_msrls(tmp_path: Path):
         ("convert_ckpt.py --load-model-type mg --load-from-legacy", None), ("convert_ckpt.py --load-model-type mg --save-to-legacy", "legacy"),
     ],
 )  # fmt: skip
-def test_the_form_from_before_megatron_core_is_written_where_the_original_writes_it(flags: str, names: str | None):
+def test_the_form_from_before_megatron_core_is_written_where_the_original_writes_it(
+    flags: str, names: str | None
+):
     words = ["python", *flags.split(), "--load-dir", "a", "--save-dir", "b"]
-    assert tree_of(translation_of("mindspeed-llm", words))["convert"].get("names") == names
+    assert tree_of(translate_arguments("mindspeed-llm", words))["convert"].get("names") == names
 
 
 def test_a_supervised_script_with_variables_becomes_train_sft(tmp_path: Path):
@@ -324,12 +453,18 @@ torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt -
 """
     found = imported("mindspeed-llm", script, tmp_path, "sh")
     tree = tree_of(found)
-    assert tree["train"]["parallel"] == {"tp": 2, "sp": True, "pp": 1} and tree["train"]["global_batch"] == 16
-    assert tree["train"]["optimizer"]["betas"] == [0.9, 0.95] and tree["checkpoint"] == {"load": "ckpt"}
-    assert tree["cluster"] == {"devices_per_node": 8, "env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}} and tree["model"] == {
-        "dtype": "bfloat16"
+    assert (
+        tree["train"]["parallel"] == {"tp": 2, "sp": True, "pp": 1}
+        and tree["train"]["global_batch"] == 16
+    )
+    assert tree["train"]["optimizer"]["betas"] == [0.9, 0.95] and tree["checkpoint"] == {
+        "load": "ckpt"
     }
-    lines = {outcome.given.key: outcome.given.origin.line for outcome in found.outcomes}
+    assert tree["cluster"] == {
+        "devices_per_node": 8,
+        "env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    } and tree["model"] == {"dtype": "bfloat16"}
+    lines = {outcome.entry.key: outcome.entry.origin.line for outcome in found.outcomes}
     assert (lines["tensor_model_parallel_size"], lines["lr"], lines["stage"]) == (4, 7, 10)
 
 
@@ -340,7 +475,12 @@ def test_what_a_script_leaves_open_is_named():
 
 def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path: Path):
     with pytest.raises(MsrlError, match=mentions("qlora_nf4=true", "weights")):
-        imported("mindspeed-llm", "python convert_ckpt.py --load-dir a --save-dir b --qlora-nf4", tmp_path, "sh")
+        imported(
+            "mindspeed-llm",
+            "python convert_ckpt.py --load-dir a --save-dir b --qlora-nf4",
+            tmp_path,
+            "sh",
+        )
 
 
 def test_the_first_generation_of_mindspeed_runs_as_it_is(
@@ -366,12 +506,16 @@ def test_the_first_generation_of_mindspeed_runs_as_it_is(
         ("num_gpus_for_train: 2", "num_gpus_for_trian: 2", ("num_gpus_for_trian", "key", "MindSpeed-LLM", "'num_gpus_for_train'")),
         ("do_sample: true", "do_sample: false", ("do_sample=false", "greedy")),
         ("seq_length: 512", "seq_length: 256", ("seq_length=256", "max_prompt_length=256")),
-        ("gamma: 1.0", "gamma: 0.9", ("gamma=0.9", "rewards")),
+        ("gamma: 1.0", "gamma: 0.9", ("gamma=0.9", "discount")),
         ("  ref:\n", "  reff:\n", ("reff", "key", "MindSpeed-LLM", "'ref'")),
     ],
 )  # fmt: skip
-def test_mistakes_in_the_first_generation_are_named(old: str, new: str, fragments: tuple[str, ...], tmp_path: Path):
+def test_mistakes_in_the_first_generation_are_named(
+    old: str, new: str, fragments: tuple[str, ...], tmp_path: Path
+):
     text = (EXAMPLES / "grpo_llama32_1b.yaml").read_text(encoding="utf-8")
     (tmp_path / "given.yaml").write_text(changed(text, (old, new)), encoding="utf-8")
     found = foreign(str(tmp_path / "given.yaml"))
-    assert found is not None and any(re.match(mentions(*fragments), line) for line in found.errors), found and found.errors
+    assert found is not None and any(
+        re.match(mentions(*fragments), line) for line in found.errors
+    ), found and found.errors

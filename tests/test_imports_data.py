@@ -9,7 +9,7 @@ import pytest
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import plain
 from msrl.errors import MsrlError
-from msrl.importers.command import translation_of
+from msrl.importers.command import translate_arguments
 from support import mentions
 
 R1_ZERO = """\
@@ -35,12 +35,26 @@ def test_a_data_file_of_mindspeed_rl_is_preprocessing_as_it_is(tmp_path: Path):
     (tmp_path / "r1_zero.yaml").write_text(R1_ZERO, encoding="utf-8")
     found = load([str(tmp_path / "r1_zero.yaml")])
     section = found.config.preprocess
-    assert section.input == ("./dataset/orz/orz_math_57k_collected.json",) and section.output_prefix == "./dataset/orz/data"
-    assert (section.handler, section.template, section.workers) == ("R1AlpacaStyleInstructionHandler", "qwen_r1", 8)
-    assert section.map_keys == {"prompt": "question", "response": "ground_truth_answer"} and section.tokenizer == "./Qwen2.5-7B"
+    assert (
+        section.input == ("./dataset/orz/orz_math_57k_collected.json",)
+        and section.output_prefix == "./dataset/orz/data"
+    )
+    assert (section.handler, section.template, section.workers) == (
+        "R1AlpacaStyleInstructionHandler",
+        "qwen_r1",
+        8,
+    )
+    assert (
+        section.map_keys == {"prompt": "question", "response": "ground_truth_answer"}
+        and section.tokenizer == "./Qwen2.5-7B"
+    )
     assert len(found.translations[0].outcomes) == len(R1_ZERO.splitlines())
-    (tmp_path / "r1_zero.yaml").write_text(R1_ZERO.replace("prompt_type: qwen_r1\n", ""), encoding="utf-8")
-    assert load([str(tmp_path / "r1_zero.yaml")]).config.preprocess.template == "empty"  # the original's default
+    (tmp_path / "r1_zero.yaml").write_text(
+        R1_ZERO.replace("prompt_type: qwen_r1\n", ""), encoding="utf-8"
+    )
+    assert (
+        load([str(tmp_path / "r1_zero.yaml")]).config.preprocess.template == "empty"
+    )  # the original's default
 
 
 @pytest.mark.parametrize(
@@ -52,8 +66,12 @@ def test_a_data_file_of_mindspeed_rl_is_preprocessing_as_it_is(tmp_path: Path):
         ("qwen3", 'enable_thinking: "true"\n', True),
     ],
 )
-def test_thoughts_are_asked_for_as_the_data_file_or_the_original_has_it(template: str, line: str, thinking: bool | None, tmp_path: Path):
-    (tmp_path / "data.yaml").write_text(R1_ZERO.replace("qwen_r1", template) + line, encoding="utf-8")
+def test_thoughts_are_asked_for_as_the_data_file_or_the_original_has_it(
+    template: str, line: str, thinking: bool | None, tmp_path: Path
+):
+    (tmp_path / "data.yaml").write_text(
+        R1_ZERO.replace("qwen_r1", template) + line, encoding="utf-8"
+    )
     assert load([str(tmp_path / "data.yaml")]).config.preprocess.enable_thinking is thinking
 
 
@@ -64,8 +82,13 @@ def test_thoughts_that_are_neither_on_nor_off_are_named(tmp_path: Path):
 
 
 def test_a_misspelt_key_of_a_data_file_is_named_with_its_line(tmp_path: Path):
-    (tmp_path / "data.yaml").write_text(R1_ZERO.replace("prompt_type", "promt_type"), encoding="utf-8")
-    with pytest.raises(MsrlError, match=mentions("data.yaml:8: promt_type=qwen_r1", "key", "MindSpeed-RL", "'prompt_type'")):
+    (tmp_path / "data.yaml").write_text(
+        R1_ZERO.replace("prompt_type", "promt_type"), encoding="utf-8"
+    )
+    with pytest.raises(
+        MsrlError,
+        match=mentions("data.yaml:8: promt_type=qwen_r1", "key", "MindSpeed-RL", "'prompt_type'"),
+    ):
         load([str(tmp_path / "data.yaml")])
 
 
@@ -77,20 +100,30 @@ def test_a_misspelt_key_of_a_data_file_is_named_with_its_line(tmp_path: Path):
         ("1,data/a,2,data/b,1,data/a", {"blend": {"data/a": 2.0, "data/b": 2.0}}),
     ],
 )
-def test_a_pretraining_script_continues_from_text_of_one_dataset_or_several(path: str, data: dict[str, object], tmp_path: Path):
+def test_a_pretraining_script_continues_from_text_of_one_dataset_or_several(
+    path: str, data: dict[str, object], tmp_path: Path
+):
     (tmp_path / "pretrain.sh").write_text(PRETRAIN.format(path), encoding="utf-8")
-    tree = plain(translation_of("mindspeed-llm", [str(tmp_path / "pretrain.sh")]).whole())
+    tree = plain(translate_arguments("mindspeed-llm", [str(tmp_path / "pretrain.sh")]).complete_tree())
     assert tree["data"] == {**data, "handler": "pretrain", "seq_length": 4096}
 
 
 @pytest.mark.parametrize("flag", ["--is-instruction-dataset", "--stage sft"])
 def test_a_script_that_fine_tunes_reads_examples(flag: str):
     words = PRETRAIN.format("data/alpaca").replace("\\\n", "").split()
-    assert plain(translation_of("mindspeed-llm", [*words, *flag.split()]).whole())["data"] == {"train": "data/alpaca", "seq_length": 4096}
+    assert plain(translate_arguments("mindspeed-llm", [*words, *flag.split()]).complete_tree())["data"] == {
+        "train": "data/alpaca",
+        "seq_length": 4096,
+    }
 
 
-@pytest.mark.parametrize(("path", "fragments"), [("data/a data/b", ("data/a", "weight")), ("1 data/a data/b", ("data_path=", "pairs"))])
-def test_datasets_without_weights_are_refused(path: str, fragments: tuple[str, ...], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("path", "fragments"),
+    [("data/a data/b", ("data/a", "weight")), ("1 data/a data/b", ("data_path=", "pairs"))],
+)
+def test_datasets_without_weights_are_refused(
+    path: str, fragments: tuple[str, ...], tmp_path: Path
+):
     (tmp_path / "pretrain.sh").write_text(PRETRAIN.format(path), encoding="utf-8")
     with pytest.raises(MsrlError, match=mentions(*fragments)):
-        translation_of("mindspeed-llm", [str(tmp_path / "pretrain.sh")])
+        translate_arguments("mindspeed-llm", [str(tmp_path / "pretrain.sh")])

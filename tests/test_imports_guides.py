@@ -12,7 +12,7 @@ import pytest
 from guides import GUIDES, guide
 from msrl.config.sources import Node, parse, plain
 from msrl.errors import MsrlError
-from msrl.importers.command import native_yaml, translation_of
+from msrl.importers.command import native_yaml, translate_arguments
 from msrl.importers.shell import parse_script
 from msrl.importers.systems import foreign
 from msrl.importers.table import canonical
@@ -50,7 +50,10 @@ def r1_zero() -> str:
 def roll() -> str:
     """The guide's three blocks as one file; the page has lost their indentation, which follows from what is a section of what."""
     text = guide("roll-parameters")
-    pipeline, workers = (re.search(rf"^{first}.*?(?=^\s*•|^\S*基本信息)", text, re.S | re.M) for first in ("exp_name:", "actor_train:"))
+    pipeline, workers = (
+        re.search(rf"^{first}.*?(?=^\s*•|^\S*基本信息)", text, re.S | re.M)
+        for first in ("exp_name:", "actor_train:")
+    )
     assert pipeline is not None and workers is not None
     lines: list[str] = []
     inner = 0
@@ -80,9 +83,13 @@ def roll_with_deepspeed() -> str:
 
 
 FILES = {
-    "mindspeed-rl-grpo-parameters": lambda: (MINDSPEED / "grpo_qwen25_7b_A3.yaml").read_text(encoding="utf-8"),
+    "mindspeed-rl-grpo-parameters": lambda: (MINDSPEED / "grpo_qwen25_7b_A3.yaml").read_text(
+        encoding="utf-8"
+    ),
     "mindspeed-rl-r1-zero": r1_zero,
-    "mindspeed-llm-full-pipeline": lambda: (MINDSPEED / "grpo_llama32_1b.yaml").read_text(encoding="utf-8"),
+    "mindspeed-llm-full-pipeline": lambda: (MINDSPEED / "grpo_llama32_1b.yaml").read_text(
+        encoding="utf-8"
+    ),
     "roll-parameters": roll,
     "roll-parameters with deepspeed": roll_with_deepspeed,
 }
@@ -95,7 +102,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "model").symlink_to(MINDSPEED / "model")
     (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "envs.yaml").write_text("system_envs: {NCCL_DEBUG: INFO}\n", encoding="utf-8")
+    (tmp_path / "config" / "envs.yaml").write_text(
+        "system_envs: {NCCL_DEBUG: INFO}\n", encoding="utf-8"
+    )
     return tmp_path / "conf"
 
 
@@ -123,7 +132,11 @@ def keys_of(node: Node, path: str = "") -> Iterator[tuple[str, str, int]]:
 
 def all_keys(text: str) -> set[tuple[str, int]]:
     """The keys of a file with their lines, but for names that are the user's own."""
-    return {(key, line) for path, key, line in keys_of(parse(text, "given")) if path.rpartition(".")[2] not in FREE}
+    return {
+        (key, line)
+        for path, key, line in keys_of(parse(text, "given"))
+        if path.rpartition(".")[2] not in FREE
+    }
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -131,7 +144,7 @@ def test_every_key_of_a_guides_complete_example_is_told(name: str, folder: Path)
     text = FILES[name]()
     found = translated(name, text, folder)
     assert not found.errors
-    told = {(one.given.key, one.given.origin.line) for one in found.outcomes}
+    told = {(one.entry.key, one.entry.origin.line) for one in found.outcomes}
     sections = set(plain(parse(text, "given"))) | {"actor_rollout", "ref"}
     untold = {(key, line) for key, line in all_keys(text) - told if key not in sections}
     assert not untold and len(told) > 30
@@ -153,23 +166,40 @@ def mistakes_of(name: str, text: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_key_of_a_guides_complete_example_is_caught_when_it_is_misspelt(name: str, folder: Path):
+def test_every_key_of_a_guides_complete_example_is_caught_when_it_is_misspelt(
+    name: str, folder: Path
+):
     lines = FILES[name]().splitlines()
     keys = all_keys("\n".join(lines))
     numbers = Counter(number for _, number in keys)
     named = set(re.findall(r"\$\{(\w+)\}", "\n".join(lines)))
     # One by one: sections, keys that share a line, and those that others refer to.
-    apart = {(key, number) for key, number in keys if lines[number - 1].partition("#")[0].rstrip().endswith(":") or numbers[number] > 1}
+    apart = {
+        (key, number)
+        for key, number in keys
+        if lines[number - 1].partition("#")[0].rstrip().endswith(":") or numbers[number] > 1
+    }
     apart |= {(key, number) for key, number in keys if "${" in lines[number - 1] or key in named}
     for group in (keys - apart, *({one} for one in apart)):
         wrong = {number: misspelt(lines[number - 1], key) for key, number in group}
-        found = mistakes_of(name, "\n".join(wrong.get(number, line) for number, line in enumerate(lines, 1)), folder)
+        found = mistakes_of(
+            name, "\n".join(wrong.get(number, line) for number, line in enumerate(lines, 1)), folder
+        )
         for key, number in group:
-            assert any(f"given.yaml:{number}: " in line and f"'{key}'" in line for line in found), (number, key, found)
+            assert any(f"given.yaml:{number}: " in line and f"'{key}'" in line for line in found), (
+                number,
+                key,
+                found,
+            )
 
 
 def test_parts_of_files_in_the_guides_have_no_unknown_keys(folder: Path):
-    parts = [block for name in GUIDES for block in blocks(name) if re.search(r"^\s*(actor_rollout_ref|actor_resource):", block, re.M)]
+    parts = [
+        block
+        for name in GUIDES
+        for block in blocks(name)
+        if re.search(r"^\s*(actor_rollout_ref|actor_resource):", block, re.M)
+    ]
     assert len(parts) == 3 + 1  # one of them the complete example
     for part in parts:
         text = without_ellipsis(part)
@@ -195,11 +225,11 @@ def test_every_command_line_of_the_guides_is_read_flag_by_flag(tmp_path: Path):
             file = tmp_path / "given.sh"
             file.write_text(block, encoding="utf-8")
             system = "mindspeed-rl" if name.startswith("mindspeed-rl") else "mindspeed-llm"
-            found = translation_of(system, [str(file)])
+            found = translate_arguments(system, [str(file)])
             text = re.sub(r"#.*", "", block)
             flags = {canonical(flag) for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
             flags |= set(re.findall(r"^export (\w+)=", text, re.M))
-            assert {one.given.key for one in found.outcomes} == flags, block
+            assert {one.entry.key for one in found.outcomes} == flags, block
             count += 1
     assert count == 13
 
@@ -218,17 +248,24 @@ def flags_of(line: str) -> list[str]:
 def assert_misspelt_flags_are_caught(system: str, block: str, file: Path) -> None:
     """All flags of a block with their last letters doubled: each is named with its line and its right name."""
     lines = block.splitlines()
-    file.write_text(re.sub(r"(?<![\w-])--([a-z][\w-]*)", lambda flag: flag[0] + flag[0][-1], block), encoding="utf-8")
+    file.write_text(
+        re.sub(r"(?<![\w-])--([a-z][\w-]*)", lambda flag: flag[0] + flag[0][-1], block),
+        encoding="utf-8",
+    )
     with pytest.raises(MsrlError) as caught:
-        translation_of(system, [str(file)])
+        translate_arguments(system, [str(file)])
     found = str(caught.value).splitlines()
     for number, line in enumerate(lines, 1):
         for flag in flags_of(line):
-            assert any(f"given.sh:{number}: " in one and f"'{canonical(flag)}'" in one for one in found), (line, found)
+            assert any(
+                f"given.sh:{number}: " in one and f"'{canonical(flag)}'" in one for one in found
+            ), (line, found)
 
 
 @pytest.mark.parametrize("name", ["mindspeed-rl-r1-zero", "mindspeed-llm-full-pipeline"])
-def test_every_flag_of_a_guides_command_line_is_caught_when_it_is_misspelt(name: str, tmp_path: Path):
+def test_every_flag_of_a_guides_command_line_is_caught_when_it_is_misspelt(
+    name: str, tmp_path: Path
+):
     for block in commands(name):
         assert_misspelt_flags_are_caught("mindspeed-llm", block, tmp_path / "given.sh")
 
@@ -241,8 +278,10 @@ def test_lightrfts_examples_fragments_and_variables_are_read(tmp_path: Path):
     variables = next(block for block in found if "export NCCL_DEBUG" in block)
     for text in [*fragments, *(block + "\n" + variables for block in found if "python" in block)]:
         file.write_text(text, encoding="utf-8")
-        told = {one.given.key for one in translation_of("lightrft", [str(file)]).outcomes}
-        assert told == set(re.findall(r"(?<!\w)--(\w+)", text)) | set(re.findall(r"^export (\w+)=", text, re.M))
+        told = {one.entry.key for one in translate_arguments("lightrft", [str(file)]).outcomes}
+        assert told == set(re.findall(r"(?<!\w)--(\w+)", text)) | set(
+            re.findall(r"^export (\w+)=", text, re.M)
+        )
 
 
 def test_every_flag_of_lightrfts_examples_is_caught_when_it_is_misspelt(tmp_path: Path):

@@ -23,7 +23,7 @@ from msrl.errors import MsrlError
 from msrl.importers.native_keys import refusal
 from msrl.importers.systems import foreign
 from msrl.importers.table import load_table
-from msrl.importers.translation import Fate, Translation
+from msrl.importers.translation import KeyStatus, Translation
 from msrl.plan.derived import derived
 from support import assert_each_mentions, assert_mentions, labelled
 from test_cli import msrl
@@ -80,7 +80,9 @@ def _lines(tree: dict[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def native(file: Path, folder: Path, **changes: Any) -> Resolved:
-    return load([changed(file, folder, {key.replace("__", "."): value for key, value in changes.items()})])
+    return load(
+        [changed(file, folder, {key.replace("__", "."): value for key, value in changes.items()})]
+    )
 
 
 def translated(file: Path, folder: Path, changes: dict[str, Any]) -> Translation:
@@ -96,13 +98,21 @@ def mistakes(file: Path, folder: Path, **changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("file", [PRESENT, FIRST], ids=lambda file: file.stem)
-def test_an_example_runs_as_it_is_and_says_what_became_of_every_key(file: Path, folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_example_runs_as_it_is_and_says_what_became_of_every_key(
+    file: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert msrl("train-grpo", "-c", str(file), "--dry-run") == 0
     captured = capsys.readouterr()
     assert "  ranks: 16\n" in captured.out
     assert_mentions(captured.err.splitlines()[0], file, "MindSpeed-RL", "grpo")
-    keys = [line.split(":", 1)[0].strip() for line in file.read_text(encoding="utf-8").splitlines() if ":" in line and line[0] in " -"]
-    assert all(key.lstrip("- ") in captured.err for key in keys if key not in ("num_npus", "- model"))
+    keys = [
+        line.split(":", 1)[0].strip()
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if ":" in line and line[0] in " -"
+    ]
+    assert all(
+        key.lstrip("- ") in captured.err for key in keys if key not in ("num_npus", "- model")
+    )
 
 
 def test_the_complete_example_of_the_r1_zero_guide_has_no_key_that_is_not_told(folder: Path):
@@ -113,10 +123,17 @@ def test_the_complete_example_of_the_r1_zero_guide_has_no_key_that_is_not_told(f
     found = foreign(str(folder / "guide.yaml"))
     assert found is not None and not found.errors and not found.refused()
     keys = set(re.findall(r"^ +([a-z_]+):", text, re.M))
-    assert keys == {outcome.given.key for outcome in found.outcomes} - {"defaults"} and len(keys) > 45
-    tree = plain(found.whole())
-    assert tree["train"]["updates"]["samples_per_update"] == 512 and tree["rollout"]["prompts_per_step"] == 64
-    assert tree["cluster"]["devices_per_node"] == 8  # the reference, on 8 others there, shares them here
+    assert (
+        keys == {outcome.entry.key for outcome in found.outcomes} - {"defaults"} and len(keys) > 45
+    )
+    tree = plain(found.complete_tree())
+    assert (
+        tree["train"]["updates"]["samples_per_update"] == 512
+        and tree["rollout"]["prompts_per_step"] == 64
+    )
+    assert (
+        tree["cluster"]["devices_per_node"] == 8
+    )  # the reference, on 8 others there, shares them here
 
 
 def test_an_example_is_found_by_its_name(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -125,7 +142,9 @@ def test_an_example_is_found_by_its_name(folder: Path, capsys: pytest.CaptureFix
     assert "  samples per step: 512\n" in capsys.readouterr().out
 
 
-def test_a_run_says_in_one_line_how_its_file_was_read(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_run_says_in_one_line_how_its_file_was_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     from test_cli import reached
 
     calls = reached(monkeypatch, "train_grpo")
@@ -140,8 +159,16 @@ def test_a_mini_batch_counts_prompts_now_and_samples_in_the_first_generation(fol
     assert (present.rollout.prompts_per_step, present.rollout.samples_per_prompt) == (32, 8)
     assert present.train.updates.samples_per_update == 32 * 8
     assert (first.rollout.prompts_per_step, first.train.updates.samples_per_update) == (64, 512)
-    without_roles = native(FIRST, folder, ref_config=..., rl_config__colocate_actor_ref=..., rl_config__colocate_all_models=...)
-    assert without_roles.config.train.updates.samples_per_update == 512  # more than 64 prompts cannot be meant
+    without_roles = native(
+        FIRST,
+        folder,
+        ref_config=...,
+        rl_config__colocate_actor_ref=...,
+        rl_config__colocate_all_models=...,
+    )
+    assert (
+        without_roles.config.train.updates.samples_per_update == 512
+    )  # more than 64 prompts cannot be meant
 
 
 def test_defaults_are_those_of_the_generation(folder: Path):
@@ -149,27 +176,44 @@ def test_defaults_are_those_of_the_generation(folder: Path):
         algo = resolved.config.algo
         return algo.entropy_coef, algo.kl.loss.coef, algo.kl.loss.estimator
 
-    gone: dict[str, Any] = {f"rl_config__{key}": ... for key in ("entropy_coeff", "init_kl_coef", "kl_penalty")}
+    gone: dict[str, Any] = {
+        f"rl_config__{key}": ... for key in ("entropy_coeff", "init_kl_coef", "kl_penalty")
+    }
     assert terms(native(PRESENT, folder, **gone)) == (0.0, 0.01, "k3")
     assert terms(native(FIRST, folder, **gone)) == (0.001, 0.01, "k1")
-    sampling = native(PRESENT, folder, generate_config__sampling_config={"max_tokens": 2048}).config.rollout.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.2, 50, 1.0, 0.0)
+    sampling = native(
+        PRESENT, folder, generate_config__sampling_config={"max_tokens": 2048}
+    ).config.rollout.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (
+        0.2,
+        50,
+        1.0,
+        0.0,
+    )
 
 
 def test_the_plan_follows_from_the_files_devices(folder: Path):
     rows = derived(load([str(FIRST)]).config, "train-grpo")
-    values = (rows["data parallel"], labelled(rows, "samples", "optimizer update"), labelled(rows, "micro-batches", "rank"))
+    values = (
+        rows["data parallel"],
+        labelled(rows, "samples", "optimizer update"),
+        labelled(rows, "micro-batches", "rank"),
+    )
     assert values == (2, 512, 256)
     assert load([str(FIRST)]).config.rollout.engine.dp == 16 // 2
     wider = native(FIRST, folder, generate_config__infer_tensor_parallel_size=4)
     assert wider.config.rollout.engine.dp == 4
-    assert_mentions(mistakes(FIRST, folder, generate_config__infer_tensor_parallel_size=3)[0], "actor_resource.num_npus=16")
+    assert_mentions(
+        mistakes(FIRST, folder, generate_config__infer_tensor_parallel_size=3)[0],
+        "actor_resource.num_npus=16",
+    )
 
 
 def test_hyphens_and_underscores_are_the_same(folder: Path):
     text = PRESENT.read_text(encoding="utf-8")
     (folder / "hyphens.yaml").write_text(
-        text.replace("clip_ratio: 0.2", "clip-ratio: 0.3").replace("train_iters", "train-iters"), encoding="utf-8"
+        text.replace("clip_ratio: 0.2", "clip-ratio: 0.3").replace("train_iters", "train-iters"),
+        encoding="utf-8",
     )
     config = load([str(folder / "hyphens.yaml")]).config
     assert (config.algo.clip.low, config.train.steps) == (0.3, 1000)
@@ -186,9 +230,15 @@ def test_hyphens_and_underscores_are_the_same(folder: Path):
         ("generate_config", "enable_chunked_prefill", ("max_num_seqs",)),
     ],
 )
-def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(section: str, key: str, fragments: tuple[str, ...], folder: Path):
+def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(
+    section: str, key: str, fragments: tuple[str, ...], folder: Path
+):
     path = changed(PRESENT, folder, {f"{section}.{key}": 1})
-    number = 1 + next(i for i, text in enumerate(Path(path).read_text().splitlines()) if text.strip() == f"{key}: 1")
+    number = 1 + next(
+        i
+        for i, text in enumerate(Path(path).read_text().splitlines())
+        if text.strip() == f"{key}: 1"
+    )
     with pytest.raises(MsrlError) as caught:
         load([path])
     (found,) = str(caught.value).splitlines()
@@ -198,10 +248,17 @@ def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(section: str, key
 
 def test_every_mistake_of_a_file_is_named_at_once(folder: Path):
     lines = mistakes(
-        PRESENT, folder, rl_config__kl_ctrl_type="low_var_kl", rl_config__verifier_weight=[1.0, 2.0], actor_config__hidden_dropout=0.1
+        PRESENT,
+        folder,
+        rl_config__kl_ctrl_type="low_var_kl",
+        rl_config__verifier_weight=[1.0, 2.0],
+        actor_config__hidden_dropout=0.1,
     )
     assert_each_mentions(
-        lines, ("hidden_dropout=0.1", "dropout", 0), ("kl_ctrl_type=low_var_kl", "fixed", "adaptive"), ("verifier_weight", 1, 2)
+        lines,
+        ("hidden_dropout=0.1", "dropout", 0),
+        ("kl_ctrl_type=low_var_kl", "fixed", "adaptive"),
+        ("verifier_weight", 1, 2),
     )
 
 
@@ -211,7 +268,9 @@ def test_weights_of_verifiers_are_numbers(weights: list[object], folder: Path):
     assert_mentions(line, "verifier_weight", "numbers", "verifier_function")
 
 
-@pytest.mark.parametrize("key", ["rl_config__rule_reward", "actor_config__finetune", "actor_config__no_load_optim"])
+@pytest.mark.parametrize(
+    "key", ["rl_config__rule_reward", "actor_config__finetune", "actor_config__no_load_optim"]
+)
 def test_a_switch_in_quotes_is_named_not_taken_for_on(key: str, folder: Path):
     (line,) = mistakes(PRESENT, folder, **{key: "false"})
     assert_mentions(line, key.split("__")[1], "true or false", "quotes")
@@ -219,7 +278,12 @@ def test_a_switch_in_quotes_is_named_not_taken_for_on(key: str, folder: Path):
 
 def test_what_has_no_default_in_the_original_gets_none_of_msrls(folder: Path):
     path = folder / "short.yaml"
-    path.write_text(re.sub(r"^  (lr|global_batch_size):.*\n", "", PRESENT.read_text(encoding="utf-8"), flags=re.M), encoding="utf-8")
+    path.write_text(
+        re.sub(
+            r"^  (lr|global_batch_size):.*\n", "", PRESENT.read_text(encoding="utf-8"), flags=re.M
+        ),
+        encoding="utf-8",
+    )
     with pytest.raises(MsrlError) as caught:
         load([str(path)])
     lines = str(caught.value).splitlines()
@@ -230,10 +294,14 @@ def test_what_has_no_default_in_the_original_gets_none_of_msrls(folder: Path):
 
 def test_what_is_not_built_yet_and_would_change_results_is_refused_by_both_names(folder: Path):
     (line,) = mistakes(PRESENT, folder, rl_config__partial_rollout_max_split=2)
-    assert_mentions(line, "rl_config.partial_rollout_max_split=2", "version", "rollout.async.partial")
+    assert_mentions(
+        line, "rl_config.partial_rollout_max_split=2", "version", "rollout.async.partial"
+    )
     (line,) = mistakes(PRESENT, folder, rl_config__multi_turn_enable=True)
     assert "env.max_turns" in line
-    assert native(PRESENT, folder, rl_config__partial_rollout_max_split=1, rl_config__multi_turn_enable=False)
+    assert native(
+        PRESENT, folder, rl_config__partial_rollout_max_split=1, rl_config__multi_turn_enable=False
+    )
 
 
 def test_facts_of_the_model_must_be_those_of_its_config(folder: Path):
@@ -247,11 +315,19 @@ def test_facts_of_the_model_must_be_those_of_its_config(folder: Path):
 def test_a_checkpoint_is_gone_on_from_where_megatron_would(folder: Path):
     start = load([str(PRESENT)]).config.checkpoint
     assert (start.load, start.save, start.resume) == ("./ckpt", "./saved", "none")
-    resumed = native(PRESENT, folder, actor_config__finetune=False, actor_config__no_load_optim=False, actor_config__no_load_rng=False)
+    resumed = native(
+        PRESENT,
+        folder,
+        actor_config__finetune=False,
+        actor_config__no_load_optim=False,
+        actor_config__no_load_rng=False,
+    )
     assert (resumed.config.checkpoint.load, resumed.config.checkpoint.resume) == (None, "./ckpt")
     for same in ("./ckpt", "./ckpt/"):
         assert native(PRESENT, folder, actor_config__save=same).config.checkpoint.save is None
-    (line,) = mistakes(PRESENT, folder, actor_config__finetune=False, actor_config__no_load_optim=False)
+    (line,) = mistakes(
+        PRESENT, folder, actor_config__finetune=False, actor_config__no_load_optim=False
+    )
     assert_mentions(line, "no_load_rng=true", "random")
 
 
@@ -273,32 +349,54 @@ def test_the_reference_starts_from_the_actors_weights_or_is_refused(folder: Path
 
 
 def test_a_reward_model_scores_on_the_training_ranks_where_rule_reward_is_false(folder: Path):
-    (source,) = native(PRESENT, folder, **{"rl_config.rule_reward": False, "reward_config.load": "./rm"}).config.reward.sources
+    (source,) = native(
+        PRESENT, folder, **{"rl_config.rule_reward": False, "reward_config.load": "./rm"}
+    ).config.reward.sources
     assert (source.model, source.engine, source.verifier) == ("./rm", "megatron", None)
     (line,) = mistakes(PRESENT, folder, **{"rl_config.rule_reward": False})
     assert_mentions(line, "rule_reward=false", "reward_config.load")
 
 
 def test_dapo_reads_its_own_keys_and_has_no_kl(folder: Path):
-    dapo = {"megatron_training__stage": "ray_dapo", "rl_config__clip_higher_enable": True, "rl_config__clip_ratio_low": 0.2}
+    dapo = {
+        "megatron_training__stage": "ray_dapo",
+        "rl_config__clip_higher_enable": True,
+        "rl_config__clip_ratio_low": 0.2,
+    }
     algo = native(PRESENT, folder, **dapo, rl_config__clip_ratio_high=0.28).config.algo
     assert (algo.clip.low, algo.clip.high, algo.kl.loss.coef) == (0.2, 0.28, 0.0)
     unset = native(PRESENT, folder, **{**dapo, "rl_config__clip_ratio_low": ...}).config.algo
     assert (unset.clip.low, unset.clip.high) == (0.1, 0.1)
     grpo = native(PRESENT, folder, **{**dapo, "megatron_training__stage": "ray_grpo"}).config.algo
     assert (grpo.clip.low, grpo.kl.loss.coef) == (0.2, 0.001)
-    overlong = {"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 512, "rl_config.rollout_max_tokens": 1024}
+    overlong = {
+        "rl_config.overlong_buffer_enable": True,
+        "rl_config.overlong_buffer": 512,
+        "rl_config.rollout_max_tokens": 1024,
+    }
     found = translated(PRESENT, folder, {"megatron_training.stage": "ray_dapo", **overlong})
-    assert_each_mentions(found.errors, ("rl_config.rollout_max_tokens=1024", "sampling_config.max_tokens=2048"))
-    assert plain(found.whole())["reward"]["overlong"] == {"buffer": 512, "factor": 1.0}
+    assert_each_mentions(
+        found.errors, ("rl_config.rollout_max_tokens=1024", "sampling_config.max_tokens=2048")
+    )
+    assert plain(found.complete_tree())["reward"]["overlong"] == {"buffer": 512, "factor": 1.0}
 
 
 def test_ppo_asks_for_its_critic(folder: Path):
     found = translated(
-        PRESENT, folder, {"megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae", "rl_config.cliprange_value": 0.5}
+        PRESENT,
+        folder,
+        {
+            "megatron_training.stage": "ray_ppo",
+            "rl_config.adv_estimator": "gae",
+            "rl_config.cliprange_value": 0.5,
+        },
     )
-    whole = plain(found.whole())
-    assert found.algorithm == "ppo" and whole["algo"]["advantage"]["estimator"] == "gae" and whole["algo"]["value"]["clip"] == 0.5
+    whole = plain(found.complete_tree())
+    assert (
+        found.algorithm == "ppo"
+        and whole["algo"]["advantage"]["estimator"] == "gae"
+        and whole["algo"]["value"]["clip"] == 0.5
+    )
     assert "kl" not in whole["algo"]
 
 
@@ -307,16 +405,43 @@ PPO = {"megatron_training__stage": "ray_ppo", "rl_config__adv_estimator": "gae"}
 
 def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_numbers(folder: Path):
     found = native(
-        PRESENT, folder, **PPO, critic_config={"lr": 5.0e-6, "min_lr": 1e-7, "lr_decay_style": "cosine", "load": "Qwen2.5-7B"}
+        PRESENT,
+        folder,
+        **PPO,
+        critic_config={
+            "lr": 5.0e-6,
+            "min_lr": 1e-7,
+            "lr_decay_style": "cosine",
+            "load": "Qwen2.5-7B",
+        },
     ).config
-    assert found.algo.advantage.lam == 0.95 and found.algo.advantage.whiten and found.algo.value.clip == 0.5
+    assert (
+        found.algo.advantage.lam == 0.95
+        and found.algo.advantage.whiten
+        and found.algo.value.clip == 0.5
+    )
     critic = found.cluster.roles.critic
-    assert (critic.optimizer.lr, critic.optimizer.min_lr, critic.optimizer.schedule, critic.load) == (5e-6, 1e-7, "cosine", "Qwen2.5-7B")
+    assert (
+        critic.optimizer.lr,
+        critic.optimizer.min_lr,
+        critic.optimizer.schedule,
+        critic.load,
+    ) == (5e-6, 1e-7, "cosine", "Qwen2.5-7B")
     same = {"clip_grad": 1.0, "adam_beta1": 0.9, "micro_batch_size": 2, "finetune": True}
-    assert native(PRESENT, folder, **PPO, critic_config=same).config == native(PRESENT, folder, **PPO).config
+    assert (
+        native(PRESENT, folder, **PPO, critic_config=same).config
+        == native(PRESENT, folder, **PPO).config
+    )
     (line,) = mistakes(PRESENT, folder, **PPO, critic_config={"lr": 5.0e-6, "clip_grad": 0.5})
     assert_mentions(line, "critic_config.clip_grad=0.5", "version", "grad_clip")
-    own = native(PRESENT, folder, **PPO, rl_config__lam=0.9, rl_config__cliprange_value=0.1, rl_config__gamma=0.99).config.algo
+    own = native(
+        PRESENT,
+        folder,
+        **PPO,
+        rl_config__lam=0.9,
+        rl_config__cliprange_value=0.1,
+        rl_config__gamma=0.99,
+    ).config.algo
     assert (own.advantage.lam, own.value.clip, own.advantage.gamma) == (0.9, 0.1, 0.99)
 
 
@@ -324,8 +449,12 @@ def test_a_critic_that_no_estimator_needs_is_told_to_have_no_effect(folder: Path
     given = {"critic_config": {"lr": 5e-6}, "rl_config.lam": 0.9, "rl_config.cliprange_value": 0.1}
     for stage in ("ray_grpo", "ray_ppo"):
         found = translated(PRESENT, folder, {"megatron_training.stage": stage, **given})
-        dead = {outcome.given.path for outcome in found.outcomes if outcome.fate is Fate.DEAD}
-        assert {"critic_config.lr", "rl_config.lam", "rl_config.cliprange_value"} <= dead and not found.refused()
+        dead = {outcome.entry.path for outcome in found.outcomes if outcome.status is KeyStatus.DEAD}
+        assert {
+            "critic_config.lr",
+            "rl_config.lam",
+            "rl_config.cliprange_value",
+        } <= dead and not found.refused()
 
 
 DAPO = {"megatron_training.stage": "ray_dapo"}
@@ -389,7 +518,13 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "generate_config.offload_train_optimizer": ({}, False), "generate_config.offload_train_grad": ({}, False),
     "generate_config.offload_train_param": ({}, False),
 }  # fmt: skip
-ELSEWHERE = {"runtime_env", "resource", "ref_config", "reward_config", "critic_config"}  # tested above or below, as whole files
+ELSEWHERE = {
+    "runtime_env",
+    "resource",
+    "ref_config",
+    "reward_config",
+    "critic_config",
+}  # tested above or below, as whole files
 REPORTED_ONLY = {
     "rl_config.filter_groups_train_batch_size",
     "megatron.no_load_rng",
@@ -404,12 +539,18 @@ def of_file(key: str) -> str:
     section, name = key.split(".")
     if section == "megatron":
         given = tree_of(PRESENT)
-        return f"actor_config.{name}" if name in given["actor_config"] else f"megatron_training.{name}"
+        return (
+            f"actor_config.{name}" if name in given["actor_config"] else f"megatron_training.{name}"
+        )
     return f"generate_config.{key}" if section == "sampling_config" else key
 
 
 def keys_that_take_effect() -> list[str]:
-    rows = [row for row in load_table("mindspeed_rl").rows.values() if row.to and row.section not in ELSEWHERE]
+    rows = [
+        row
+        for row in load_table("mindspeed_rl").rows.values()
+        if row.to and row.section not in ELSEWHERE
+    ]
     return sorted({f"{row.section}.{row.key}" for row in rows} - REPORTED_ONLY)
 
 
@@ -417,20 +558,24 @@ def keys_that_take_effect() -> list[str]:
 def test_changing_a_key_changes_its_native_key(key: str, folder: Path):
     besides, value = OTHERS.get(key, ({}, None))
     row = load_table("mindspeed_rl").row(*key.split("."))
-    assert row is not None and key in OTHERS, f"{key} has a native key: say another value of it in OTHERS"
+    assert row is not None and key in OTHERS, (
+        f"{key} has a native key: say another value of it in OTHERS"
+    )
     before = translated(PRESENT, folder, besides)
     after = translated(PRESENT, folder, {**besides, of_file(key): value})
     assert not before.errors and not after.errors, (before.errors, after.errors)
 
     def values(translation: Translation) -> list[object]:
-        tree = plain(translation.whole())
+        tree = plain(translation.complete_tree())
         return [_at(tree, native_key) for native_key in (*row.to, "checkpoint.load")]
 
     if row.same and refusal(row.to[0], value):
         return  # changes no results, and is not built yet: told as such
     assert values(before) != values(after)
     assert not any(
-        outcome.fate in (Fate.DEAD, Fate.SAME) and outcome.given.key == row.key and outcome.given.section == row.section
+        outcome.status in (KeyStatus.DEAD, KeyStatus.SAME)
+        and outcome.entry.key == row.key
+        and outcome.entry.section == row.section
         for outcome in after.outcomes
     )
 
@@ -446,13 +591,20 @@ def test_a_key_of_the_environment_reaches_the_workers(folder: Path):
     (folder / "envs" / "runtime_env.yaml").write_text(
         "env_vars: {HCCL_CONNECT_TIMEOUT: '7', MY_OWN: x, VLLM_USE_V1: '1'}\n", encoding="utf-8"
     )
-    assert native(PRESENT, folder).config.cluster.env == {"HCCL_CONNECT_TIMEOUT": "7", "MY_OWN": "x"}
+    assert native(PRESENT, folder).config.cluster.env == {
+        "HCCL_CONNECT_TIMEOUT": "7",
+        "MY_OWN": "x",
+    }
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_what_a_checkpoint_holds_is_no_choice_and_nothing_is_said_to_be_missing(folder: Path, given: bool):
-    found = translated(PRESENT, folder, {"actor_config.no_save_optim": given, "actor_config.no_save_rng": given})
-    said = [str(one) for one in found.outcomes if one.given.key.startswith("no_save_")]
+def test_what_a_checkpoint_holds_is_no_choice_and_nothing_is_said_to_be_missing(
+    folder: Path, given: bool
+):
+    found = translated(
+        PRESENT, folder, {"actor_config.no_save_optim": given, "actor_config.no_save_rng": given}
+    )
+    said = [str(one) for one in found.outcomes if one.entry.key.startswith("no_save_")]
     assert len(said) == 2 and all("optimizer" in line for line in said), said
     assert not any("version" in line for line in said)
 

@@ -49,32 +49,65 @@ def test_the_quickstart_in_mindspeeds_form_is_the_same_training():
     assert expected == theirs.train
     engine = native.rollout.engine.model_copy(update={"max_model_len": 24 + 44})
     assert native.rollout.model_copy(update={"engine": engine}) == theirs.rollout
-    assert (native.run.seed, native.data.train, native.data.shuffle) == (theirs.run.seed, theirs.data.train, theirs.data.shuffle)
+    assert (native.run.seed, native.data.train, native.data.shuffle) == (
+        theirs.run.seed,
+        theirs.data.train,
+        theirs.data.shuffle,
+    )
 
 
 def test_the_quickstart_by_ppo_in_mindspeeds_form_trains_a_critic_with_its_own_numbers():
     theirs = load([str(EXAMPLES / "mindspeed" / "ppo_quickstart.yaml")]).config
     algo, critic = theirs.algo, theirs.cluster.roles.critic
-    assert (algo.advantage.estimator, algo.advantage.lam, algo.advantage.whiten, algo.value.clip) == ("gae", 0.95, True, 0.5)
+    assert (
+        algo.advantage.estimator,
+        algo.advantage.lam,
+        algo.advantage.whiten,
+        algo.value.clip,
+    ) == ("gae", 0.95, True, 0.5)
     assert (algo.kl.reward.coef, algo.kl.reward.estimator, algo.kl.loss.coef) == (0.001, "k1", 0.0)
-    assert (critic.optimizer.lr, critic.optimizer.schedule, critic.load) == (2e-4, "constant", "runs/sft/checkpoints")
+    assert (critic.optimizer.lr, critic.optimizer.schedule, critic.load) == (
+        2e-4,
+        "constant",
+        "runs/sft/checkpoints",
+    )
     native = load([str(EXAMPLES / "quickstart" / "grpo.yaml")]).config
     assert theirs.reward == native.reward and theirs.train.parallel == native.train.parallel
 
 
 @pytest.mark.slow
-def test_a_file_of_mindspeed_trains_from_mindspeeds_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_of_mindspeed_trains_from_mindspeeds_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     make_tokenizer().save_pretrained(tmp_path / "hf")
     make_model(tied=False).save_pretrained(tmp_path / "hf")
-    problems = str(write_rows(tmp_path / "rows.jsonl", [{"question": f"{i}%3=", "answer": f"so #### {i % 3}"} for i in range(20)]))
+    problems = str(
+        write_rows(
+            tmp_path / "rows.jsonl",
+            [{"question": f"{i}%3=", "answer": f"so #### {i % 3}"} for i in range(20)],
+        )
+    )
     log = tmp_path / "log"
     succeed("convert-ckpt", "hf2mcore", "--load", "hf", "--save", "ckpt", "--no-verify", log=log)
     shutil.rmtree(tmp_path / "ckpt" / "hf")
-    arguments = ["--input", problems, "--tokenizer", "hf", "--handler", "gsm8k", "--template", "qwen", "--output-prefix", "data"]
+    arguments = [
+        "--input",
+        problems,
+        "--tokenizer",
+        "hf",
+        "--handler",
+        "gsm8k",
+        "--template",
+        "qwen",
+        "--output-prefix",
+        "data",
+    ]
     succeed("preprocess", *arguments, log=log)
     (tmp_path / "grpo.yaml").write_text(FILE, encoding="utf-8")
     output = succeed("train-grpo", "-c", "grpo.yaml", "--platform", "cpu", log=log)
     assert_mentions(output.splitlines()[0], "grpo.yaml", "MindSpeed-RL", "grpo")
     assert [row["step"] for row in rows(tmp_path / "runs" / "grpo")] == [1, 2]
-    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip() == "2"
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text(
+        encoding="utf-8"
+    ).strip() == "2"

@@ -38,7 +38,9 @@ def test_every_row_says_what_becomes_of_its_key(system: str):
         assert row.via in CONVERSIONS, row
         assert not row.shape or row.shape in Shape.__slots__, row
         for key in row.to:
-            assert is_designed(key), f"{system} {row.section}.{row.key}: {key} is neither a key nor one to come"
+            assert is_designed(key), (
+                f"{system} {row.section}.{row.key}: {key} is neither a key nor one to come"
+            )
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -1,1 +1,1 @@
-"""Checks that need several sections, a model or files: all mistakes of a configuration at once."""
+"""Checks of a configuration that need several sections, a model or files."""

@@ -1,4 +1,4 @@
-"""What the commands besides the trainings need: convert-ckpt, preprocess, generate, chat."""
+"""Checks of convert-ckpt, preprocess, generate and chat."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from msrl.checks.inputs import existing_folder, existing_model, inside_of_run, known_template, needed
-from msrl.checks.plugins import plugin as _plugin
-from msrl.checks.sampling import temperature
-from msrl.checks.training import cut_problems
+from msrl.checks.inputs import (
+    check_folder,
+    check_model_path,
+    check_required,
+    check_template,
+    inside_of_run,
+)
+from msrl.checks.plugins import check_plugin_name
+from msrl.checks.sampling import check_temperature
+from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
 from msrl.config.templates import template_names
 from msrl.errors import MsrlError
@@ -19,45 +25,66 @@ from msrl.models.paths import TRACKER, config_dir, is_hf, is_mcore
 from msrl.plan import derived
 
 
-def convert_checks(resolved: Resolved) -> Iterator[str]:
+def check_convert(resolved: Resolved) -> Iterator[str]:
     convert = resolved.config.convert
-    yield from needed(resolved, "convert.command", "convert.load")
-    yield from existing_folder(resolved, "convert.hf_config")
-    yield from existing_folder(resolved, "convert.lora")
+    yield from check_required(resolved, "convert.command", "convert.load")
+    yield from check_folder(resolved, "convert.hf_config")
+    yield from check_folder(resolved, "convert.lora")
     yield from _convert_source(resolved)
     if convert.command != "inspect":
-        yield from needed(resolved, "convert.save")
-        if convert.save is not None and Path(convert.save).exists() and (Path(convert.save).is_file() or any(Path(convert.save).iterdir())):
-            yield resolved.mistake("convert.save", "exists and is not an empty folder; name another, or remove it")
+        yield from check_required(resolved, "convert.save")
+        if (
+            convert.save is not None
+            and Path(convert.save).exists()
+            and (Path(convert.save).is_file() or any(Path(convert.save).iterdir()))
+        ):
+            yield resolved.mistake(
+                "convert.save",
+                "already exists and is not an empty folder. Choose another folder or remove it.",
+            )
 
 
 def _convert_source(resolved: Resolved) -> Iterator[str]:
-    """Whether the checkpoint to read is of the right kind and can be cut as asked."""
+    """Check that the input checkpoint has the right format and fits the parallel layout."""
     convert = resolved.config.convert
     if convert.load is None:
         return
-    folder = list(existing_folder(resolved, "convert.load"))
+    folder = list(check_folder(resolved, "convert.load"))
     yield from folder
     from_hf = convert.command in ("hf2mcore", "hf2hf")
     if not folder and from_hf and not is_hf(convert.load):
-        yield resolved.mistake("convert.load", "holds no config.json; give the folder of a Hugging Face model")
-    elif not folder and convert.command == "inspect" and not is_mcore(convert.load) and not is_hf(convert.load):
         yield resolved.mistake(
-            "convert.load", f"holds neither {TRACKER} nor config.json{_hint(convert.load, 'an mcore or Hugging Face folder')}"
+            "convert.load", "contains no config.json. Name the folder of a Hugging Face model."
+        )
+    elif (
+        not folder
+        and convert.command == "inspect"
+        and not is_mcore(convert.load)
+        and not is_hf(convert.load)
+    ):
+        yield resolved.mistake(
+            "convert.load",
+            f"contains neither {TRACKER} nor "
+            f"config.json{_hint(convert.load, 'an mcore or Hugging Face folder')}",
         )
     elif not folder and not from_hf and convert.command != "inspect" and not is_mcore(convert.load):
-        yield resolved.mistake("convert.load", f"holds no {TRACKER}{_hint(convert.load, 'the folder of an mcore checkpoint')}")
+        yield resolved.mistake(
+            "convert.load",
+            f"contains no {TRACKER}{_hint(convert.load, 'the folder of an mcore checkpoint')}",
+        )
     elif not folder and (convert.orm or convert.command in ("hf2mcore", "reshard")):
-        yield from _convert_shape(resolved, config_dir(convert.load, None if from_hf else convert.hf_config))
+        yield from _convert_shape(
+            resolved, config_dir(convert.load, None if from_hf else convert.hf_config)
+        )
 
 
-def _hint(folder: str, wanted: str) -> str:
-    above = "the folder above, " if Path(folder).name.startswith("iter_") else ""
-    return inside_of_run(folder) or f"; give {above}{wanted}"
+def _hint(folder: str, expected: str) -> str:
+    above = "the parent folder, " if Path(folder).name.startswith("iter_") else ""
+    return inside_of_run(folder) or f". Name {above}{expected}."
 
 
 def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:
-    """Whether the model can be cut as asked, and has the score head that `--orm` speaks of."""
+    """Check that the model fits the parallel layout, and that it has a score head for `--orm`."""
     convert = resolved.config.convert
     try:
         shape = load_shape(config_dir)
@@ -65,51 +92,79 @@ def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:
         yield str(error)
         return
     if convert.command in ("hf2mcore", "reshard"):
-        yield from cut_problems(resolved, shape, "convert", derived.layout_from(convert))
+        yield from check_layout(resolved, shape, "convert", derived.layout_from(convert))
     if convert.orm and not shape.reward_head:
-        said = f"{shape.architecture} has no score head, as a reward model (...ForSequenceClassification) has; leave it out"
-        yield resolved.mistake("convert.orm", said)
+        message = (
+            f"{shape.architecture} has no score head, which reward models "
+            "(...ForSequenceClassification) have. Remove it."
+        )
+        yield resolved.mistake("convert.orm", message)
 
 
-def preprocess_checks(resolved: Resolved) -> Iterator[str]:
+def check_preprocess(resolved: Resolved) -> Iterator[str]:
     preprocess = resolved.config.preprocess
-    yield from needed(resolved, "preprocess.input", "preprocess.tokenizer", "preprocess.handler", "preprocess.output_prefix")
+    yield from check_required(
+        resolved,
+        "preprocess.input",
+        "preprocess.tokenizer",
+        "preprocess.handler",
+        "preprocess.output_prefix",
+    )
     if preprocess.output_prefix is not None and preprocess.output_prefix.endswith("/"):
-        yield resolved.mistake("preprocess.output_prefix", "is a folder alone; add how the names of the files begin, as in data/sft")
+        yield resolved.mistake(
+            "preprocess.output_prefix",
+            "is a folder. Append a file name prefix, as in data/sft.",
+        )
     for i, name in enumerate(preprocess.input):
         if not Path(name).exists() and not glob.glob(name):  # noqa: PTH207  (pathlib takes no absolute patterns)
-            yield resolved.mistake(f"preprocess.input.{i}", "there is no such file or folder")
-    yield from existing_folder(resolved, "preprocess.tokenizer")
-    yield from known_template(resolved, "preprocess.template")
+            yield resolved.mistake(f"preprocess.input.{i}", "file or folder not found")
+    yield from check_folder(resolved, "preprocess.tokenizer")
+    yield from check_template(resolved, "preprocess.template")
     if preprocess.handler is not None:
         package = "msrl.data.handlers"
         aliases: dict[str, str] = getattr(importlib.import_module(package), "ALIASES", {})
-        yield from _plugin(resolved, "preprocess.handler", package, preprocess.handler, aliases)
+        yield from check_plugin_name(
+            resolved, "preprocess.handler", package, preprocess.handler, aliases
+        )
         if aliases.get(preprocess.handler, preprocess.handler) != "pretrain":
             names = ", ".join(template_names())
-            yield from needed(resolved, "preprocess.template", choices=f"; packaged: {names} (native is the tokenizer's own)")
+            yield from check_required(
+                resolved,
+                "preprocess.template",
+                choices=f"; packaged: {names} (native is the template of the tokenizer)",
+            )
     if preprocess.pack:
-        yield from needed(resolved, "preprocess.seq_length")
+        yield from check_required(resolved, "preprocess.seq_length")
 
 
-def generate_checks(resolved: Resolved) -> Iterator[str]:
+def check_generate(resolved: Resolved) -> Iterator[str]:
     generate = resolved.config.generate
-    yield from needed(resolved, "generate.model")
-    yield from existing_model(resolved, "generate.model")
-    yield from known_template(resolved, "generate.template")
+    yield from check_required(resolved, "generate.model")
+    yield from check_model_path(resolved, "generate.model")
+    yield from check_template(resolved, "generate.template")
     if (generate.prompt is None) == (generate.input is None):
-        yield "generate.prompt: give either --prompt TEXT or --input FILE, one of the two"
-    if generate.input is not None and (not Path(generate.input).exists() or Path(generate.input).is_dir()):
-        yield resolved.mistake("generate.input", "there is no such file")
+        yield (
+            "generate.prompt: exactly one input is required. "
+            "Use either --prompt TEXT or --input FILE."
+        )
+    if generate.input is not None and (
+        not Path(generate.input).exists() or Path(generate.input).is_dir()
+    ):
+        yield resolved.mistake("generate.input", "file not found")
     if generate.raw and (generate.template is not None or generate.system is not None):
-        yield resolved.mistake("generate.raw", "takes prompts as they are; leave out template and system")
-    yield from temperature(resolved, "generate.temperature")
+        yield resolved.mistake(
+            "generate.raw", "uses prompts unchanged. Remove template and system."
+        )
+    yield from check_temperature(resolved, "generate.temperature")
     if generate.num_samples > 1 and generate.temperature == 0:
-        yield resolved.mistake("generate.num_samples", "all samples would be the same at temperature 0; set a temperature above 0")
+        yield resolved.mistake(
+            "generate.num_samples",
+            "all samples are identical at temperature 0. Set generate.temperature above 0.",
+        )
 
 
-def chat_checks(resolved: Resolved) -> Iterator[str]:
-    yield from needed(resolved, "chat.model")
-    yield from existing_model(resolved, "chat.model")
-    yield from known_template(resolved, "chat.template")
-    yield from temperature(resolved, "chat.temperature")
+def check_chat(resolved: Resolved) -> Iterator[str]:
+    yield from check_required(resolved, "chat.model")
+    yield from check_model_path(resolved, "chat.model")
+    yield from check_template(resolved, "chat.template")
+    yield from check_temperature(resolved, "chat.temperature")

@@ -1,11 +1,11 @@
-"""What can be known wrong of the critic, and keys of its that nothing would read."""
+"""Checks of the critic and its keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msrl.checks.inputs import existing_model
-from msrl.checks.training import cut_problems
+from msrl.checks.inputs import check_model_path
+from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.paths import is_hf, is_mcore
@@ -14,33 +14,51 @@ from msrl.plan import derived
 _KEYS = ("algo.value.clip", "algo.value.warmup_steps", "cluster.roles.critic")
 
 
-def critic(resolved: Resolved) -> Iterator[str]:
-    """Lines for a critic that cannot be trained as asked, or that is described where none is trained."""
+def check_critic(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each invalid setting of the critic and for each one without effect."""
     config = resolved.config
     if not derived.needs_critic(config):
         estimator = config.algo.advantage.estimator
-        for key in (key for name in _KEYS for key in _given(resolved, name)):
-            yield resolved.mistake(key, f"has no effect with algo.advantage.estimator={estimator}, which needs no critic; set gae")
+        for key in (key for name in _KEYS for key in _set_keys(resolved, name)):
+            yield resolved.mistake(
+                key,
+                f"has no effect with algo.advantage.estimator={estimator}, which has no critic. "
+                "Use gae.",
+            )
         return
     steps, warmup = config.train.steps, config.algo.value.warmup_steps
     if steps is not None and warmup >= steps:
-        yield resolved.mistake("algo.value.warmup_steps", f"must be below train.steps={steps}, or the policy never learns")
+        yield resolved.mistake(
+            "algo.value.warmup_steps",
+            f"must be below train.steps={steps}, or the policy is never trained",
+        )
     optimizer = derived.critic_optimizer(config)
     if optimizer.min_lr > optimizer.lr:
-        key = f"cluster.roles.critic.optimizer.{'lr' if config.cluster.roles.critic.optimizer.min_lr is None else 'min_lr'}"
-        yield resolved.mistake(key, f"the critic's rate would fall from {optimizer.lr:g} to the higher {optimizer.min_lr:g}; set both")
-    yield from existing_model(resolved, "cluster.roles.critic.load")
+        section = config.cluster.roles.critic.optimizer
+        name = "lr" if section.min_lr is None else "min_lr"
+        yield resolved.mistake(
+            f"cluster.roles.critic.optimizer.{name}",
+            f"the learning rate would decay from {optimizer.lr:g} to the higher "
+            f"{optimizer.min_lr:g}. Set both lr and min_lr.",
+        )
+    yield from check_model_path(resolved, "cluster.roles.critic.load")
     yield from _fits(resolved)
 
 
-def _given(resolved: Resolved, key: str) -> list[str]:
-    """The keys of a name, or of the section of that name, that the user gave with a value."""
-    names = (name for name, origin in resolved.origins.items() if origin.is_given and (name == key or name.startswith(f"{key}.")))
+def _set_keys(resolved: Resolved, key: str) -> list[str]:
+    """Return the keys with a value that the user set: `key`, or keys of the section `key`."""
+    names = (
+        name
+        for name, origin in resolved.origins.items()
+        if origin.is_given and (name == key or name.startswith(f"{key}."))
+    )
     return [name for name in names if resolved.value(name) not in (None, 0)]
 
 
 def _fits(resolved: Resolved) -> Iterator[str]:
-    """Whether a critic of other weights reads the policy's tokens, and can be cut as the policy is."""
+    """Check that a critic with other weights fits the vocabulary, lengths and parallel layout of
+    the policy.
+    """
     config, load = resolved.config, resolved.config.cluster.roles.critic.load
     if load is None or not (is_hf(load) or is_mcore(load)):
         return
@@ -52,10 +70,19 @@ def _fits(resolved: Resolved) -> Iterator[str]:
     if shape is None or policy is None:
         return
     if shape.vocab_size < policy.vocab_size:
-        yield resolved.mistake("cluster.roles.critic.load", f"knows {shape.vocab_size} tokens, fewer than the policy's {policy.vocab_size}")
+        yield resolved.mistake(
+            "cluster.roles.critic.load",
+            f"has {shape.vocab_size} tokens, fewer than the {policy.vocab_size} tokens of the "
+            "policy",
+        )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > shape.max_position_embeddings:
-        message = f"takes at most {shape.max_position_embeddings} tokens, and prompt plus response have up to {longest}"
+        message = (
+            f"supports at most {shape.max_position_embeddings} tokens, but prompt plus response "
+            f"have up to {longest}"
+        )
         yield resolved.mistake("cluster.roles.critic.load", message)
-    for line in cut_problems(resolved, shape, "train.parallel", derived.layout_from(config.train.parallel)):
-        yield f"{line} (the critic in {load}, which is cut as the policy is)"
+    for line in check_layout(
+        resolved, shape, "train.parallel", derived.layout_from(config.train.parallel)
+    ):
+        yield f"{line} (critic {load}, which has the parallel layout of the policy)"

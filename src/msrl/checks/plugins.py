@@ -1,4 +1,4 @@
-"""Checks of the names and options of plugins, for every section that names some."""
+"""Checks of plugin names and plugin options."""
 
 from __future__ import annotations
 
@@ -10,27 +10,40 @@ from msrl.config.unsupported import not_yet
 from msrl.errors import nearest
 
 
-def plugin(resolved: Resolved, key: str, package: str, name: str, aliases: Iterable[str] = ()) -> Iterator[str]:
-    """A line when a package has no plugin of this name."""
+def check_plugin_name(
+    resolved: Resolved, key: str, package: str, name: str, aliases: Iterable[str] = ()
+) -> Iterator[str]:
+    """Check that a package has a plugin with this name."""
     if name not in (*registry.names(package), *aliases):
-        yield resolved.mistake(key, not_yet(key, name) or registry.no_plugin(package, name, aliases))
+        yield resolved.mistake(
+            key, not_yet(key, name) or registry.no_plugin(package, name, aliases)
+        )
 
 
-def options(resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()) -> Iterator[str]:
-    """Yield a line for each option under `key` that no plugin (package, name, main function) takes, or whose value has another type.
+def check_options(
+    resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()
+) -> Iterator[str]:
+    """Check the options under `key` against the parameters of plugins (package, name, main
+    function).
 
-    Options in `own` have a key elsewhere and count as unknown. Plugins are not imported.
+    Options in `own` are set by another key and count as unknown. Plugins are not imported.
     """
     options: dict[str, object] = resolved.value(key)
     if not options:
         return
-    declared = [(registry.declaration(package, name, key=key), main) for package, name, main in plugins]
-    known = sorted({option for plugin, main in declared for option in plugin.options(main)} - set(own))
+    declared = [
+        (registry.declaration(package, name, key=key), main) for package, name, main in plugins
+    ]
+    known = sorted(
+        {option for plugin, main in declared for option in plugin.options(main)} - set(own)
+    )
     for option in options:
         if option not in known:
-            choices = nearest(option, known) if known else "it takes none"
-            yield resolved.mistake(f"{key}.{option}", f"not an option here; {choices}")
+            choices = nearest(option, known) if known else "the plugins have no options"
+            yield resolved.mistake(f"{key}.{option}", f"unknown option; {choices}")
     for plugin, main in declared:
-        values = {option: value for option, value in options.items() if option in plugin.options(main)}
+        values = {
+            option: value for option, value in options.items() if option in plugin.options(main)
+        }
         for option, message in plugin.wrong_values(main, values).items():
             yield resolved.mistake(f"{key}.{option}", message)

@@ -1,4 +1,4 @@
-"""What can be known wrong in the `reward` section."""
+"""Checks of the `reward` section."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from msrl.plan.derived import layout_from
 from msrl.rewards import sources
 
 
-def rewards(resolved: Resolved) -> Iterator[str]:
-    """What the rewards say of their own sources; asked by name, as plugins are."""
-    for number, key, message in sources.mistakes([sources.Source.of(section) for section in resolved.config.reward.sources]):
+def check_rewards(resolved: Resolved) -> Iterator[str]:
+    """Check the reward sources, the reward models on training ranks, and the reward processing."""
+    for number, key, message in sources.mistakes(
+        [sources.Source.of(section) for section in resolved.config.reward.sources]
+    ):
         if number is None:
             yield f"reward.sources: {message}"
         else:
@@ -24,31 +26,52 @@ def rewards(resolved: Resolved) -> Iterator[str]:
 
 
 def _rank_models(resolved: Resolved) -> Iterator[str]:
-    """Models on the training ranks are cut as the policy is."""
-    cut = layout_from(resolved.config.train.parallel)
+    """Check that reward models on training ranks fit the parallel layout of the policy."""
+    layout = layout_from(resolved.config.train.parallel)
     for number, section in enumerate(resolved.config.reward.sources):
         if section.model is None or not runs_on_ranks(section.model, section.engine):
             continue
         try:
             shape = load_shape(config_dir(section.model))
         except (MsrlError, OSError):
-            continue  # said by the source itself
-        if shape.moe is not None and cut.tp > 1 and not resolved.config.train.parallel.sp:
-            yield resolved.mistake(f"reward.sources.{number}.model", "has experts, which need train.parallel.sp beside train.parallel.tp")
-        for field, message in cut.problems(shape):
-            yield resolved.mistake(f"reward.sources.{number}.model", f"is cut as the policy is, and train.parallel.{field} {message}")
+            continue  # the check of the source reports it
+        if shape.moe is not None and layout.tp > 1 and not resolved.config.train.parallel.sp:
+            yield resolved.mistake(
+                f"reward.sources.{number}.model",
+                "has experts, which need train.parallel.sp with train.parallel.tp above 1. "
+                "Set train.parallel.sp to true.",
+            )
+        for field, message in layout.problems(shape):
+            yield resolved.mistake(
+                f"reward.sources.{number}.model",
+                f"has the parallel layout of the policy: train.parallel.{field} {message}",
+            )
 
 
 def _reward_steps(resolved: Resolved) -> Iterator[str]:
     reward, rollout = resolved.config.reward, resolved.config.rollout
     if reward.overlong.buffer > rollout.max_response_tokens:
-        yield resolved.mistake("reward.overlong.buffer", f"must be at most rollout.max_response_tokens={rollout.max_response_tokens}")
+        yield resolved.mistake(
+            "reward.overlong.buffer",
+            f"must be at most rollout.max_response_tokens={rollout.max_response_tokens}",
+        )
     for key in ("center", "scale"):
         if getattr(reward.norm, key) == "group" and rollout.samples_per_prompt < 2:
-            yield resolved.mistake(f"reward.norm.{key}", "compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more")
+            yield resolved.mistake(
+                f"reward.norm.{key}",
+                "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
+            )
     if reward.length.coef and rollout.samples_per_prompt < 2:
-        yield resolved.mistake("reward.length.coef", "compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more")
-    for key, switch in (("overlong.factor", reward.overlong.buffer), ("length.right_above", reward.length.coef)):
-        if resolved.is_set(f"reward.{key}") and not switch:
-            other = {"overlong.factor": "reward.overlong.buffer", "length.right_above": "reward.length.coef"}[key]
-            yield resolved.mistake(f"reward.{key}", f"has no effect without {other}")
+        yield resolved.mistake(
+            "reward.length.coef",
+            "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
+        )
+    switches = (
+        ("overlong.factor", "reward.overlong.buffer", reward.overlong.buffer),
+        ("length.right_above", "reward.length.coef", reward.length.coef),
+    )
+    for key, switch, is_on in switches:
+        if resolved.is_set(f"reward.{key}") and not is_on:
+            yield resolved.mistake(
+                f"reward.{key}", f"has no effect without {switch}. Set {switch}."
+            )

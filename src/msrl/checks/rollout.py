@@ -1,4 +1,4 @@
-"""What can be known wrong in `rollout.filter`."""
+"""Checks of `rollout.filter`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,57 @@ from msrl.rewards import sources
 _BOUNDS = {"none": (), "all_equal": (), "mean": ("low", "high"), "std": ("low",)}
 
 
-def rollout_filter(resolved: Resolved) -> Iterator[str]:
-    """Bounds that fit the kind, groups that can be compared, a source that there is, and nothing that has no effect."""
+def check_rollout_filter(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each invalid setting of the filter, and for each one that has no effect."""
     section = resolved.config.rollout.filter
-    is_set = [name for name in ("low", "high", "source", "max_refills", "extra_prompts") if resolved.is_set(f"rollout.filter.{name}")]
     if section.kind == "none":
-        for name in [*is_set, *(["refill"] if section.refill else [])]:
-            yield resolved.mistake(f"rollout.filter.{name}", "has no effect without rollout.filter.kind; set all_equal, mean or std")
+        refill = ["refill"] if section.refill else []
+        for name in [*_set_names(resolved), *refill]:
+            yield resolved.mistake(
+                f"rollout.filter.{name}",
+                "has no effect without rollout.filter.kind. Set it to all_equal, mean or std.",
+            )
         return
-    for name in is_set:
-        if name in ("low", "high") and name not in _BOUNDS[section.kind]:
-            yield resolved.mistake(f"rollout.filter.{name}", f"has no effect with rollout.filter.kind={section.kind}; take it away")
-        if name in ("max_refills", "extra_prompts") and not section.refill:
-            yield resolved.mistake(f"rollout.filter.{name}", "has no effect without rollout.filter.refill=true; set it")
-    if _BOUNDS[section.kind] and all(getattr(section, name) is None for name in _BOUNDS[section.kind]):
-        bounds = " or ".join(f"rollout.filter.{name}" for name in _BOUNDS[section.kind])
-        yield resolved.mistake("rollout.filter.kind", f"needs {bounds}; set it")
-    if section.kind == "mean" and section.low is not None and section.high is not None and section.low >= section.high:
-        yield resolved.mistake("rollout.filter.low", f"must be below rollout.filter.high={section.high}")
+    yield from _unused(resolved)
+    yield from _check_bounds(resolved)
     if section.kind != "mean" and resolved.config.rollout.samples_per_prompt < 2:
-        yield resolved.mistake("rollout.filter.kind", "compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more")
-    known = [sources.Source.of(one).label for one in resolved.config.reward.sources]
+        yield resolved.mistake(
+            "rollout.filter.kind",
+            "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
+        )
+    known = [sources.Source.of(source).label for source in resolved.config.reward.sources]
     if section.source is not None and section.source not in known:
-        yield resolved.mistake("rollout.filter.source", f"is none of reward.sources, whose names are {', '.join(known)}")
+        yield resolved.mistake(
+            "rollout.filter.source",
+            f"is not a reward source. Choose one of reward.sources: {', '.join(known)}.",
+        )
+
+
+def _set_names(resolved: Resolved) -> list[str]:
+    names = ("low", "high", "source", "max_refills", "extra_prompts")
+    return [name for name in names if resolved.is_set(f"rollout.filter.{name}")]
+
+
+def _unused(resolved: Resolved) -> Iterator[str]:
+    section = resolved.config.rollout.filter
+    for name in _set_names(resolved):
+        key = f"rollout.filter.{name}"
+        if name in ("low", "high") and name not in _BOUNDS[section.kind]:
+            message = f"has no effect with rollout.filter.kind={section.kind}. Remove it."
+            yield resolved.mistake(key, message)
+        if name in ("max_refills", "extra_prompts") and not section.refill:
+            message = "has no effect without rollout.filter.refill=true. Set that key."
+            yield resolved.mistake(key, message)
+
+
+def _check_bounds(resolved: Resolved) -> Iterator[str]:
+    section = resolved.config.rollout.filter
+    bounds = _BOUNDS[section.kind]
+    if bounds and all(getattr(section, name) is None for name in bounds):
+        keys = " or ".join(f"rollout.filter.{name}" for name in bounds)
+        yield resolved.mistake("rollout.filter.kind", f"needs a bound. Set {keys}.")
+    if section.kind != "mean" or section.low is None or section.high is None:
+        return
+    if section.low >= section.high:
+        message = f"must be below rollout.filter.high={section.high}"
+        yield resolved.mistake("rollout.filter.low", message)

@@ -1,4 +1,4 @@
-"""What can be known wrong in how answers are sampled."""
+"""Checks of sampling settings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
 
-COLDEST, HOTTEST = 0.01, 2.0  # of vLLM, which takes 0.01 for what lies between 0 and it (vllm/sampling_params.py)
+# vLLM raises temperatures between 0 and 0.01 to 0.01 (vllm/sampling_params.py).
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
 
-def temperature(resolved: Resolved, key: str) -> Iterator[str]:
-    """That the engine samples at the temperature under `key`: another one's log-probabilities would be learnt from."""
+def check_temperature(resolved: Resolved, key: str) -> Iterator[str]:
+    """Check that the engine supports the temperature under `key`.
+
+    Otherwise the recorded log-probabilities would belong to another temperature.
+    """
     value = resolved.value(key)
-    if isinstance(value, float) and value and not COLDEST <= value <= HOTTEST:
-        yield resolved.mistake(key, f"the engine samples at temperatures from {COLDEST} to {HOTTEST:g}; set one of them")
+    if isinstance(value, float) and value and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+        yield resolved.mistake(
+            key,
+            f"the engine supports temperatures from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}. "
+            "Set a value in this range.",
+        )
 
 
-def grpo_temperatures(resolved: Resolved) -> Iterator[str]:
-    """Those of rollouts and of evaluations."""
-    yield from temperature(resolved, "rollout.sampling.temperature")
-    yield from temperature(resolved, "eval.sampling.temperature")
+def check_grpo_temperatures(resolved: Resolved) -> Iterator[str]:
+    """Check the temperatures of rollouts and evaluations."""
+    yield from check_temperature(resolved, "rollout.sampling.temperature")
+    yield from check_temperature(resolved, "eval.sampling.temperature")

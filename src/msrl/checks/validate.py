@@ -1,35 +1,41 @@
-"""What can be known wrong before any device is asked for, per command: missing keys and files, unknown names, sizes that do not fit.
+"""Checks of each command before it starts: missing keys and files, unknown names, incompatible
+sizes.
 
-Each check is a generator of lines; all of them run, so that one pass names every mistake.
+Each check is a generator of lines. All of them run, so that one pass reports every error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from msrl.checks.algorithm import algorithm as _algorithm
-from msrl.checks.commands import chat_checks, convert_checks, generate_checks, preprocess_checks
-from msrl.checks.critic import critic as _critic
-from msrl.checks.evaluation import evaluation, grpo_evaluation, grpo_only, sft_evaluation
-from msrl.checks.inputs import holds_examples, holds_prompts
-from msrl.checks.rewards import rewards as _rewards
-from msrl.checks.rollout import rollout_filter
-from msrl.checks.sampling import grpo_temperatures
+from msrl.checks.algorithm import check_algorithm
+from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
+from msrl.checks.critic import check_critic
+from msrl.checks.evaluation import (
+    check_evaluation,
+    check_grpo_evaluation,
+    check_grpo_only_keys,
+    check_sft_evaluation,
+)
+from msrl.checks.inputs import check_examples, check_prompts
+from msrl.checks.rewards import check_rewards
+from msrl.checks.rollout import check_rollout_filter
+from msrl.checks.sampling import check_grpo_temperatures
 from msrl.checks.training import (
-    engines,
-    enough_devices,
-    frozen_names,
-    grpo_batches,
-    grpo_lengths,
-    length_of_training,
-    lora_fits,
-    memory_options,
-    model_fits,
-    rollout_offload,
-    router_fits,
-    sft_batches,
-    sft_only,
-    training_inputs,
+    check_devices,
+    check_engines,
+    check_freeze,
+    check_grpo_batches,
+    check_grpo_lengths,
+    check_lora,
+    check_model,
+    check_offload,
+    check_recompute,
+    check_router,
+    check_sft_batches,
+    check_sft_only_keys,
+    check_training_inputs,
+    check_training_length,
 )
 from msrl.config.loader import Resolved
 from msrl.errors import ManyErrors
@@ -38,21 +44,25 @@ Check = Callable[[Resolved], Iterator[str]]
 
 
 def check(resolved: Resolved, command: str) -> None:
-    """Raises ManyErrors with one line for everything that `command` cannot do with this configuration."""
-    lines = [line for one in CHECKS.get(command, ()) for line in one(resolved)]
+    """Check a configuration for a command.
+
+    Raises:
+        ManyErrors: with one line for each error.
+    """
+    lines = [line for run_check in CHECKS.get(command, ()) for line in run_check(resolved)]
     if lines:
         raise ManyErrors(list(dict.fromkeys(lines)))
 
 
 def guess(resolved: Resolved) -> str | None:
-    """The command that a configuration is meant for, by the sections that it sets."""
-    for key, command in _TELLTALE.items():
+    """Return the command that a configuration is meant for, based on the sections that it sets."""
+    for key, command in _COMMAND_BY_KEY.items():
         if resolved.is_set(key):
             return command
     return None
 
 
-_TELLTALE = {
+_COMMAND_BY_KEY = {
     "reward.sources": "train-grpo",
     "rollout": "train-grpo",
     "convert": "convert-ckpt",
@@ -64,28 +74,43 @@ _TELLTALE = {
 }
 
 _TRAINING: tuple[Check, ...] = (
-    training_inputs, length_of_training, evaluation, enough_devices, model_fits, frozen_names, memory_options, router_fits, lora_fits,
-)  # fmt: skip
+    check_training_inputs,
+    check_training_length,
+    check_evaluation,
+    check_devices,
+    check_model,
+    check_freeze,
+    check_recompute,
+    check_router,
+    check_lora,
+)
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "train-sft": (*_TRAINING, holds_examples, sft_batches, rollout_offload, grpo_only, sft_evaluation),
+    "train-sft": (
+        *_TRAINING,
+        check_examples,
+        check_sft_batches,
+        check_offload,
+        check_grpo_only_keys,
+        check_sft_evaluation,
+    ),
     "train-grpo": (
         *_TRAINING,
-        holds_prompts,
-        sft_only,
-        _rewards,
-        _algorithm,
-        _critic,
-        rollout_filter,
-        grpo_temperatures,
-        grpo_batches,
-        grpo_lengths,
-        grpo_evaluation,
-        engines,
+        check_prompts,
+        check_sft_only_keys,
+        check_rewards,
+        check_algorithm,
+        check_critic,
+        check_rollout_filter,
+        check_grpo_temperatures,
+        check_grpo_batches,
+        check_grpo_lengths,
+        check_grpo_evaluation,
+        check_engines,
     ),
-    "convert-ckpt": (convert_checks,),
-    "preprocess": (preprocess_checks,),
-    "generate": (generate_checks,),
-    "chat": (chat_checks,),
+    "convert-ckpt": (check_convert,),
+    "preprocess": (check_preprocess,),
+    "generate": (check_generate,),
+    "chat": (check_chat,),
     "cluster": (),
 }

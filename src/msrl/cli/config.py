@@ -125,9 +125,9 @@ def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -
     from pathlib import Path
 
     from msrl.files import write_text
-    from msrl.importers.command import native_yaml, report, translation_of
+    from msrl.importers.command import native_yaml, report, translate_arguments
 
-    translation = translation_of(system.value, arguments)
+    translation = translate_arguments(system.value, arguments)
     typer.echo(report(translation), err=True)
     if output is None:
         typer.echo(native_yaml(translation), nl=False)

@@ -1,5 +1,7 @@
-"""Files and command lines of other systems, read as msrl's own configuration: MindSpeed-RL, MindSpeed-LLM, ROLL, LightRFT.
+"""Import of configuration files and command lines of MindSpeed-RL, MindSpeed-LLM, ROLL and
+LightRFT.
 
-What every key becomes, or why it cannot, stands in `tables/`, one file per system; one module per system does the arithmetic that
-a table cannot say. Sources: the systems' guides, and their code where it differs from the guide.
+The files in `tables/`, one per system, map every key to a native key or give the reason why it has
+none. One module per system computes the values that depend on several keys. Sources: the guides of
+the systems, and their code where the two differ.
 """

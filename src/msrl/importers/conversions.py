@@ -1,4 +1,7 @@
-"""From a value of another system to the value of the native key. Each raises ValueError that says what is allowed."""
+"""Conversions from a value of another system to the value of the native key.
+
+Each conversion raises ValueError with the allowed values.
+"""
 
 from __future__ import annotations
 
@@ -7,143 +10,218 @@ from typing import Any, cast
 
 
 def same_value(value: Any) -> Any:
+    """Return the value unchanged."""
     return value
 
 
 def negated(value: Any) -> bool:
-    """`no_shuffle: true` is `shuffle: false`."""
+    """Return the opposite of a switch: `no_shuffle: true` is `shuffle: false`."""
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     return not value
 
 
 def zero_is_off(value: Any) -> Any:
-    """Where 0 switches something off, msrl has null."""
+    """Return None for 0, where 0 switches a feature off."""
     return None if value in (0, 0.0) else value
 
 
 def fraction(value: Any) -> Any:
-    """A share of all updates; a whole number would be a count of them."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    """Return a fraction of all updates as a float, because an integer is a number of updates."""
+    return (
+        float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    )
 
 
 def top_k(value: Any) -> Any:
-    """0 and -1 are both off."""
+    """Return -1 for 0: both disable top-k."""
     return -1 if value == 0 else value
 
 
 def text(value: Any) -> str:
-    """The value of an environment variable."""
+    """Return the text of an environment variable."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def text_list(value: Any) -> list[Any]:
+    """Return a list of texts; a single text becomes a list of length 1."""
     return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
 def int_list(value: Any) -> list[int]:
-    """`11,13,19,21`, as Megatron's flags have it, or a list."""
+    """Return the integers of a list or of a text such as `11,13,19,21`, the form of Megatron's
+    flags.
+    """
     try:
-        parts = cast("list[Any]", value) if isinstance(value, list) else str(value).replace(" ", "").strip(",").split(",")
-        return [int(part) for part in parts]
+        items = (
+            cast("list[Any]", value)
+            if isinstance(value, list)
+            else str(value).replace(" ", "").strip(",").split(",")
+        )
+        return [int(item) for item in items]
     except (TypeError, ValueError):
-        raise ValueError("must be whole numbers parted by commas") from None
+        raise ValueError("must be integers separated by commas") from None
 
 
 def one_path(value: Any) -> str:
-    """One data prefix; Megatron's mixtures (`0.3 a 0.7 b`, `1,a,1,b`) are several."""
-    parts = [str(part) for part in cast("list[Any]", value)] if isinstance(value, list) else str(value).replace(",", " ").split()
-    if len(parts) == 2 and parts[0].replace(".", "", 1).isdigit():
-        parts = parts[1:]
-    if len(parts) != 1:
-        raise ValueError("must be one prefix; mixtures of several are not in this version yet: preprocess them together")
-    return parts[0]
+    """Return the only data prefix; Megatron's mixtures (`0.3 a 0.7 b`, `1,a,1,b`) are refused."""
+    if isinstance(value, list):
+        words = [str(word) for word in cast("list[Any]", value)]
+    else:
+        words = str(value).replace(",", " ").split()
+    if len(words) == 2 and words[0].replace(".", "", 1).isdigit():
+        words = words[1:]
+    if len(words) != 1:
+        raise ValueError(
+            "must be one prefix: mixtures are not in this version yet. "
+            "Preprocess the datasets together."
+        )
+    return words[0]
 
 
 def above_one(value: Any) -> bool:
-    """A count of parts above one switches the feature on."""
+    """Return True if a count is above 1, which switches the feature on."""
     return isinstance(value, int) and value > 1
 
 
 def bf16(value: Any) -> str:
-    return _one_of({True: "bfloat16", False: "float32"}, value)
+    """Return the dtype that the switch selects."""
+    return _look_up({True: "bfloat16", False: "float32"}, value)
 
 
 def dtype(value: Any) -> str:
-    names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "float": "float32"}
-    return _one_of(names, value)
+    """Return the dtype of training."""
+    names = {
+        "bf16": "bfloat16",
+        "bfloat16": "bfloat16",
+        "fp32": "float32",
+        "float32": "float32",
+        "float": "float32",
+    }
+    return _look_up(names, value)
 
 
 def convert_dtype(value: Any) -> str:
-    return _one_of({"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32"}, value)
+    """Return the dtype of a converted checkpoint."""
+    return _look_up(
+        {
+            "bf16": "bf16",
+            "bfloat16": "bf16",
+            "fp16": "fp16",
+            "float16": "fp16",
+            "fp32": "fp32",
+            "float32": "fp32",
+        },
+        value,
+    )
 
 
 def legacy_names(value: Any) -> str:
-    """A switch for the form of Megatron's models from before megatron-core."""
-    return _one_of({True: "legacy"}, value)
+    """Return the name of the parameter naming that Megatron used before megatron-core."""
+    return _look_up({True: "legacy"}, value)
 
 
 def schedule(value: Any) -> str:
+    """Return the learning-rate schedule."""
     names = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
-    return _one_of({**names, "cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}, value)
+    return _look_up(
+        {**names, "cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}, value
+    )
 
 
 def kl_estimator(value: Any) -> str:
-    """d = policy minus reference log-probability; mse is d^2 / 2, low_var_kl is exp(-d) - 1 + d."""
+    """Return the KL estimator.
+
+    With d = policy minus reference log-probability, mse is d^2 / 2 and low_var_kl is exp(-d) - 1 +
+    d.
+    """
     names = {name: name for name in ("k1", "k2", "k3", "abs", "full")}
-    return _one_of({**names, "kl": "k1", "mse": "k2", "low_var_kl": "k3"}, value)
+    return _look_up({**names, "kl": "k1", "mse": "k2", "low_var_kl": "k3"}, value)
 
 
 def cp_algo(value: Any) -> str:
-    return _one_of({"ulysses_cp_algo": "ulysses", "megatron_cp_algo": "ring"}, value)
+    """Return the algorithm of context parallelism."""
+    return _look_up({"ulysses_cp_algo": "ulysses", "megatron_cp_algo": "ring"}, value)
 
 
 def token_level(value: Any) -> str:
-    """DAPO's token_level_loss."""
-    return _one_of({True: "token-mean", False: "seq-mean-token-mean"}, value)
+    """Return the aggregation mode of DAPO's token_level_loss."""
+    return _look_up({True: "token-mean", False: "seq-mean-token-mean"}, value)
 
 
 def aggregate(value: Any) -> str:
-    """ROLL's loss_agg_mode; its sum-norm divides by the padded length, a constant."""
+    """Return the aggregation mode of ROLL's loss_agg_mode; its sum-norm divides by the constant
+    padded length.
+    """
     names = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
-    return _one_of({**names, "seq-mean-token-sum-norm": "seq-sum-over-constant"}, value)
+    return _look_up({**names, "seq-mean-token-sum-norm": "seq-sum-over-constant"}, value)
 
 
 def estimator(value: Any) -> str:
-    """Advantage estimators under their native names."""
-    names = {"group_norm": "group_norm", "grpo": "group_norm", "gae": "gae", "reinforce": "reinforce", "rloo": "rloo", "cpgd": "cpgd"}
-    more = {"reinforce_baseline": "reinforce_baseline", "reinforce++": "reinforce_pp", "gigpo": "gigpo", "step_reinforce": "step_reinforce"}
-    return _one_of({**names, **more, "agentic_reinforce": "agentic_reinforce"}, value)
+    """Return the native name of an advantage estimator."""
+    same_names = (
+        "group_norm gae reinforce rloo cpgd reinforce_baseline gigpo step_reinforce "
+        "agentic_reinforce"
+    )
+    names = {name: name for name in same_names.split()}
+    return _look_up({**names, "grpo": "group_norm", "reinforce++": "reinforce_pp"}, value)
 
 
 def ratio(value: Any) -> str:
-    return _one_of({"token": "token", "seq": "sequence", "sequence": "sequence"}, value)
+    """Return the level of the importance ratio."""
+    return _look_up({"token": "token", "seq": "sequence", "sequence": "sequence"}, value)
 
 
 def recompute(value: Any) -> str | None:
-    """A switch for recomputing every layer."""
+    """Return the recompute granularity of a switch that recomputes every layer."""
     return "full" if value else None
 
 
 def inverse_recompute(value: Any) -> str | None:
+    """Return the recompute granularity of a switch that disables recomputation."""
     return None if value else "full"
 
 
 def some_right(value: Any) -> list[float] | None:
-    """LightRFT's dynamic_sampling: groups whose rewards are all 0 or all 1 are left out of the loss."""
+    """Return the bounds of LightRFT's dynamic_sampling, which masks groups whose rewards are all 0
+    or all 1.
+    """
     return [0.0, 1.0] if value else None
 
 
-def _one_of(names: Mapping[Any, str], value: Any) -> str:
+def _look_up(names: Mapping[Any, str], value: Any) -> str:
     if value not in names:
-        raise ValueError(f"must be one of {', '.join(str(name).lower() if isinstance(name, bool) else str(name) for name in names)}")
+        allowed = [str(name).lower() if isinstance(name, bool) else str(name) for name in names]
+        raise ValueError(f"must be one of {', '.join(allowed)}")
     return names[value]
 
 
+_FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
+    negated,
+    zero_is_off,
+    fraction,
+    top_k,
+    text,
+    text_list,
+    int_list,
+    one_path,
+    above_one,
+    bf16,
+    dtype,
+    convert_dtype,
+    legacy_names,
+    schedule,
+    kl_estimator,
+    cp_algo,
+    token_level,
+    aggregate,
+    estimator,
+    ratio,
+    recompute,
+    inverse_recompute,
+    some_right,
+)
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    function.__name__: function
-    for function in (
-        negated, zero_is_off, fraction, top_k, text, text_list, int_list, one_path, above_one, bf16, dtype, convert_dtype, legacy_names,
-        schedule, kl_estimator, cp_algo, token_level, aggregate, estimator, ratio, recompute, inverse_recompute, some_right,
-    )
-} | {"": same_value}  # fmt: skip
+    "": same_value,
+    **{function.__name__: function for function in _FUNCTIONS},
+}

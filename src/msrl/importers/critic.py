@@ -1,4 +1,4 @@
-"""What other systems say of their critic, as keys of cluster.roles.critic: its own learning rate, by the keys of the policy's."""
+"""Keys of the critic in other systems, as keys of cluster.roles.critic."""
 
 from __future__ import annotations
 
@@ -7,35 +7,39 @@ from collections.abc import Iterable
 from msrl.config.sections.general import CriticOptimizerConfig
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.sections import Keys
-from msrl.importers.translation import Fate, Given, Translation
+from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 _POLICY, _CRITIC = "train.optimizer.", "cluster.roles.critic.optimizer."
-NOT_GAE = "read where a critic is, with the estimator gae only"
+NOT_GAE = "the original reads it with the estimator gae only"
 
 
-def put_optimizer(translation: Translation, keys: Iterable[Given], policy: Keys) -> None:
-    """The keys that set the policy's learning rate set the critic's, where they stand in the critic's section.
+def assign_critic_optimizer(
+    translation: Translation, keys: Iterable[SourceKey], policy: Keys
+) -> None:
+    """Assign the learning-rate keys of the critic's section to the critic's optimizer.
 
-    The rest of the optimizer is the `policy`'s: another value of it is refused.
+    The critic shares all other optimizer settings with the policy, so another value is refused.
     """
-    for given in keys:
-        row = translation.row(given)
+    for entry in keys:
+        row = translation.row(entry)
         names = [key.removeprefix(_POLICY) for key in row.to if key.startswith(_POLICY)]
         if not names:
             continue
         if any(name not in CriticOptimizerConfig.model_fields for name in names):
-            if given.value != policy.value(given.key):
-                translation.say(given, Fate.NOT_YET, f"the critic's {names[0]} is the policy's, which is {policy.value(given.key)}")
+            value = policy.value(entry.key)
+            if entry.value != value:
+                reason = f"{names[0]} of the critic equals that of the policy, which is {value}"
+                translation.record(entry, KeyStatus.UNSUPPORTED, reason)
             continue
         try:
-            value = CONVERSIONS[row.via](given.value)
+            value = CONVERSIONS[row.via](entry.value)
         except ValueError as error:
-            translation.mistake(given, str(error))
+            translation.add_error(entry, str(error))
             continue
-        translation.take(given, [_CRITIC + name for name in names], value)
+        translation.assign(entry, [_CRITIC + name for name in names], value)
 
 
-def say_dead(translation: Translation, keys: Iterable[Given]) -> None:
-    """Keys of a critic that the original does not make."""
-    for given in keys:
-        translation.say(given, Fate.DEAD, NOT_GAE)
+def record_unused(translation: Translation, keys: Iterable[SourceKey]) -> None:
+    """Record keys of a critic that the original does not create."""
+    for entry in keys:
+        translation.record(entry, KeyStatus.DEAD, NOT_GAE)

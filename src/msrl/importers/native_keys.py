@@ -1,4 +1,4 @@
-"""Whether this version has a native key, and the value for it: the schema, the plugins and `not_yet.py` know."""
+"""Lookup of native keys, and of values for them, that this version supports."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _PLUGINS = {
     "algo.policy_loss": "msrl.algorithms.losses",
     "reward.sources.verifier": "msrl.rewards.verifiers",
 }
+_UNSUPPORTED = "not in this version yet"
 
 
 @cache
@@ -23,34 +24,44 @@ def _native_keys() -> frozenset[str]:
 
 
 def has_key(key: str) -> bool:
-    """Whether the schema has a dotted key; `cluster.env.NAME` counts as cluster.env."""
+    """Return True if the schema has a dotted key; `cluster.env.NAME` counts as cluster.env."""
     return any(prefix in _native_keys() for prefix in _prefixes(key))
 
 
 def is_designed(key: str) -> bool:
-    """Whether a key is the schema's (a section too), or one that is known to come."""
+    """Return True if a key or section is in the schema or is planned for a later version."""
     is_section = any(name.startswith(f"{key}.") for name in _native_keys())
     return is_section or has_key(key) or any(prefix in NOT_YET for prefix in _prefixes(key))
 
 
 def refusal(key: str, value: object) -> str:
-    """Why this version cannot do `key: value`; empty where it can."""
+    """Return the reason why this version does not support `key: value`; empty if it does."""
     if not has_key(key):
-        return next((text for prefix in _prefixes(key) if (text := not_yet(prefix))), "not in this version yet")
-    said = next((text for one in _items(value) if (text := not_yet(key, one))), "")
-    inside = (f"{key}.{name}" for one in _items(value) if isinstance(one, dict) for name in cast("dict[str, object]", one))
-    said = said or next((text for one in inside if (text := not_yet(one))), "")
-    if not said and key in _PLUGINS and str(value) not in registry.names(_PLUGINS[key]):
-        return "not in this version yet"
-    return said
+        return _first_reason(not_yet(prefix) for prefix in _prefixes(key)) or _UNSUPPORTED
+    items = _items(value)
+    nested = [
+        f"{key}.{name}"
+        for item in items
+        if isinstance(item, dict)
+        for name in cast("dict[str, object]", item)
+    ]
+    reason = _first_reason(not_yet(key, item) for item in items)
+    reason = reason or _first_reason(not_yet(name) for name in nested)
+    if not reason and key in _PLUGINS and str(value) not in registry.names(_PLUGINS[key]):
+        return _UNSUPPORTED
+    return reason
+
+
+def _first_reason(reasons: Iterable[str | None]) -> str:
+    return next((reason for reason in reasons if reason), "")
 
 
 def _items(value: object) -> tuple[object, ...]:
-    """The items of a list, or the value itself."""
+    """Return the items of a list, or the value itself."""
     return tuple(cast("Iterable[object]", value)) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _prefixes(key: str) -> list[str]:
-    """`a.b.c`, `a.b`, `a`: a section that is to come stands for its keys."""
-    parts = key.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    """Return `a.b.c`, `a.b`, `a`: a planned section includes all of its keys."""
+    names = key.split(".")
+    return [".".join(names[:end]) for end in range(len(names), 0, -1)]

@@ -1,6 +1,8 @@
-"""Commands of a shell script, as far as flags go: continuation lines, comments between them, quotes, pipes, and variables of the script.
+"""Parser for the commands and flags of a shell script.
 
-Nothing is run. `$NAME` is what the script itself assigns, else what the environment has. Redirections are left out.
+It supports continuation lines, comments between them, quotes, pipes and variables. It runs nothing:
+`$NAME` is the value that the script assigns, else that of the environment. Redirections are
+ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _PIECE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One word of a command and the line that it stands in."""
+    """One word of a command and its line number."""
 
     text: str
     line: int | None
@@ -38,7 +40,7 @@ class Word:
 
 @dataclass(slots=True)
 class Script:
-    """The commands of a script in order, and the variables that it sets."""
+    """Commands of a script in order, and the variables that it sets."""
 
     name: str
     commands: list[list[Word]] = field(default_factory=list[list[Word]])
@@ -47,16 +49,20 @@ class Script:
 
 
 def parse_script(text: str, name: str) -> Script:
-    """The script of a text. Raises MsrlError for a quote that is not closed or a variable that nothing sets."""
+    """Return the parsed script.
+
+    Raises:
+        MsrlError: for an unclosed quote or an undefined variable.
+    """
     script = Script(name)
     for first, statement in _statements(text):
         for line, command in _commands(statement, first):
-            _take(script, command, line)
+            _add_command(script, command, line)
     return script
 
 
-def _take(script: Script, command: str, line: int) -> None:
-    """One command: an assignment to a variable, or words."""
+def _add_command(script: Script, command: str, line: int) -> None:
+    """Add an assignment to the variables, or other words to the commands."""
     assignment = _ASSIGNMENT.fullmatch(command.strip())
     words = _words(command, line, script.name)
     is_export = command.strip().startswith("export")
@@ -70,7 +76,10 @@ def _take(script: Script, command: str, line: int) -> None:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Whole commands with the number of their first line; a comment between continued lines ends nothing."""
+    """Yield complete statements with the number of their first line.
+
+    A comment between continued lines does not end a statement.
+    """
     pending, first = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip().startswith("#") and (not pending or not _is_open(pending)):
@@ -87,7 +96,10 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _commands(statement: str, first: int) -> Iterator[tuple[int, str]]:
-    """The commands of a statement with their first lines: parted by pipes, `&&`, `;` and `&`, without comments and redirections."""
+    """Yield the commands of a statement with their first lines.
+
+    Pipes, `&&`, `;` and `&` separate commands. Comments and redirections are removed.
+    """
     text, line = "", first
     for match in _PIECE.finditer(statement):
         if match.lastgroup == "end":
@@ -99,7 +111,7 @@ def _commands(statement: str, first: int) -> Iterator[tuple[int, str]]:
 
 
 def _is_open(text: str) -> bool:
-    """Whether a quote is not closed yet."""
+    """Return True if a quote is not closed."""
     try:
         shlex.split(text, comments=True)
     except ValueError as error:
@@ -108,7 +120,7 @@ def _is_open(text: str) -> bool:
 
 
 def _words(text: str, first: int, name: str) -> list[Word]:
-    """The words of a statement; each knows the line that it begins in."""
+    """Return the words of a statement with the lines in which they begin."""
     stream = io.StringIO(text)
     lexer = shlex.shlex(stream, posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters = True, "#"
@@ -117,12 +129,16 @@ def _words(text: str, first: int, name: str) -> list[Word]:
         try:
             word = lexer.get_token()
         except ValueError as error:
-            raise MsrlError(f"{name}:{first}: not readable as a command: {error}") from None
+            raise MsrlError(f"{name}:{first}: cannot parse the command: {error}") from None
         if word is None:
             return words
         if word.strip("\n"):
             end = stream.tell()
-            before = text.count("\n", 0, end) - (text[end - 1 : end] == "\n") - word.strip("\n").count("\n")
+            before = (
+                text.count("\n", 0, end)
+                - (text[end - 1 : end] == "\n")
+                - word.strip("\n").count("\n")
+            )
             words.append(Word(word.strip("\n"), first + before))
 
 
@@ -132,16 +148,16 @@ def _unquoted(value: str) -> str:
 
 
 def _expanded(words: Sequence[Word], script: Script) -> list[Word]:
-    """The words with the script's variables put in; a word that is one variable becomes all of that variable's words."""
-    found: list[Word] = []
+    """Return the words with variables replaced; a word that is one variable becomes its words."""
+    expanded: list[Word] = []
     for word in words:
-        whole = _VARIABLE.fullmatch(word.text)
-        name = (whole[1] or whole[2]) if whole else None
+        variable = _VARIABLE.fullmatch(word.text)
+        name = (variable[1] or variable[2]) if variable else None
         if name in script.variables:
-            found += script.variables[name]
+            expanded += script.variables[name]
         else:
-            found.append(Word(_substituted(word, script), word.line))
-    return found
+            expanded.append(Word(_substituted(word, script), word.line))
+    return expanded
 
 
 def _substituted(word: Word, script: Script) -> str:
@@ -150,14 +166,21 @@ def _substituted(word: Word, script: Script) -> str:
 
 def _value(name: str, word: Word, script: Script) -> str:
     if name in script.variables:
-        return " ".join(part.text for part in script.variables[name])
+        return " ".join(word.text for word in script.variables[name])
     if name in os.environ:
         return os.environ[name]
-    raise MsrlError(f"{script.name}:{word.line}: {word.text}: nothing sets ${name}; set it in the script, or export it")
+    raise MsrlError(
+        f"{script.name}:{word.line}: {word.text}: ${name} is not set. "
+        "Set it in the script or export it."
+    )
 
 
 def flags(words: Sequence[Word], name: str) -> Node:
-    """`--flag value ...` as a tree: no value is true, several are a list. Words before the first flag are left out."""
+    """Return `--flag value ...` as a tree.
+
+    A flag without a value is true, one with several values is a list. Words before the first flag
+    are ignored.
+    """
     entries: dict[str, Node] = {}
     key, values = "", list[Word]()
     line: int | None = None
@@ -165,7 +188,7 @@ def flags(words: Sequence[Word], name: str) -> Node:
     def close() -> None:
         if key:
             if canonical(key) in entries:
-                raise MsrlError(f"{Origin(name, line)}: {key}: given twice")
+                raise MsrlError(f"{Origin(name, line)}: {key}: duplicate flag")
             entries[canonical(key)] = _node(values, Origin(name, line))
 
     for word in words:

@@ -1,4 +1,4 @@
-"""Which system a file is of, and its translation."""
+"""Detection of the system that a file belongs to, and translation of its files."""
 
 from __future__ import annotations
 
@@ -15,33 +15,51 @@ _MARKS = {
     "roll": ("actor_train", "actor_infer", "rollout_batch_size", "num_return_sequences_in_group"),
 }
 _BY_COMMAND = "roll"
-_SECTIONS = {"megatron_training": "megatron", "actor_config": "megatron", "rl_config": "", "generate_config": "", "sampling_config": ""}
+_SECTIONS = {
+    "megatron_training": "megatron",
+    "actor_config": "megatron",
+    "rl_config": "",
+    "generate_config": "",
+    "sampling_config": "",
+}
 
 
-def system_of(tree: Node) -> str | None:
-    """The system that a file's top-level keys are of; None for msrl's own."""
+def detect_system(tree: Node) -> str | None:
+    """Return the system that the top-level keys of a file belong to; None for native files."""
     keys = {canonical(key) for key in tree.value} if isinstance(tree.value, dict) else set[str]()
     return next((name for name, marks in _MARKS.items() if keys & set(marks)), None)
 
 
 def foreign(path: str) -> Translation | None:
-    """The translation of a file of MindSpeed's; None for msrl's own. Raises MsrlError for files that are to be imported first."""
+    """Return the translation of a MindSpeed file; None for a native file.
+
+    Raises:
+        MsrlError: if the file belongs to a system whose files must be imported first.
+    """
     file = find(path)
     tree = read(file)
-    system = system_of(tree)
+    system = detect_system(tree)
     if system == _BY_COMMAND:
-        raise MsrlError(f"{file}: is a file of ROLL's; write msrl's own with `msrl config import --from roll {file} --output FILE`")
+        raise MsrlError(
+            f"{file}: is a ROLL file. "
+            f"Convert it with `msrl config import --from roll {file} --output FILE`."
+        )
     if system is None:
         return None
     return (mindspeed_rl if system == "mindspeed-rl" else mindspeed_ray).translate(tree, file)
 
 
 def refuse_foreign_key(path: str) -> None:
-    """Raises MsrlError for a dotted key of MindSpeed-RL's files where msrl's own are meant: it names them."""
-    first, *rest = path.lstrip("+").split(".")
-    if first not in _SECTIONS or not rest:
+    """Raise MsrlError if a dotted key belongs to MindSpeed-RL files; the message names the native
+    key.
+    """
+    first, *names = path.lstrip("+").split(".")
+    if first not in _SECTIONS or not names:
         return
-    section = rest[-2] if len(rest) > 1 else first
-    row = load_table("mindspeed_rl").row(_SECTIONS.get(section) or section, rest[-1])
-    advice = f"set {' and '.join(row.to)}" + (f" ({row.by})" if row.by else "") if row is not None and row.to else "change it in the file"
-    raise MsrlError(f"--set {path}: is a key of MindSpeed-RL's files, and msrl's own are set; {advice}")
+    section = names[-2] if len(names) > 1 else first
+    row = load_table("mindspeed_rl").row(_SECTIONS.get(section) or section, names[-1])
+    advice = "Change it in the file."
+    if row is not None and row.to:
+        condition = f" ({row.by})" if row.by else ""
+        advice = f"Set {' and '.join(row.to)}{condition}."
+    raise MsrlError(f"--set {path}: is a MindSpeed-RL key; --set takes native keys. {advice}")

@@ -1,15 +1,19 @@
-"""What becomes of every key of another system: one table per system, in `tables/`.
+"""Mapping of every key of another system: one table per system, in `tables/`.
 
-A row says one of these of a key (or of several, parted by commas):
-  to      native key or keys that take its value; `via` names the conversion; `default` is the original's own default, which is laid in
-          where a file does not give the key; `off` lists values that ask for nothing
-  by      what the system's module makes of it together with other keys (`to` names the native keys that this concerns)
-  same    why results are the same without it: it changes speed, memory or what is written (with `to`: used where msrl has the key)
-  dead    why it has no effect in the original either
-  shape   the fact of the model's config.json that it repeats; checked, not set
-  refuse  why msrl cannot do what it asks for
-  only    the algorithms in which the original reads it
-  is_text that a quoted "true" or "false" is meant as it is; elsewhere it is a mistake
+A row describes one key, or several that are separated by commas, with these fields:
+  to      native key or keys that receive the value. `via` names the conversion; `default` is the
+  original's default,
+          which is filled in if a file does not set the key; `off` lists values that switch nothing
+          on.
+  by      how the module of the system computes the native value (`to` names the native keys
+  concerned) same    why results do not depend on the key: it changes speed, memory or output files
+  only (with `to`: the key is
+          applied if this version supports it)
+  dead    why the key has no effect in the original either
+  shape   the property of the model's config.json that the key repeats; it is checked, not set
+  refuse  why msrl does not support the key
+  only    algorithms in which the original reads the key
+  is_text True if a quoted "true" or "false" is valid; for other keys it is an error
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ TABLES = Path(__file__).parent / "tables"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key of another system. A field that says nothing is empty; `has_default` tells a default of null from none."""
+    """Mapping of one key. Absent fields are empty; `has_default` tells a default of null from no
+    default.
+    """
 
     section: str
     key: str
@@ -43,11 +49,13 @@ class Row:
     shape: str = ""
     refuse: str = ""
     only: tuple[str, ...] = ()
-    is_text: bool = False  # whether "true" in quotes is meant as it is
+    is_text: bool = False
 
     def is_off(self, value: object) -> bool:
-        """Whether a value asks for nothing. Lists are compared by their items; true is not 1."""
-        return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
+        """Return True if a value switches nothing on. Lists compare by item; true is not 1."""
+        return any(
+            value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +66,23 @@ class Table:
     rows: Mapping[tuple[str, str], Row]
 
     def row(self, section: str, key: str) -> Row | None:
+        """Return the row of a key in a section; None if there is none."""
         return self.rows.get((section, canonical(key)))
 
     def keys(self, *sections: str) -> list[str]:
-        return [key for own, key in self.rows if own in sections]
+        """Return the keys of the sections."""
+        return [key for section, key in self.rows if section in sections]
 
     def hint(self, key: str, *sections: str) -> str:
-        """The nearest key of the sections; else where else a key of this name stands."""
-        elsewhere = [own for own, name in self.rows if name == canonical(key)]
-        return f"it belongs in {' or '.join(elsewhere)}" if elsewhere else nearest(canonical(key), self.keys(*sections))
+        """Return the other sections that have this key, or the nearest key of `sections`."""
+        elsewhere = [section for section, name in self.rows if name == canonical(key)]
+        if elsewhere:
+            return f"it belongs in {' or '.join(elsewhere)}"
+        return nearest(canonical(key), self.keys(*sections))
 
 
 def canonical(key: str) -> str:
-    """The key with underscores: hyphens are the same, and so are the two dashes of a flag.
+    """Return the key with underscores, without the dashes of a flag.
 
     >>> canonical("--clip-ratio")
     'clip_ratio'
@@ -80,14 +92,15 @@ def canonical(key: str) -> str:
 
 @cache
 def load_table(system: str) -> Table:
-    """The table of a system by the name of its file, such as `mindspeed_rl`."""
-    sections = cast("dict[str, dict[str, dict[str, Any]]]", plain(read(TABLES / f"{system}.yaml"))["sections"])
+    """Return the table of a system by its file name, such as `mindspeed_rl`."""
+    tree = plain(read(TABLES / f"{system}.yaml"))
+    sections = cast("dict[str, dict[str, dict[str, Any]]]", tree["sections"])
     rows: dict[tuple[str, str], Row] = {}
     for section, entries in sections.items():
         for names, entry in entries.items():
             for name in names.split(","):
                 row = _row(section, canonical(name), entry)
-                assert (section, row.key) not in rows, f"{system}: {section}.{row.key} stands twice"
+                assert (section, row.key) not in rows, f"{system}: {section}.{row.key} is duplicate"
                 rows[section, row.key] = row
     return Table(system, rows)
 
@@ -98,9 +111,12 @@ _FIELDS = {field.name for field in fields(Row)} - {"section", "key", "has_defaul
 def _row(section: str, key: str, entry: Mapping[str, Any]) -> Row:
     unknown = set(entry) - _FIELDS
     assert not unknown, f"{section}.{key}: {unknown}"
-    given: dict[str, Any] = {name: tuple(_listed(value)) if name in ("to", "off", "only") else value for name, value in entry.items()}
-    return Row(section, key, has_default="default" in entry, **given)
+    values: dict[str, Any] = {
+        name: tuple(_as_list(value)) if name in ("to", "off", "only") else value
+        for name, value in entry.items()
+    }
+    return Row(section, key, has_default="default" in entry, **values)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else [value]

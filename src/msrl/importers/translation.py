@@ -1,4 +1,4 @@
-"""A translation as it grows: the native tree, what became of every key, and the mistakes."""
+"""Translation of a foreign file: the native tree, the status of every key, and the errors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from msrl.importers.native_keys import refusal
 from msrl.importers.table import Row, Table, canonical
 
 
-class Fate(Enum):
-    """What became of a key; the text heads its group in a report."""
+class KeyStatus(Enum):
+    """Result of the translation of a key; the value is the heading of its group in a report."""
 
-    TOOK = "took effect"
-    SAME = "results are the same without it"
-    OFF = "asks for nothing"
+    APPLIED = "took effect"
+    SAME = "does not change results"
+    OFF = "switches nothing on"
     DEAD = "has no effect in the original either"
-    NOT_YET = "not in this version yet, and would change results"
+    UNSUPPORTED = "not in this version yet, and would change results"
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class SourceKey:
     """One key of a file or command line, as the user wrote it."""
 
     section: str
@@ -41,28 +41,35 @@ class Given:
         return self.node.origin
 
     def is_quoted_switch(self) -> bool:
-        """Whether it is a text that reads like a switch and would count as on, whatever it says."""
+        """Return True for the text "true" or "false", which the original would treat as true."""
         return self.value in ("true", "false", "True", "False")
 
     def __str__(self) -> str:
-        return f"{self.origin}: {self.path}" + ("" if isinstance(self.node.value, dict) else f"={written(self.value)}")
+        value = "" if isinstance(self.node.value, dict) else f"={written(self.value)}"
+        return f"{self.origin}: {self.path}{value}"
 
 
 @dataclass(frozen=True, slots=True)
 class KeyOutcome:
-    """A key and its fate; `text` names the native key or says why there is none."""
+    """A key with its status; `text` names the native key or the reason why there is none."""
 
-    given: Given
-    fate: Fate
+    entry: SourceKey
+    status: KeyStatus
     text: str
 
     def __str__(self) -> str:
-        return f"{self.given}: {self.text}" if self.fate is Fate.TOOK else f"{self.given}: {self.fate.value}: {self.text}".rstrip(": ")
+        if self.status is KeyStatus.APPLIED:
+            return f"{self.entry}: {self.text}"
+        return f"{self.entry}: {self.status.value}: {self.text}".rstrip(": ")
 
 
 @dataclass
 class Translation:
-    """Fed key by key. `tree` has native keys at the places of the originals; keys that are not built yet go to `later` instead."""
+    """Native configuration that grows key by key.
+
+    `tree` holds the supported native keys with the origins of the source keys, `later` the keys
+    that this version does not support.
+    """
 
     system: str
     table: Table
@@ -75,139 +82,184 @@ class Translation:
     errors: list[str] = field(default_factory=list[str])
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
-    other_defaults: dict[tuple[str, str], object] = field(default_factory=dict[tuple[str, str], object])
-    _said: dict[int, Given] = field(default_factory=dict[int, Given])
+    other_defaults: dict[tuple[str, str], object] = field(
+        default_factory=dict[tuple[str, str], object]
+    )
+    _recorded: dict[int, SourceKey] = field(default_factory=dict[int, SourceKey])
 
     def __post_init__(self) -> None:
         self.tree = self.later = Node({}, Origin(self.name))
 
-    # --- what is given ---------------------------------------------------------------------------------------------------------------
+    # --- source keys
 
-    def given(self, section: Node | None, name: str, path: str, *, also: Iterable[str] = ()) -> Iterator[Given]:
-        """The keys of a section of the file; those that no table section (`name`, then `also`) has are mistakes."""
+    def entries(
+        self, section: Node | None, name: str, path: str, *, also: Iterable[str] = ()
+    ) -> Iterator[SourceKey]:
+        """Yield the valid keys of a section of the file; unknown, duplicate and quoted ones are
+        errors.
+
+        `name` and `also` are the table sections that are searched for a key, in this order.
+        """
         if section is None or section.value is None:
             return
         if not isinstance(section.value, dict):
-            self.errors.append(f"{section.origin}: {path}={written(plain(section))}: must be a section of keys")
+            setting = f"{section.origin}: {path}={written(plain(section))}"
+            self.errors.append(f"{setting}: must be a section of keys")
             return
-        seen: dict[str, Given] = {}
+        seen: dict[str, SourceKey] = {}
         for key, node in section.value.items():
-            table_section = next((one for one in (name, *also) if self.table.row(one, key)), None)
-            given = Given(table_section or name, canonical(key), f"{path}.{key}" if path else key, node)
+            sections = (table for table in (name, *also) if self.table.row(table, key))
+            table_section = next(sections, None)
+            key_path = f"{path}.{key}" if path else key
+            entry = SourceKey(table_section or name, canonical(key), key_path, node)
             if table_section is None:
-                self.errors.append(f"{given}: there is no such key in {self.system}; {self.table.hint(key, name, *also)}")
-            elif given.key in seen:
-                self.errors.append(f"{given}: stands in {seen[given.key].origin} already, spelt {seen[given.key].path}")
-            elif given.is_quoted_switch() and not self.row(given).is_text:
-                self.errors.append(f"{given}: must be true or false, without quotes")
+                hint = self.table.hint(key, name, *also)
+                self.errors.append(f"{entry}: unknown key of {self.system}; {hint}")
+            elif entry.key in seen:
+                first = seen[entry.key]
+                self.errors.append(f"{entry}: duplicate of {first.path} in {first.origin}")
+            elif entry.is_quoted_switch() and not self.row(entry).is_text:
+                self.errors.append(f"{entry}: must be true or false, without quotes")
             else:
-                seen[given.key] = given
-                yield given
+                seen[entry.key] = entry
+                yield entry
 
-    def row(self, given: Given) -> Row:
-        row = self.table.row(given.section, given.key)
-        assert row is not None, given
+    def row(self, entry: SourceKey) -> Row:
+        """Return the table row of a key."""
+        row = self.table.row(entry.section, entry.key)
+        assert row is not None, entry
         return row
 
     def reads(self, row: Row) -> bool:
-        """Whether the original reads the key in this algorithm (or `mode`, such as agentic)."""
+        """Return True if the original reads the key in this algorithm or mode (such as agentic)."""
         return not row.only or self.algorithm in row.only or self.mode in row.only
 
     def default(self, section: str, key: str) -> object:
-        """What the original takes where nothing is given; `other_defaults` are those of another generation."""
+        """Return the original's default; `other_defaults` holds those of another generation of
+        files.
+        """
         row = self.table.row(section, key)
         assert row is not None, (section, key)
         return self.other_defaults.get((section, key), row.default)
 
-    # --- what it becomes -------------------------------------------------------------------------------------------------------------
+    # --- native keys
 
-    def say(self, given: Given, fate: Fate, text: str) -> None:
-        """Notes the fate of a key, once."""
-        if id(given) not in self._said:
-            self._said[id(given)] = given
-            self.outcomes.append(KeyOutcome(given, fate, text))
+    def record(self, entry: SourceKey, status: KeyStatus, text: str) -> None:
+        """Record the status of a key, unless it has one."""
+        if id(entry) not in self._recorded:
+            self._recorded[id(entry)] = entry
+            self.outcomes.append(KeyOutcome(entry, status, text))
 
-    def is_said(self, given: Given) -> bool:
-        return id(given) in self._said
+    def is_recorded(self, entry: SourceKey) -> bool:
+        """Return True if the key has a status or an error."""
+        return id(entry) in self._recorded
 
-    def mistake(self, given: Given, message: str) -> None:
-        self.errors.append(f"{given}: {message}")
-        self._said[id(given)] = given
+    def add_error(self, entry: SourceKey, message: str) -> None:
+        """Add an error for a key."""
+        self.errors.append(f"{entry}: {message}")
+        self._recorded[id(entry)] = entry
 
     def set(self, key: str, node: Node) -> None:
-        """Sets a native key without a word."""
+        """Set a native key without recording a status."""
         self.tree = merge(self.tree, at(key, node))
 
     def set_default(self, key: str, value: object) -> None:
-        """Lays in the original's own default of what no file says. One that is not built yet is refused like a given value.
+        """Set a native key to the original's default; an unsupported default is refused like a set
+        value.
 
-        What stands there already stays: several of an original's keys may become one.
+        A native key that has a value keeps it, because several source keys can map to one native
+        key.
         """
         if node_at(self.tree, key.split(".")) is not None:
             return
         node = wrap(value, Origin(f"default of {self.system}"))
-        said = refusal(key, value)
-        if not said:
+        reason = refusal(key, value)
+        if not reason:
             self.set(key, node)
             self.defaults[key] = value
         elif value is not None:
             self.later = merge(self.later, at(key, node))
-            self.missing.append(f"{self.name}: {key}={written(value)} is the default of {self.system}, and {said}; set the original's key")
+            self.missing.append(
+                f"{self.name}: {key}={written(value)} (default of {self.system}): {reason}. "
+                "Set the key of the original."
+            )
 
-    def take(self, given: Given, keys: Iterable[str], value: object, *, same: str = "", why: str = "") -> None:
-        """A value for native keys; where this version has none, `same` says why that is harmless, else the run is refused."""
+    def assign(
+        self, entry: SourceKey, keys: Iterable[str], value: object, *, same: str = "", why: str = ""
+    ) -> None:
+        """Assign a value to native keys.
+
+        If this version does not support them, the key is recorded as harmless for the reason
+        `same`; without a reason a run refuses the key.
+        """
         keys = tuple(keys)
-        node = wrap(value, given.origin)
-        said = next((text for key in keys if (text := refusal(key, value))), "")
-        if not said:
-            for key in keys:
-                self.set(key, node)
-            text = f"{' and '.join(keys)}: {written(value)}" + (f" ({why})" if why else "")
-            return self.say(given, Fate.TOOK, text)
+        node = wrap(value, entry.origin)
+        reason = next((text for key in keys if (text := refusal(key, value))), "")
+        if reason:
+            return self._assign_unsupported(entry, keys, node, reason, same)
+        for key in keys:
+            self.set(key, node)
+        text = f"{' and '.join(keys)}: {written(value)}" + (f" ({why})" if why else "")
+        return self.record(entry, KeyStatus.APPLIED, text)
+
+    def _assign_unsupported(
+        self, entry: SourceKey, keys: tuple[str, ...], node: Node, reason: str, same: str
+    ) -> None:
         if same:
-            return self.say(given, Fate.SAME, f"{same} ({keys[0]} is {said})")
+            return self.record(entry, KeyStatus.SAME, f"{same} ({keys[0]} is {reason})")
         for key in keys:
             self.later = merge(self.later, at(key, node))
-        return self.say(given, Fate.NOT_YET, f"{' and '.join(keys)}" + said.removeprefix("not in this version yet"))
+        text = " and ".join(keys) + reason.removeprefix("not in this version yet")
+        return self.record(entry, KeyStatus.UNSUPPORTED, text)
 
-    def apply(self, given: Given) -> None:
-        """A key whose row says everything."""
-        row = self.row(given)
-        value = given.value
+    def apply(self, entry: SourceKey) -> None:
+        """Translate a key whose table row is sufficient."""
+        row = self.row(entry)
         if row.dead:
-            return self.say(given, Fate.DEAD, row.dead)
-        if not self.reads(row):
-            return self.say(given, Fate.DEAD, f"read by {' and '.join(row.only)} only")
-        if row.is_off(value):
-            return self.say(given, Fate.OFF, "")
-        if row.refuse:
-            return self.mistake(given, f"cannot be done: {row.refuse}")
-        if not row.to:
-            assert row.same or row.by, f"{given}: the module of {self.system} must say what becomes of it"
-            return self.say(given, Fate.SAME, row.same or row.by)
-        try:
-            converted = CONVERSIONS[row.via](value)
-        except ValueError as error:
-            return self.mistake(given, str(error))
-        return self.take(given, row.to, converted, same=row.same)
+            self.record(entry, KeyStatus.DEAD, row.dead)
+        elif not self.reads(row):
+            self.record(entry, KeyStatus.DEAD, f"read by {' and '.join(row.only)} only")
+        elif row.is_off(entry.value):
+            self.record(entry, KeyStatus.OFF, "")
+        elif row.refuse:
+            self.add_error(entry, f"not supported: {row.refuse}")
+        elif not row.to:
+            assert row.same or row.by, f"{entry}: no row field and no rule of {self.system}"
+            self.record(entry, KeyStatus.SAME, row.same or row.by)
+        else:
+            self._convert(entry, row)
 
-    def laid_in(self, sections: Iterable[str], present: Iterable[Given]) -> None:
-        """Defaults of the original for keys that are not given and one row says all of; what changes no results may be missing here."""
-        there = {(given.section, given.key) for given in present}
+    def _convert(self, entry: SourceKey, row: Row) -> None:
+        try:
+            value = CONVERSIONS[row.via](entry.value)
+        except ValueError as error:
+            return self.add_error(entry, str(error))
+        return self.assign(entry, row.to, value, same=row.same)
+
+    def fill_defaults(self, sections: Iterable[str], present: Iterable[SourceKey]) -> None:
+        """Set the original's defaults of keys that are not present and that one row describes.
+
+        A default that changes no results may be unsupported.
+        """
+        present_keys = {(entry.section, entry.key) for entry in present}
         for (section, key), row in self.table.rows.items():
-            wanted = section in sections and row.has_default and row.to and not row.by and self.reads(row)
-            if wanted and (section, key) not in there:
+            if section not in sections or (section, key) in present_keys:
+                continue
+            if row.has_default and row.to and not row.by and self.reads(row):
                 value = CONVERSIONS[row.via](self.default(section, key))
                 for native in row.to:
                     if not (row.same and refusal(native, value)):
                         self.set_default(native, value)
 
-    # --- the end ---------------------------------------------------------------------------------------------------------------------
+    # --- results
 
     def refused(self) -> list[str]:
-        """One line for each key, and default of the original, that a run of this version must not go without."""
-        return [*(str(outcome) for outcome in self.outcomes if outcome.fate is Fate.NOT_YET), *self.missing]
+        """Return one line for each key, and default of the original, that a run must refuse."""
+        unsupported = [
+            outcome for outcome in self.outcomes if outcome.status is KeyStatus.UNSUPPORTED
+        ]
+        return [*map(str, unsupported), *self.missing]
 
-    def whole(self) -> Node:
-        """The native tree with the keys that are to come: for a file that a run will refuse until they are there."""
+    def complete_tree(self) -> Node:
+        """Return the native tree including the unsupported keys, which a run refuses."""
         return merge(self.tree, self.later)

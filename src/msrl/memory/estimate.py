@@ -1,6 +1,7 @@
-"""Bytes that a training takes of a device, rank by rank: weights, gradients, optimizer, activations, logits and, in train-grpo, the engine.
+"""Memory of a training per device: weights, gradients, optimizer, activations, logits and engine.
 
-Weights and optimizer are exact; activations are those of a pass as full as the configuration allows (`models/activations.py`).
+Weights and optimizer are exact. Activations are those of the largest micro-batch that the
+configuration allows (`memory/activations.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from dataclasses import dataclass, replace
 
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.memory.activations import LINEARS, LayerBytes, Pass, Recomputed, Spread, head_bytes, kept_bytes, layer_bytes
+from msrl.memory.activations import (
+    LINEARS,
+    LayerBytes,
+    Pass,
+    Recomputed,
+    Spread,
+    head_bytes,
+    layer_bytes,
+    saved_bytes,
+)
 from msrl.memory.states import (
     NO_STATE,
     State,
@@ -28,14 +38,27 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.rules import Vocab
 from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
-from msrl.plan.derived import accumulation, dp_size, layout_from, max_model_len, model_shape, replica_size, world_size
+from msrl.plan.derived import (
+    accumulation,
+    dp_size,
+    layout_from,
+    max_model_len,
+    model_shape,
+    replica_size,
+    world_size,
+)
 
 GB = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one device. `working`: what a part of the backward pass makes besides; it and `logits` do not exist at the same time."""
+    """Bytes on one device.
+
+    `working` is temporary memory of the backward pass; it does not coincide with `logits`.
+    `resting` names the states that are offloaded to host memory, like the keys of `train.offload`.
+    `forward` is a pass without gradients, if it is larger than one with gradients.
+    """
 
     weights: int
     reference: int
@@ -44,11 +67,11 @@ class Memory:
     activations: int = 0
     working: int = 0
     logits: int = 0
-    resting: frozenset[str] = frozenset()  # what waits in the machine's memory, as `train.offload` names it
+    resting: frozenset[str] = frozenset()
     engine_weights: int = 0
     kv_cache: int = 0
-    engine_sleeps: bool = False  # while the training works
-    forward: int = 0  # of a pass without gradients, where it is larger than one with them
+    engine_sleeps: bool = False  # True if the engine sleeps during training
+    forward: int = 0
     critic: State = NO_STATE
     reward_models: int = 0
 
@@ -58,18 +81,22 @@ class Memory:
 
     @property
     def training(self) -> int:
-        """Most at once while the ranks train: in a backward pass, or in the optimizer's step."""
-        held = self.weights + self.reference + self.gradients + (0 if self.engine_sleeps else self.engine)
-        held += (
-            self.reward_models + self.critic.weights + self.critic.gradients + (0 if "optimizer" in self.resting else self.critic.optimizer)
-        )
-        optimizer = 0 if "optimizer" in self.resting else self.optimizer
+        """Peak during training: in a backward pass or in the optimizer step."""
+        held = self.weights + self.reference + self.gradients + self.reward_models
+        held += self.critic.weights + self.critic.gradients
+        optimizer = self.optimizer
+        if "optimizer" in self.resting:
+            optimizer = 0
+        else:
+            held += self.critic.optimizer
+        if not self.engine_sleeps:
+            held += self.engine
         passes = max(self.activations + max(self.working, self.logits), self.forward)
         return held + max(self.optimizer, optimizer + passes)
 
     @property
     def generating(self) -> int:
-        """While the engine generates; 0 without one."""
+        """Peak during generation; 0 without an engine."""
         if not self.engine:
             return 0
         kinds = {
@@ -84,8 +111,9 @@ class Memory:
         return max(self.training, self.generating)
 
     def rows(self) -> dict[str, int]:
-        """The table: every part that is there, then what is needed at once."""
-        parts = {
+        """Return the table of all nonzero components, followed by the peaks."""
+        is_forward_peak = self.forward > self.activations + self.logits
+        sizes = {
             "weights": self.weights,
             "reference weights": self.reference,
             "gradients": self.gradients,
@@ -96,162 +124,233 @@ class Memory:
             "critic's optimizer": self.critic.optimizer,
             "activations": self.activations,
             "logits": self.logits,
-            "other work of the backward pass": self.working if self.working > self.logits else 0,
-            "log-probabilities without gradients": self.forward if self.forward > self.activations + self.logits else 0,
+            "temporary memory of the backward pass": (
+                self.working if self.working > self.logits else 0
+            ),
+            "log-probabilities without gradients": self.forward if is_forward_peak else 0,
             "engine's weights": self.engine_weights,
             "engine's KV cache": self.kv_cache,
+            "peak during training": self.training,
+            "peak during generation": self.generating,
         }
-        sums = {"at once while training": self.training, "at once while generating": self.generating}
-        return {name: size for name, size in {**parts, **sums}.items() if size}
+        return {name: size for name, size in sizes.items() if size}
 
 
 def full_pass(config: Config, command: str, longest: int | None = None) -> Pass | None:
-    """The fullest micro-batch that the configuration allows; `longest` tokens has the longest row, where that is known better.
+    """Return the largest micro-batch that is possible; None if row lengths are unknown.
 
-    None where nothing says how long rows are.
+    `longest` is the length of the longest row in tokens, if it is known from the data.
     """
     train, is_grpo = config.train, command == "train-grpo"
     longest = longest or (max_model_len(config) if is_grpo else config.data.seq_length)
-    tokens = train.max_tokens_per_micro_batch or (None if longest is None else train.micro_batch * longest)
-    if tokens is None:
+    tokens = train.max_tokens_per_micro_batch
+    if tokens is None and longest is not None:
+        tokens = train.micro_batch * longest
+    if not tokens:
         return None
-    longest = min(longest or tokens, tokens)
-    share = config.rollout.max_response_tokens / max_model_len(config) if is_grpo else 1.0
-    is_packed = train.max_tokens_per_micro_batch is not None or train.micro_batch > 1 or config.data.pack
-    return Pass(tokens, min(tokens, math.ceil(tokens * share)), longest, is_packed, element_bytes(config))
+    trained_share = config.rollout.max_response_tokens / max_model_len(config) if is_grpo else 1.0
+    has_token_budget = train.max_tokens_per_micro_batch is not None
+    return Pass(
+        num_tokens=tokens,
+        num_trained=min(tokens, math.ceil(tokens * trained_share)),
+        longest=min(longest or tokens, tokens),
+        is_packed=has_token_budget or train.micro_batch > 1 or config.data.pack,
+        element_bytes=element_bytes(config),
+    )
 
 
 def _forward_bytes(config: Config, shape: Shape, batch: Pass, spread: Spread) -> int:
-    """A pass of train-grpo without gradients, where `train.forward_micro_batch` makes it larger than one with them: a layer and logits."""
+    """Return the bytes of a train-grpo pass without gradients: one layer and the logits.
+
+    0 unless `train.forward_micro_batch` makes it larger than a pass with gradients.
+    """
     train = config.train
-    if train.max_tokens_per_micro_batch is not None or (train.forward_micro_batch or 0) <= train.micro_batch:
+    forward_size = train.forward_micro_batch or 0
+    if train.max_tokens_per_micro_batch is not None or forward_size <= train.micro_batch:
         return 0
-    factor = (train.forward_micro_batch or 1) / train.micro_batch
-    larger = replace(batch, num_tokens=int(batch.num_tokens * factor), num_trained=int(batch.num_trained * factor))
-    layer = max(layer_bytes(shape, number, larger, spread).whole for number in {0, shape.num_layers - 1})
-    rows = larger.num_trained // spread.cp if train.chunk is None else min(train.chunk, larger.num_trained // spread.cp)
+    factor = forward_size / train.micro_batch
+    num_tokens, num_trained = int(batch.num_tokens * factor), int(batch.num_trained * factor)
+    larger = replace(batch, num_tokens=num_tokens, num_trained=num_trained)
+    layers = {0, shape.num_layers - 1}
+    layer = max(layer_bytes(shape, number, larger, spread).total for number in layers)
+    rows = num_trained // spread.cp
+    if train.chunk is not None:
+        rows = min(train.chunk, rows)
     return layer + rows * -(-shape.vocab_size // spread.tp) * batch.element_bytes
 
 
 def passes_in_flight(config: Config, shape: Shape, command: str, stage: int) -> tuple[int, int]:
-    """(micro-batches that a stage holds the activations of at the same time, virtual stages that these are divided into).
+    """Return (micro-batches whose activations a stage holds, virtual stages that divide them).
 
-    One forward, one backward in turn (arXiv:2104.04473, section 2.2), which is Megatron's schedule.
+    The schedule is Megatron's: one forward, one backward (arXiv:2104.04473, section 2.2).
     """
-    pp, chunks = config.train.parallel.pp, layout_from(config.train.parallel).num_chunks(shape.num_layers)
+    pp = config.train.parallel.pp
+    num_virtual = layout_from(config.train.parallel).num_chunks(shape.num_layers)
     batches = accumulation(config, command) or pp * 2
-    if chunks == 1:
+    if num_virtual == 1:
         return min(pp - stage, batches), 1
-    return min((pp - stage - 1) * 2 + (chunks - 1) * pp + 1, batches * chunks), chunks
+    in_flight = (pp - stage - 1) * 2 + (num_virtual - 1) * pp + 1
+    return min(in_flight, batches * num_virtual), num_virtual
 
 
-def spread_of(config: Config, shape: Shape) -> Spread:
-    """Mixtures train under sequence parallelism wherever there is tensor parallelism."""
-    parallel, cut = config.train.parallel, layout_from(config.train.parallel)
-    return Spread(parallel.tp, cut.etp_size, parallel.cp, parallel.sp or shape.moe is not None)
+def _spread(config: Config, shape: Shape) -> Spread:
+    """Return the parallel sizes; mixtures of experts always use sequence parallelism with TP."""
+    parallel, layout = config.train.parallel, layout_from(config.train.parallel)
+    return Spread(parallel.tp, layout.etp_size, parallel.cp, parallel.sp or shape.moe is not None)
 
 
-def _kept_inputs(config: Config, shape: Shape) -> frozenset[str]:
-    """The linear layers that keep their inputs: those that are trained, or have an adapter."""
+def _saved_inputs(config: Config, shape: Shape) -> frozenset[str]:
+    """Return the linear layers that save inputs: those that are trained or have an adapter."""
     lora = config.train.lora
     if lora.rank is None:
         return frozenset(LINEARS)
     layers = {id(layer): layer for layer in rules_for(shape).layers}.values()
-    return frozenset(rule.mcore.split(".")[-2] for layer in layers for rule in layer if is_layer(rule.mcore, rule.hf, lora.targets))
+    return frozenset(
+        rule.mcore.split(".")[-2]
+        for layer in layers
+        for rule in layer
+        if is_layer(rule.mcore, rule.hf, lora.targets)
+    )
 
 
 def _trains_head(config: Config, shape: Shape) -> bool:
-    """Whether the weights of the output layer, or the embedding that stands in for them, are trained."""
+    """Return True if the weights of the output layer, or of a tied embedding, are trained."""
     train, rules = config.train, rules_for(shape)
     if train.lora.rank is not None or not train.freeze:
         return train.lora.rank is None
-    places = rules.first if shape.tie_word_embeddings else rules.last
+    head_rules = rules.first if shape.tie_word_embeddings else rules.last
     frozen = chosen(shape, train.freeze, key="train.freeze")
-    return not any(isinstance(rule.layout, Vocab) and rule.mcore in frozen for rule in places)
+    return not any(isinstance(rule.layout, Vocab) and rule.mcore in frozen for rule in head_rules)
 
 
 def _recomputed(config: Config) -> Recomputed:
-    asked = config.train.recompute
-    return Recomputed(asked.granularity, asked.method, asked.layers, asked.modules)
+    section = config.train.recompute
+    return Recomputed(section.granularity, section.method, section.layers, section.modules)
 
 
-def _stage_memory(config: Config, shape: Shape, command: str, stage: int, batch: Pass | None, temporary_elements: int) -> Memory:
-    """What a rank of a pipeline stage takes; without activations where there is no pass to go by."""
-    state, reference = state_bytes(config, shape, stage), reference_bytes(config, shape) if command == "train-grpo" else 0
-    resting = frozenset(kind for kind, is_on in config.train.offload.model_dump().items() if is_on)
-    critic = critic_state(config, stage) if command == "train-grpo" else NO_STATE
-    rewards = reward_model_bytes(config, stage) if command == "train-grpo" else 0
+def _stage_memory(
+    config: Config,
+    shape: Shape,
+    command: str,
+    stage: int,
+    batch: Pass | None,
+    temporary_elements: int,
+) -> Memory:
+    """Return the memory of a rank of a pipeline stage, without activations if `batch` is None."""
+    is_grpo = command == "train-grpo"
+    state = state_bytes(config, shape, stage)
+    offload = config.train.offload.model_dump()
     memory = Memory(
-        state["weights"], reference, state["gradients"], state["optimizer"], resting=resting, critic=critic, reward_models=rewards
-    )  # fmt: skip
+        weights=state["weights"],
+        reference=reference_bytes(config, shape) if is_grpo else 0,
+        gradients=state["gradients"],
+        optimizer=state["optimizer"],
+        resting=frozenset(kind for kind, is_on in offload.items() if is_on),
+        critic=critic_state(config, stage) if is_grpo else NO_STATE,
+        reward_models=reward_model_bytes(config, stage) if is_grpo else 0,
+    )
     if batch is None:
         return memory
-    spread, is_last = spread_of(config, shape), stage == config.train.parallel.pp - 1
     activations, working = _activations(config, shape, command, stage, batch)
-    if is_last:
-        forward = _forward_bytes(config, shape, batch, spread) if command == "train-grpo" else 0
-        is_trained = _trains_head(config, shape)
-        logits = head_bytes(shape, batch, spread, config.train.chunk, temporary_elements, is_trained=is_trained)
-        memory = replace(memory, logits=logits, forward=forward)
-    return replace(memory, activations=activations, working=working)
+    memory = replace(memory, activations=activations, working=working)
+    if stage < config.train.parallel.pp - 1:
+        return memory
+    spread, is_trained = _spread(config, shape), _trains_head(config, shape)
+    chunk = config.train.chunk
+    logits = head_bytes(shape, batch, spread, chunk, temporary_elements, is_trained=is_trained)
+    forward = _forward_bytes(config, shape, batch, spread) if is_grpo else 0
+    return replace(memory, logits=logits, forward=forward)
 
 
-def _activations(config: Config, shape: Shape, command: str, stage: int, batch: Pass) -> tuple[int, int]:
-    """(bytes that a stage keeps of the passes in flight, bytes that its backward pass makes besides)."""
-    spread, with_inputs, kept, working = spread_of(config, shape), _kept_inputs(config, shape), 0, 0
+def _activations(
+    config: Config, shape: Shape, command: str, stage: int, batch: Pass
+) -> tuple[int, int]:
+    """Return (saved bytes of the passes in flight, temporary bytes of the backward pass)."""
+    spread, saved_inputs = _spread(config, shape), _saved_inputs(config, shape)
+    saved, working = 0, 0
     for chunk in layout_from(config.train.parallel).chunks(shape.num_layers, stage):
         numbers = [layer for layer in chunk if layer is not None]
-        layers = [layer_bytes(shape, layer, batch, spread, with_inputs) for layer in numbers]
+        layers = [layer_bytes(shape, layer, batch, spread, saved_inputs) for layer in numbers]
         mixtures = tuple(shape.moe is not None and shape.moe.layers[layer] for layer in numbers)
-        size, again = kept_bytes(layers, _recomputed(config), mixtures)
-        kept, working = kept + size, max(working, again + _gradients_of(layers))
+        size, recomputed = saved_bytes(layers, _recomputed(config), mixtures)
+        saved, working = saved + size, max(working, recomputed + _gradient_bytes(layers))
     tokens = batch.num_tokens // spread.cp
     rotary_tables = 2 * tokens * shape.rotated_channels * batch.element_bytes
-    count, parts = passes_in_flight(config, shape, command, stage)
-    in_flight = -(-(kept + rotary_tables) * count // parts)
-    if stage == config.train.parallel.pp - 1:  # the final norm's input
-        in_flight += tokens // (spread.tp if spread.sp else 1) * shape.hidden_size * batch.element_bytes
+    count, num_virtual = passes_in_flight(config, shape, command, stage)
+    in_flight = -(-(saved + rotary_tables) * count // num_virtual)
+    if stage == config.train.parallel.pp - 1:  # the input of the final norm
+        norm_tokens = tokens // (spread.tp if spread.sp else 1)
+        in_flight += norm_tokens * shape.hidden_size * batch.element_bytes
     return in_flight, working
 
 
-def _gradients_of(layers: list[LayerBytes]) -> int:
-    """What the backward pass of a layer makes: about as much again as its feed-forward part keeps."""
+def _gradient_bytes(layers: list[LayerBytes]) -> int:
+    """Return the bytes of gradients in a layer, about as many as its feed-forward block saves."""
     return max((layer.feed_forward + 2 * layer.input for layer in layers), default=0)
 
 
 def training_memory(
-    config: Config, shape: Shape, command: str, *,
-    longest: int | None = None, temporary_elements: int = 0, attention_bytes: int | None = None,
-) -> Memory:  # fmt: skip
-    """What the fullest rank takes, the engine left out; without activations where nothing says how long rows are."""
+    config: Config,
+    shape: Shape,
+    command: str,
+    *,
+    longest: int | None = None,
+    temporary_elements: int = 0,
+    attention_bytes: int | None = None,
+) -> Memory:
+    """Return the memory of the rank with most of it, without the engine.
+
+    Activations are 0 if row lengths are unknown.
+    """
     batch = full_pass(config, command, longest)
     batch = None if batch is None else replace(batch, attention_bytes=attention_bytes)
     stages = range(config.train.parallel.pp)
-    found = (_stage_memory(config, shape, command, stage, batch, temporary_elements) for stage in stages)
-    return max(found, key=lambda memory: memory.training)
+    memories = (
+        _stage_memory(config, shape, command, stage, batch, temporary_elements) for stage in stages
+    )
+    return max(memories, key=lambda memory: memory.training)
 
 
 def with_engine(
-    memory: Memory, config: Config, shape: Shape, *, total: int | None = None, is_shared: bool = False, sleeps: bool = False
+    memory: Memory,
+    config: Config,
+    shape: Shape,
+    *,
+    total: int | None = None,
+    is_shared: bool = False,
+    sleeps: bool = False,
 ) -> Memory:
-    """The same with the engine of train-grpo beside it.
+    """Return the memory with the engine of train-grpo added.
 
-    Its cache is `rollout.engine.kv_cache_bytes`; else what `memory_fraction` of a device of `total` bytes leaves beside its weights, in
-    main memory (`is_shared`) or on an unknown device at most as much as all sequences take that may run at the same time.
+    The KV cache has `rollout.engine.kv_cache_bytes`. By default, it fills the `memory_fraction` of
+    a device with `total` bytes, minus the weights. In host memory (`is_shared`) or on an unknown
+    device, it is limited to the cache of `max_num_seqs` sequences of maximum length.
     """
     engine, element = config.rollout.engine, element_bytes(config)
     weights = parameters_per_rank(shape, ParallelLayout(tp=engine.tp)) * element
-    all_at_once = kv_bytes_per_token(shape, element, engine.tp) * engine.max_num_seqs * max_model_len(config)
     cache = engine.kv_cache_bytes
     if cache is None:
-        allowed = all_at_once if total is None else int(total * engine.memory_fraction)
-        cache = min(all_at_once, allowed) if total is None or is_shared else max(allowed - weights, 0)
+        sequence = kv_bytes_per_token(shape, element, engine.tp) * max_model_len(config)
+        all_sequences = sequence * engine.max_num_seqs
+        if total is None:
+            cache = all_sequences
+        elif is_shared:
+            cache = min(all_sequences, int(total * engine.memory_fraction))
+        else:
+            cache = max(int(total * engine.memory_fraction) - weights, 0)
     return replace(memory, engine_weights=weights, kv_cache=cache, engine_sleeps=sleeps)
 
 
 def memory_rows(config: Config, command: str) -> dict[str, int]:
-    """The table of a training whose model can be read, whatever the device; empty otherwise (the checks say why)."""
-    if command not in ("train-sft", "train-grpo") or dp_size(config) < 1 or world_size(config) % replica_size(config):
+    """Return the memory table of a training on an unknown device.
+
+    Empty if the model is unreadable, which the checks report.
+    """
+    if (
+        command not in ("train-sft", "train-grpo")
+        or dp_size(config) < 1
+        or world_size(config) % replica_size(config)
+    ):
         return {}
     try:
         shape = model_shape(config)
@@ -264,7 +363,7 @@ def memory_rows(config: Config, command: str) -> dict[str, int]:
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes, as a user reads it.
+    """Return a number of bytes with its unit.
 
     >>> bytes_text(62_900_000), bytes_text(1_234_567_890)
     ('62.9 MB', '1.23 GB')
@@ -273,6 +372,6 @@ def bytes_text(count: int) -> str:
 
 
 def table(rows: Mapping[str, int]) -> list[str]:
-    """The rows as aligned lines."""
+    """Return the rows as aligned lines."""
     width = max(map(len, rows), default=0)
     return [f"{name:<{width}}  {bytes_text(count):>10}" for name, count in rows.items()]

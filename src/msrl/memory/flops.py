@@ -1,8 +1,10 @@
-"""Arithmetic that training on a batch takes, for the share of a device's peak that a step reaches (MFU, arXiv:2204.02311, appendix B).
+"""Floating-point operations of a training step, for model FLOPs utilization (MFU).
 
-Counted is what the mathematics asks for, whatever an implementation does: matrix products at 2 operations per weight and token, the
-experts that a token goes to, causal attention over the pairs that see each other in each sequence, logits where a token is learnt. What is
-made again in the backward pass is not counted. Norms, activations, rotations and softmax are left out, as in the source.
+Source: arXiv:2204.02311, appendix B. The count depends on the model only, not on its
+implementation: 2 operations per weight and token in matrix products, the experts that each token is
+routed to, causal attention over the visible pairs of each sequence, and logits at trained tokens.
+It excludes recomputation in the backward pass and, like the source, norms, activations, rotary
+embeddings and softmax.
 """
 
 from __future__ import annotations
@@ -12,18 +14,24 @@ from collections.abc import Sequence
 from msrl.models.shape import Mla, Shape
 
 
-def training_flops(shape: Shape, lengths: Sequence[int], num_trained: int, *, weight_gradients: bool = True) -> int:
-    """Operations of a forward and a backward pass over sequences of these lengths.
+def training_flops(
+    shape: Shape, lengths: Sequence[int], num_trained: int, *, weight_gradients: bool = True
+) -> int:
+    """Return the operations of a forward and a backward pass over sequences of `lengths` tokens.
 
-    The backward pass takes each product twice: for its inputs' gradient and for its weights'; `weight_gradients` False leaves the latter
-    out, as where only adapters are trained (theirs are left out too). Attention, which has no weights, takes it twice in any case.
+    The backward pass computes each product twice: for the gradients of the inputs and of the
+    weights. `weight_gradients=False` excludes the latter, for LoRA (those of adapters are excluded
+    too). Attention has no weights, so its backward pass always counts twice.
     """
-    products = sum(lengths) * sum(_layer_weights(shape, layer) for layer in range(shape.num_layers)) + num_trained * _head_weights(shape)
-    return 2 * products * (3 if weight_gradients else 2) + 3 * sum(_attention(shape, layer, lengths) for layer in range(shape.num_layers))
+    layers = range(shape.num_layers)
+    products = sum(lengths) * sum(_layer_weights(shape, layer) for layer in layers)
+    products += num_trained * _head_weights(shape)
+    attention = sum(_attention(shape, layer, lengths) for layer in layers)
+    return 2 * products * (3 if weight_gradients else 2) + 3 * attention
 
 
 def _layer_weights(shape: Shape, layer: int) -> int:
-    """Weights of a layer that one token is multiplied with."""
+    """Return the number of weights of a layer that are multiplied with one token."""
     attention = _projections(shape) if shape.mla is None else _latent_projections(shape, shape.mla)
     if shape.moe is None or not shape.moe.layers[layer]:
         return attention + 3 * shape.hidden_size * shape.ffn_hidden_size
@@ -33,7 +41,8 @@ def _layer_weights(shape: Shape, layer: int) -> int:
 
 
 def _projections(shape: Shape) -> int:
-    heads = 2 * shape.num_attention_heads + 2 * shape.num_query_groups  # queries and what they gather; keys and values
+    # Queries and attention outputs, then keys and values.
+    heads = 2 * shape.num_attention_heads + 2 * shape.num_query_groups
     return shape.hidden_size * heads * shape.head_dim
 
 
@@ -51,15 +60,22 @@ def _head_weights(shape: Shape) -> int:
 
 
 def _attention(shape: Shape, layer: int, lengths: Sequence[int]) -> int:
-    """Scores and weighted sums of a layer over the pairs of positions that see each other."""
+    """Return the operations of attention scores and weighted sums over the visible pairs of
+    positions.
+    """
     window = shape.attention.layer_window(layer)
     pairs = sum(_visible_pairs(length, window) for length in lengths)
-    channels = 2 * shape.head_dim if shape.mla is None else shape.mla.nope_head_dim + shape.mla.rope_head_dim + shape.mla.v_head_dim
+    channels = (
+        2 * shape.head_dim
+        if shape.mla is None
+        else shape.mla.nope_head_dim + shape.mla.rope_head_dim + shape.mla.v_head_dim
+    )
     return 2 * pairs * shape.num_attention_heads * channels
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
-    """Pairs (query, key) of a causal sequence, each query with at most `window` keys.
+    """Return the number of (query, key) pairs of a causal sequence with at most `window` keys per
+    query.
 
     >>> _visible_pairs(4, None), _visible_pairs(4, 2)
     (10, 7)

@@ -1,4 +1,6 @@
-"""Bytes of what a training rank holds all the time: weights, gradients, optimizer, and the reference's weights. Exact, from sizes alone."""
+"""Exact sizes of the persistent state of a training rank: weights, gradients, optimizer and
+reference weights.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,19 @@ from msrl.models.rules import Replicated, Sharded, Vocab
 from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
 from msrl.models.stages import StageTensor, stage_tensors
-from msrl.plan.derived import critic_shape, layout_from, needs_critic, needs_reference, rank_model_shapes, world_size
+from msrl.plan.derived import (
+    critic_shape,
+    layout_from,
+    needs_critic,
+    needs_reference,
+    rank_model_shapes,
+    world_size,
+)
 
 
-def _elements(placed: StageTensor) -> int:
-    """Elements of a rank's tensor."""
-    rule, size = placed.rule, placed.num_shards
+def _elements(tensor: StageTensor) -> int:
+    """Return the number of elements of a tensor on a rank."""
+    rule, size = tensor.rule, tensor.num_shards
     if isinstance(rule.layout, Replicated):
         return sum(math.prod(shape) for shape in rule.shapes)
     if isinstance(rule.layout, Vocab):
@@ -26,61 +35,94 @@ def _elements(placed: StageTensor) -> int:
     return sum(math.prod(shape) for shape in rule.shapes) // size
 
 
-def parameters_per_rank(shape: Shape, cut: ParallelLayout) -> int:
-    """Parameters on the fullest rank. A tied embedding stands on the first and on the last stage."""
-    return max(sum(_elements(placed) for placed in stage_tensors(shape, cut, Coords(pp=stage))) for stage in range(cut.pp))
+def _stage_elements(shape: Shape, layout: ParallelLayout, stage: int) -> int:
+    return sum(map(_elements, stage_tensors(shape, layout, Coords(pp=stage))))
+
+
+def parameters_per_rank(shape: Shape, layout: ParallelLayout) -> int:
+    """Return the most parameters of a rank; a tied embedding is on the first and last stage."""
+    return max(_stage_elements(shape, layout, stage) for stage in range(layout.pp))
 
 
 def element_bytes(config: Config) -> int:
-    """Bytes of a weight or an activation."""
+    """Return the bytes of a weight or an activation."""
     return 2 if config.model.dtype == "bfloat16" else 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """Parameters of a rank, and those of them that are trained: experts apart, whose optimizer is spread over fewer ranks."""
+class _ParameterCounts:
+    """Parameters of a rank: all, trained without experts, and trained experts.
 
-    held: int
+    Experts are separate because their optimizer is sharded over fewer ranks.
+    """
+
+    total: int
     trained: int
     trained_experts: int
 
 
-def _held(config: Config, shape: Shape, stage: int) -> _Held:
-    placed, lora = stage_tensors(shape, layout_from(config.train.parallel), Coords(pp=stage)), config.train.lora
-    held = sum(_elements(one) for one in placed)
+def _parameter_counts(config: Config, shape: Shape, stage: int) -> _ParameterCounts:
+    layout, lora, freeze = (
+        layout_from(config.train.parallel),
+        config.train.lora,
+        config.train.freeze,
+    )
+    tensors = stage_tensors(shape, layout, Coords(pp=stage))
+    total = sum(map(_elements, tensors))
     if lora.rank is not None:
-        adapted = [one for one in placed if is_layer(one.rule.mcore, one.rule.hf, lora.targets)]
-        adapters = sum(_adapter_elements(one, lora.rank) for one in adapted)
-        experts = sum(_adapter_elements(one, lora.rank) for one in adapted if one.rule.expert is not None)
-        return _Held(held + adapters, adapters - experts, experts)
-    frozen = chosen(shape, config.train.freeze, key="train.freeze") if config.train.freeze else frozenset[str]()
-    trained = [one for one in placed if one.rule.mcore not in frozen]
-    experts = sum(_elements(one) for one in trained if one.rule.expert is not None)
-    return _Held(held, sum(map(_elements, trained)) - experts, experts)
+        sizes = [
+            (tensor, _adapter_elements(tensor, lora.rank))
+            for tensor in tensors
+            if is_layer(tensor.rule.mcore, tensor.rule.hf, lora.targets)
+        ]
+        total += sum(size for _, size in sizes)
+    else:
+        frozen = chosen(shape, freeze, key="train.freeze") if freeze else frozenset[str]()
+        sizes = [
+            (tensor, _elements(tensor)) for tensor in tensors if tensor.rule.mcore not in frozen
+        ]
+    trained = sum(size for _, size in sizes)
+    experts = sum(size for tensor, size in sizes if tensor.rule.expert is not None)
+    return _ParameterCounts(total, trained - experts, experts)
 
 
-def _adapter_elements(placed: StageTensor, rank: int) -> int:
-    """Elements of a layer's two factors on a rank: one of them is cut as the layer is, the other whole."""
-    rows, columns, layout = sum(size[0] for size in placed.rule.shapes), placed.rule.shapes[0][1], placed.rule.layout
+def _adapter_elements(tensor: StageTensor, rank: int) -> int:
+    """Return the elements of the two LoRA factors of a layer on a rank.
+
+    One factor is sharded like the layer, the other is replicated.
+    """
+    layout, shapes, shards = tensor.rule.layout, tensor.rule.shapes, tensor.num_shards
+    rows, columns = sum(shape[0] for shape in shapes), shapes[0][1]
     if isinstance(layout, Replicated):
         return rank * (rows + columns)
-    is_row = isinstance(layout, Sharded) and layout.axis == 1
-    return rank * (rows + columns // placed.num_shards if is_row else rows // placed.num_shards + columns)
+    if isinstance(layout, Sharded) and layout.axis == 1:
+        return rank * (rows + columns // shards)
+    return rank * (rows // shards + columns)
 
 
 def state_bytes(config: Config, shape: Shape, stage: int) -> dict[str, int]:
-    """Weights; gradients (fp32); optimizer (fp32 moments, and masters for bfloat16; spread over the ranks that hold the same)."""
-    parallel, held, element = config.train.parallel, _held(config, shape, stage), element_bytes(config)
-    cut, per_stage = layout_from(parallel), world_size(config) // parallel.pp
-    moments = 12 if element == 2 else 8
-    spread = held.trained * moments // (per_stage // parallel.tp)
-    spread += held.trained_experts * moments // max(per_stage // (cut.etp_size * cut.num_expert_groups), 1)
-    return {"weights": held.held * element, "gradients": (held.trained + held.trained_experts) * 4, "optimizer": spread}
+    """Return the bytes of weights, gradients and optimizer on a rank of a stage.
+
+    Gradients are float32. The optimizer has float32 moments, and float32 master weights for
+    bfloat16; it is sharded over the ranks with equal parameters.
+    """
+    parallel, element = config.train.parallel, element_bytes(config)
+    counts, layout = _parameter_counts(config, shape, stage), layout_from(parallel)
+    stage_ranks = world_size(config) // parallel.pp
+    expert_copies = max(stage_ranks // (layout.etp_size * layout.num_expert_groups), 1)
+    state_size = 12 if element == 2 else 8  # bytes per trained parameter
+    optimizer = counts.trained * state_size // (stage_ranks // parallel.tp)
+    optimizer += counts.trained_experts * state_size // expert_copies
+    return {
+        "weights": counts.total * element,
+        "gradients": (counts.trained + counts.trained_experts) * 4,
+        "optimizer": optimizer,
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Bytes of a model in training."""
+    """Bytes of a trained model."""
 
     weights: int = 0
     gradients: int = 0
@@ -91,7 +133,10 @@ NO_STATE = State()
 
 
 def critic_state(config: Config, stage: int) -> State:
-    """The critic's on a rank of a pipeline stage; nothing where none is trained. It is trained whole but for its head's bias."""
+    """Return the state of the critic on a rank of a pipeline stage; zeros if there is no critic.
+
+    All of its parameters are trained, except for the bias of the head.
+    """
     shape = critic_shape(config) if needs_critic(config) else None
     if shape is None:
         return NO_STATE
@@ -100,17 +145,26 @@ def critic_state(config: Config, stage: int) -> State:
 
 
 def reward_model_bytes(config: Config, stage: int) -> int:
-    """The weights of the reward models that stand on a rank of a pipeline stage."""
-    cut, shapes = layout_from(config.train.parallel), rank_model_shapes(config)
-    return element_bytes(config) * sum(_elements(one) for shape in shapes for one in stage_tensors(shape, cut, Coords(pp=stage)))
+    """Return the bytes of the reward models' weights on a rank of a pipeline stage."""
+    layout = layout_from(config.train.parallel)
+    shapes = rank_model_shapes(config)
+    return element_bytes(config) * sum(_stage_elements(shape, layout, stage) for shape in shapes)
 
 
 def bytes_per_device(config: Config, shape: Shape) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer on the fullest rank, of what is trained: all, what is not frozen, or the adapters alone."""
-    return max((state_bytes(config, shape, stage) for stage in range(config.train.parallel.pp)), key=lambda found: sum(found.values()))
+    """Return the bytes of weights, gradients and optimizer on the rank with most of them.
+
+    Gradients and optimizer cover trained parameters only: all, those that are not frozen, or
+    adapters.
+    """
+    states = [state_bytes(config, shape, stage) for stage in range(config.train.parallel.pp)]
+    return max(states, key=lambda state: sum(state.values()))
 
 
 def reference_bytes(config: Config, shape: Shape) -> int:
-    """Bytes of the reference's weights on a device: none where there is none, or where it is the policy without its adapters."""
+    """Return the bytes of the reference's weights on a device.
+
+    0 without a reference, or with LoRA, where the reference is the policy without its adapters.
+    """
     is_held = needs_reference(config) and config.train.lora.rank is None
     return bytes_per_device(config, shape)["weights"] if is_held else 0

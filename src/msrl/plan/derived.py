@@ -1,4 +1,4 @@
-"""What follows from a configuration by arithmetic alone: world size, batches, updates, the place of every rank."""
+"""Values computed from a configuration: world size, batches, updates and the roles of each rank."""
 
 from __future__ import annotations
 
@@ -17,85 +17,106 @@ _TRAINING = ("train-sft", "train-grpo")
 
 
 def layout_from(section: ParallelConfig | ConvertConfig) -> ParallelLayout:
-    """The cut that a section of the configuration asks for."""
-    return ParallelLayout(
-        **{field.name: getattr(section, field.name) for field in fields(ParallelLayout) if field.name in type(section).model_fields}
-    )
+    """Return the parallel layout that a section of the configuration defines."""
+    names = [field.name for field in fields(ParallelLayout)]
+    keys = [name for name in names if name in type(section).model_fields]
+    return ParallelLayout(**{key: getattr(section, key) for key in keys})
 
 
 def replica_size(config: Config) -> int:
-    """Ranks that train one copy of the model."""
+    """Return the number of ranks of one model replica."""
     return layout_from(config.train.parallel).ranks_per_replica(config.train.parallel.cp)
 
 
 def world_size(config: Config) -> int:
-    """Training ranks: one per device of every node; on a node as many as one copy of the model needs, where nothing is said."""
+    """Return the number of training ranks: one per device.
+
+    By default, a node has as many devices as one model replica needs.
+    """
     return config.cluster.nodes * (config.cluster.devices_per_node or replica_size(config))
 
 
 def dp_size(config: Config) -> int:
-    """Data-parallel size: ranks, or groups of them, that train on rows of their own. 0 when the devices don't hold one copy of the model.
+    """Return the data-parallel size; 0 if the devices do not hold one model replica.
 
-    Expert parallelism spreads experts over these ranks, and makes them no fewer.
+    Expert parallelism distributes experts over these ranks and does not reduce the size.
     """
     parallel, world = config.train.parallel, world_size(config)
-    return world // (parallel.tp * parallel.pp * parallel.cp) if world >= replica_size(config) else 0
+    return (
+        world // (parallel.tp * parallel.pp * parallel.cp) if world >= replica_size(config) else 0
+    )
 
 
 def samples_per_step(config: Config) -> int:
-    """Completions of one train-grpo step."""
+    """Return the number of responses of one train-grpo step."""
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
 def samples_per_update(config: Config) -> int:
-    """Completions of one optimizer update of train-grpo."""
+    """Return the number of responses of one optimizer update of train-grpo."""
     return config.train.updates.samples_per_update or samples_per_step(config)
 
 
 def updates_per_step(config: Config) -> int:
-    """Optimizer updates of one train-grpo step."""
+    """Return the number of optimizer updates of one train-grpo step."""
     return samples_per_step(config) // samples_per_update(config) * config.train.updates.epochs
 
 
 def aggregate_constant(config: Config) -> float | None:
-    """Divisor of the losses of an update; None for the modes that count tokens or sequences."""
+    """Return the divisor of the loss of an update; None for modes with other divisors."""
     if config.algo.aggregate.mode != "seq-sum-over-constant":
         return None
-    return config.algo.aggregate.constant or float(samples_per_update(config) * config.rollout.max_response_tokens)
+    return config.algo.aggregate.constant or float(
+        samples_per_update(config) * config.rollout.max_response_tokens
+    )
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether a reference model is held beside the policy."""
+    """Return True if the run needs a reference model."""
     return config.algo.kl.loss.coef > 0 or config.algo.kl.reward.coef > 0
 
 
 def needs_critic(config: Config) -> bool:
-    """Whether a value model is trained beside the policy."""
+    """Return True if the run trains a value model."""
     package, name = "msrl.algorithms.advantages", config.algo.advantage.estimator
-    return name in registry.names(package) and bool(registry.declaration(package, name, key="").constant("NEEDS_VALUES"))
+    return name in registry.names(package) and bool(
+        registry.declaration(package, name, key="").constant("NEEDS_VALUES")
+    )
 
 
 def critic_optimizer(config: Config) -> OptimizerConfig:
-    """The policy's, with what the critic has of its own."""
-    own = config.cluster.roles.critic.optimizer
-    return config.train.optimizer.model_copy(update={name: value for name, value in own if value is not None})
+    """Return the optimizer settings of the policy with the overrides of the critic."""
+    overrides = config.cluster.roles.critic.optimizer
+    return config.train.optimizer.model_copy(
+        update={name: value for name, value in overrides if value is not None}
+    )
 
 
 def critic_shape(config: Config) -> Shape | None:
-    """The shape of the critic; None when no model is named. Raises MsrlError when it cannot be read."""
+    """Return the shape of the critic; None if no model is set.
+
+    Raises:
+        MsrlError: if the model config is unreadable.
+    """
     load = config.cluster.roles.critic.load
     shape = model_shape(config) if load is None else load_shape(config_dir(load))
     return shape if shape is None or shape.reward_head else with_score(shape, shape.architecture)
 
 
 def rank_model_shapes(config: Config) -> list[Shape]:
-    """The shapes of the reward models on the training ranks. Raises MsrlError when one cannot be read."""
-    sources = [source for source in config.reward.sources if runs_on_ranks(source.model, source.engine)]
+    """Return the shapes of the reward models on the training ranks.
+
+    Raises:
+        MsrlError: if a model config is unreadable.
+    """
+    sources = [
+        source for source in config.reward.sources if runs_on_ranks(source.model, source.engine)
+    ]
     return [load_shape(config_dir(str(source.model))) for source in sources]
 
 
 def accumulation(config: Config, command: str) -> int | None:
-    """Micro-batches of one optimizer update on a rank; None when they are cut by tokens."""
+    """Return the micro-batches of one optimizer update on a rank; None if tokens define them."""
     if config.train.max_tokens_per_micro_batch is not None:
         return None
     batch = config.train.global_batch if command == "train-sft" else samples_per_update(config)
@@ -103,12 +124,12 @@ def accumulation(config: Config, command: str) -> int | None:
 
 
 def eval_response_tokens(config: Config) -> int:
-    """Longest answer to a held-out prompt, in tokens."""
+    """Return the maximum response length of an evaluation, in tokens."""
     return config.eval.max_response_tokens or config.rollout.max_response_tokens
 
 
 def max_model_len(config: Config) -> int:
-    """Longest prompt plus response of a rollout or an evaluation, in tokens."""
+    """Return the maximum length of prompt plus response in rollouts and evaluations, in tokens."""
     rollout = config.rollout
     longest = max(rollout.max_response_tokens, eval_response_tokens(config))
     return rollout.engine.max_model_len or rollout.max_prompt_tokens + longest
@@ -116,9 +137,10 @@ def max_model_len(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The place of one training rank; `cp` is None without context parallelism.
+    """Coordinates of one training rank; `cp` is None without context parallelism.
 
-    Tensor-parallel ranks are neighbours, then context-, data- and pipeline-parallel ones.
+    Ranks are ordered by tensor, context, data and pipeline coordinate; the tensor coordinate
+    changes fastest.
     """
 
     rank: int
@@ -130,42 +152,61 @@ class Rank:
 
     def __str__(self) -> str:
         context = "" if self.cp is None else f" cp {self.cp}"
-        place = f"trains tp {self.tp}{context} dp {self.dp} pp {self.pp}"
-        return place if self.engine is None else f"{place}, samples in engine {self.engine}"
+        training = f"trains tp {self.tp}{context} dp {self.dp} pp {self.pp}"
+        return training if self.engine is None else f"{training}, samples in engine {self.engine}"
 
 
 def ranks(config: Config, command: str) -> tuple[Rank, ...]:
-    """What every rank does. Engines of rollouts share the first devices."""
+    """Return the coordinates of all ranks. Rollout engines share the first devices."""
     tp, cp, dp = config.train.parallel.tp, config.train.parallel.cp, dp_size(config)
     engine = config.rollout.engine
-    taken = engine.tp * engine.dp if command == "train-grpo" else 0
+    num_shared = engine.tp * engine.dp if command == "train-grpo" else 0
     return tuple(
-        Rank(r, r % tp, r // tp % cp if cp > 1 else None, r // (tp * cp) % dp, r // (tp * cp * dp), r // engine.tp if r < taken else None)
-        for r in range(world_size(config))
+        Rank(
+            rank=rank,
+            tp=rank % tp,
+            cp=rank // tp % cp if cp > 1 else None,
+            dp=rank // (tp * cp) % dp,
+            pp=rank // (tp * cp * dp),
+            engine=rank // engine.tp if rank < num_shared else None,
+        )
+        for rank in range(world_size(config))
     )
 
 
 def model_shape(config: Config) -> Shape | None:
-    """The shape of the model that is trained; None when no model is named. Raises MsrlError when it cannot be read."""
+    """Return the shape of the trained model; None if no model is set.
+
+    Raises:
+        MsrlError: if the model config is unreadable, or if it is a reward model.
+    """
     load, path = config.checkpoint.load, config.model.path
     if load is not None and (path is None or (config_dir(load) / "config.json").is_file()):
         path = load
     shape = None if path is None else load_shape(config_dir(path))
     if shape is not None and shape.reward_head:
-        raise MsrlError(f"{path}: {shape.architecture} gives scores, no text; it can be a reward.sources model, and be converted")
+        raise MsrlError(
+            f"{path}: {shape.architecture} generates scores instead of text. "
+            "Use it in reward.sources or convert it."
+        )
     return shape
 
 
 def derived(config: Config, command: str) -> dict[str, str | int]:
-    """The arithmetic of `config show` and `--dry-run`, as name and value in the order of display; empty for commands without training."""
+    """Return the derived values of `config show` and `--dry-run` by label, in the order of display.
+
+    Empty for commands without training.
+    """
     if command not in _TRAINING or dp_size(config) < 1:
         return {}
     rows: dict[str, str | int] = {"ranks": world_size(config), "data parallel": dp_size(config)}
     rows.update(_sft_rows(config) if command == "train-sft" else _grpo_rows(config))
-    steps = accumulation(config, command)
-    rows["micro-batches per update on a rank"] = (
-        f"by tokens, at most {config.train.max_tokens_per_micro_batch} each" if steps is None else steps
-    )
+    label = "micro-batches per update on a rank"
+    micro_batches = accumulation(config, command)
+    if micro_batches is None:
+        rows[label] = f"by tokens, at most {config.train.max_tokens_per_micro_batch} each"
+    else:
+        rows[label] = micro_batches
     rows.update({f"rank {rank.rank}": str(rank) for rank in ranks(config, command)})
     return rows
 
@@ -173,7 +214,9 @@ def derived(config: Config, command: str) -> dict[str, str | int]:
 def _sft_rows(config: Config) -> dict[str, str | int]:
     rows: dict[str, str | int] = {"rows per optimizer update": config.train.global_batch}
     if config.data.seq_length:
-        rows["tokens per optimizer update, at most"] = config.train.global_batch * config.data.seq_length
+        rows["tokens per optimizer update, at most"] = (
+            config.train.global_batch * config.data.seq_length
+        )
     if config.train.steps:
         rows["rows in all"] = config.train.global_batch * config.train.steps
     return rows

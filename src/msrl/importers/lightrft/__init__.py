@@ -1,1 +1,1 @@
-"""LightRFT's command lines."""
+"""Import of LightRFT command lines."""

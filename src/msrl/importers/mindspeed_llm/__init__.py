@@ -1,1 +1,1 @@
-"""MindSpeed-LLM's scripts, data options and RL files."""
+"""Import of MindSpeed-LLM scripts, data options and RL files."""

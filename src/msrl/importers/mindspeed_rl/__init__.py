@@ -1,1 +1,1 @@
-"""MindSpeed-RL's configuration files."""
+"""Import of MindSpeed-RL configuration files."""

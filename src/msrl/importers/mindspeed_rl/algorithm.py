@@ -1,4 +1,4 @@
-"""MindSpeed-RL's rl_config: batches, clipping, KL and rewards, as grpo, dapo and ppo each read them."""
+"""Translation of MindSpeed-RL's rl_config (grpo, dapo, ppo): batches, clipping, KL and rewards."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 from msrl import registry
 from msrl.config.sources import wrap
 from msrl.errors import nearest
-from msrl.importers.critic import say_dead
+from msrl.importers.critic import record_unused
 from msrl.importers.megatron import converted
 from msrl.importers.native_keys import refusal
 from msrl.importers.sections import Keys, as_list
-from msrl.importers.translation import Fate, Translation
+from msrl.importers.translation import KeyStatus, Translation
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """`in_samples`: mini_batch_size counts samples, as in the first generation; else prompts."""
+    """Rules for the keys of rl_config that depend on each other.
+
+    With `in_samples`, mini_batch_size counts samples, as in the first generation; else prompts.
+    """
 
     translation: Translation
     rl: Keys
@@ -41,97 +44,148 @@ class Algorithm:
         self._filter()
 
     def _mini_batch(self) -> None:
-        mini, samples = self.rl.number("mini_batch_size") or 1, self.rl.number("n_samples_per_prompt")
-        given = self.rl.get("mini_batch_size")
-        if given is not None and not isinstance(given.value, int):
-            return self.translation.mistake(given, "must be a whole number")
+        mini, samples = (
+            self.rl.number("mini_batch_size") or 1,
+            self.rl.number("n_samples_per_prompt"),
+        )
+        entry = self.rl.get("mini_batch_size")
+        if entry is not None and not isinstance(entry.value, int):
+            return self.translation.add_error(entry, "must be an integer")
         if self.in_samples:
-            return self.rl.take("mini_batch_size", ["train.updates.samples_per_update"], mini, why="samples, as in the first generation")
+            return self.rl.assign(
+                "mini_batch_size",
+                ["train.updates.samples_per_update"],
+                mini,
+                why="samples, as in the first generation",
+            )
         if samples is None:
-            return self.rl.say("mini_batch_size", Fate.OFF, "n_samples_per_prompt is not a number")
+            return self.rl.record(
+                "mini_batch_size", KeyStatus.OFF, "n_samples_per_prompt is not a number"
+            )
         why = f"{mini} prompts of {samples} samples"
-        return self.rl.take("mini_batch_size", ["train.updates.samples_per_update"], mini * samples, why=why)
+        return self.rl.assign(
+            "mini_batch_size", ["train.updates.samples_per_update"], mini * samples, why=why
+        )
 
     def _shuffle(self) -> None:
-        given = [one for one in (self.rl.get("shuffle_mini_batch"), self.rl.get("shuffle_minibatch")) if one is not None]
-        if not given:
-            return self.translation.set_default("train.updates.shuffle", False)
-        for one in given:
-            if one.value != given[0].value:
-                self.translation.mistake(one, f"the other spelling in {given[0].origin} says {str(given[0].value).lower()}")
-            self.translation.take(one, ["train.updates.shuffle"], one.value)
-        return None
+        spellings = ("shuffle_mini_batch", "shuffle_minibatch")
+        entries = [entry for key in spellings if (entry := self.rl.get(key)) is not None]
+        if not entries:
+            self.translation.set_default("train.updates.shuffle", False)
+        for entry in entries:
+            if entry.value != entries[0].value:
+                other = f"{str(entries[0].value).lower()} in {entries[0].origin}"
+                self.translation.add_error(entry, f"conflicts with the other spelling: {other}")
+            self.translation.assign(entry, ["train.updates.shuffle"], entry.value)
 
     def _tokens(self) -> None:
         packing = ("max_packing_token_size", "update_max_packing_token_size")
         if self.rl.value("use_dynamic_bsz") is not True:
             for key in packing:
-                self.rl.say(key, Fate.DEAD, "read beside use_dynamic_bsz: true only")
+                self.rl.record(key, KeyStatus.DEAD, "read with use_dynamic_bsz: true only")
             return
         chosen = self.rl.get(*reversed(packing))
         value = chosen.value if chosen is not None else 4096
         for key in (*packing, "use_dynamic_bsz"):
-            self.rl.take(key, ["train.max_tokens_per_micro_batch"], value)
+            self.rl.assign(key, ["train.max_tokens_per_micro_batch"], value)
 
     def _clip(self) -> None:
-        higher = self.rl.value("clip_higher_enable") is True and self.name == "dapo"
-        if not higher:
-            self.rl.take("clip_ratio", ["algo.clip.low", "algo.clip.high"], self.rl.value("clip_ratio"))
-            for key in ("clip_ratio_low", "clip_ratio_high"):
-                self.rl.say(key, Fate.DEAD, "read by dapo with clip_higher_enable: true only")
-            text = "clip_ratio counts on both sides" if self.name == "dapo" else "read by dapo only"
-            return self.rl.say("clip_higher_enable", Fate.OFF if self.name == "dapo" else Fate.DEAD, text)
-        self.rl.say("clip_ratio", Fate.DEAD, "clip_higher_enable: true takes clip_ratio_low and clip_ratio_high")
-        self.rl.take("clip_ratio_low", ["algo.clip.low"], self.rl.value("clip_ratio_low"))
-        self.rl.take("clip_ratio_high", ["algo.clip.high"], self.rl.value("clip_ratio_high"))
-        return self.rl.say("clip_higher_enable", Fate.TOOK, "algo.clip.low and algo.clip.high: clip_ratio_low and clip_ratio_high")
+        is_dapo = self.name == "dapo"
+        if is_dapo and self.rl.value("clip_higher_enable") is True:
+            return self._clip_higher()
+        self.rl.assign(
+            "clip_ratio", ["algo.clip.low", "algo.clip.high"], self.rl.value("clip_ratio")
+        )
+        for key in ("clip_ratio_low", "clip_ratio_high"):
+            reason = "read by dapo with clip_higher_enable: true only"
+            self.rl.record(key, KeyStatus.DEAD, reason)
+        if is_dapo:
+            reason = "clip_ratio is used on both sides"
+            return self.rl.record("clip_higher_enable", KeyStatus.OFF, reason)
+        return self.rl.record("clip_higher_enable", KeyStatus.DEAD, "read by dapo only")
+
+    def _clip_higher(self) -> None:
+        reason = "clip_higher_enable: true reads clip_ratio_low and clip_ratio_high"
+        self.rl.record("clip_ratio", KeyStatus.DEAD, reason)
+        self.rl.assign("clip_ratio_low", ["algo.clip.low"], self.rl.value("clip_ratio_low"))
+        self.rl.assign("clip_ratio_high", ["algo.clip.high"], self.rl.value("clip_ratio_high"))
+        text = "algo.clip.low and algo.clip.high: clip_ratio_low and clip_ratio_high"
+        self.rl.record("clip_higher_enable", KeyStatus.APPLIED, text)
 
     def _values(self) -> None:
-        """The critic's numbers; advantages of gae are whitened, whatever advantage_whiten says."""
+        """Translate the keys of the critic; the original whitens gae advantages regardless of
+        advantage_whiten.
+        """
         if self.name != "ppo":
             return None
-        own = {"lam": "algo.advantage.lambda", "cliprange_value": "algo.value.clip"}
+        natives = {"lam": "algo.advantage.lambda", "cliprange_value": "algo.value.clip"}
         if self.rl.value("adv_estimator") != "gae":
-            return say_dead(self.translation, [given for key in own if (given := self.rl.get(key)) is not None])
-        for key, native in own.items():
-            self.rl.take(key, [native], self.rl.value(key))
+            entries = [entry for key in natives if (entry := self.rl.get(key)) is not None]
+            return record_unused(self.translation, entries)
+        for key, native in natives.items():
+            self.rl.assign(key, [native], self.rl.value(key))
         return self.translation.set_default("algo.advantage.whiten", True)
 
     def _kl(self) -> None:
+        self._kl_controller()
+        target = self._kl_target()
+        if not target:
+            reason = "ppo has a KL term with use_kl_in_reward: true only"
+            if self.name == "dapo":
+                reason = "dapo has no KL term"
+            for key in ("init_kl_coef", "kl_penalty"):
+                self.rl.record(key, KeyStatus.DEAD, reason)
+            return None
+        self.rl.assign("init_kl_coef", [f"algo.kl.{target}.coef"], self.rl.value("init_kl_coef"))
+        if self.rl.value("kl_penalty") == "full":
+            message = "the original raises NotImplementedError. Use kl, abs, mse or low_var_kl."
+            return self.rl.add_error("kl_penalty", message)
+        estimator = converted(self.rl, "kl_penalty", "kl_estimator")
+        return self.rl.assign("kl_penalty", [f"algo.kl.{target}.estimator"], estimator)
+
+    def _kl_controller(self) -> None:
         controller = self.rl.value("kl_ctrl_type")
         if controller not in (None, "fixed", "adaptive"):
-            self.rl.mistake("kl_ctrl_type", "must be fixed or adaptive; the estimator is kl_penalty")
-        self.rl.say("kl_ctrl_type", Fate.DEAD if controller == "adaptive" else Fate.OFF, "the coefficient stays as it is")
-        where = {"grpo": "loss", "dapo": "", "ppo": "reward"}[self.name]
-        if self.name == "ppo":
-            used = self.rl.value("use_kl_in_reward") is True
-            self.rl.say("use_kl_in_reward", Fate.TOOK if used else Fate.OFF, "algo.kl.reward: init_kl_coef" if used else "")
-            where = where if used else ""
-        else:
-            self.rl.say("use_kl_in_reward", Fate.DEAD, "read by ppo only")
-        if not where:
-            reason = "dapo has no KL term" if self.name == "dapo" else "ppo has a KL term with use_kl_in_reward: true only"
-            for key in ("init_kl_coef", "kl_penalty"):
-                self.rl.say(key, Fate.DEAD, reason)
-            return None
-        self.rl.take("init_kl_coef", [f"algo.kl.{where}.coef"], self.rl.value("init_kl_coef"))
-        if self.rl.value("kl_penalty") == "full":
-            return self.rl.mistake("kl_penalty", "the original raises NotImplementedError; one of kl, abs, mse, low_var_kl")
-        return self.rl.take("kl_penalty", [f"algo.kl.{where}.estimator"], converted(self.rl, "kl_penalty", "kl_estimator"))
+            message = "must be fixed or adaptive. The estimator is set by kl_penalty."
+            self.rl.add_error("kl_ctrl_type", message)
+        status = KeyStatus.DEAD if controller == "adaptive" else KeyStatus.OFF
+        self.rl.record("kl_ctrl_type", status, "the coefficient does not change")
+
+    def _kl_target(self) -> str:
+        """Return the section of the KL term, `loss` or `reward`; empty if there is none."""
+        if self.name != "ppo":
+            self.rl.record("use_kl_in_reward", KeyStatus.DEAD, "read by ppo only")
+            return "loss" if self.name == "grpo" else ""
+        if self.rl.value("use_kl_in_reward") is True:
+            text = "algo.kl.reward: init_kl_coef"
+            self.rl.record("use_kl_in_reward", KeyStatus.APPLIED, text)
+            return "reward"
+        self.rl.record("use_kl_in_reward", KeyStatus.OFF, "")
+        return ""
 
     def _sources(self) -> None:
         keys = ("verifier_function", "verifier_weight")
         if self.rl.value("rule_reward") is False:
             for key in keys:
-                self.rl.say(key, Fate.DEAD, "rule_reward: false leaves scoring to the reward model")
-            return self.rl.say("rule_reward", Fate.TOOK, "reward.sources: the model in reward_config.load")
+                self.rl.record(
+                    key, KeyStatus.DEAD, "with rule_reward: false, the reward model scores"
+                )
+            return self.rl.record(
+                "rule_reward", KeyStatus.APPLIED, "reward.sources: the model in reward_config.load"
+            )
         names, weights = map(as_list, map(self.rl.value, keys))
         if len(names) != len(weights):
-            return self.rl.mistake(
-                "verifier_weight", f"must have as many numbers as verifier_function has names: {len(names)}, not {len(weights)}"
+            return self.rl.add_error(
+                "verifier_weight",
+                "must have one number per verifier of verifier_function: "
+                f"{len(names)}, not {len(weights)}",
             )
         put_sources(self.translation, self.rl, names, weights)
-        return self.rl.say("rule_reward", Fate.TOOK, "reward.sources: verifier_function with verifier_weight")
+        return self.rl.record(
+            "rule_reward",
+            KeyStatus.APPLIED,
+            "reward.sources: verifier_function with verifier_weight",
+        )
 
     def _overlong(self) -> None:
         on = self.rl.value("overlong_buffer_enable") is True and self.name == "dapo"
@@ -139,70 +193,103 @@ class Algorithm:
         if not on:
             why = "read by dapo with overlong_buffer_enable: true only"
             for key in (*keys, "rollout_max_tokens"):
-                self.rl.say(key, Fate.DEAD, why)
+                self.rl.record(key, KeyStatus.DEAD, why)
             return self._off_or_dead("overlong_buffer_enable")
         for key, native in zip(keys, ("buffer", "factor"), strict=True):
             value = self.rl.value(key)
-            self.rl.take(key, [f"reward.overlong.{native}"], 0 if value is None else value)
+            self.rl.assign(key, [f"reward.overlong.{native}"], 0 if value is None else value)
         limit = self.rl.value("rollout_max_tokens")
         if self.rl.get("rollout_max_tokens") and limit != self.max_tokens:
-            self.rl.mistake("rollout_max_tokens", f"must be sampling_config.max_tokens={self.max_tokens}")
-        self.rl.say("rollout_max_tokens", Fate.SAME, "rollout.max_response_tokens is the length that counts")
-        return self.rl.say("overlong_buffer_enable", Fate.TOOK, "reward.overlong: overlong_buffer and overlong_buffer_penalty_factor")
+            self.rl.add_error(
+                "rollout_max_tokens", f"must be sampling_config.max_tokens={self.max_tokens}"
+            )
+        self.rl.record(
+            "rollout_max_tokens",
+            KeyStatus.SAME,
+            "the length is set by rollout.max_response_tokens",
+        )
+        return self.rl.record(
+            "overlong_buffer_enable",
+            KeyStatus.APPLIED,
+            "reward.overlong: overlong_buffer and overlong_buffer_penalty_factor",
+        )
 
     def _off_or_dead(self, key: str) -> None:
-        """A switch of dapo's that is off, or that another algorithm never reads."""
+        """Record a dapo switch that is off, or that another algorithm never reads."""
         if self.name == "dapo":
-            return self.rl.say(key, Fate.OFF, "")
-        return self.rl.say(key, Fate.DEAD, "read by dapo only")
+            return self.rl.record(key, KeyStatus.OFF, "")
+        return self.rl.record(key, KeyStatus.DEAD, "read by dapo only")
 
     def _metric(self) -> None:
-        """The verifier whose scores are compared, which must be one of the run's."""
-        metric, names = self.rl.value("filter_groups_metric"), [str(name) for name in as_list(self.rl.value("verifier_function"))]
+        """Translate the verifier whose scores the filter compares; it must be a verifier of the
+        run.
+        """
+        metric, names = (
+            self.rl.value("filter_groups_metric"),
+            [str(name) for name in as_list(self.rl.value("verifier_function"))],
+        )
         if metric not in names:
-            return self.rl.mistake("filter_groups_metric", f"must be one of verifier_function: {', '.join(names)}")
-        return self.rl.take("filter_groups_metric", ["rollout.filter.source"], metric)
+            return self.rl.add_error(
+                "filter_groups_metric", f"must be one of verifier_function: {', '.join(names)}"
+            )
+        return self.rl.assign("filter_groups_metric", ["rollout.filter.source"], metric)
 
     def _filter(self) -> None:
         on = self.rl.value("filter_groups_enable") is True and self.name == "dapo"
-        rest = ("filter_groups_metric", "filter_groups_max_batches", "filter_groups_train_batch_size")
+        settings = (
+            "filter_groups_metric",
+            "filter_groups_max_batches",
+            "filter_groups_train_batch_size",
+        )
         if not on:
-            for key in rest:
-                self.rl.say(key, Fate.DEAD, "read by dapo with filter_groups_enable: true only")
+            for key in settings:
+                self.rl.record(
+                    key, KeyStatus.DEAD, "read by dapo with filter_groups_enable: true only"
+                )
             return self._off_or_dead("filter_groups_enable")
-        self.rl.take("filter_groups_enable", ["rollout.filter.kind"], "all_equal")
+        self.rl.assign("filter_groups_enable", ["rollout.filter.kind"], "all_equal")
         self._metric()
         batches = self.rl.value("filter_groups_max_batches")
-        if isinstance(batches, int) and batches > 0:  # the first batch is one of them
-            why = "the original ends the run then; here the step goes on with the groups that are left"
-            self.rl.take("filter_groups_max_batches", ["rollout.filter.max_refills"], batches - 1, why=why)
-        else:
-            self.rl.take("filter_groups_max_batches", ["rollout.filter.max_refills"], None)
-        if self.rl.value("filter_groups_train_batch_size") != self.prompts:
-            return self.rl.mistake(
-                "filter_groups_train_batch_size", f"must be global_batch_size={self.prompts}: a step trains what it asked for"
+        if isinstance(batches, int) and batches > 0:  # the count includes the first batch
+            why = (
+                "after that, the step trains on the groups that passed, while the original ends "
+                "the run"
             )
-        return self.rl.take("filter_groups_train_batch_size", ["rollout.filter.refill"], True)
+            self.rl.assign(
+                "filter_groups_max_batches", ["rollout.filter.max_refills"], batches - 1, why=why
+            )
+        else:
+            self.rl.assign("filter_groups_max_batches", ["rollout.filter.max_refills"], None)
+        if self.rl.value("filter_groups_train_batch_size") != self.prompts:
+            return self.rl.add_error(
+                "filter_groups_train_batch_size",
+                f"must equal global_batch_size={self.prompts}",
+            )
+        return self.rl.assign("filter_groups_train_batch_size", ["rollout.filter.refill"], True)
 
 
 def put_sources(translation: Translation, keys: Keys, names: list[Any], weights: list[Any]) -> None:
-    """reward.sources from parallel lists; a name that is there twice counts with both weights."""
+    """Set reward.sources from parallel lists; the weights of a repeated verifier add up."""
     if any(isinstance(weight, bool) or not isinstance(weight, int | float) for weight in weights):
-        return keys.mistake("verifier_weight", "must be numbers, one for each name of verifier_function")
+        return keys.add_error(
+            "verifier_weight", "must be numbers, one per verifier of verifier_function"
+        )
     total: dict[str, float] = {}
     for name, weight in zip(names, weights, strict=True):
         total[str(name)] = total.get(str(name), 0) + weight
     for name in total:
-        said = refusal("reward.sources.verifier", name)
-        if said:
-            return keys.mistake("verifier_function", f"{name}: {_verifier_message(name)}")
+        if refusal("reward.sources.verifier", name):
+            return keys.add_error("verifier_function", f"{name}: {_verifier_message(name)}")
     sources = [{"verifier": name, "weight": weight} for name, weight in total.items()]
     translation.set("reward.sources", wrap(sources, keys.origin("verifier_function")))
-    told = ", ".join(f"{name} x {weight:g}" for name, weight in total.items())
+    weighted = ", ".join(f"{name} x {weight:g}" for name, weight in total.items())
     for key in ("verifier_function", "verifier_weight"):
-        keys.say(key, Fate.TOOK, f"reward.sources: {told}")
+        keys.record(key, KeyStatus.APPLIED, f"reward.sources: {weighted}")
     return None
 
 
 def _verifier_message(name: str) -> str:
-    return f"no verifier of this name is in this version; {nearest(name, registry.names('msrl.rewards.verifiers'))}"
+    return (
+        "unknown verifier in this version; "
+        f"{nearest(name, registry.names('msrl.rewards.verifiers'))}"
+    )

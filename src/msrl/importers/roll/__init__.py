@@ -1,1 +1,1 @@
-"""ROLL's configuration files."""
+"""Import of ROLL configuration files."""

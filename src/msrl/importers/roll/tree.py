@@ -1,4 +1,4 @@
-"""ROLL's YAML before its keys are read: hydra's `defaults`, and OmegaConf's `${...}`."""
+"""Resolution of hydra `defaults` and OmegaConf `${...}` in ROLL files."""
 
 from __future__ import annotations
 
@@ -14,37 +14,45 @@ _DEEPSPEED = re.compile(r"\$\{deepspeed_\w+\}")
 
 
 def resolved(tree: Node, file: Path, translation: Translation) -> Node:
-    """The tree over the files of its `defaults`, with every `${...}` resolved. A file of DeepSpeed's settings may be missing."""
+    """Return the tree merged over the files of its `defaults`, with every `${...}` resolved.
+
+    Files with DeepSpeed settings may be missing.
+    """
     tree = _without_deepspeed(_with_defaults(tree, file, translation))
     interpolation = Interpolation(tree)
-    whole = interpolation.resolve()
+    complete = interpolation.resolve()
     translation.errors += interpolation.errors
-    return whole
+    return complete
 
 
 def _with_defaults(tree: Node, file: Path, translation: Translation) -> Node:
     entries = tree.value if isinstance(tree.value, dict) else {}
     defaults = entries.get("defaults")
-    under = Node({}, tree.origin)
-    for item in defaults.value if defaults is not None and isinstance(defaults.value, tuple) else ():
+    base = Node({}, tree.origin)
+    items = defaults.value if defaults is not None and isinstance(defaults.value, tuple) else ()
+    for item in items:
         name = str(plain(item)).partition("@")[0].removesuffix(".yaml")
         path = file.parent / f"{name}.yaml"
         if name == "_self_" or "deepspeed" in name:
             continue
         if not path.is_file():
-            translation.errors.append(f"{item.origin}: defaults: there is no file {path}")
+            translation.errors.append(f"{item.origin}: defaults: file not found: {path}")
             continue
         try:
-            under = merge(under, read(path))
+            base = merge(base, read(path))
         except MsrlError as error:
             translation.errors.append(str(error))
-    return merge(under, tree)
+    return merge(base, tree)
 
 
 def _without_deepspeed(node: Node) -> Node:
-    """`${deepspeed_zero2}` stands for a section of DeepSpeed's, which nothing here reads; `${oc.env:NAME}` is `${env:NAME}`."""
+    """Replace `${deepspeed_...}`, a section that msrl does not read, by {} and `${oc.env:NAME}` by
+    `${env:NAME}`.
+    """
     if isinstance(node.value, dict):
-        return Node({key: _without_deepspeed(child) for key, child in node.value.items()}, node.origin)
+        return Node(
+            {key: _without_deepspeed(child) for key, child in node.value.items()}, node.origin
+        )
     if isinstance(node.value, tuple):
         return Node(tuple(_without_deepspeed(child) for child in node.value), node.origin)
     if isinstance(node.value, str) and _DEEPSPEED.fullmatch(node.value.strip()):
