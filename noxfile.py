@@ -55,14 +55,25 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests but the whole tables; given 15 minutes on two cores."""
     install(session, "cpu,dev")
-    python(session, "-m", "pytest", "-m", "not full", "--session-timeout=3600", *side_by_side(), *session.posargs)
+    python(
+        session,
+        "-m",
+        "pytest",
+        "-m",
+        "not full",
+        "--session-timeout=3600",
+        *side_by_side(),
+        *session.posargs,
+    )
 
 
 @nox.session
 def fast(session: nox.Session) -> None:
     """Run the tests that start no ranks, engines or clusters; less than 4 minutes on two cores."""
     install(session, "cpu,dev")
-    python(session, "-m", "pytest", "-m", "not slow and not full", *side_by_side(), *session.posargs)
+    python(
+        session, "-m", "pytest", "-m", "not slow and not full", *side_by_side(), *session.posargs
+    )
 
 
 @nox.session
@@ -91,19 +102,27 @@ def types(session: nox.Session) -> None:
 def layers(session: nox.Session) -> None:
     """import-linter: imports go down only, and the light packages stay light."""
     install(session, "lint")
-    python(session, "-c", "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())")
+    python(
+        session,
+        "-c",
+        "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())",
+    )
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Ours beside the peers, in turn: `nox -s bench -- [NAME...] [--rounds N] [--write]`; `-- device`: this machine's accelerator."""
-    if session.posargs[:1] == ["device"]:  # in the environment as it is: ours would bring a torch for the CPU
+    if session.posargs[:1] == [
+        "device"
+    ]:  # in the environment as it is: ours would bring a torch for the CPU
         session.run(sys.executable, "-m", "benchmarks", *session.posargs, env=QUIET)
         return
     install(session, "cpu,dev")
     peers = Path(os.environ.get("MSRL_PEERS", ROOT / ".nox" / "peers"))
     install_peers(session, peers)
-    session.run(sys.executable, "-m", "benchmarks", "--peers", str(peers), *session.posargs, env=QUIET)
+    session.run(
+        sys.executable, "-m", "benchmarks", "--peers", str(peers), *session.posargs, env=QUIET
+    )
 
 
 @nox.session
@@ -123,7 +142,9 @@ def side_by_side() -> tuple[str, ...]:
     if sys.platform != "linux":
         return ()
     workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)), free_bytes() // BYTES_PER_WORKER)
-    return ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder") if workers > 1 else ()
+    return (
+        ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder") if workers > 1 else ()
+    )
 
 
 def free_bytes() -> int:
@@ -138,11 +159,15 @@ def free_bytes() -> int:
 def install(session: nox.Session, extras: str) -> None:
     """Installs msrl (editable) with these extras, unless the stamp says that just this is installed."""
     if sys.prefix == sys.base_prefix:
-        session.error("nox runs in the system's Python; run the README's command, which makes .venv first")
+        session.error(
+            "nox runs in the system's Python; run the README's command, which makes .venv first"
+        )
     cpu = "cpu" in extras.split(",")
     if cpu and not (3, 11) <= sys.version_info[:2] <= (3, 13):
         found = sys.version.split()[0]
-        session.error(f"the CPU build of vLLM needs Python 3.11 to 3.13, and this is {found}: make .venv with one of those")
+        session.error(
+            f"the CPU build of vLLM needs Python 3.11 to 3.13, and this is {found}: make .venv with one of those"
+        )
     if any(is_stamped(name) for name in {extras, "cpu,dev"}):
         return
     update_pip(session)
@@ -160,7 +185,16 @@ def install_peers(session: nox.Session, folder: Path) -> None:
         return
     session.run(sys.executable, "-m", "venv", str(folder))
     index = torch_index(session)
-    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "-r", "benchmarks/peers.txt", *index)
+    session.run(
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "-r",
+        "benchmarks/peers.txt",
+        *index,
+    )
     done.write_text(requirements)
 
 
@@ -171,7 +205,9 @@ def pip(session: nox.Session, *args: str) -> None:
 
 def update_pip(session: nox.Session) -> None:
     """A pip that can report what it would install (22.2 and later); some systems make environments with an older one."""
-    shown = subprocess.run([sys.executable, "-m", "pip", "--version"], check=True, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-m", "pip", "--version"], check=True, capture_output=True, text=True
+    ).stdout
     if tuple(int(part) for part in shown.split()[1].split(".")[:2]) < (22, 2):
         pip(session, "install", "-q", "--upgrade", "pip>=23")
 
@@ -186,7 +222,16 @@ def torch_index(session: nox.Session) -> tuple[str, ...]:
 
 def offered_torch() -> str:
     """The version of torch that pip would install on this machine, from metadata alone; '' where it finds none."""
-    report = ["install", "--dry-run", "--no-deps", "--ignore-installed", "-q", "--report", "-", TORCH]
+    report = [
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--ignore-installed",
+        "-q",
+        "--report",
+        "-",
+        TORCH,
+    ]
     done = subprocess.run([sys.executable, "-m", "pip", *report], capture_output=True, text=True)
     if done.returncode:
         return ""

@@ -59,12 +59,28 @@ def arguments() -> argparse.Namespace:
     known = [case.name for case in CASES]
     which = f"benchmarks, by name or its beginning (default: all): {', '.join(known)}; or `device`, which has options of its own"
     parser.add_argument("names", nargs="*", help=which)
-    parser.add_argument("--rounds", type=int, default=3, help="times that each side runs, in turn (default: 3)")
-    parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.relative_to(ROOT)}")
-    parser.add_argument("--scripts", type=Path, default=ROOT / "../shared/bench", help="folder of the peers' scripts")
-    parser.add_argument("--peers", type=Path, default=ROOT / ".nox" / "peers", help="virtual environment of the peers")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="times that each side runs, in turn (default: 3)"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"also write {RESULTS.relative_to(ROOT)}"
+    )
+    parser.add_argument(
+        "--scripts",
+        type=Path,
+        default=ROOT / "../shared/bench",
+        help="folder of the peers' scripts",
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=ROOT / ".nox" / "peers",
+        help="virtual environment of the peers",
+    )
     inputs = Path(os.environ.get("MSRL_BENCH_INPUTS", ROOT / ".nox" / "bench_inputs"))
-    parser.add_argument("--inputs", type=Path, default=inputs, help="folder of the inputs; made where it is absent")
+    parser.add_argument(
+        "--inputs", type=Path, default=inputs, help="folder of the inputs; made where it is absent"
+    )
     args = parser.parse_args()
     args.scripts, args.inputs = args.scripts.resolve(), args.inputs.resolve()
     for name in args.names:
@@ -76,13 +92,17 @@ def arguments() -> argparse.Namespace:
 
 
 def chosen(names: Sequence[str]) -> list[Case]:
-    return [case for case in CASES if not names or any(case.name.startswith(name) for name in names)]
+    return [
+        case for case in CASES if not names or any(case.name.startswith(name) for name in names)
+    ]
 
 
 def make_inputs(bench: Bench) -> None:
     """Makes the shared inputs with the peers' own script, unless they are there."""
     if not (bench.scripts / "make_inputs.py").exists():
-        raise BenchError(f"{bench.scripts}: the peers' scripts are not here; name their folder with --scripts")
+        raise BenchError(
+            f"{bench.scripts}: the peers' scripts are not here; name their folder with --scripts"
+        )
     if not (bench.inputs / "qwen3_06b" / "model.safetensors").exists():
         say("making the inputs")
         maker = [bench.peers_python, bench.scripts / "make_inputs.py", bench.inputs]
@@ -100,12 +120,16 @@ def measured(case: Case, bench: Bench, rounds: int) -> dict[str, list[Sample]]:
         for name, way in ways.items():
             sample = way(bench)
             samples[name].append(sample)
-            say(f"{case.name}: round {number} of {rounds}: {name} {figure(sample.value)} {case.unit}")
+            say(
+                f"{case.name}: round {number} of {rounds}: {name} {figure(sample.value)} {case.unit}"
+            )
     return samples
 
 
 def table_rows(case: Case, samples: Samples) -> list[str]:
-    return [table_row(case, peer, median(samples["ours"]), median(samples[peer])) for peer in case.peers]
+    return [
+        table_row(case, peer, median(samples["ours"]), median(samples[peer])) for peer in case.peers
+    ]
 
 
 def table_row(case: Case, peer: str, ours: float, theirs: float) -> str:
@@ -113,18 +137,30 @@ def table_row(case: Case, peer: str, ours: float, theirs: float) -> str:
     ratio = ours / theirs
     goal = case.goals.get(peer)
     asked = "" if goal is None else f"{'at least' if case.higher_is_better else 'at most'} {goal:g}"
-    reached = "" if goal is None else ("yes" if (ratio >= goal if case.higher_is_better else ratio <= goal) else "**no**")
+    reached = (
+        ""
+        if goal is None
+        else ("yes" if (ratio >= goal if case.higher_is_better else ratio <= goal) else "**no**")
+    )
     figures = f"{figure(ours)} {case.unit} | {peer} {figure(theirs)} {case.unit} | {ratio:.2f}"
     return f"| {case.work} | {figures} | {asked} | {reached} |"
 
 
 def detail_lines(case: Case, samples: Samples) -> list[str]:
     """Every sample, and the medians of the further figures of ours."""
-    lines = [f"- {case.name}, {name}: {', '.join(figure(s.value) for s in taken)} {case.unit}" for name, taken in samples.items()]
+    lines = [
+        f"- {case.name}, {name}: {', '.join(figure(s.value) for s in taken)} {case.unit}"
+        for name, taken in samples.items()
+    ]
     for name, taken in samples.items():
-        more = {key: statistics.median(s.more[key] for s in taken if key in s.more) for key in taken[0].more}
+        more = {
+            key: statistics.median(s.more[key] for s in taken if key in s.more)
+            for key in taken[0].more
+        }
         if more:
-            lines.append(f"- {case.name}, {name} besides: {', '.join(f'{key} {figure(value)}' for key, value in more.items())}")
+            lines.append(
+                f"- {case.name}, {name} besides: {', '.join(f'{key} {figure(value)}' for key, value in more.items())}"
+            )
     return lines
 
 
@@ -133,7 +169,12 @@ def preamble(rounds: int) -> list[str]:
 
     versions = ", ".join(f"{name} {version}" for name, version in stack_versions().items())
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
-    return [f"# Benchmarks of {date.today().isoformat()}", "", f"Medians of {rounds} alternating rounds; {machine}; {versions}.", ""]
+    return [
+        f"# Benchmarks of {date.today().isoformat()}",
+        "",
+        f"Medians of {rounds} alternating rounds; {machine}; {versions}.",
+        "",
+    ]
 
 
 def median(samples: Sequence[Sample]) -> float:

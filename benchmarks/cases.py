@@ -15,7 +15,11 @@ from benchmarks.measure import Finished, quiet_environment, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_STEPS = 4
-MEDIUM, SMALL, LARGE = "qwen3_06b", "small/qwen3_06b", "large_8gb"  # the peer's script looks for a folder of this name
+MEDIUM, SMALL, LARGE = (
+    "qwen3_06b",
+    "small/qwen3_06b",
+    "large_8gb",
+)  # the peer's script looks for a folder of this name
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,11 @@ class Bench:
 
     def msrl(self, *args: str | Path) -> Finished:
         """Runs the command that is installed beside this Python."""
-        return timed([Path(sys.executable).with_name("msrl"), *args], environment=quiet_environment(), cwd=ROOT)
+        return timed(
+            [Path(sys.executable).with_name("msrl"), *args],
+            environment=quiet_environment(),
+            cwd=ROOT,
+        )
 
     def peer(self, script: str, *args: str) -> tuple[Finished, Mapping[str, float]]:
         """Runs a peer's script; also returns the numbers of the JSON line that it prints last."""
@@ -72,7 +80,17 @@ def convert(source: str) -> Way:
     def way(bench: Bench) -> Sample:
         target = bench.work / "convert"
         shutil.rmtree(target, ignore_errors=True)
-        done = bench.msrl("convert-ckpt", "hf2mcore", "--load", bench.inputs / source, "--save", target, "--tp", "2", "--no-verify")
+        done = bench.msrl(
+            "convert-ckpt",
+            "hf2mcore",
+            "--load",
+            bench.inputs / source,
+            "--save",
+            target,
+            "--tp",
+            "2",
+            "--no-verify",
+        )
         shutil.rmtree(target)
         return whole_process(done)
 
@@ -82,21 +100,32 @@ def convert(source: str) -> Way:
 def plain_copy(bench: Bench) -> Sample:
     """What the disk takes: `cp` of the same files."""
     target = bench.work / "copied"
-    done = timed(["cp", "-r", bench.inputs / LARGE, target], environment=quiet_environment(), cwd=bench.inputs)
+    done = timed(
+        ["cp", "-r", bench.inputs / LARGE, target],
+        environment=quiet_environment(),
+        cwd=bench.inputs,
+    )
     shutil.rmtree(target)
     return whole_process(done)
 
 
 def copy_floor(folder: str = ".") -> Way:
     """Reads every tensor of the checkpoint `qwen3_06b` in a folder of the inputs, and writes it again."""
-    return lambda bench: whole_process(replace(bench, inputs=bench.inputs / folder).peer("copy_floor.py")[0])
+    return lambda bench: whole_process(
+        replace(bench, inputs=bench.inputs / folder).peer("copy_floor.py")[0]
+    )
 
 
 def whole_process(done: Finished) -> Sample:
-    return Sample(done.seconds, {"CPU s": done.cpu_seconds, "peak anonymous MB": done.peak_anonymous_bytes / 1e6})
+    return Sample(
+        done.seconds,
+        {"CPU s": done.cpu_seconds, "peak anonymous MB": done.peak_anonymous_bytes / 1e6},
+    )
 
 
-def warmed(source: str, make: Callable[[Path], None] = lambda folder: None) -> Callable[[Bench], None]:
+def warmed(
+    source: str, make: Callable[[Path], None] = lambda folder: None
+) -> Callable[[Bench], None]:
     """Makes a checkpoint if it is absent and reads it once, so that both sides find it in the page cache."""
 
     def prepare(bench: Bench) -> None:
@@ -123,7 +152,15 @@ def tokenize_ceiling(bench: Bench) -> Sample:
 
 def preprocess(bench: Bench, source: Path, name: str, handler: str) -> list[str | Path]:
     """The arguments that preprocess a file into the work folder."""
-    flags = ["--tokenizer", bench.inputs / "tiny", "--handler", handler, "--output-prefix", bench.work / name, "--overwrite"]
+    flags = [
+        "--tokenizer",
+        bench.inputs / "tiny",
+        "--handler",
+        handler,
+        "--output-prefix",
+        bench.work / name,
+        "--overwrite",
+    ]
     return ["preprocess", "--input", source, *flags]
 
 
@@ -134,7 +171,13 @@ def prepare_sft(bench: Bench) -> None:
 
 def prepare_grpo(bench: Bench) -> None:
     rows = preprocess(bench, bench.inputs / "grpo.jsonl", "grpo", "r1")
-    bench.msrl(*rows, "--template", "native", "--map-keys", json.dumps({"prompt": "prompt", "response": "answer"}))
+    bench.msrl(
+        *rows,
+        "--template",
+        "native",
+        "--map-keys",
+        json.dumps({"prompt": "prompt", "response": "answer"}),
+    )
 
 
 def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = None) -> Sample:
@@ -143,12 +186,30 @@ def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = 
 
     runs = bench.work / "runs"
     shutil.rmtree(runs / name, ignore_errors=True)
-    places = (f"run.dir={runs}", f"model.path={bench.inputs / 'tiny'}", f"data.train={bench.work / (data or name)}", *sets)
-    done = bench.msrl(command, "-c", ROOT / "benchmarks" / f"{name}.yaml", *(part for one in places for part in ("--set", one)))
+    places = (
+        f"run.dir={runs}",
+        f"model.path={bench.inputs / 'tiny'}",
+        f"data.train={bench.work / (data or name)}",
+        *sets,
+    )
+    done = bench.msrl(
+        command,
+        "-c",
+        ROOT / "benchmarks" / f"{name}.yaml",
+        *(part for one in places for part in ("--set", one)),
+    )
     later = read_metrics(runs / name)[SETTLE_STEPS:]
     stages = dict.fromkeys(stage for report in later for stage in report.seconds)
-    medians = {stage: statistics.median(report.seconds[stage] for report in later if stage in report.seconds) for stage in stages}
-    return Sample(medians.pop("step"), {f"{stage} s": value for stage, value in medians.items()} | {"whole run s": done.seconds})
+    medians = {
+        stage: statistics.median(
+            report.seconds[stage] for report in later if stage in report.seconds
+        )
+        for stage in stages
+    }
+    return Sample(
+        medians.pop("step"),
+        {f"{stage} s": value for stage, value in medians.items()} | {"whole run s": done.seconds},
+    )
 
 
 def sft_ours(dtype: str) -> Way:
@@ -164,10 +225,15 @@ def lengths_ours(bench: Bench) -> Sample:
     """Tokens of examples per second, padding left out: whole examples of GSM8K, packed while training; the assistant's turns are learnt."""
     from msrl.tracking.metrics import read_metrics
 
-    sample = train(bench, "train-sft", "sft", "model.dtype=float32", "data.pack=true", data="lengths")
+    sample = train(
+        bench, "train-sft", "sft", "model.dtype=float32", "data.pack=true", data="lengths"
+    )
     later = read_metrics(bench.work / "runs" / "sft")[SETTLE_STEPS:]
     tokens = sum(report.metrics["perf/tokens_per_s"] * report.seconds["step"] for report in later)
-    return Sample(tokens / sum(report.seconds["step"] for report in later), {"step s": sample.value, **sample.more})
+    return Sample(
+        tokens / sum(report.seconds["step"] for report in later),
+        {"step s": sample.value, **sample.more},
+    )
 
 
 def lengths_trl(bench: Bench) -> Sample:
@@ -261,7 +327,8 @@ CASES = (
         "SFT step on one rank (ours) and the same batch on two, fp32",
         "s/step",
         layout_of("tp=1"),
-        {layout: layout_of(f"{layout[:2]}={layout[2:]}") for layout in ("tp2", "pp2", "cp2")} | {"dp2": layout_of("tp=1", num_ranks=2)},
+        {layout: layout_of(f"{layout[:2]}={layout[2:]}") for layout in ("tp2", "pp2", "cp2")}
+        | {"dp2": layout_of("tp=1", num_ranks=2)},
         {},
         prepare_sft,
     ),

@@ -39,7 +39,9 @@ def make_trainable(folder: Path, config: Mapping[str, Any]) -> None:
     _make(folder, config, 1, std=0.02)
 
 
-def _make(folder: Path, config: Mapping[str, Any], num_files: int, *, std: float | None = None) -> None:
+def _make(
+    folder: Path, config: Mapping[str, Any], num_files: int, *, std: float | None = None
+) -> None:
     """Writes a checkpoint, unless it is there: config.json is the last file. With `std` it is one to train."""
     import torch
     from safetensors.torch import save_file
@@ -51,21 +53,34 @@ def _make(folder: Path, config: Mapping[str, Any], num_files: int, *, std: float
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "config.json.partial"
     partial.write_text(json.dumps(config))
-    sizes = {name: size for rule in all_rules(load_shape(partial)) for name, size in zip(rule.hf, rule.shapes, strict=True)}
+    sizes = {
+        name: size
+        for rule in all_rules(load_shape(partial))
+        for name, size in zip(rule.hf, rule.shapes, strict=True)
+    }
     names = list(sizes)
     per_file = -(-len(names) // num_files)
     weight_map: dict[str, str] = {}
     values = torch.randn(_NUM_VALUES, generator=torch.Generator().manual_seed(0)).bfloat16()
     for number in range(num_files):
         mine = names[number * per_file : (number + 1) * per_file]
-        file = "model.safetensors" if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        file = (
+            "model.safetensors"
+            if num_files == 1
+            else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        )
         tensors = {name: _filled(sizes[name], values) for name in mine}
         if std is not None:
-            tensors = {name: _begun(name, tensor, std, at) for at, (name, tensor) in enumerate(tensors.items())}
+            tensors = {
+                name: _begun(name, tensor, std, at)
+                for at, (name, tensor) in enumerate(tensors.items())
+            }
         save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(mine, file)
     if num_files > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     partial.rename(folder / "config.json")
 
 

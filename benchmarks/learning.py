@@ -35,8 +35,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="nox -s learning --", description=__doc__)
     known = [*PRESETS, FLIPPED]
     parser.add_argument("presets", nargs="*", help=f"of {', '.join(known)} (default: all)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the reinforcement (default: 0 1 2)")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs (default: %(default)s)")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2],
+        help="of the reinforcement (default: 0 1 2)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "runs" / "learning",
+        help="folder of the runs (default: %(default)s)",
+    )
     args = parser.parse_args()
     unknown = sorted(set(args.presets) - set(known))
     if unknown:
@@ -46,7 +57,9 @@ def main() -> int:
     start = sft_accuracy(runner)
     found = {preset: [accuracy(runner, preset, seed) for seed in args.seeds] for preset in presets}
     print("\n".join(table(start, found, args.seeds)))
-    return int(any(learnt(start, values) == (preset == FLIPPED) for preset, values in found.items()))
+    return int(
+        any(learnt(start, values) == (preset == FLIPPED) for preset, values in found.items())
+    )
 
 
 def sft_accuracy(runner: Runner) -> float:
@@ -62,7 +75,9 @@ def sft_accuracy(runner: Runner) -> float:
 def accuracy(runner: Runner, preset: str, seed: int, steps: int = STEPS) -> float:
     """Held-out accuracy after so many steps of a preset; from the results, if it is there."""
     results = runner.folder / "results.jsonl"
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    rows = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
     for row in rows:
         if (row["preset"], row["seed"], row.get("steps", STEPS)) == (preset, seed, steps):
             return float(row["accuracy"])
@@ -70,18 +85,34 @@ def accuracy(runner: Runner, preset: str, seed: int, steps: int = STEPS) -> floa
     algorithm = _FLIP if preset == FLIPPED else ("--set", f"algo.preset={preset}")
     config = without_algorithm(runner.folder)
     shutil.rmtree(runner.folder / "runs" / name, ignore_errors=True)
-    wanted = ("--set", f"run.name={name}", "--set", f"run.seed={seed}", "--set", f"train.steps={steps}")
+    wanted = (
+        "--set",
+        f"run.name={name}",
+        "--set",
+        f"run.seed={seed}",
+        "--set",
+        f"train.steps={steps}",
+    )
     runner.msrl(name, "train-grpo", "-c", config, *wanted, *algorithm)
     reached = evaluations(runner, name)[steps]
     with results.open("a") as file:
-        file.write(json.dumps({"preset": preset, "seed": seed, "steps": steps, "accuracy": reached}) + "\n")
+        file.write(
+            json.dumps({"preset": preset, "seed": seed, "steps": steps, "accuracy": reached}) + "\n"
+        )
     return reached
 
 
 def evaluations(runner: Runner, name: str) -> dict[int, float]:
     """Share of the held-out problems that a run answered right, greedily, by step; 0 is its start."""
-    rows = [json.loads(line) for line in (runner.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["metrics"]["eval/pass@1"] for row in rows if "eval/pass@1" in row["metrics"]}
+    rows = [
+        json.loads(line)
+        for line in (runner.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    ]
+    return {
+        row["step"]: row["metrics"]["eval/pass@1"]
+        for row in rows
+        if "eval/pass@1" in row["metrics"]
+    }
 
 
 def without_algorithm(folder: Path) -> str:
@@ -102,7 +133,10 @@ def learnt(start: float, accuracies: list[float]) -> bool:
 
 def table(start: float, found: dict[str, list[float]], seeds: list[int]) -> list[str]:
     """The results as Markdown."""
-    head = ["| preset | " + " | ".join(f"seed {seed}" for seed in seeds) + " | median gain |", "|---" * (len(seeds) + 2) + "|"]
+    head = [
+        "| preset | " + " | ".join(f"seed {seed}" for seed in seeds) + " | median gain |",
+        "|---" * (len(seeds) + 2) + "|",
+    ]
     rows = [
         f"| {preset} | {' | '.join(f'{value:.1%}' for value in values)} | {100 * (statistics.median(values) - start):+.1f} points |"
         for preset, values in found.items()

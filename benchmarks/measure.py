@@ -34,7 +34,14 @@ def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd:
     os.sync()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.perf_counter()
-        process = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, cwd=cwd)
+        process = subprocess.Popen(
+            list(map(str, command)),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            cwd=cwd,
+        )
         memory = _Memory(process.pid)
         _, code, usage = os.wait4(process.pid, 0)
         status = process.returncode = os.waitstatus_to_exitcode(code)
@@ -44,14 +51,18 @@ def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd:
         err.seek(0)
         stdout, stderr = out.read(), err.read()
     if status:
-        raise BenchError(f"exit {status}: {' '.join(map(str, command))}\n{stdout[-1000:]}{stderr[-3000:]}")
+        raise BenchError(
+            f"exit {status}: {' '.join(map(str, command))}\n{stdout[-1000:]}{stderr[-3000:]}"
+        )
     return Finished(seconds, usage.ru_utime + usage.ru_stime, peak, stdout)
 
 
 def quiet_environment() -> dict[str, str]:
     """This environment without what would change how many threads a program takes: each decides for itself."""
     chosen = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    return {name: value for name, value in os.environ.items() if name not in chosen} | {"HF_HUB_OFFLINE": "1"}
+    return {name: value for name, value in os.environ.items() if name not in chosen} | {
+        "HF_HUB_OFFLINE": "1"
+    }
 
 
 class _Memory:
@@ -77,7 +88,10 @@ class _Memory:
 
     def _now(self) -> int:
         try:
-            return sum(_anonymous_bytes(process.pid) for process in (self._root, *self._root.children(recursive=True)))
+            return sum(
+                _anonymous_bytes(process.pid)
+                for process in (self._root, *self._root.children(recursive=True))
+            )
         except self._gone:
             return 0
 
@@ -85,7 +99,11 @@ class _Memory:
 def _anonymous_bytes(pid: int) -> int:
     """RssAnon and RssShmem of /proc/PID/status (proc(5)), in bytes."""
     try:
-        rows = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        rows = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(rows[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in rows)
+    return sum(
+        int(rows[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in rows
+    )

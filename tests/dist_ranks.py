@@ -45,18 +45,35 @@ def main(context: RankContext, cases: list[Case]) -> None:
         _load(model, case.iteration)
         stage, rank = divmod(context.rank, context.world_size // case.layout.pp)
         at = case.layout.coords(stage, rank)
-        wanted = _as_megatron_has_it(dict(source.local_tensors(case.layout, at, torch.float32)), source.shape, case.layout.tp, at.tp)
-        found = dict(model.named_parameters()) | {name: value for name, value in model.named_buffers() if name in wanted}
-        wrong = sorted(name for name in found.keys() | wanted.keys() if not _equal(found.get(name), wanted.get(name)))
+        wanted = _as_megatron_has_it(
+            dict(source.local_tensors(case.layout, at, torch.float32)),
+            source.shape,
+            case.layout.tp,
+            at.tp,
+        )
+        found = dict(model.named_parameters()) | {
+            name: value for name, value in model.named_buffers() if name in wanted
+        }
+        wrong = sorted(
+            name
+            for name in found.keys() | wanted.keys()
+            if not _equal(found.get(name), wanted.get(name))
+        )
         context.report((case.name, tuple(at), len(found) - len(wrong), wrong))
         if context.rank == 0:
             case.save.mkdir(parents=True)
         torch.distributed.barrier()
-        dist_checkpointing.save({"iteration": 7, "model": model.sharded_state_dict(metadata={})}, str(case.save), content_metadata={})
+        dist_checkpointing.save(
+            {"iteration": 7, "model": model.sharded_state_dict(metadata={})},
+            str(case.save),
+            content_metadata={},
+        )
         groups.shutdown()
 
 
-def _as_megatron_has_it(tensors: dict[str, torch.Tensor], shape: Shape, tp: int, rank: int) -> dict[str, torch.Tensor]:
+def _as_megatron_has_it(
+    tensors: dict[str, torch.Tensor], shape: Shape, tp: int, rank: int
+) -> dict[str, torch.Tensor]:
     """Of latent attention Megatron's local spec cuts what comes from the token itself, the queries apart from the rest."""
     if shape.mla is None:
         return tensors
@@ -82,7 +99,9 @@ def _load(model: Any, folder: Path) -> None:
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
     metadata = dist_checkpointing.load_content_metadata(str(folder))
-    state: Any = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, str(folder))
+    state: Any = dist_checkpointing.load(
+        {"model": model.sharded_state_dict(metadata=metadata)}, str(folder)
+    )
     model.load_state_dict(state["model"])
 
 
@@ -109,16 +128,22 @@ def _megatron_model(shape: Shape, layout: Layout) -> Any:
     from msrl.trainer.model.build import transformer_config
 
     config = transformer_config(shape, layout, torch.float32, torch.device("cpu"))
-    config.sequence_parallel = False  # which the norms of the local spec refuse; weights are cut the same
+    config.sequence_parallel = (
+        False  # which the norms of the local spec refuse; weights are cut the same
+    )
     if shape.moe is not None and all(shape.moe.layers):
         config.moe_layer_freq = 1
     if shape.mla is not None:
         config = _latent(config, shape.mla)
         # An upstream slip: without Transformer Engine it asks whether a layer is an instance of what is no class.
         multi_latent_attention.TELinear = type("Absent", (), {})
-    spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    spec: Any = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm"
+    )
     if shape.mla is not None:
-        for layer in spec.layer_specs:  # Megatron's own attention takes no values narrower than keys; it has no weights
+        for layer in (
+            spec.layer_specs
+        ):  # Megatron's own attention takes no values narrower than keys; it has no weights
             layer.submodules.self_attention.submodules.core_attention = IdentityOp
     return GPTModel(
         config=config,

@@ -28,23 +28,41 @@ def whole_gradients(worker: TrainWorker) -> dict[str, Tensor]:
 
     Of a model they stand under its Hugging Face names, and what is not trained is 0; of adapters under Megatron's names.
     """
-    own = {name: _of_all_data_parallel_ranks(worker, parameter) for name, parameter in trained(worker.model)}
-    return dict(_of_adapters(worker, own) if worker.adapters is not None else _of_weights(worker, own))
+    own = {
+        name: _of_all_data_parallel_ranks(worker, parameter)
+        for name, parameter in trained(worker.model)
+    }
+    return dict(
+        _of_adapters(worker, own) if worker.adapters is not None else _of_weights(worker, own)
+    )
 
 
 def assert_copies_are_alike(worker: TrainWorker) -> None:
     """What tensor-parallel ranks, and those of an expert, hold whole is the same to the bit on all of them; a wrong gradient of one would
     part them in silence.
     """
-    weights = {**named_weights(worker.model), **(worker.adapters.named() if worker.adapters is not None else {})}
+    weights = {
+        **named_weights(worker.model),
+        **(worker.adapters.named() if worker.adapters is not None else {}),
+    }
     copies = [
-        each.name for each in stage_tensors(worker.shape, worker.layout, worker.coords) if isinstance(each.rule.unpacked[0], Replicated)
+        each.name
+        for each in stage_tensors(worker.shape, worker.layout, worker.coords)
+        if isinstance(each.rule.unpacked[0], Replicated)
     ]
     if worker.adapters is not None:
         parts = [(each, part) for each in worker.adapters.all for part in "AB"]
-        copies += [each.name(part) for each, part in parts if isinstance(lora.factor_layout(each.placed.layout, part), Replicated)]
+        copies += [
+            each.name(part)
+            for each, part in parts
+            if isinstance(lora.factor_layout(each.placed.layout, part), Replicated)
+        ]
     for name in copies:
-        group: Any = parallel_state.get_expert_tensor_parallel_group() if ".local_experts." in name else groups.tp_group()
+        group: Any = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if ".local_experts." in name
+            else groups.tp_group()
+        )
         if group.size() > 1:
             first = weights[name].detach().clone()
             dist.broadcast(first, group_src=0, group=group)
@@ -79,9 +97,17 @@ def _of_adapters(worker: TrainWorker, own: dict[str, Tensor]) -> Iterator[tuple[
     elsewhere = _experts_by_name(worker)
     for adapted in adapters.all:
         for part in "AB":
-            layout, gradient = lora.factor_layout(adapted.placed.layout, part), own[adapted.name(part)]
+            layout, gradient = (
+                lora.factor_layout(adapted.placed.layout, part),
+                own[adapted.name(part)],
+            )
             if adapted.placed.rule.expert is not None:
-                yield from _of_experts(worker, gradient, layout, [f"{rule.mcore} {part}" for rule in elsewhere[adapted.placed.name]])
+                yield from _of_experts(
+                    worker,
+                    gradient,
+                    layout,
+                    [f"{rule.mcore} {part}" for rule in elsewhere[adapted.placed.name]],
+                )
                 continue
             is_whole = worker.layout.tp == 1 or isinstance(layout, Replicated)
             shards = [gradient] if is_whole else _gathered(gradient, groups.tp_group())
@@ -89,7 +115,9 @@ def _of_adapters(worker: TrainWorker, own: dict[str, Tensor]) -> Iterator[tuple[
                 yield f"{adapted.placed.rule.mcore} {part}", layouts.join(layout, shards)
 
 
-def _of_experts(worker: TrainWorker, gradient: Tensor, layout: Layout, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _of_experts(
+    worker: TrainWorker, gradient: Tensor, layout: Layout, names: list[str]
+) -> Iterator[tuple[str, Tensor]]:
     """A factor of one expert of this rank, and those that are in its place on the ranks of the other experts."""
     size = worker.layout.etp_size
     shards = _gathered(gradient, groups.expert_group())

@@ -36,7 +36,9 @@ class Life:
         world = settings["cluster"]["devices_per_node"]
         ours, theirs = Pipe()
         store = f"file://{tempfile.mkdtemp()}/store"
-        pids = [pid for rank in range(world) if (pid := _fork(settings, rank, world, store, theirs))]
+        pids = [
+            pid for rank in range(world) if (pid := _fork(settings, rank, world, store, theirs))
+        ]
         theirs.close()
         return Life(pids, ours)
 
@@ -64,7 +66,9 @@ class Life:
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
 
 
-def _fork(settings: dict[str, Any], rank: int, world: int, store: str, pipe: connection.Connection) -> int:
+def _fork(
+    settings: dict[str, Any], rank: int, world: int, store: str, pipe: connection.Connection
+) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -76,7 +80,10 @@ def _fork(settings: dict[str, Any], rank: int, world: int, store: str, pipe: con
         from msrl.workflows.sft import run as train_sft
 
         os.dup2(2, 1)
-        sft_rank.main(RankContext(rank, world, store, pipe), train_sft.prepare(Config.model_validate(settings, strict=False), "cpu"))
+        sft_rank.main(
+            RankContext(rank, world, store, pipe),
+            train_sft.prepare(Config.model_validate(settings, strict=False), "cpu"),
+        )
         code = 0
     except BaseException:
         import traceback
@@ -97,10 +104,14 @@ class Run:
 
     def note(self, step: int, loss: float) -> None:
         self.repeated += step in self.losses
-        assert self.losses.setdefault(step, loss) == loss, f"step {step} had loss {self.losses[step]!r} before, now {loss!r}"
+        assert self.losses.setdefault(step, loss) == loss, (
+            f"step {step} had loss {self.losses[step]!r} before, now {loss!r}"
+        )
 
 
-def train(settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.0) -> tuple[Run, float]:
+def train(
+    settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.0
+) -> tuple[Run, float]:
     """A training with `num_kills` kills on its way, each after one to three steps and a part of another; (run, seconds per step)."""
     run, saves, choose = Run(), Path(settings["checkpoint"]["save"]), random.Random(num_kills)
     while run.kills < num_kills:
@@ -110,7 +121,9 @@ def train(settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.
             assert found is not None, f"the training ended after {run.kills} kills"
             run.note(*found)
         time.sleep(random.random() * 1.2 * seconds_per_step)
-        run.kills_in_a_save += any(saves.glob(".iter_*.partial")) or any(saves.glob("training/.iter_*.partial"))
+        run.kills_in_a_save += any(saves.glob(".iter_*.partial")) or any(
+            saves.glob("training/.iter_*.partial")
+        )
         life.kill()
         while (found := life.next_step()) is not None:  # reported before the kill, and not read yet
             run.note(*found)
@@ -138,9 +151,20 @@ def main() -> None:
     settings = yaml.safe_load(Path(path).read_text())
     results: dict[str, Any] = {}
     seconds = 0.0
-    for name, in_background, kills in (("whole", False, 0), ("killed", False, num_kills), ("killed in background", True, num_kills)):
-        saves = {"save": str(Path(path).with_name(name)), "async": in_background, "resume": "auto", "every_steps": 1}
-        run, per_step = train({**settings, "checkpoint": {**settings["checkpoint"], **saves}}, kills, seconds)
+    for name, in_background, kills in (
+        ("whole", False, 0),
+        ("killed", False, num_kills),
+        ("killed in background", True, num_kills),
+    ):
+        saves = {
+            "save": str(Path(path).with_name(name)),
+            "async": in_background,
+            "resume": "auto",
+            "every_steps": 1,
+        }
+        run, per_step = train(
+            {**settings, "checkpoint": {**settings["checkpoint"], **saves}}, kills, seconds
+        )
         seconds = seconds or per_step
         results[name] = vars(run)
     print(json.dumps(results))

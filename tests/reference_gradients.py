@@ -32,12 +32,26 @@ def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
     cut, shards = ParallelLayout.from_json(saved.state()["cut"]), dict[Coords, dict[str, Tensor]]()
     padded = shape.padded_vocab_size(cut.tp)
     for at in cut.ranks():
-        file = load_file(saved.training_dir / f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors")
-        shards[at] = {name.removeprefix("exp_avg."): state for name, state in file.items() if name.startswith("exp_avg.")}
-        without = {name: size for name, size in rank_plan(shape, cut, at, padded).tensors.items() if name.endswith(_NO_GRADIENT)}
+        file = load_file(
+            saved.training_dir / f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors"
+        )
+        shards[at] = {
+            name.removeprefix("exp_avg."): state
+            for name, state in file.items()
+            if name.startswith("exp_avg.")
+        }
+        without = {
+            name: size
+            for name, size in rank_plan(shape, cut, at, padded).tensors.items()
+            if name.endswith(_NO_GRADIENT)
+        }
         shards[at] |= {name: torch.zeros(size) for name, size in without.items()}
     source = ShardedSource(shape, cut, shards, save / "hf", str(save))
-    return {name: tensor * 10 for name, tensor in hf_weights(source) if not name.endswith("e_score_correction_bias")}
+    return {
+        name: tensor * 10
+        for name, tensor in hf_weights(source)
+        if not name.endswith("e_score_correction_bias")
+    }
 
 
 def backward(model: Any, step: int) -> float:
@@ -45,7 +59,12 @@ def backward(model: Any, step: int) -> float:
     batch, total, count = sequences(step), torch.zeros(()), 0
     for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
         logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
-        total = total - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][torch.from_numpy(mask[1:])].sum()
+        total = (
+            total
+            - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][
+                torch.from_numpy(mask[1:])
+            ].sum()
+        )
         count += int(mask[1:].sum())
     (total / count).backward()
     return (total / count).item()
@@ -56,14 +75,22 @@ def transformers_gradients(folder: Path) -> dict[str, Tensor]:
     """transformers' gradients of the first step, clipped to a norm of 1; experts one by one or stacked, as the files have them."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     backward(model, 0)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     is_stacked = load_shape(folder).architecture in _STACKED
-    return {key: value for parameter in model.named_parameters() for key, value in _as_in_files(*parameter, is_stacked=is_stacked)}
+    return {
+        key: value
+        for parameter in model.named_parameters()
+        for key, value in _as_in_files(*parameter, is_stacked=is_stacked)
+    }
 
 
-def _as_in_files(name: str, parameter: torch.nn.Parameter, *, is_stacked: bool) -> Iterator[tuple[str, Tensor]]:
+def _as_in_files(
+    name: str, parameter: torch.nn.Parameter, *, is_stacked: bool
+) -> Iterator[tuple[str, Tensor]]:
     """transformers keeps most experts in two tensors, [experts, gate above up, inputs] and [experts, outputs, inputs]."""
     assert parameter.grad is not None, name
     prefix, _, last = name.rpartition(".")
@@ -71,11 +98,17 @@ def _as_in_files(name: str, parameter: torch.nn.Parameter, *, is_stacked: bool) 
         yield name, parameter.grad
         return
     for number, grad in enumerate(parameter.grad):
-        parts = zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True) if last == "gate_up_proj" else (("down_proj", grad),)
+        parts = (
+            zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True)
+            if last == "gate_up_proj"
+            else (("down_proj", grad),)
+        )
         yield from ((f"{prefix}.{number}.{part}.weight", value) for part, value in parts)
 
 
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-4) -> None:
+def assert_same_gradients(
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-4
+) -> None:
     """Tensor by tensor: the distance is at most `tolerance` of the tensor's own norm. Experts that no token went to have none."""
     assert found.keys() == expected.keys()
     assert all(gradient.norm() > 0 for key, gradient in expected.items() if ".experts." not in key)

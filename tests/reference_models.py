@@ -26,13 +26,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v).flatten(1)
+    return torch.einsum(
+        "hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v
+    ).flatten(1)
 
 
 def _halves(x: Tensor, theta: float) -> Tensor:
     """Llama's rotation of [T, h, d]: channel i turns with channel i + d / 2."""
     half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(len(x))[:, None, None] * theta ** (
+        -torch.arange(half, dtype=torch.float64) / half
+    )
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
@@ -40,13 +44,17 @@ def _halves(x: Tensor, theta: float) -> Tensor:
 def _neighbours(x: Tensor, theta: float) -> Tensor:
     """ChatGLM's rotation of [T, h, d]: of the first half of the channels, each even one turns with the next one."""
     turning = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, turning, 2, dtype=torch.float64) / turning)
+    angles = torch.arange(len(x))[:, None] * theta ** (
+        -torch.arange(0, turning, 2, dtype=torch.float64) / turning
+    )
     pairs = torch.view_as_complex(x[..., :turning].unflatten(-1, (-1, 2)).contiguous())
     turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
     return torch.cat((turned.flatten(-2), x[..., turning:]), -1)
 
 
-def _run(forward: Callable[[Tensor, Weights], Tensor], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
+def _run(
+    forward: Callable[[Tensor, Weights], Tensor], weights: Weights, ids: Sequence[np.ndarray]
+) -> np.ndarray:
     """Logits of all sequences, one below the other."""
     wide = {name: tensor.double() for name, tensor in weights.items()}
     with torch.inference_mode():
@@ -55,7 +63,11 @@ def _run(forward: Callable[[Tensor, Weights], Tensor], weights: Weights, ids: Se
 
 def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
     """InternLM 2: of each group, `wqkv` has the rows of its heads, then of its key, then of its value."""
-    heads, groups, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
+    heads, groups, eps = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["rms_norm_eps"],
+    )
     head_dim = config["hidden_size"] // heads
 
     def forward(tokens: Tensor, w: Weights) -> Tensor:
@@ -83,14 +95,23 @@ def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]
         x = w["model.embed_tokens.weight"][tokens]
         for layer in range(config["num_hidden_layers"]):
             p = f"model.layers.{layer}."
-            qkv = _norm(x, w[p + "input_layernorm.weight"], eps) @ w[p + "self_attn.W_pack.weight"].T
+            qkv = (
+                _norm(x, w[p + "input_layernorm.weight"], eps) @ w[p + "self_attn.W_pack.weight"].T
+            )
             q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
-            x = x + _attend(_halves(q, 1e4), _halves(k, 1e4), v) @ w[p + "self_attn.o_proj.weight"].T
+            x = (
+                x
+                + _attend(_halves(q, 1e4), _halves(k, 1e4), v) @ w[p + "self_attn.o_proj.weight"].T
+            )
             y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
             gate, up = (y @ w[p + f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
         head = w["lm_head.weight"]
-        head = head / head.norm(dim=1, keepdim=True) if config["architectures"] == ["BaichuanForCausalLM"] else head
+        head = (
+            head / head.norm(dim=1, keepdim=True)
+            if config["architectures"] == ["BaichuanForCausalLM"]
+            else head
+        )
         return _norm(x, w["model.norm.weight"], eps) @ head.T
 
     return _run(forward, weights, ids)
@@ -99,7 +120,13 @@ def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]
 def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
     """ChatGLM 2 and 3, GLM-4: `query_key_value` has all heads, all keys, all values; `dense_h_to_4h` gate above up."""
     heads, groups, head_dim, eps = (
-        config[key] for key in ("num_attention_heads", "multi_query_group_num", "kv_channels", "layernorm_epsilon")
+        config[key]
+        for key in (
+            "num_attention_heads",
+            "multi_query_group_num",
+            "kv_channels",
+            "layernorm_epsilon",
+        )
     )
     theta = 10000.0 * config.get("rope_ratio", 1)
 
@@ -108,12 +135,22 @@ def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray])
         for layer in range(config["num_layers"]):
             p = f"transformer.encoder.layers.{layer}."
             y = _norm(x, w[p + "input_layernorm.weight"], eps)
-            qkv = y @ w[p + "self_attention.query_key_value.weight"].T + w[p + "self_attention.query_key_value.bias"]
+            qkv = (
+                y @ w[p + "self_attention.query_key_value.weight"].T
+                + w[p + "self_attention.query_key_value.bias"]
+            )
             q, k, v = qkv.view(len(x), -1, head_dim).split([heads, groups, groups], 1)
-            x = x + _attend(_neighbours(q, theta), _neighbours(k, theta), v) @ w[p + "self_attention.dense.weight"].T
+            x = (
+                x
+                + _attend(_neighbours(q, theta), _neighbours(k, theta), v)
+                @ w[p + "self_attention.dense.weight"].T
+            )
             y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
             gate, up = (y @ w[p + "mlp.dense_h_to_4h.weight"].T).chunk(2, -1)
             x = x + (F.silu(gate) * up) @ w[p + "mlp.dense_4h_to_h.weight"].T
-        return _norm(x, w["transformer.encoder.final_layernorm.weight"], eps) @ w["transformer.output_layer.weight"].T
+        return (
+            _norm(x, w["transformer.encoder.final_layernorm.weight"], eps)
+            @ w["transformer.output_layer.weight"].T
+        )
 
     return _run(forward, weights, ids)

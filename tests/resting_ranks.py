@@ -23,7 +23,14 @@ def main(context: RankContext, job: tuple[Path, Path]) -> None:
 
     model, saves = job
     settings = WorkerSettings(
-        "cpu", model, Layout(), "bfloat16", seed=0, timeout_s=120, optimizer=OptimizerSettings(lr=1e-3), offload=frozenset({"optimizer"})
+        "cpu",
+        model,
+        Layout(),
+        "bfloat16",
+        seed=0,
+        timeout_s=120,
+        optimizer=OptimizerSettings(lr=1e-3),
+        offload=frozenset({"optimizer"}),
     )
     worker = _worker(settings, context, "first")
     found = [_step(worker, 0), _step(worker, 1)]
@@ -52,7 +59,9 @@ def _step(worker: TrainWorker, step: int) -> int:
     seen: list[int] = []
 
     class Looking(SftLoss):
-        def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, dict[str, Any]]:
+        def __call__(
+            self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
+        ) -> tuple[Tensor, dict[str, Any]]:
             tensors = optimizer_state.tensors(worker.optimizer, is_bf16=True)
             seen.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
             return super().__call__(outputs, fields, num_tokens)

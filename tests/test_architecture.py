@@ -28,7 +28,9 @@ IMPORTERS = {
 }
 # The configuration and the commands offer the names of platforms as choices.
 DEVICE_NAMES_STAND_IN = ("platforms/", "config/", "cli/", "importers/", "checks/")
-DEVICE_TEXT = re.compile(r"(cuda|npu|nccl|gloo|hccl)(:\d*)?|\w*(CUDA|ASCEND|NPU|HCCL|GLOO|NCCL)_\w+")
+DEVICE_TEXT = re.compile(
+    r"(cuda|npu|nccl|gloo|hccl)(:\d*)?|\w*(CUDA|ASCEND|NPU|HCCL|GLOO|NCCL)_\w+"
+)
 MODULE = re.compile(r"msrl(\.\w+)+(:\w+)?")
 DEVICE_ATTRIBUTES = {"cuda", "npu"}
 
@@ -53,7 +55,11 @@ def imported(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.lineno, node.module.split(".")[0]
-        elif isinstance(node, ast.Call) and called(node) in {"import_module", "__import__"} and node.args:
+        elif (
+            isinstance(node, ast.Call)
+            and called(node) in {"import_module", "__import__"}
+            and node.args
+        ):
             name = node.args[0]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield node.lineno, name.value.split(".")[0]
@@ -65,7 +71,11 @@ def called(node: ast.Call) -> str:
 
 def docstrings(module: ast.Module) -> set[int]:
     """The ids of the constants that are docstrings or loose strings: prose, not program."""
-    return {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return {
+        id(node.value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
 
 
 def device_names(module: ast.Module) -> Iterator[tuple[int, str]]:
@@ -74,7 +84,12 @@ def device_names(module: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES:
             yield node.lineno, f".{node.attr}"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose and DEVICE_TEXT.fullmatch(node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in prose
+            and DEVICE_TEXT.fullmatch(node.value)
+        ):
             yield node.lineno, repr(node.value)
 
 
@@ -89,22 +104,37 @@ def long_functions(module: ast.Module) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("package", sorted(IMPORTERS))
 def test_a_heavy_package_is_imported_only_where_it_is_at_home(package: str) -> None:
     strangers = [path for path in files() if not relative(path).startswith(IMPORTERS[package])]
-    found = [f"src/msrl/{relative(path)}:{line}" for path in strangers for line, name in imported(tree(path)) if name == package]
+    found = [
+        f"src/msrl/{relative(path)}:{line}"
+        for path in strangers
+        for line, name in imported(tree(path))
+        if name == package
+    ]
     assert not found, f"{package} belongs into {', '.join(IMPORTERS[package])}"
 
 
 def test_device_names_stand_in_platforms_alone() -> None:
     strangers = [path for path in files() if not relative(path).startswith(DEVICE_NAMES_STAND_IN)]
-    found = [f"src/msrl/{relative(path)}:{line} {name}" for path in strangers for line, name in device_names(tree(path))]
+    found = [
+        f"src/msrl/{relative(path)}:{line} {name}"
+        for path in strangers
+        for line, name in device_names(tree(path))
+    ]
     assert not found, "ask msrl.platforms instead"
 
 
 def test_no_function_is_longer_than_sixty_lines() -> None:
-    assert not [f"src/msrl/{relative(path)}:{line} {what}" for path in files() for line, what in long_functions(tree(path))]
+    assert not [
+        f"src/msrl/{relative(path)}:{line} {what}"
+        for path in files()
+        for line, what in long_functions(tree(path))
+    ]
 
 
 def test_every_file_opens_with_its_purpose() -> None:
-    assert not [relative(path) for path in files() if tree(path).body and not ast.get_docstring(tree(path))]
+    assert not [
+        relative(path) for path in files() if tree(path).body and not ast.get_docstring(tree(path))
+    ]
 
 
 def test_msrl_is_imported_by_its_full_name() -> None:
@@ -119,7 +149,9 @@ def test_msrl_is_imported_by_its_full_name() -> None:
 
 def layers() -> list[set[str]]:
     """Return the packages of every layer in pyproject.toml, top layer first."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     (rows,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     return [{name.strip() for name in row.split("|")} for row in rows]
 
@@ -127,7 +159,11 @@ def layers() -> list[set[str]]:
 def modules_in_strings(module: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield line and name of every msrl module that a string names: import_module, registry.load, `-m`, tables of commands."""
     for node in ast.walk(module):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and MODULE.fullmatch(node.value)
+        ):
             yield node.lineno, node.value.partition(":")[0]
 
 
@@ -143,8 +179,13 @@ def test_modules_named_in_strings_are_in_lower_layers() -> None:
     assert not upward
 
 
-@pytest.mark.parametrize("algorithm", ["algo.clip.low=0.1", "algo.preset=gspo", "algo.policy_loss=gmpo", "algo.options.drift=0.02"])
-def test_validating_a_configuration_imports_no_heavy_package(algorithm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithm",
+    ["algo.clip.low=0.1", "algo.preset=gspo", "algo.policy_loss=gmpo", "algo.options.drift=0.02"],
+)
+def test_validating_a_configuration_imports_no_heavy_package(
+    algorithm: str, tmp_path: Path
+) -> None:
     code = (
         "import sys\n"
         "from msrl.cli.configuration import load_configuration\n"
@@ -161,9 +202,14 @@ def test_validating_a_configuration_imports_no_heavy_package(algorithm: str, tmp
 
 
 def test_no_folder_holds_more_than_twenty_modules() -> None:
-    reasons = {"rewards/verifiers": "one file per verifier", "models/families": "one file per family"}
+    reasons = {
+        "rewards/verifiers": "one file per verifier",
+        "models/families": "one file per family",
+    }
     sizes = Counter(relative(path.parent) for path in files() if path.name != "__init__.py")
-    assert not {folder: size for folder, size in sizes.items() if size > 20 and folder not in reasons}
+    assert not {
+        folder: size for folder, size in sizes.items() if size > 20 and folder not in reasons
+    }
 
 
 def test_imports_go_down_only_and_light_packages_stay_light() -> None:

@@ -19,7 +19,9 @@ N, H, G, D = sum(LENGTHS), 4, 2, 8
 
 def _inputs() -> list[torch.Tensor]:
     torch.manual_seed(3)
-    return [torch.randn(N, heads, D, dtype=torch.float64, requires_grad=True) for heads in (H, G, G)]
+    return [
+        torch.randn(N, heads, D, dtype=torch.float64, requires_grad=True) for heads in (H, G, G)
+    ]
 
 
 def _plain(
@@ -52,20 +54,29 @@ def test_attention_and_its_gradient_are_those_of_one_masked_softmax(
     tolerance = 1e-10 if softcap is None else 1e-6  # capped scores are float32
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
     weight = torch.randn(N, H, D, dtype=torch.float64)
-    mine, theirs = (torch.autograd.grad((mixed * weight).sum(), inputs) for mixed in (found, expected))
+    mine, theirs = (
+        torch.autograd.grad((mixed * weight).sum(), inputs) for mixed in (found, expected)
+    )
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance * 10)
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_sink_takes_its_share_of_every_softmax(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_takes_its_share_of_every_softmax(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "_BLOCK", 5)
-    inputs, sinks = _inputs(), torch.tensor([-1.0, 0.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    inputs, sinks = (
+        _inputs(),
+        torch.tensor([-1.0, 0.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True),
+    )
     found = block_diagonal_attention(*inputs, LENGTHS, 0.3, window, sinks=sinks)
     expected = _plain(*inputs, 0.3, window, None, sinks)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     weight = torch.randn(N, H, D, dtype=torch.float64)
-    mine, theirs = (torch.autograd.grad((mixed * weight).sum(), (*inputs, sinks)) for mixed in (found, expected))
+    mine, theirs = (
+        torch.autograd.grad((mixed * weight).sum(), (*inputs, sinks)) for mixed in (found, expected)
+    )
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
@@ -80,7 +91,11 @@ def test_a_poisoned_neighbour_does_not_matter(window: int | None, softcap: float
         for x in poisoned:
             x[7:10] = float("nan")
     found = block_diagonal_attention(*poisoned, LENGTHS, None, window, softcap)
-    assert torch.equal(found[:7], clean[:7]) and torch.equal(found[10:], clean[10:]) and found[7:10].isnan().all()
+    assert (
+        torch.equal(found[:7], clean[:7])
+        and torch.equal(found[10:], clean[10:])
+        and found[7:10].isnan().all()
+    )
 
 
 def test_a_window_sees_itself_and_what_is_just_before_it() -> None:
@@ -111,8 +126,16 @@ def test_frequencies_are_to_the_bit_those_of_transformers(name: str) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config: dict[str, Any] = {**LLAMA, "head_dim": 64, "rope_theta": 5e5, "rope_scaling": SCALINGS[name], "max_position_embeddings": 128}
-    embedding = LlamaRotaryEmbedding(LlamaConfig(**{**config, "rope_scaling": SCALINGS[name] and dict(SCALINGS[name])}))
+    config: dict[str, Any] = {
+        **LLAMA,
+        "head_dim": 64,
+        "rope_theta": 5e5,
+        "rope_scaling": SCALINGS[name],
+        "max_position_embeddings": 128,
+    }
+    embedding = LlamaRotaryEmbedding(
+        LlamaConfig(**{**config, "rope_scaling": SCALINGS[name] and dict(SCALINGS[name])})
+    )
     for length in (128, 300):
         cos, sin = embedding(torch.zeros(1), torch.arange(length)[None])
         assert torch.equal(rope_frequencies(shape(config), length), embedding.inv_freq)
@@ -123,11 +146,15 @@ def test_frequencies_are_to_the_bit_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("channels", [4, 8])
-def test_pairs_turn_by_their_angle_and_other_channels_pass(interleaved: bool, channels: int) -> None:
+def test_pairs_turn_by_their_angle_and_other_channels_pass(
+    interleaved: bool, channels: int
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 1, 2, 8, dtype=torch.float64, requires_grad=True)
     angles = torch.randn(5, channels // 2, dtype=torch.float64)
-    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + channels // 2) for i in range(channels // 2)]
+    pairs = [
+        (2 * i, 2 * i + 1) if interleaved else (i, i + channels // 2) for i in range(channels // 2)
+    ]
     cos, sin = (torch.zeros(5, 1, 1, channels, dtype=torch.float64) for _ in range(2))
     expected = x.detach().clone()
     for i, (a, b) in enumerate(pairs):
@@ -144,7 +171,9 @@ def test_pairs_turn_by_their_angle_and_other_channels_pass(interleaved: bool, ch
 def test_values_narrower_than_keys_are_mixed_alike(window: int | None) -> None:
     query, key, value = _inputs()
     found = block_diagonal_attention(query, key, value[..., :5], LENGTHS, 0.3, window)
-    torch.testing.assert_close(found, _plain(query, key, value[..., :5], 0.3, window, None), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        found, _plain(query, key, value[..., :5], 0.3, window, None), rtol=0, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 1.5), (4, 1.5)])
@@ -155,11 +184,15 @@ def test_in_bfloat16_a_cpu_computes_in_float32(window: int | None, softcap: floa
     found = block_diagonal_attention(*halves, LENGTHS, None, window, softcap)
     expected = _plain(*inputs, D**-0.5, window, softcap)
     assert found.dtype == torch.bfloat16
-    exact = block_diagonal_attention(*(x.detach().bfloat16().float() for x in inputs), LENGTHS, None, window, softcap)
+    exact = block_diagonal_attention(
+        *(x.detach().bfloat16().float() for x in inputs), LENGTHS, None, window, softcap
+    )
     assert torch.equal(found, exact.bfloat16())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-2)
     mine = torch.autograd.grad((found * weight).sum(), halves)
-    for one, other in zip(mine, torch.autograd.grad((expected * weight).sum(), inputs), strict=True):
+    for one, other in zip(
+        mine, torch.autograd.grad((expected * weight).sum(), inputs), strict=True
+    ):
         assert torch.linalg.norm(one.double() - other) < 2e-2 * torch.linalg.norm(other)
 
 

@@ -26,19 +26,34 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def test_a_ratio_of_seconds_is_reached_below_its_goal_and_one_of_rates_above() -> None:
-    assert table_row(BY_NAME["convert"], "copy_floor", 5.0, 4.0).endswith("| 5 s | copy_floor 4 s | 1.25 | at most 1.25 | yes |")
-    assert table_row(BY_NAME["convert"], "copy_floor", 5.1, 4.0).endswith("| 1.27 | at most 1.25 | **no** |")
-    assert table_row(BY_NAME["preprocess"], "tokenize_ceiling", 300.0, 500.0).endswith("| 0.60 | at least 0.8 | **no** |")
+    assert table_row(BY_NAME["convert"], "copy_floor", 5.0, 4.0).endswith(
+        "| 5 s | copy_floor 4 s | 1.25 | at most 1.25 | yes |"
+    )
+    assert table_row(BY_NAME["convert"], "copy_floor", 5.1, 4.0).endswith(
+        "| 1.27 | at most 1.25 | **no** |"
+    )
+    assert table_row(BY_NAME["preprocess"], "tokenize_ceiling", 300.0, 500.0).endswith(
+        "| 0.60 | at least 0.8 | **no** |"
+    )
     assert table_row(BY_NAME["sft-fp32"], "trl_sft", 0.5, 1.0).endswith("| 0.50 |  |  |")
 
 
 def test_every_sample_is_told() -> None:
-    samples = {"ours": [Sample(1.0, {"MB": 5.0}), Sample(3.0, {"MB": 7.0})], "copy_floor": [Sample(2.0), Sample(2.5)]}
+    samples = {
+        "ours": [Sample(1.0, {"MB": 5.0}), Sample(3.0, {"MB": 7.0})],
+        "copy_floor": [Sample(2.0), Sample(2.5)],
+    }
     lines = detail_lines(BY_NAME["convert"], samples)
-    assert lines == ["- convert, ours: 1, 3 s", "- convert, copy_floor: 2, 2.5 s", "- convert, ours besides: MB 6"]
+    assert lines == [
+        "- convert, ours: 1, 3 s",
+        "- convert, copy_floor: 2, 2.5 s",
+        "- convert, ours besides: MB 6",
+    ]
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.50321, "0.503"), (1234.5, "1,234"), (11.26, "11.3"), (99.96, "100")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.50321, "0.503"), (1234.5, "1,234"), (11.26, "11.3"), (99.96, "100")]
+)
 def test_figures_have_three_digits(value: float, text: str) -> None:
     assert figure(value) == text
 
@@ -54,11 +69,17 @@ def test_peak_memory_counts_what_a_child_allocates_and_not_what_it_maps(tmp_path
 
 def test_a_program_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=mentions("exit 3", "no such model")):
-        timed([sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"], environment=quiet_environment(), cwd=tmp_path)
+        timed(
+            [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"],
+            environment=quiet_environment(),
+            cwd=tmp_path,
+        )
 
 
 def test_an_unknown_benchmark_is_refused() -> None:
-    done = subprocess.run([sys.executable, "-m", "benchmarks", "sftt"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "sftt"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert_mentions(done.stderr, "'sftt'", "convert-small", "preprocess")
 
@@ -74,21 +95,34 @@ def test_the_configurations_are_valid(name: str) -> None:
 def test_the_device_benchmark_finds_the_cpu_at_one_with_itself(tmp_path: Path) -> None:
     written = tmp_path / "device.json"
     options = ["--platform", "cpu", "--shapes", "tiny", "--write", str(written)]
-    done = subprocess.run([sys.executable, "-m", "benchmarks", "device", *options], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "device", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(written.read_text())
     assert [(row["way"], row["dtype"]) for row in found["parity"]] == [
         (job.name, job.dtype) for job in SCALES["tiny"].trainings(has_fused=False)
     ]
-    assert all(row["losses"][-1] < row["losses"][0] and len(row["grad_norms"]) == 10 for row in found["parity"])
+    assert all(
+        row["losses"][-1] < row["losses"][0] and len(row["grad_norms"]) == 10
+        for row in found["parity"]
+    )
     assert all(row["loss_off"] < 1e-6 for row in found["parity"] if row["dtype"] == "float32")
     assert all(row["loss_off"] > 0 for row in found["parity"] if row["dtype"] == "bfloat16")
     (speed,) = found["speed"]
     assert sum(speed["costs"].values()) == pytest.approx(1) and "matrix products" in speed["costs"]
-    assert "| saved and resumed | bfloat16 | torch |" in done.stdout and done.stdout.count("\n| tiny | ") == 1 + device.NUM_COSTS
+    assert (
+        "| saved and resumed | bfloat16 | torch |" in done.stdout
+        and done.stdout.count("\n| tiny | ") == 1 + device.NUM_COSTS
+    )
 
 
-def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from msrl.trainer import launch
 
     class Ranks:
@@ -107,29 +141,55 @@ def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(monkeyp
             yield Facts("a device", {})
             for job in self.jobs:
                 if job.name == "bad":
-                    raise launch.RankError("rank 0 failed:\nTraceback\nRuntimeError: no kernel image")
+                    raise launch.RankError(
+                        "rank 0 failed:\nTraceback\nRuntimeError: no kernel image"
+                    )
                 if isinstance(job, Speed) and job.rows_at_once > 2:
-                    raise launch.RankError("rank 0 failed:\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate")
+                    raise launch.RankError(
+                        "rank 0 failed:\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
+                    )
                 yield job
 
     monkeypatch.setattr(launch, "LocalRanks", Ranks)
-    good, bad, speed = Training("good", "dense", "float32"), Training("bad", "dense", "float32"), Speed("a", "dense", 4, 4, (8,), 1)
+    good, bad, speed = (
+        Training("good", "dense", "float32"),
+        Training("bad", "dense", "float32"),
+        Speed("a", "dense", 4, 4, (8,), 1),
+    )
     found = dict(device.results("cpu", tmp_path, (3,), [good, bad, speed, good]))
-    assert found["bad", "float32"] == "RuntimeError: no kernel image" and found["good", "float32"] == good
+    assert (
+        found["bad", "float32"] == "RuntimeError: no kernel image"
+        and found["good", "float32"] == good
+    )
     assert found["a", "bfloat16"].rows_at_once == 2 and found["facts"]["device"] == "a device"
     row = device.parity_row(bad, found["bad", "float32"], found["good", "float32"])
-    assert device.parity_line(row) == "| bad | float32 | | failed: RuntimeError: no kernel image | | | 0.0001 | | 0.0001 | | **no** |"
+    assert (
+        device.parity_line(row)
+        == "| bad | float32 | | failed: RuntimeError: no kernel image | | | 0.0001 | | 0.0001 | | **no** |"
+    )
 
 
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopB_TNT", "matrix products"),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>(Params)", "matrix products"),
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_kernel<cutlass::bfloat16_t>(Params)", "attention"),
-        ("void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>(long)", "AdamW"),
+        (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>(Params)",
+            "matrix products",
+        ),
+        (
+            "void pytorch_flash::flash_bwd_dq_dk_dv_loop_kernel<cutlass::bfloat16_t>(Params)",
+            "attention",
+        ),
+        (
+            "void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>(long)",
+            "AdamW",
+        ),
         ("Memcpy HtoD (Pageable -> Device)", "copies"),
-        ("void at::native::elementwise_kernel<128, 4, at::native::mul>(int)", "at::native::elementwise_kernel"),
+        (
+            "void at::native::elementwise_kernel<128, 4, at::native::mul>(int)",
+            "at::native::elementwise_kernel",
+        ),
         ("aten::mm", "matrix products"),
         ("aten::mul", "aten::mul"),
     ],
@@ -143,8 +203,14 @@ def test_losses_and_the_first_gradient_are_judged_and_later_gradients_told() -> 
     row = device.parity_row(job, Trained((4.0, 2.03), (1.01, 6.0), "fused"), cpu)
     assert row["reached"] and row["last_grad_norm_off"] == 1.0
     assert "| 1.5e-02 | 0.02 | 1.0e-02 | 0.02 | 1.0e+00 | yes |" in device.parity_line(row)
-    for losses, norms in (((4.0, 2.05), (1.0, 3.0)), ((4.0, 2.0), (1.03, 3.0)), ((4.0, float("nan")), (1.0, 3.0))):
-        assert device.parity_line(device.parity_row(job, Trained(losses, norms, "fused"), cpu)).endswith("| **no** |")
+    for losses, norms in (
+        ((4.0, 2.05), (1.0, 3.0)),
+        ((4.0, 2.0), (1.03, 3.0)),
+        ((4.0, float("nan")), (1.0, 3.0)),
+    ):
+        assert device.parity_line(
+            device.parity_row(job, Trained(losses, norms, "fused"), cpu)
+        ).endswith("| **no** |")
 
 
 def test_what_is_no_number_is_off_by_more_than_anything() -> None:

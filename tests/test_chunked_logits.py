@@ -54,10 +54,16 @@ print(short, long, whole, *live)
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_positions():
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
-    short, long, whole, live_short, live_long = map(float, done.stdout.split())  # MiB; the logits of 512 positions are 297
-    assert long - short < 40, done.stdout  # two chunks are 37; logits of 384 more positions would be 223
+    short, long, whole, live_short, live_long = map(
+        float, done.stdout.split()
+    )  # MiB; the logits of 512 positions are 297
+    assert long - short < 40, (
+        done.stdout
+    )  # two chunks are 37; logits of 384 more positions would be 223
     assert whole - long > 200, done.stdout
     # Live tensors: a chunk's logits and the output weight's gradient (18.5 each), rows in float32; 384 positions of hidden states are 0.05.
     assert live_long - live_short < 0.5 and live_long < 60, done.stdout

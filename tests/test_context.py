@@ -37,5 +37,14 @@ def test_late_queries_of_a_sequence_see_what_they_see_among_all(window, softcap)
     sinks = torch.randn(4) if softcap is None else None
     whole = _attend(query, key, value, None, window, softcap, sinks)
     for first, stop in ((0, 8), (5, 20), (12, 15)):
-        part = _attend(query[:, :, first:stop], key[:, :, :stop], value[:, :, :stop], None, window, softcap, sinks, first)
+        part = _attend(
+            query[:, :, first:stop],
+            key[:, :, :stop],
+            value[:, :, :stop],
+            None,
+            window,
+            softcap,
+            sinks,
+            first,
+        )
         torch.testing.assert_close(part, whole[:, :, first:stop])

@@ -18,7 +18,12 @@ from test_cli import msrl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 HF2MCORE = (Flag("convert.command", "hf2mcore", "hf2mcore"),)
-COMMANDS = {"sft": "train-sft", "grpo": "train-grpo", "convert": "convert-ckpt", "preprocess": "preprocess"}
+COMMANDS = {
+    "sft": "train-sft",
+    "grpo": "train-grpo",
+    "convert": "convert-ckpt",
+    "preprocess": "preprocess",
+}
 # Of Qwen2.5-0.5B-Instruct; the quickstart makes a smaller one, which its own test trains.
 QWEN = {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
@@ -50,14 +55,18 @@ def make_what_it_reads(config: Config) -> None:
         make_model(Path(config.convert.load), **QWEN)
     if config.model.path is not None:
         checkpoint = make_mcore(Path(config.model.path))
-        (checkpoint / "hf" / "config.json").write_text(Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8")
+        (checkpoint / "hf" / "config.json").write_text(
+            Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8"
+        )
     for prefix in (config.data.train, config.data.eval):
         if prefix is not None:
             Path(prefix).parent.mkdir(parents=True, exist_ok=True)
             make_data(Path(prefix))
 
 
-NATIVE = [file for file in EXAMPLES.rglob("*.yaml") if "mindspeed" not in file.parts]  # those: test_imports_mindspeed_rl.py
+NATIVE = [
+    file for file in EXAMPLES.rglob("*.yaml") if "mindspeed" not in file.parts
+]  # those: test_imports_mindspeed_rl.py
 
 
 @pytest.mark.parametrize("file", sorted(NATIVE), ids=lambda file: str(file.relative_to(EXAMPLES)))
@@ -70,8 +79,13 @@ def test_a_configuration_is_right_for_its_command(file: Path, folder: Path):
 
 
 @pytest.mark.parametrize("name", ["On a laptop", "On devices"])
-def test_the_commands_of_gsm8k_follow_from_each_other(name: str, folder: Path, capsys: pytest.CaptureFixture[str]):
-    lines = [shlex.split(os.path.expandvars(line)) for line in commands_of(EXAMPLES / "gsm8k" / "README.md", name)]
+def test_the_commands_of_gsm8k_follow_from_each_other(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines = [
+        shlex.split(os.path.expandvars(line))
+        for line in commands_of(EXAMPLES / "gsm8k" / "README.md", name)
+    ]
     assert len([line for line in lines if line[0] == "msrl"]) == 7
     for line in lines:
         if line[0] == "python":
@@ -93,7 +107,9 @@ def commands_of(readme: Path, heading: str) -> list[str]:
 def leave_what_it_would_write(line: list[str]) -> None:
     if "-c" not in line:
         return
-    config = load([line[line.index("-c") + 1]], flags=HF2MCORE if "convert-ckpt" in line else ()).config
+    config = load(
+        [line[line.index("-c") + 1]], flags=HF2MCORE if "convert-ckpt" in line else ()
+    ).config
     if "convert-ckpt" in line:
         checkpoint = make_mcore(Path(str(config.convert.save)))
     elif "preprocess" in line:
@@ -103,4 +119,6 @@ def leave_what_it_would_write(line: list[str]) -> None:
         return
     else:
         checkpoint = make_mcore(Path(config.run.dir, config.run.name, "checkpoints"))
-    (checkpoint / "hf" / "config.json").write_text(Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8")
+    (checkpoint / "hf" / "config.json").write_text(
+        Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )

@@ -32,18 +32,28 @@ def test_the_commands_for_reward_models_are_right(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = json.loads(shared_data("configs", "Llama-3.2-3B-Instruct.config.json").read_text())
-    reward = config | {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    reward = config | {
+        "architectures": ["LlamaForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+    }
     (tmp_path / "Llama-3.2-3B-reward").mkdir()
     (tmp_path / "Llama-3.2-3B-reward" / "config.json").write_text(json.dumps(reward))
     for line in commands_of(EXAMPLES / "convert" / "README.md", "Reward models"):
         assert msrl(*shlex.split(line)[1:], "--dry-run") == 0, f"{line}\n{capsys.readouterr().err}"
         if "hf2mcore" in line:  # what it would write is read by the next one
-            (make_mcore(tmp_path / "mcore" / "llama32-orm") / "hf" / "config.json").write_text(json.dumps(reward))
+            (make_mcore(tmp_path / "mcore" / "llama32-orm") / "hf" / "config.json").write_text(
+                json.dumps(reward)
+            )
 
 
-@pytest.mark.parametrize("heading", ["Hugging Face to Megatron", "Back, and to another cut", "LoRA"])
+@pytest.mark.parametrize(
+    "heading", ["Hugging Face to Megatron", "Back, and to another cut", "LoRA"]
+)
 def test_the_commands_of_the_guides_are_right(
-    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    heading: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_models(tmp_path)

@@ -49,17 +49,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(folder: Path) -> dict[str, str]:
     """Runs all commands of the README's laptop form, in its order. What each printed, by `COMMAND FILE` (or the command alone)."""
     given = {"QWEN": str(shared_data("tokenizers", "qwen2.5-0.5b-instruct")), "GSM8K": "gsm8k"}
-    environment = {**os.environ, **given, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        **given,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     environment.pop("OMP_NUM_THREADS", None)  # a user has not set it either
     printed: dict[str, str] = {}
     for line in commands_of(README, "On a laptop"):
         words = shlex.split(line)
         started = time.perf_counter()
-        done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, timeout=LIMIT_S, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=folder,
+            env=environment,
+            timeout=LIMIT_S,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         print(f"{time.perf_counter() - started:6.1f} s  {line}")
         file = f" {Path(words[words.index('-c') + 1]).stem}" if "-c" in words else ""
-        printed[" ".join(words[1 : 3 if words[1] == "convert-ckpt" else 2]) + file] = done.stdout + done.stderr
+        printed[" ".join(words[1 : 3 if words[1] == "convert-ckpt" else 2]) + file] = (
+            done.stdout + done.stderr
+        )
     return printed
 
 
@@ -68,11 +81,18 @@ def model(folder: Path, said: dict[str, str]):
     """The exported folder in transformers."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder / RUNS / "hf", dtype=torch.float32, local_files_only=True).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder / RUNS / "hf", dtype=torch.float32, local_files_only=True
+    ).eval()
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in shared_data("math", f"gsm8k_{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in shared_data("math", f"gsm8k_{name}.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    ]
 
 
 def metrics_of(folder: Path, run: str) -> list[dict[str, float]]:
@@ -83,7 +103,9 @@ def metrics_of(folder: Path, run: str) -> list[dict[str, float]]:
 def rollouts_of(folder: Path) -> list[dict]:
     files = sorted((folder / RUNS / "grpo" / "rollouts").glob("step_*.jsonl"))
     assert len(files) == 3
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def tokenizer():
@@ -95,9 +117,18 @@ def tokenizer():
 def test_every_problem_becomes_a_demonstration_in_packed_rows(folder: Path, said: dict[str, str]):
     data = SftDataset(folder / "runs/gsm8k/data/sft")
     assert data.manifest is not None
-    assert (data.manifest.num_examples, data.manifest.dropped, data.manifest.vocab_size) == (NUM_TRAIN, {}, 151665)
-    assert "7,473 examples" in said["preprocess preprocess_sft"] and "dropped: none" in said["preprocess preprocess_sft"]
-    assert all(sum(len(example.token_ids) for example in data[row]) <= 1024 for row in range(len(data)))
+    assert (data.manifest.num_examples, data.manifest.dropped, data.manifest.vocab_size) == (
+        NUM_TRAIN,
+        {},
+        151665,
+    )
+    assert (
+        "7,473 examples" in said["preprocess preprocess_sft"]
+        and "dropped: none" in said["preprocess preprocess_sft"]
+    )
+    assert all(
+        sum(len(example.token_ids) for example in data[row]) <= 1024 for row in range(len(data))
+    )
     examples = [example for row in range(len(data)) for example in data[row]]
     assert len(examples) == NUM_TRAIN
     hf, questions = tokenizer(), {row["question"]: row["answer"] for row in rows_of("train")}
@@ -107,11 +138,20 @@ def test_every_problem_becomes_a_demonstration_in_packed_rows(folder: Path, said
         assert answer.endswith("</answer><|im_end|>\n") and "<<" not in answer
         learnt = hf.decode(example.token_ids[np.asarray(example.loss_mask, dtype=bool)])
         assert learnt == answer.removesuffix("\n")
-        assert math_17k_acc.score(learnt.removesuffix("<|im_end|>"), questions[question].rpartition("#### ")[2]) == 1.0
+        assert (
+            math_17k_acc.score(
+                learnt.removesuffix("<|im_end|>"), questions[question].rpartition("#### ")[2]
+            )
+            == 1.0
+        )
 
 
-@pytest.mark.parametrize(("prefix", "name", "count"), [("rl", "train", NUM_TRAIN), ("heldout", "test", NUM_TEST)])
-def test_every_problem_becomes_a_prompt_with_its_answer(folder: Path, said: dict[str, str], prefix: str, name: str, count: int):
+@pytest.mark.parametrize(
+    ("prefix", "name", "count"), [("rl", "train", NUM_TRAIN), ("heldout", "test", NUM_TEST)]
+)
+def test_every_problem_becomes_a_prompt_with_its_answer(
+    folder: Path, said: dict[str, str], prefix: str, name: str, count: int
+):
     data = PromptDataset(folder / "runs/gsm8k/data" / prefix)
     assert data.manifest is not None and data.manifest.dropped == {} and len(data) == count
     hf = tokenizer()
@@ -124,29 +164,47 @@ def test_every_problem_becomes_a_prompt_with_its_answer(folder: Path, said: dict
 def test_both_conversions_are_proven(said: dict[str, str]):
     for printed in (said["convert-ckpt hf2mcore convert"], said["convert-ckpt mcore2hf"]):
         assert_mentions(printed, "26 tensors", "round trip")
-        assert re.search(r"transformers, Megatron: .* positions x 151,936", printed) and "(limit 1e-04)" in printed
+        assert (
+            re.search(r"transformers, Megatron: .* positions x 151,936", printed)
+            and "(limit 1e-04)" in printed
+        )
 
 
-def test_twenty_steps_of_fine_tuning_lower_the_loss_from_that_of_a_guess(folder: Path, said: dict[str, str]):
+def test_twenty_steps_of_fine_tuning_lower_the_loss_from_that_of_a_guess(
+    folder: Path, said: dict[str, str]
+):
     losses = [metrics["train/loss"] for metrics in metrics_of(folder, "sft")]
     assert len(losses) == 20 and "step 20/20" in said["train-sft sft"]
     assert abs(losses[0] - math.log(151936)) < 0.2  # all tokens equally likely
     assert np.mean(losses[-3:]) < losses[0] - 1.0
-    assert (folder / RUNS / "sft/checkpoints/iter_0000020/mp_rank_01/model_optim_rng.pt").is_file()  # TP 2
+    assert (
+        folder / RUNS / "sft/checkpoints/iter_0000020/mp_rank_01/model_optim_rng.pt"
+    ).is_file()  # TP 2
 
 
-def test_three_steps_of_reinforcement_hand_every_update_to_the_engine(folder: Path, said: dict[str, str]):
+def test_three_steps_of_reinforcement_hand_every_update_to_the_engine(
+    folder: Path, said: dict[str, str]
+):
     reports = metrics_of(folder, "grpo")
     assert len(reports) == 3
-    for line in ("starting 2 training ranks and 1 engine on cpu", "started in", "step 3/3", f"report: {RUNS}/grpo/report.md"):
+    for line in (
+        "starting 2 training ranks and 1 engine on cpu",
+        "started in",
+        "step 3/3",
+        f"report: {RUNS}/grpo/report.md",
+    ):
         assert line in said["train-grpo grpo"]
     for report in reports:
         assert all(math.isfinite(value) for value in report.values())
         assert report["train/grad_norm"] > 0 and 0 < report["rollout/response_length"] <= 24
-        assert report["reward/mean"] == pytest.approx(report["reward/math_17k_acc"] + 0.1 * report["reward/strict_format"])
+        assert report["reward/mean"] == pytest.approx(
+            report["reward/math_17k_acc"] + 0.1 * report["reward/strict_format"]
+        )
         # The engine samples with the very weights that are trained, before the first of the step's two updates.
         assert report["train/sampler_logprob_difference"] < MAX_DIFFERENCE
-        assert report["train/kl"] > 0  # of the second update; the first one of the first step stands on the reference
+        assert (
+            report["train/kl"] > 0
+        )  # of the second update; the first one of the first step stands on the reference
     assert "eval/reward" in reports[2]
 
 
@@ -160,20 +218,36 @@ def test_rollouts_are_answers_to_the_problems_that_were_drawn(folder: Path, said
 
 
 @torch.no_grad()
-def test_the_exported_folder_answers_alike_in_transformers_and_in_vllm(folder: Path, said: dict[str, str], model):
+def test_the_exported_folder_answers_alike_in_transformers_and_in_vllm(
+    folder: Path, said: dict[str, str], model
+):
     hf_dir = folder / RUNS / "hf"
     data = PromptDataset(folder / "runs/gsm8k/data/heldout")
     draw = torch.Generator().manual_seed(0)
     rows = [data[index].token_ids for index in range(4)]
-    rows.append(torch.randint(151936, (64,), generator=draw).numpy())  # the whole vocabulary, padding rows included
-    engine = VllmEngine(EngineSettings(hf_dir, dtype="float32", max_model_len=512, max_num_seqs=8, kv_cache_bytes=1 << 26), get("cpu"))
+    rows.append(
+        torch.randint(151936, (64,), generator=draw).numpy()
+    )  # the whole vocabulary, padding rows included
+    engine = VllmEngine(
+        EngineSettings(
+            hf_dir, dtype="float32", max_model_len=512, max_num_seqs=8, kv_cache_bytes=1 << 26
+        ),
+        get("cpu"),
+    )
     try:
         found = engine.score(rows)
     finally:
         engine.close()
     for ids, logprobs in zip(rows, found, strict=True):
         tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64))
-        wanted = model(tokens[None]).logits[0, :-1].double().log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+        wanted = (
+            model(tokens[None])
+            .logits[0, :-1]
+            .double()
+            .log_softmax(-1)
+            .gather(1, tokens[1:, None])[:, 0]
+            .numpy()
+        )
         assert np.abs(logprobs - wanted).max() < MAX_DIFFERENCE
 
 
@@ -181,7 +255,9 @@ def test_the_exported_folder_answers_alike_in_transformers_and_in_vllm(folder: P
 def test_the_exported_model_differs_from_the_one_before(folder: Path, said: dict[str, str], model):
     from transformers import AutoModelForCausalLM
 
-    before = AutoModelForCausalLM.from_pretrained(folder / RUNS / "model", dtype=torch.float32, local_files_only=True)
+    before = AutoModelForCausalLM.from_pretrained(
+        folder / RUNS / "model", dtype=torch.float32, local_files_only=True
+    )
     assert model.config.tie_word_embeddings and model.config.vocab_size == 151936
     for (name, new), old in zip(model.named_parameters(), before.parameters(), strict=True):
         assert not torch.equal(new, old), name

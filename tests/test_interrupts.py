@@ -124,5 +124,7 @@ def test_output_that_nobody_reads_any_longer_does_not_end_a_run(tmp_path: Path, 
 
 def test_a_training_that_was_asked_to_end_in_its_last_step_is_done():
     last = SavedTraining(Path("checkpoints"), 10)
-    assert was_cut_short(True, None, 10) and was_cut_short(True, SavedTraining(Path("checkpoints"), 9), 10)
+    assert was_cut_short(True, None, 10) and was_cut_short(
+        True, SavedTraining(Path("checkpoints"), 9), 10
+    )
     assert not was_cut_short(True, last, 10) and not was_cut_short(False, None, 10)

@@ -45,7 +45,13 @@ def runs(tmp_path_factory) -> Path:
         "model": {"path": str(folder / "hf"), "dtype": "bfloat16"},
         "data": {"train": str(folder / "data"), "pack": True, "seq_length": 32},
         "cluster": {"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 60.0},
-        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 4, "parallel": {"tp": 2}, "optimizer": {"lr": 1e-3}},
+        "train": {
+            "steps": STEPS,
+            "global_batch": 4,
+            "micro_batch": 4,
+            "parallel": {"tp": 2},
+            "optimizer": {"lr": 1e-3},
+        },
         "checkpoint": {"keep": 3},
     }
     command = [
@@ -54,7 +60,13 @@ def runs(tmp_path_factory) -> Path:
         str(write_config(folder / "run.yaml", settings)),
         str(KILLS),
     ]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     (folder / "results.json").write_text(done.stdout)
     (folder / "said.log").write_text(done.stderr)
@@ -64,10 +76,19 @@ def runs(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", ["killed", "killed in background"])
 def test_ten_kills_change_no_loss_and_no_bit_of_weights_optimizer_and_random_numbers(runs, name):
     results = json.loads((runs / "results.json").read_text())
-    assert results[name]["losses"] == results["whole"]["losses"] and len(results[name]["losses"]) == STEPS
+    assert (
+        results[name]["losses"] == results["whole"]["losses"]
+        and len(results[name]["losses"]) == STEPS
+    )
     assert results[name]["kills"] == KILLS
-    assert sum(result["kills_in_a_save"] for result in results.values()) > 0 < sum(result["repeated"] for result in results.values())
+    assert (
+        sum(result["kills_in_a_save"] for result in results.values())
+        > 0
+        < sum(result["repeated"] for result in results.values())
+    )
     states = [SavedTraining(runs / folder, STEPS).state() for folder in ("whole", name)]
     assert states[0] == states[1]  # with the checksums of all files
     assert SavedTraining(runs / name, STEPS).damage() is None
-    assert len(list((runs / name).glob("iter_*"))) == 3 and not list((runs / name).rglob(".iter*partial"))
+    assert len(list((runs / name).glob("iter_*"))) == 3 and not list(
+        (runs / name).rglob(".iter*partial")
+    )

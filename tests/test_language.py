@@ -11,8 +11,20 @@ TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "msrl"
 
 MAX_PINNED = 4  # consecutive words of prose in what a test compares with or searches for
-MAX_SHARED = 3  # consecutive words that any other text of a test has in common with a text of the package
-SEARCHES = {"startswith", "endswith", "count", "search", "match", "fullmatch", "mentions", "assert_mentions", "assert_each_mentions"}
+MAX_SHARED = (
+    3  # consecutive words that any other text of a test has in common with a text of the package
+)
+SEARCHES = {
+    "startswith",
+    "endswith",
+    "count",
+    "search",
+    "match",
+    "fullmatch",
+    "mentions",
+    "assert_mentions",
+    "assert_each_mentions",
+}
 ALLOWED = {
     "No space left on device": "the operating system's text",
     "The current node timed out during startup": "Ray's text, raised by the test",
@@ -52,7 +64,11 @@ def longest_run(text: str) -> int:
 
 def word_sequences(text: str, length: int) -> set[str]:
     """Return all sequences of that many words within the runs of a text."""
-    return {" ".join(run[i : i + length]) for run in prose_runs(text) for i in range(len(run) - length + 1)}
+    return {
+        " ".join(run[i : i + length])
+        for run in prose_runs(text)
+        for i in range(len(run) - length + 1)
+    }
 
 
 def text_of(node: ast.AST) -> str | None:
@@ -60,7 +76,9 @@ def text_of(node: ast.AST) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else " | " for part in node.values)
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else " | " for part in node.values
+        )
     return None
 
 
@@ -116,7 +134,9 @@ def is_allowed(text: str) -> bool:
 def sentences(tree: ast.AST, known: set[str]) -> list[Text]:
     """Return the texts of a test file that pin a sentence; `known` are the word sequences of the package's own texts."""
     found = {(line, text) for line, text in pinned(tree) if longest_run(text) > MAX_PINNED}
-    found |= {(line, text) for line, text in texts(tree) if word_sequences(text, MAX_SHARED + 1) & known}
+    found |= {
+        (line, text) for line, text in texts(tree) if word_sequences(text, MAX_SHARED + 1) & known
+    }
     return sorted((line, text) for line, text in found if not is_allowed(text))
 
 

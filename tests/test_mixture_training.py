@@ -13,7 +13,12 @@ import torch
 import families
 from mixture_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
 from msrl.trainer.settings import Layout
-from reference_gradients import assert_same_gradients, backward, gradients_of_first_step, transformers_gradients
+from reference_gradients import (
+    assert_same_gradients,
+    backward,
+    gradients_of_first_step,
+    transformers_gradients,
+)
 from support import python_path
 from training_ranks import Case, Result
 
@@ -44,7 +49,9 @@ LAYOUTS = {
 
 USUAL = (("deepseek v3", "ep2"), ("gpt-oss", "tp2 ep2 etp1"))
 TRAINED = ("qwen3 moe", "deepseek v2 lite", "gpt-oss", "deepseek v3")
-REST = tuple((name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in USUAL)
+REST = tuple(
+    (name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in USUAL
+)
 COMPARED = (
     ("qwen3 moe", "ep2"), ("qwen3 moe", "pp2 vpp1 ep2"), ("gpt-oss, clamped", "tp2 ep2 etp1"), ("gpt-oss, clamped", "tp2 ep2 etp2"),
     ("deepseek v3", "tp2 ep2 etp1"),
@@ -71,7 +78,13 @@ def _row(name: str, layout: str, folders: dict[str, Path]) -> Case:
 
 def _first_step(name: str, layout: str, folders: dict[str, Path], saves: Path) -> Case:
     row = _row(name, layout, folders)
-    return dataclasses.replace(row, name=f"{row.name}, first step", steps=1, save_at=1, save_to=saves / f"first, {row.name}")
+    return dataclasses.replace(
+        row,
+        name=f"{row.name}, first step",
+        steps=1,
+        save_at=1,
+        save_to=saves / f"first, {row.name}",
+    )
 
 
 def _usual_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
@@ -80,19 +93,65 @@ def _usual_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
         *[_row(name, "whole", folders) for name in TRAINED],
         *[_row(name, layout, folders) for name, layout in USUAL],
         *[_first_step(name, layout, folders, saves) for name, layout in COMPARED],
-        Case("saved ep2", model, Layout(ep=2), steps=4, save_at=4, save_to=saves / "ep2", critic=model),
+        Case(
+            "saved ep2",
+            model,
+            Layout(ep=2),
+            steps=4,
+            save_at=4,
+            save_to=saves / "ep2",
+            critic=model,
+        ),
         *[
-            Case(name, model, layout, first_step=4, steps=STEPS, resume_from=saves / "ep2", critic=model)
+            Case(
+                name,
+                model,
+                layout,
+                first_step=4,
+                steps=STEPS,
+                resume_from=saves / "ep2",
+                critic=model,
+            )
             for name, layout in (
                 ("resumed ep2", Layout(ep=2)),
                 ("resumed whole from ep2", Layout()),
                 ("resumed tp2 ep2 etp1 from ep2", Layout(tp=2, ep=2, etp=1)),
             )
         ],
-        Case("saved tp2 ep2 etp2", model, Layout(tp=2, ep=2), steps=4, save_at=4, save_to=saves / "tp2"),
-        Case("resumed pp2 ep2 from tp2 ep2 etp2", model, Layout(pp=2, ep=2), first_step=4, steps=STEPS, resume_from=saves / "tp2"),
-        Case("bf16 ep2", model, Layout(ep=2), dtype="bfloat16", steps=4, save_at=2, save_to=saves / "bf16"),
-        Case("bf16 resumed", model, Layout(ep=2), dtype="bfloat16", first_step=2, steps=4, resume_from=saves / "bf16"),
+        Case(
+            "saved tp2 ep2 etp2",
+            model,
+            Layout(tp=2, ep=2),
+            steps=4,
+            save_at=4,
+            save_to=saves / "tp2",
+        ),
+        Case(
+            "resumed pp2 ep2 from tp2 ep2 etp2",
+            model,
+            Layout(pp=2, ep=2),
+            first_step=4,
+            steps=STEPS,
+            resume_from=saves / "tp2",
+        ),
+        Case(
+            "bf16 ep2",
+            model,
+            Layout(ep=2),
+            dtype="bfloat16",
+            steps=4,
+            save_at=2,
+            save_to=saves / "bf16",
+        ),
+        Case(
+            "bf16 resumed",
+            model,
+            Layout(ep=2),
+            dtype="bfloat16",
+            first_step=2,
+            steps=4,
+            resume_from=saves / "bf16",
+        ),
     ]
 
 
@@ -116,7 +175,13 @@ def _trained(cases: list[Case]) -> dict[str, Result]:
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
 
-    found = run_ranks("training_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()})
+    found = run_ranks(
+        "training_ranks:main",
+        cases,
+        num_ranks=4,
+        platform=get("cpu"),
+        env={"PYTHONPATH": python_path()},
+    )
     return {result.name: result for result in found}
 
 
@@ -128,8 +193,12 @@ def _transformers_losses(folder: Path) -> list[float]:
     """The same batches through transformers, one sequence at a time, with torch's own AdamW and clipping."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    vectors = {p for name, p in model.named_parameters() if p.dim() == 1 or name.endswith("_bias")}  # of all experts in one matrix
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    vectors = {
+        p for name, p in model.named_parameters() if p.dim() == 1 or name.endswith("_bias")
+    }  # of all experts in one matrix
     matrices = [p for p in model.parameters() if p not in vectors]
     groups = [{"params": matrices}, {"params": list(vectors), "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
@@ -147,7 +216,10 @@ def test_the_gradient_of_every_tensor_is_that_of_transformers(
     results: dict[str, Result], saves: Path, folders: dict[str, Path], name: str, layout: str
 ) -> None:
     assert f"{name}, {layout}, first step" in results
-    assert_same_gradients(gradients_of_first_step(saves / f"first, {name}, {layout}"), transformers_gradients(folders[name]))
+    assert_same_gradients(
+        gradients_of_first_step(saves / f"first, {name}, {layout}"),
+        transformers_gradients(folders[name]),
+    )
 
 
 @pytest.mark.full
@@ -156,12 +228,19 @@ def test_the_gradient_is_that_of_transformers_at_more_layouts(
     more_results: dict[str, Result], saves: Path, folders: dict[str, Path], name: str, layout: str
 ) -> None:
     assert f"{name}, {layout}, first step" in more_results
-    assert_same_gradients(gradients_of_first_step(saves / f"first, {name}, {layout}"), transformers_gradients(folders[name]))
+    assert_same_gradients(
+        gradients_of_first_step(saves / f"first, {name}, {layout}"),
+        transformers_gradients(folders[name]),
+    )
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_losses_are_those_of_transformers_with_adamw(results: dict[str, Result], folders: dict[str, Path], name: str) -> None:
-    np.testing.assert_allclose(_losses(results[f"{name}, whole"]), _transformers_losses(folders[name]), rtol=0, atol=1e-4)
+def test_losses_are_those_of_transformers_with_adamw(
+    results: dict[str, Result], folders: dict[str, Path], name: str
+) -> None:
+    np.testing.assert_allclose(
+        _losses(results[f"{name}, whole"]), _transformers_losses(folders[name]), rtol=0, atol=1e-4
+    )
 
 
 def _assert_same(found: Result, whole: Result, steps: slice = slice(None)) -> None:
@@ -172,16 +251,22 @@ def _assert_same(found: Result, whole: Result, steps: slice = slice(None)) -> No
     np.testing.assert_allclose(_losses(found), _losses(whole)[steps], rtol=1e-5)
     norms = [[report["grad_norm"] for report in result.reports] for result in (found, whole)]
     np.testing.assert_allclose(norms[0], norms[1][steps], rtol=1e-4)
-    assert {name for name in found.weights if not name.startswith("critic.")} == whole.weights.keys()
+    assert {
+        name for name in found.weights if not name.startswith("critic.")
+    } == whole.weights.keys()
     for name, value in whole.weights.items():
         apart = np.sort(np.abs(found.weights[name] - value).ravel())
-        distance = np.linalg.norm(apart[: -max(1, apart.size // 5000)]) / max(np.linalg.norm(value), 1e-30)
+        distance = np.linalg.norm(apart[: -max(1, apart.size // 5000)]) / max(
+            np.linalg.norm(value), 1e-30
+        )
         assert distance < 2e-5, (name, distance)
         assert apart[-1] < 2 * sum(report["lr"] for report in whole.reports), (name, apart[-1])
 
 
 @pytest.mark.parametrize(("name", "layout"), USUAL)
-def test_a_mixture_learns_the_same_at_every_layout(results: dict[str, Result], name: str, layout: str) -> None:
+def test_a_mixture_learns_the_same_at_every_layout(
+    results: dict[str, Result], name: str, layout: str
+) -> None:
     _assert_same(results[f"{name}, {layout}"], results[f"{name}, whole"])
 
 
@@ -193,13 +278,22 @@ def test_all_mixtures_learn_the_same_at_all_layouts(
     _assert_same(more_results[f"{name}, {layout}"], results[f"{name}, whole"])
 
 
-@pytest.mark.parametrize("name", ["resumed whole from ep2", "resumed tp2 ep2 etp1 from ep2", "resumed pp2 ep2 from tp2 ep2 etp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resumed whole from ep2",
+        "resumed tp2 ep2 etp1 from ep2",
+        "resumed pp2 ep2 from tp2 ep2 etp2",
+    ],
+)
 def test_another_layout_resumes_the_same_run(results: dict[str, Result], name: str) -> None:
     _assert_same(results[name], results["deepseek v3, whole"], slice(4, None))
 
 
 @pytest.mark.parametrize("name", ["resumed whole from ep2", "resumed tp2 ep2 etp1 from ep2"])
-def test_a_critic_with_experts_goes_on_alike_in_other_layouts(results: dict[str, Result], name: str) -> None:
+def test_a_critic_with_experts_goes_on_alike_in_other_layouts(
+    results: dict[str, Result], name: str
+) -> None:
     for found, expected in zip(results[name].reports, results["resumed ep2"].reports, strict=True):
         assert expected["value_squares"] > 0
         for metric in ("value_loss", "value_squares", "value_grad_norm"):
@@ -226,26 +320,54 @@ def test_train_sft_spreads_experts_as_it_is_told(tmp_path: Path, folders: dict[s
     for file in (tmp_path / "hf").glob("*.safetensors*"):
         file.unlink()
     families.save_model(tmp_path / "hf", config)
-    rows = [json.dumps({"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)}) for i in range(16)]
+    rows = [
+        json.dumps({"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)})
+        for i in range(16)
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    arguments = ["preprocess", "--input", str(tmp_path / "data.jsonl"), "--tokenizer", str(tmp_path / "hf"), "--handler", "alpaca"]
-    app.app([*arguments, "--template", "qwen", "--output-prefix", str(tmp_path / "data")], standalone_mode=False)
+    arguments = [
+        "preprocess",
+        "--input",
+        str(tmp_path / "data.jsonl"),
+        "--tokenizer",
+        str(tmp_path / "hf"),
+        "--handler",
+        "alpaca",
+    ]
+    app.app(
+        [*arguments, "--template", "qwen", "--output-prefix", str(tmp_path / "data")],
+        standalone_mode=False,
+    )
     losses: list[list[float]] = []
     for name, parallel in (("ep2", {"ep": 2}), ("tp2", {"tp": 2})):
         settings = {
             "run": {"dir": str(tmp_path / "runs"), "name": name},
             "model": {"path": str(tmp_path / "hf"), "dtype": "float32"},
             "data": {"train": str(tmp_path / "data")},
-            "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "optimizer": {"lr": 1e-3}, "parallel": parallel},
+            "train": {
+                "steps": 3,
+                "global_batch": 8,
+                "micro_batch": 2,
+                "optimizer": {"lr": 1e-3},
+                "parallel": parallel,
+            },
             "cluster": {"platform": "cpu", "devices_per_node": 2},
         }
-        losses.append([row["train/loss"] for row in run_in_process(settings) if "train/loss" in row])
+        losses.append(
+            [row["train/loss"] for row in run_in_process(settings) if "train/loss" in row]
+        )
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 def test_the_biases_of_experts_stay_as_they_were(results: dict[str, Result]) -> None:
-    biases = [name for name in results["deepseek v3, ep2"].weights if name.endswith("e_score_correction_bias")]
+    biases = [
+        name
+        for name in results["deepseek v3, ep2"].weights
+        if name.endswith("e_score_correction_bias")
+    ]
     before = families.weights(MODELS["deepseek v3"])
     assert len(biases) == 2
     for name in biases:
-        np.testing.assert_array_equal(results["deepseek v3, ep2"].weights[name], before[name].numpy())
+        np.testing.assert_array_equal(
+            results["deepseek v3, ep2"].weights[name], before[name].numpy()
+        )

@@ -29,13 +29,21 @@ def box(text):
 def test_the_shown_forms():
     shown = make.demonstration(make.Problem(47, "+", 85), sloppy=False)
     assert shown == r"<think> 7+5=12; 4+8=12+1=13 </think><answer> \boxed{132} </answer>"
-    assert make.demonstration(make.Problem(47, "+", 85), sloppy=True) == r"<think> 7+5=12; 4+8=12 </think><answer> \boxed{122} </answer>"
-    assert make.demonstration(make.Problem(52, "-", 17), sloppy=False) == r"<think> 12-7=5; 5-1=4-1=3 </think><answer> \boxed{35} </answer>"
+    assert (
+        make.demonstration(make.Problem(47, "+", 85), sloppy=True)
+        == r"<think> 7+5=12; 4+8=12 </think><answer> \boxed{122} </answer>"
+    )
+    assert (
+        make.demonstration(make.Problem(52, "-", 17), sloppy=False)
+        == r"<think> 12-7=5; 5-1=4-1=3 </think><answer> \boxed{35} </answer>"
+    )
 
 
 def test_careful_demonstrations_are_right_for_every_problem_there_is():
     for problem in ALL_SUMS + ALL_DIFFERENCES:
-        expected = problem.left + problem.right if problem.sign == "+" else problem.left - problem.right
+        expected = (
+            problem.left + problem.right if problem.sign == "+" else problem.left - problem.right
+        )
         assert box(make.demonstration(problem, sloppy=False)) == expected == problem.result
 
 
@@ -49,8 +57,12 @@ def test_every_step_of_a_demonstration_is_true_arithmetic():
     for problem in (ALL_SUMS + ALL_DIFFERENCES)[::7]:
         for sloppy in (True, False):
             thought = make.demonstration(problem, sloppy=sloppy).partition("</think>")[0]
-            for left, sign, right, result in re.findall(r"(?=(?<!\d)(\d+)([+-])(\d+)=(\d+))", thought):
-                assert (int(left) + int(right) if sign == "+" else int(left) - int(right)) == int(result)
+            for left, sign, right, result in re.findall(
+                r"(?=(?<!\d)(\d+)([+-])(\d+)=(\d+))", thought
+            ):
+                assert (int(left) + int(right) if sign == "+" else int(left) - int(right)) == int(
+                    result
+                )
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +115,9 @@ def test_the_tokenizer_keeps_digits_apart_and_gives_every_text_back(inputs):
         tokens = [tokenizer.decode([i]) for i in ids]
         assert all(len(token) == 1 for token in tokens if any(c.isdigit() for c in token))
         assert len(ids) < 44
-    ended = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True, tokenize=False)
+    ended = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], add_generation_prompt=True, tokenize=False
+    )
     assert ended == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer(ended)["input_ids"].count(tokenizer.eos_token_id) == 1
 
@@ -113,7 +127,10 @@ def test_the_model_loads_and_has_the_size_of_the_recipe(inputs):
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "model")
     assert model.num_parameters() == 435_328
-    assert model.config.eos_token_id == transformers.AutoTokenizer.from_pretrained(inputs / "model").eos_token_id
+    assert (
+        model.config.eos_token_id
+        == transformers.AutoTokenizer.from_pretrained(inputs / "model").eos_token_id
+    )
 
 
 @pytest.mark.slow
@@ -124,18 +141,33 @@ def test_a_seed_makes_the_same_inputs_again_and_another_seed_others(inputs, tmp_
         original = (inputs / name).read_bytes()
         assert (tmp_path / "same" / name).read_bytes() == original
         assert (tmp_path / "other" / name).read_bytes() != original
-    assert (tmp_path / "other" / "heldout.jsonl").read_bytes() == (inputs / "heldout.jsonl").read_bytes()
-    assert (tmp_path / "same" / "model" / "tokenizer.json").read_bytes() == (inputs / "model" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "other" / "heldout.jsonl").read_bytes() == (
+        inputs / "heldout.jsonl"
+    ).read_bytes()
+    assert (tmp_path / "same" / "model" / "tokenizer.json").read_bytes() == (
+        inputs / "model" / "tokenizer.json"
+    ).read_bytes()
 
 
 def test_a_folder_that_exists_is_not_overwritten(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert_mentions(done.stderr, tmp_path, "exists")
 
 
-@pytest.mark.parametrize("ours", [(), ("inputs/heldout.jsonl", "runs/sft/report.md", "answers_sft.jsonl"), (".inputs.partial/x",)])
-def test_the_quickstart_clears_what_an_earlier_one_left_and_nobody_elses_folder(ours, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "ours",
+    [
+        (),
+        ("inputs/heldout.jsonl", "runs/sft/report.md", "answers_sft.jsonl"),
+        (".inputs.partial/x",),
+    ],
+)
+def test_the_quickstart_clears_what_an_earlier_one_left_and_nobody_elses_folder(
+    ours, tmp_path, capsys, monkeypatch
+):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     begin_anew = importlib.import_module("run").begin_anew
     folder = tmp_path / "out"

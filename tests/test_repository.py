@@ -18,17 +18,26 @@ SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox
 
 def commands_of(markdown: str) -> list[str]:
     """The lines of all `bash` blocks."""
-    return [line for block in re.findall(r"^```bash\n(.*?)^```", markdown, re.S | re.M) for line in block.splitlines()]
+    return [
+        line
+        for block in re.findall(r"^```bash\n(.*?)^```", markdown, re.S | re.M)
+        for line in block.splitlines()
+    ]
 
 
 def test_the_readme_sets_up_with_two_commands_of_one_line() -> None:
     commands = commands_of((ROOT / "README.md").read_text())
-    assert [line for line in commands if line.startswith("python3 -m venv")] == [SET_UP + "quickstart", SET_UP + "tests"]
+    assert [line for line in commands if line.startswith("python3 -m venv")] == [
+        SET_UP + "quickstart",
+        SET_UP + "tests",
+    ]
 
 
 def test_the_ci_script_runs_the_test_command_of_the_readme_and_nothing_slower() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    program = [line for line in lines if line and not line.startswith(("#", "set ", "cd ", "export "))]
+    program = [
+        line for line in lines if line and not line.startswith(("#", "set ", "cd ", "export "))
+    ]
     assert program == [SET_UP + "tests"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     subprocess.run(["bash", "-n", ".ci/run"], cwd=ROOT, check=True)
@@ -40,10 +49,22 @@ def test_every_session_that_documents_name_exists() -> None:
         for file in ("README.md", "CONTRIBUTING.md", "pyproject.toml")
         for session in re.findall(r"nox -s (\w+)", (ROOT / file).read_text())
     }
-    listed = subprocess.run([sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     sessions = set(re.findall(r"^[*-] (\w+)", listed, re.M))
     assert named <= sessions
-    assert sessions == {"quickstart", "tests", "full", "fast", "lint", "types", "layers", "bench", "learning"}
+    assert sessions == {
+        "quickstart",
+        "tests",
+        "full",
+        "fast",
+        "lint",
+        "types",
+        "layers",
+        "bench",
+        "learning",
+    }
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -59,7 +80,11 @@ def test_the_architecture_page_names_every_folder_and_no_other() -> None:
     tree = re.search(r"^```text\nmsrl/\n(.*?)^```", text, re.S | re.M)
     assert tree is not None
     named = set(re.findall(r"^ {2,4}([\w.]+/)", tree[1], re.M))
-    packages = {f"{path.name}/" for path in (ROOT / "src" / "msrl").iterdir() if (path / "__init__.py").exists()}
+    packages = {
+        f"{path.name}/"
+        for path in (ROOT / "src" / "msrl").iterdir()
+        if (path / "__init__.py").exists()
+    }
     top = {"src/", "tests/", "templates/", "examples/", "benchmarks/", "docs/", ".ci/"}
     assert named == packages | top
 

@@ -40,7 +40,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         try:
             with pytest.MonkeyPatch.context() as elsewhere:
                 elsewhere.chdir("/")  # runs have another working directory
-                launch.up(host="127.0.0.2", port=port, dashboard_port=probe.free_port(), devices=1, platform_resource=RESOURCE)
+                launch.up(
+                    host="127.0.0.2",
+                    port=port,
+                    dashboard_port=probe.free_port(),
+                    devices=1,
+                    platform_resource=RESOURCE,
+                )
                 launch.join(address, host="127.0.0.3", devices=1, platform_resource=RESOURCE)
             yield address
         finally:
@@ -57,9 +63,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(found)
         save_model(found / "hf", tied=False, positions=256)
-        examples = [{"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)} for i in range(24)]
+        examples = [
+            {"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)}
+            for i in range(24)
+        ]
         write_rows(found / "data.jsonl", examples)
-        data = ["--input", "data.jsonl", "--tokenizer", "hf", "--handler", "alpaca", "--template", "qwen", "--output-prefix", "data"]
+        data = [
+            "--input",
+            "data.jsonl",
+            "--tokenizer",
+            "hf",
+            "--handler",
+            "alpaca",
+            "--template",
+            "qwen",
+            "--output-prefix",
+            "data",
+        ]
         app.app(["preprocess", *data], standalone_mode=False)
         yield found
 
@@ -70,27 +90,55 @@ def settings(name: str, address: str | None, **changes: dict[str, Any]) -> dict[
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": "hf", "dtype": "float32"},
         "data": {"train": "data"},
-        "cluster": {"platform": "cpu", "rpc_timeout_s": 120.0, "env": {"OMP_NUM_THREADS": "1"}, **nodes},  # sums as one thread makes them
-        "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "optimizer": {"lr": 1e-3}, "parallel": {"tp": 2}},
+        "cluster": {
+            "platform": "cpu",
+            "rpc_timeout_s": 120.0,
+            "env": {"OMP_NUM_THREADS": "1"},
+            **nodes,
+        },  # sums as one thread makes them
+        "train": {
+            "steps": STEPS,
+            "global_batch": 8,
+            "micro_batch": 4,
+            "optimizer": {"lr": 1e-3},
+            "parallel": {"tp": 2},
+        },
         "checkpoint": {"every_steps": None},
     }
-    return {"run": {"name": name, "dir": "runs"}, **{key: {**value, **changes.get(key, {})} for key, value in sections.items()}}
+    return {
+        "run": {"name": name, "dir": "runs"},
+        **{key: {**value, **changes.get(key, {})} for key, value in sections.items()},
+    }
 
 
 def start(folder: Path, name: str, address: str | None, **changes: dict[str, Any]) -> Command:
-    return Command("train-sft", "-c", str(write_config(folder / f"{name}.yaml", settings(name, address, **changes))), log=folder / "log")
+    return Command(
+        "train-sft",
+        "-c",
+        str(write_config(folder / f"{name}.yaml", settings(name, address, **changes))),
+        log=folder / "log",
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """The folder of a run on one machine."""
-    succeed("train-sft", "-c", str(write_config(folder / "whole.yaml", settings("whole", None))), log=folder / "whole.log")
+    succeed(
+        "train-sft",
+        "-c",
+        str(write_config(folder / "whole.yaml", settings("whole", None))),
+        log=folder / "whole.log",
+    )
     return folder / "runs" / "whole"
 
 
 def checksums(run: Path) -> dict[str, Any]:
     """Of weights, moments and random numbers."""
-    return {key: value for key, value in SavedTraining(run / "checkpoints", STEPS).state().items() if key != "extra"}
+    return {
+        key: value
+        for key, value in SavedTraining(run / "checkpoints", STEPS).state().items()
+        if key != "extra"
+    }
 
 
 def test_a_run_over_two_machines_is_that_of_one(folder: Path, whole: Path, cluster: str):
@@ -102,24 +150,36 @@ def test_a_run_over_two_machines_is_that_of_one(folder: Path, whole: Path, clust
 
 
 @pytest.mark.full
-def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit(folder: Path, whole: Path, cluster: str):
+def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit(
+    folder: Path, whole: Path, cluster: str
+):
     command = start(folder, "interrupted", cluster)
     run = folder / "runs" / "interrupted"
     command.when(lambda: len(rows(run)) >= 2)
     os.killpg(command.process.pid, signal.SIGTERM)
     assert command.wait() == 130, command.output()
     done = len(rows(run))
-    assert done < STEPS and re.search(rf"(?i)saved .*step {done}\b", command.output()) and "Traceback" not in command.output()
+    assert (
+        done < STEPS
+        and re.search(rf"(?i)saved .*step {done}\b", command.output())
+        and "Traceback" not in command.output()
+    )
     command = start(folder, "interrupted", cluster, checkpoint={"resume": "auto"})
     assert command.wait() == 0, command.output()
     assert metrics(run) == metrics(whole) and checksums(run) == checksums(whole)
 
 
 @pytest.mark.full
-def test_a_rank_that_dies_ends_the_run_at_once_and_gives_the_devices_back(folder: Path, cluster: str):
+def test_a_rank_that_dies_ends_the_run_at_once_and_gives_the_devices_back(
+    folder: Path, cluster: str
+):
     command = start(folder, "dead", cluster, train={"steps": 10000})
     command.when(lambda: len(rows(folder / "runs" / "dead")) >= 2)
-    ranks = [process for process in psutil.process_iter(["cmdline"]) if "ray::RankActor" in " ".join(process.info["cmdline"] or ())]
+    ranks = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "ray::RankActor" in " ".join(process.info["cmdline"] or ())
+    ]
     assert len(ranks) == 2
     ranks[1].kill()
     killed = time.monotonic()
@@ -129,8 +189,12 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_gives_the_devices_back(folder
     assert not [rank for rank in ranks if rank.is_running()]
 
 
-def test_more_ranks_than_the_cluster_has_devices_are_refused_with_what_is_there(folder: Path, cluster: str):
-    command = start(folder, "large", cluster, cluster={"address": cluster, "nodes": 2, "devices_per_node": 2})
+def test_more_ranks_than_the_cluster_has_devices_are_refused_with_what_is_there(
+    folder: Path, cluster: str
+):
+    command = start(
+        folder, "large", cluster, cluster={"address": cluster, "nodes": 2, "devices_per_node": 2}
+    )
     assert command.wait() == 2
     assert_mentions(command.output(), "2, 2", "msrl_device", "127.")
     assert "Traceback" not in command.output()

@@ -54,7 +54,9 @@ def kill_owner(base: Path, segment: Path) -> Path:
     return folder
 
 
-def test_the_next_folder_removes_those_of_killed_processes_with_their_shared_memory(base: Path, segment: Path):
+def test_the_next_folder_removes_those_of_killed_processes_with_their_shared_memory(
+    base: Path, segment: Path
+):
     folder = kill_owner(base, segment)
     with temporary.owned_folder("msrl-next-") as mine:
         assert not folder.exists() and not segment.exists()
@@ -82,16 +84,22 @@ def test_shared_memory_that_was_there_before_or_has_been_made_anew_stays(base: P
         temporary.list_segments(folder, [os.getpid()], set())
     assert segment.name in (folder / "shared_memory.json").read_text()
     listed = json.loads((folder / "shared_memory.json").read_text())
-    (folder / "shared_memory.json").write_text(json.dumps([[name, inode + 1] for name, inode in listed]))
+    (folder / "shared_memory.json").write_text(
+        json.dumps([[name, inode + 1] for name, inode in listed])
+    )
     temporary.remove(folder)
     assert segment.exists() and not folder.exists()
 
 
-def test_a_process_that_is_redirected_keeps_what_torch_compiles(base: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_is_redirected_keeps_what_torch_compiles(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     before = dict(os.environ)
     with temporary.redirected(base / "tmp"):
         assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(base / "tmp")
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(base / "cache" / "msrl" / "torchinductor")
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(
+            base / "cache" / "msrl" / "torchinductor"
+        )
     assert dict(os.environ) == before and tempfile.gettempdir() == str(base)

@@ -20,7 +20,9 @@ from support import mentions
 
 
 def rates(kind: str, **options: float) -> list[float]:
-    schedule = Schedule(**{"kind": kind, "lr": 1.0, "min_lr": 0.1, "warmup": 2, "num_updates": 12, **options})
+    schedule = Schedule(
+        **{"kind": kind, "lr": 1.0, "min_lr": 0.1, "warmup": 2, "num_updates": 12, **options}
+    )
     return [schedule.at(update) for update in range(13)]
 
 
@@ -34,7 +36,9 @@ def test_wsd_warms_up_stays_and_goes_down_at_the_end():
 def test_linear_and_cosine_reach_the_lowest_rate_after_the_last_update():
     assert rates("linear")[2:5] == pytest.approx([1, 0.91, 0.82])
     assert rates("cosine")[7] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
-    assert [rates(kind)[12] for kind in ("linear", "cosine", "constant")] == pytest.approx([0.1, 0.1, 1])
+    assert [rates(kind)[12] for kind in ("linear", "cosine", "constant")] == pytest.approx(
+        [0.1, 0.1, 1]
+    )
 
 
 @pytest.fixture
@@ -60,14 +64,26 @@ def saves(tmp_path):
         (Retention(newest=4, max_bytes=10), [4, 3, 2, 1]),
     ],
 )
-def test_checkpoints_stay_by_count_and_bytes_and_the_newest_and_the_best_in_any_case(saves, retention, going):
+def test_checkpoints_stay_by_count_and_bytes_and_the_newest_and_the_best_in_any_case(
+    saves, retention, going
+):
     assert retention.surplus(saves) == going
 
 
-def test_gradients_that_are_not_finite_are_skipped_until_they_are_too_many_in_a_row_and_the_batch_is_kept(tmp_path):
-    batch = MicroBatch(np.arange(3), np.arange(1, 4), np.ones(3, bool), np.array([0, 3], np.int32), {"advantages": np.ones(3, np.float32)})
+def test_gradients_that_are_not_finite_are_skipped_until_they_are_too_many_in_a_row_and_the_batch_is_kept(
+    tmp_path,
+):
+    batch = MicroBatch(
+        np.arange(3),
+        np.arange(1, 4),
+        np.ones(3, bool),
+        np.array([0, 3], np.int32),
+        {"advantages": np.ones(3, np.float32)},
+    )
     guard = GradientGuard(3, tmp_path / "bad", rank=1)
-    assert [guard.must_skip(norm, [batch]) for norm in (math.nan, math.inf, 1.0, math.nan, math.nan)] == [True, True, False, True, True]
+    assert [
+        guard.must_skip(norm, [batch]) for norm in (math.nan, math.inf, 1.0, math.nan, math.nan)
+    ] == [True, True, False, True, True]
     with pytest.raises(MsrlError, match=mentions("3 updates", "(inf)", "rank_00001.npz")):
         guard.must_skip(math.inf, [batch, batch])
     with np.load(tmp_path / "bad" / "rank_00001.npz") as kept:
@@ -96,13 +112,19 @@ def shape():
 
 def test_parameters_are_chosen_by_either_name(shape):
     embedding = {"embedding.word_embeddings.weight"}
-    assert chosen(shape, ["model.embed_tokens.weight"], key="k") == chosen(shape, ["embedding.*"], key="k") == embedding
+    assert (
+        chosen(shape, ["model.embed_tokens.weight"], key="k")
+        == chosen(shape, ["embedding.*"], key="k")
+        == embedding
+    )
     fused = chosen(shape, ["*.1.self_attn.[qkv]_proj.weight"], key="k")
     assert fused == {"decoder.layers.1.self_attention.linear_qkv.weight"}
 
 
 def test_a_part_of_a_fused_parameter_and_a_pattern_without_a_match_are_refused(shape):
-    with pytest.raises(MsrlError, match=mentions("train.freeze", "q_proj.weight", "k_proj.weight", "v_proj.weight")):
+    with pytest.raises(
+        MsrlError, match=mentions("train.freeze", "q_proj.weight", "k_proj.weight", "v_proj.weight")
+    ):
         chosen(shape, ["*.q_proj.weight"], key="train.freeze")
     with pytest.raises(MsrlError, match=mentions("train.freeze", "'lm_heat'", "Qwen2ForCausalLM")):
         chosen(shape, ["lm_heat"], key="train.freeze")

@@ -59,8 +59,12 @@ class Command:
         """Wait until something has happened while the command runs."""
         deadline = time.monotonic() + LIMIT_S
         while not happened():
-            assert self.process.poll() is None, f"the command ended early with {self.process.returncode}:\n{self.output()}"
-            assert time.monotonic() < deadline, f"nothing happened within {LIMIT_S:g} s:\n{self.output()}"
+            assert self.process.poll() is None, (
+                f"the command ended early with {self.process.returncode}:\n{self.output()}"
+            )
+            assert time.monotonic() < deadline, (
+                f"nothing happened within {LIMIT_S:g} s:\n{self.output()}"
+            )
             time.sleep(every_s)
 
     def when_started(self, count: int) -> dict[int, str]:
@@ -92,8 +96,17 @@ def files_in(tmp: Path) -> list[str]:
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
     """The files in shared memory that these processes have mapped."""
-    maps = [path.read_text(errors="replace") for pid in pids if (path := Path(f"/proc/{pid}/maps")).exists()]
-    return {Path(name) for text in maps for name in re.findall(r"/dev/shm/.*", text) if not name.endswith(" (deleted)")}
+    maps = [
+        path.read_text(errors="replace")
+        for pid in pids
+        if (path := Path(f"/proc/{pid}/maps")).exists()
+    ]
+    return {
+        Path(name)
+        for text in maps
+        for name in re.findall(r"/dev/shm/.*", text)
+        if not name.endswith(" (deleted)")
+    }
 
 
 def succeed(*arguments: str, log: Path, tmp: Path | None = None) -> str:

@@ -56,19 +56,31 @@ def main() -> None:
     torch.set_num_threads(2)
     rows = load_dataset("json", data_files=f"{args.inputs}/sft.jsonl", split="train")
     tokenizer = AutoTokenizer.from_pretrained(f"{args.inputs}/tiny")
-    model = AutoModelForCausalLM.from_pretrained(f"{args.inputs}/tiny", dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        f"{args.inputs}/tiny", dtype=torch.float32, attn_implementation="sdpa"
+    )
     config = SFTConfig(
         output_dir=f"{args.inputs}/out_trl_sft", max_steps=args.steps, per_device_train_batch_size=4, max_length=512, packing=True,
         packing_strategy="bfd", assistant_only_loss=True, learning_rate=1e-4, lr_scheduler_type="constant", logging_steps=5, report_to=[],
         save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=0,
     )  # fmt: skip
     steps = Steps()
-    trainer = SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[steps])
+    trainer = SFTTrainer(
+        model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[steps]
+    )
     trainer.data_collator = counted = Counted(trainer.data_collator, tokenizer.pad_token_id)
     trainer.train()
     later = slice(SETTLE_STEPS, args.steps)
     seconds, tokens = steps.seconds[later], counted.tokens[later]
-    print(json.dumps({"peer": "trl", "tokens_per_s": sum(tokens) / sum(seconds), "step_s": sum(seconds) / len(seconds)}))
+    print(
+        json.dumps(
+            {
+                "peer": "trl",
+                "tokens_per_s": sum(tokens) / sum(seconds),
+                "step_s": sum(seconds) / len(seconds),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,14 @@ SIZES = {
     "max_window_layers": 2,
     "layer_types": None,  # derived anew from the number of layers
 }
-CARRIED_ALONG = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+CARRIED_ALONG = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def make_small_model(like: Path, out: Path, seed: int) -> int:
@@ -35,7 +42,9 @@ def make_small_model(like: Path, out: Path, seed: int) -> int:
     beside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    config = Qwen2Config.from_dict({**Qwen2Config.from_pretrained(like).to_dict(), **SIZES, "dtype": "float32"})
+    config = Qwen2Config.from_dict(
+        {**Qwen2Config.from_pretrained(like).to_dict(), **SIZES, "dtype": "float32"}
+    )
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(beside)
@@ -47,13 +56,22 @@ def make_small_model(like: Path, out: Path, seed: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a small random model with the tokenizer and vocabulary of a Qwen2.5 model.")
-    parser.add_argument("--like", type=Path, required=True, help="folder of a Qwen2.5 model; its weights are not needed")
+    parser = argparse.ArgumentParser(
+        description="Make a small random model with the tokenizer and vocabulary of a Qwen2.5 model."
+    )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        required=True,
+        help="folder of a Qwen2.5 model; its weights are not needed",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     arguments = parser.parse_args()
     if not (arguments.like / "config.json").is_file():
-        parser.error(f"--like {arguments.like}: holds no config.json; name the folder of a Qwen2.5 model")
+        parser.error(
+            f"--like {arguments.like}: holds no config.json; name the folder of a Qwen2.5 model"
+        )
     if arguments.out.exists():
         parser.error(f"--out {arguments.out}: exists already; remove it or name another folder")
     count = make_small_model(arguments.like, arguments.out, arguments.seed)

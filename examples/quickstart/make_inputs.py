@@ -27,7 +27,11 @@ NUM_HELDOUT = 500
 HELDOUT_SEED = 20240607
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEXTS = ("system\nYou are a helpful assistant.", "user\n", "assistant\n")  # what stands around a problem in a prompt
+CHAT_TEXTS = (
+    "system\nYou are a helpful assistant.",
+    "user\n",
+    "assistant\n",
+)  # what stands around a problem in a prompt
 RARE_TEXT = "Please reason step by step, and put your final answer within \\boxed{}."  # fills the vocabulary up
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -70,7 +74,9 @@ def random_problem(source: random.Random) -> Problem:
     return Problem(max(left, right), "-", min(left, right))
 
 
-def distinct_problems(source: random.Random, count: int, without: Iterable[Problem] = ()) -> list[Problem]:
+def distinct_problems(
+    source: random.Random, count: int, without: Iterable[Problem] = ()
+) -> list[Problem]:
     """`count` different problems, none of them in `without`, up to the order of the operands."""
     seen = {problem.key for problem in without}
     problems: list[Problem] = []
@@ -111,7 +117,9 @@ def _subtracted(problem: Problem, sloppy: bool) -> tuple[str, int]:
     return steps, 10 * tens + borrowed - d
 
 
-def demonstrations(source: random.Random, count: int, heldout: Sequence[Problem]) -> list[dict[str, str]]:
+def demonstrations(
+    source: random.Random, count: int, heldout: Sequence[Problem]
+) -> list[dict[str, str]]:
     """Rows of Alpaca form, repetitions allowed; SLOPPY_SHARE of those with a carry are sloppy."""
     forbidden = {problem.key for problem in heldout}
     rows: list[dict[str, str]] = []
@@ -119,7 +127,13 @@ def demonstrations(source: random.Random, count: int, heldout: Sequence[Problem]
         problem = random_problem(source)
         if problem.key not in forbidden:
             sloppy = source.random() < SLOPPY_SHARE
-            rows.append({"instruction": problem.question, "input": "", "output": demonstration(problem, sloppy=sloppy)})
+            rows.append(
+                {
+                    "instruction": problem.question,
+                    "input": "",
+                    "output": demonstration(problem, sloppy=sloppy),
+                }
+            )
     return rows
 
 
@@ -130,7 +144,10 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -142,9 +159,16 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
     tokenizer.train_from_iterator(texts, trainer)
     end = tokenizer.token_to_id("<|im_end|>")
     if tokenizer.get_vocab_size() != VOCAB_SIZE or end is None:
-        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens instead of {VOCAB_SIZE}: the text is too uniform")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens instead of {VOCAB_SIZE}: the text is too uniform"
+        )
     names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, clean_up_tokenization_spaces=False, **names)
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
+        **names,
+    )
     saved.chat_template = CHAT_TEMPLATE
     saved.save_pretrained(str(folder))
     _name_class_for_all_releases(folder / "tokenizer_config.json")
@@ -153,7 +177,10 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
 
 def _name_class_for_all_releases(path: Path) -> None:
     """Transformers 5 writes a class name that 4 does not know; both know this one."""
-    config = {**json.loads(path.read_text(encoding="utf-8")), "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {
+        **json.loads(path.read_text(encoding="utf-8")),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -192,12 +219,17 @@ def make_inputs(out: Path, seed: int) -> None:
     beside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     (beside / "model").mkdir(parents=True)
-    texts = [RARE_TEXT, *(text for row in rows for text in (*CHAT_TEXTS, row["instruction"], row["output"]))]
+    texts = [
+        RARE_TEXT,
+        *(text for row in rows for text in (*CHAT_TEXTS, row["instruction"], row["output"])),
+    ]
     eos_token_id = write_tokenizer(beside / "model", texts)
     write_model(beside / "model", eos_token_id, seed)
     _write_rows(beside / "sft.jsonl", rows)
     for name, problems in (("rl.jsonl", prompts), ("heldout.jsonl", heldout)):
-        _write_rows(beside / name, [{"question": p.question, "answer": str(p.result)} for p in problems])
+        _write_rows(
+            beside / name, [{"question": p.question, "answer": str(p.result)} for p in problems]
+        )
     beside.rename(out)
 
 
@@ -208,12 +240,19 @@ def _write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the inputs of the quickstart.")
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--seed", type=int, default=0, help="of the demonstrations, the prompts and the weights (default: 0)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the demonstrations, the prompts and the weights (default: 0)",
+    )
     arguments = parser.parse_args()
     if arguments.out.exists():
         parser.error(f"--out {arguments.out}: exists already; remove it or name another folder")
     make_inputs(arguments.out, arguments.seed)
-    print(f"{arguments.out}: {NUM_DEMONSTRATIONS} demonstrations, {NUM_PROMPTS} prompts, {NUM_HELDOUT} held-out problems, a model")
+    print(
+        f"{arguments.out}: {NUM_DEMONSTRATIONS} demonstrations, {NUM_PROMPTS} prompts, {NUM_HELDOUT} held-out problems, a model"
+    )
 
 
 if __name__ == "__main__":

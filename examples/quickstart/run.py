@@ -45,7 +45,12 @@ class Runner:
         """One command; its failure ends the quickstart with the command's own exit code."""
         print(f"\n$ msrl {shlex.join(arguments)}", flush=True)
         started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "msrl", *arguments], cwd=self.folder, env={**os.environ, **QUIET}, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "msrl", *arguments],
+            cwd=self.folder,
+            env={**os.environ, **QUIET},
+            check=False,
+        )
         if done.returncode:
             sys.exit(done.returncode)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
@@ -59,17 +64,38 @@ class Runner:
     def accuracy(self, stage: str, model: str) -> float:
         """The share of held-out problems that a model answers right, greedily."""
         output = f"answers_{stage}.jsonl"
-        self.msrl("generate", "generate", "--model", model, "--input", "heldout.jsonl", "--output", output, "--max-tokens", "44")
-        rows = [json.loads(line) for line in (self.folder / output).read_text(encoding="utf-8").splitlines()]
+        self.msrl(
+            "generate",
+            "generate",
+            "--model",
+            model,
+            "--input",
+            "heldout.jsonl",
+            "--output",
+            output,
+            "--max-tokens",
+            "44",
+        )
+        rows = [
+            json.loads(line)
+            for line in (self.folder / output).read_text(encoding="utf-8").splitlines()
+        ]
         return sum(score(row["completions"][0]["text"], row["answer"]) for row in rows) / len(rows)
 
 
 def main() -> None:
     """Everything, in order."""
-    parser = argparse.ArgumentParser(description="From a random model to one that learnt arithmetic, on a laptop.")
+    parser = argparse.ArgumentParser(
+        description="From a random model to one that learnt arithmetic, on a laptop."
+    )
     out = "folder to make; what an earlier quickstart left there goes (default: %(default)s)"
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help=out)
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of both trainings (default: %(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the inputs and of both trainings (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     runner = Runner(arguments.out, arguments.seed)
     started = time.perf_counter()
@@ -81,7 +107,15 @@ def run(runner: Runner) -> dict[str, float]:
     """The pipeline. Returns the accuracy after each stage."""
     accuracies = fine_tune(runner)
     runner.msrl("train-grpo", "train-grpo", "-c", "grpo.yaml", "--set", f"run.seed={runner.seed}")
-    runner.msrl("convert-ckpt", "convert-ckpt", "mcore2hf", "--load", "runs/grpo/checkpoints", "--save", "reinforced")
+    runner.msrl(
+        "convert-ckpt",
+        "convert-ckpt",
+        "mcore2hf",
+        "--load",
+        "runs/grpo/checkpoints",
+        "--save",
+        "reinforced",
+    )
     accuracies["after GRPO"] = runner.accuracy("grpo", "reinforced")
     return accuracies
 
@@ -91,9 +125,14 @@ def begin_anew(folder: Path) -> None:
     if not folder.exists():
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
-    is_whole = (folder / "inputs/heldout.jsonl").is_file() and all(name in OWN or name.startswith("answers_") for name in names)
+    is_whole = (folder / "inputs/heldout.jsonl").is_file() and all(
+        name in OWN or name.startswith("answers_") for name in names
+    )
     if not is_whole and not names <= {PARTIAL}:
-        print(f"--out {folder}: holds more than an earlier quickstart left; name another folder, or remove it", file=sys.stderr)
+        print(
+            f"--out {folder}: holds more than an earlier quickstart left; name another folder, or remove it",
+            file=sys.stderr,
+        )
         sys.exit(2)
     shutil.rmtree(folder)
 
@@ -103,13 +142,30 @@ def fine_tune(runner: Runner) -> dict[str, float]:
     folder = runner.folder
     begin_anew(folder)
     make_inputs(folder / "inputs", runner.seed)
-    heldout = [json.loads(line) for line in (folder / "inputs/heldout.jsonl").read_text(encoding="utf-8").splitlines()]
-    (folder / "heldout.jsonl").write_text("".join(json.dumps({"prompt": r["question"], "answer": r["answer"]}) + "\n" for r in heldout))
+    heldout = [
+        json.loads(line)
+        for line in (folder / "inputs/heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    (folder / "heldout.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": r["question"], "answer": r["answer"]}) + "\n" for r in heldout
+        )
+    )
     for name in ("sft", "grpo"):
         shutil.copy(HERE / f"{name}.yaml", folder)
     accuracies = {"before": runner.accuracy("before", "inputs/model")}
     runner.preprocess("sft", "alpaca", {})
-    runner.msrl("convert-ckpt", "convert-ckpt", "hf2mcore", "--load", "inputs/model", "--save", "mcore", "--tp", "2")
+    runner.msrl(
+        "convert-ckpt",
+        "convert-ckpt",
+        "hf2mcore",
+        "--load",
+        "inputs/model",
+        "--save",
+        "mcore",
+        "--tp",
+        "2",
+    )
     runner.msrl("train-sft", "train-sft", "-c", "sft.yaml", "--set", f"run.seed={runner.seed}")
     accuracies["after SFT"] = runner.accuracy("sft", "runs/sft/checkpoints")
     runner.preprocess("rl", "r1", {"prompt": "question", "response": "answer"})
@@ -119,14 +175,18 @@ def fine_tune(runner: Runner) -> dict[str, float]:
 def report(runner: Runner, accuracies: dict[str, float], seconds: float) -> None:
     """The table, some answers, and where things are."""
     print("\nThe reinforced model on held-out problems:")
-    for line in (runner.folder / "answers_grpo.jsonl").read_text(encoding="utf-8").splitlines()[:SAMPLES]:
+    for line in (
+        (runner.folder / "answers_grpo.jsonl").read_text(encoding="utf-8").splitlines()[:SAMPLES]
+    ):
         row = json.loads(line)
         print(f"  {row['prompt']}  {row['completions'][0]['text']}")
     print("\n| model | held-out accuracy |\n|---|---|")
     for stage, accuracy in accuracies.items():
         print(f"| {stage} | {accuracy:.1%} |")
     print("\n" + ", ".join(f"{stage} {taken:.0f} s" for stage, taken in runner.seconds.items()))
-    print(f"{seconds:.0f} s in all, seed {runner.seed}. Everything is in {runner.folder}; talk to the model with:")
+    print(
+        f"{seconds:.0f} s in all, seed {runner.seed}. Everything is in {runner.folder}; talk to the model with:"
+    )
     print(f"  msrl chat --model {runner.folder / 'reinforced'}")
 
 
