@@ -1,6 +1,6 @@
-"""What is asked of a device: small models and the ways to train them, real shapes to be measured, and what comes back.
+"""Jobs of the device benchmark and their results: trainings of small models, speed of real shapes.
 
-Light to import: the process that the user started makes the jobs, and rank processes get them as they are.
+The launching process creates the jobs and sends them to rank processes, so the imports are light.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Literal
 from benchmarks.checkpoints import HALF_BILLION
 
 STEPS = 10
-# Relative, of every loss and of the first gradient's norm. Later gradients are of weights that were rounded differently: those norms are
-# told and not judged.
-LOSS_BARS = {"bfloat16": 2e-2, "float32": 1e-4}
-NORM_BARS = {"bfloat16": 2e-2, "float32": 1e-4}
+# Relative errors of every loss and of the first gradient norm. Later gradients belong to weights
+# with different rounding errors, so their norms are reported without a limit.
+LOSS_LIMITS = {"bfloat16": 2e-2, "float32": 1e-4}
+NORM_LIMITS = {"bfloat16": 2e-2, "float32": 1e-4}
 ONE_AND_A_HALF_BILLION = {
     **HALF_BILLION,
     "hidden_size": 1536,
@@ -29,9 +29,10 @@ ONE_AND_A_HALF_BILLION = {
 
 @dataclass(frozen=True)
 class Training:
-    """Steps on one batch from the weights in the folder `model`; `settings` are those of `WorkerSettings`.
+    """Training steps on one batch from the weights in the folder `model`.
 
-    With `resumes_at` it is saved after so many steps, and gone on with by a new worker. A deterministic one is done twice.
+    `settings` are fields of `WorkerSettings`. With `resumes_at`, the training is saved after that
+    step, and a new worker resumes it. A deterministic training runs twice.
     """
 
     name: str
@@ -39,29 +40,32 @@ class Training:
     dtype: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_packed: bool = True
-    fused: bool = True  # by the platform's attention, where it has one for such heads
+    fused: bool = True  # use the platform's fused attention if it supports the head size
     resumes_at: int | None = None
     lr: float = 1e-4
 
     @property
     def reference(self) -> str:
-        """What it is compared with: the plain way to train the same."""
+        """Return the name of the plain training that this one is compared with."""
         return f"{self.model} with adapters" if "lora" in self.settings else self.model
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Steps of a shape in bfloat16 on `num_rows` packed rows, `rows_at_once` of them in a micro-batch; the last one under the profiler."""
+    """Timed bfloat16 steps on `num_rows` packed rows in micro-batches of `rows_at_once` rows.
+
+    The last step runs under the profiler.
+    """
 
     name: str
     model: str
     num_rows: int
     rows_at_once: int
-    row: tuple[int, ...]  # lengths of the sequences in each
+    row: tuple[int, ...]  # lengths of the sequences in each row
     steps: int
 
     def smaller(self) -> Speed | None:
-        """The same in smaller micro-batches, for a device that has no room for these."""
+        """Return the job with half as many rows per micro-batch, or None if there is one row."""
         return replace(self, rows_at_once=self.rows_at_once // 2) if self.rows_at_once > 1 else None
 
 
@@ -70,7 +74,7 @@ Job = Training | Speed
 
 @dataclass(frozen=True)
 class Work:
-    """The jobs of one start; `folder` has the models, `lengths` are those of the sequences to train on."""
+    """Jobs of one process; `folder` has the models, `lengths` are the training sequences' lengths."""
 
     platform: str
     folder: Path
@@ -80,7 +84,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says first: its device, and the software under it."""
+    """First message of a rank: its device and software versions."""
 
     device: str
     software: Mapping[str, str]
@@ -105,7 +109,7 @@ class Measured:
     peak_flops: float | None
     costs: Mapping[
         str, float
-    ]  # shares of the devices' time by kernel, largest first; empty where no profiler sees them
+    ]  # share of device time by kernel, largest first; empty without profiler
 
     def __str__(self) -> str:
         return f"{self.step_s:.3f} s a step, {self.peak_bytes / 2**30:.1f} GiB"
@@ -113,29 +117,32 @@ class Measured:
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes of everything; `models` are configs by folder, `speeds` the names of those that are measured."""
+    """Sizes of all jobs; `models` are configs by folder, `speeds` the folders of the speed jobs."""
 
     models: Mapping[str, Mapping[str, Any]]
-    lengths: tuple[int, ...]  # of the sequences of the trainings' batch
+    lengths: tuple[int, ...]  # of the sequences in the trainings' batch
     chunk: int
     speeds: Mapping[str, str]
     row: tuple[int, ...]
     steps: int
-    lr: float  # so low that ten steps do not make much of a rounding error
+    lr: float  # low enough that ten steps do not amplify rounding errors much
 
     def trainings(self, *, has_fused: bool) -> list[Training]:
-        """Every way that one device has, in both types; deterministic ones last, since they need a process of their own."""
-        ways = [job for job in self._ways() if job.fused or has_fused]
+        """Return all trainings in both dtypes.
+
+        Deterministic ones are last, since they need a separate process.
+        """
+        variants = [job for job in self._variants() if job.fused or has_fused]
         jobs = [
             replace(job, dtype=dtype)
-            for dtype in LOSS_BARS
-            for job in ways
-            if dtype == "bfloat16" or _is_for_both(job)
+            for dtype in LOSS_LIMITS
+            for job in variants
+            if dtype == "bfloat16" or _runs_in_float32(job)
         ]
         return sorted(jobs, key=lambda job: "deterministic" in job.settings)
 
     def references(self) -> list[Training]:
-        """What they are compared with."""
+        """Return the trainings that the others are compared with."""
         plain = [
             Training(name, name, "float32", lr=self.lr)
             for name in ("dense", "window", "latent", "mixture")
@@ -152,7 +159,7 @@ class Scale:
             Speed(name, model, 4, 4, self.row, self.steps) for name, model in self.speeds.items()
         ]
 
-    def _ways(self) -> list[Training]:
+    def _variants(self) -> list[Training]:
         plain, chunk = Training("plain", "dense", "", lr=self.lr), self.chunk
         offload = frozenset({"optimizer", "grads", "params"})
         families = [replace(plain, name=name, model=model) for model, name in _FAMILIES.items()]
@@ -199,8 +206,8 @@ _FAMILIES = {
 }
 
 
-def _is_for_both(job: Training) -> bool:
-    """Whether float32 is another way for it: there are no fused kernels for that."""
+def _runs_in_float32(job: Training) -> bool:
+    """Return True if the training also runs in float32, for which there are no fused kernels."""
     return job.fused and "deterministic" not in job.settings
 
 
@@ -211,7 +218,7 @@ def _settings(
     chunk: int | None = None,
     offload: frozenset[str] = frozenset(),
 ) -> Mapping[str, Any]:
-    """Those of `WorkerSettings` that are not its defaults."""
+    """Return the fields of `WorkerSettings` that differ from their defaults."""
     from msrl.trainer.settings import Lora, Recompute
 
     chosen = {
@@ -228,7 +235,7 @@ def _settings(
 def _models(
     sizes: Mapping[str, int], *, head_dim: int, window: int, expert_size: int
 ) -> dict[str, Mapping[str, Any]]:
-    """Small configs of real architectures, one for each kind of attention and feed-forward part."""
+    """Return small configs of real architectures, one per kind of attention and MLP."""
     common = {
         **sizes,
         "hidden_act": "silu",
@@ -257,44 +264,56 @@ def _models(
     }
     return {
         "dense": {
-            **common, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, "sliding_window": None,
+            **common, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+            "use_sliding_window": False, "sliding_window": None,
             "max_window_layers": 0, "tie_word_embeddings": True,
         },
         "window": {
-            **common, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window,
+            **common, "architectures": ["MistralForCausalLM"], "model_type": "mistral",
+            "sliding_window": window,
             "tie_word_embeddings": False,
         },
         "latent": {
-            **common, **experts, **latent, **groups, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
-            "num_key_value_heads": sizes["num_attention_heads"], "v_head_dim": head_dim, "n_routed_experts": 8, "n_shared_experts": 1,
-            "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+            **common, **experts, **latent, **groups, "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": sizes["num_attention_heads"], "v_head_dim": head_dim,
+            "n_routed_experts": 8, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+            "tie_word_embeddings": False,
         },
         "mixture": {
-            **common, **experts, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": head_dim,
-            "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None, "tie_word_embeddings": False,
+            **common, **experts, "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe", "head_dim": head_dim,
+            "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "sliding_window": None, "tie_word_embeddings": False,
         },
     }  # fmt: skip
 
 
 _TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 199, "max_position_embeddings": 512,
 }  # fmt: skip
 _REAL = {
-    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2,
     "vocab_size": 8192, "max_position_embeddings": 8192,
 }  # fmt: skip
 SCALES = {
     "real": Scale(
         models={
-            **_models(_REAL, head_dim=64, window=100, expert_size=256), "qwen25_05b": HALF_BILLION, "qwen25_15b": ONE_AND_A_HALF_BILLION,
+            **_models(_REAL, head_dim=64, window=100, expert_size=256), "qwen25_05b": HALF_BILLION,
+            "qwen25_15b": ONE_AND_A_HALF_BILLION,
         },
-        lengths=(512, 300, 129, 83), chunk=200, speeds={"Qwen2.5 0.5B": "qwen25_05b", "Qwen2.5 1.5B": "qwen25_15b"},
+        lengths=(512, 300, 129, 83), chunk=200, speeds={"Qwen2.5 0.5B": "qwen25_05b",
+        "Qwen2.5 1.5B": "qwen25_15b"},
         row=(2048, 1024, 512, 512), steps=10, lr=1e-4,
     ),
     "tiny": Scale(
         models=_models(_TINY, head_dim=16, window=8, expert_size=48),
-        lengths=(30, 17, 9, 24), chunk=20, speeds={"tiny": "dense"}, row=(16, 8, 8), steps=3, lr=1e-3,
+        lengths=(30, 17, 9, 24), chunk=20, speeds={"tiny": "dense"}, row=(16, 8, 8), steps=3,
+        lr=1e-3,
     ),
 }  # fmt: skip
 
@@ -306,11 +325,13 @@ _KINDS = {
 }
 
 
-def kind_of(kernel: str) -> str:
-    """What a kernel does, where its name says so; else its name up to its template's arguments.
+def kernel_kind(kernel: str) -> str:
+    """Return the kind of work of a kernel, or its name without template arguments.
 
-    >>> kind_of("nvjet_tst_128x256_64x4_1x2_h_bz_coopB_TNT"), kind_of("void at::native::elementwise_kernel<128, 4, at::native::...>")
-    ('matrix products', 'at::native::elementwise_kernel')
+    >>> kernel_kind("nvjet_tst_128x256_64x4_1x2_h_bz_coopB_TNT")
+    'matrix products'
+    >>> kernel_kind("void at::native::elementwise_kernel<128, 4, at::native::...>")
+    'at::native::elementwise_kernel'
     """
     for kind, pattern in _KINDS.items():
         if re.search(pattern, kernel, re.IGNORECASE):

@@ -1,6 +1,7 @@
-"""What the process with the device does: every job in turn, each with a worker of its own.
+"""Rank process of the device benchmark: runs every job with a new worker.
 
-Imported by rank processes after `platform.prepare()`, by name (`benchmarks.device_ranks:main`).
+Rank processes import this module by name (`benchmarks.device_ranks:main`) after
+`platform.prepare()`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.device_jobs import (
     Trained,
     Training,
     Work,
-    kind_of,
+    kernel_kind,
 )
 from msrl.algorithms.packing import Sequences
 from msrl.memory.flops import training_flops
@@ -52,23 +53,23 @@ _PROFILED = {
 
 
 def main(context: RankContext, work: Work) -> None:
-    """Reports what it runs on, then the result of each job in turn."""
+    """Report the device and then the result of each job."""
     platform = get(work.platform)
     context.report(_facts(platform))
     for number, job in enumerate(work.jobs):
         init = f"{context.init_method}-{number}"
-        with _attention_of(job, platform):
-            found = (
+        with _selected_attention(job, platform):
+            result = (
                 _train(work, job, init) if isinstance(job, Training) else _measure(work, job, init)
             )
             if (
                 isinstance(job, Training)
                 and job.settings.get("deterministic")
-                and found != _train(work, job, f"{init}-again")
+                and result != _train(work, job, f"{init}-again")
             ):
-                raise RuntimeError("a second run gave other losses or gradients")
-            context.report(found)
-        gc.collect()  # models hold themselves
+                raise RuntimeError("the second run had different losses or gradients")
+            context.report(result)
+        gc.collect()  # models have reference cycles
         device = _module(platform.device(0))
         if device is not None:
             device.empty_cache()
@@ -90,13 +91,13 @@ def _facts(platform: Platform) -> Facts:
 
 
 def _module(device: torch.device) -> Any:
-    """`torch.cuda`, `torch.npu`, ...; None for the CPU."""
+    """Return `torch.cuda`, `torch.npu` and so on, or None for the CPU."""
     return None if device.type == "cpu" else getattr(torch, device.type)
 
 
 @contextmanager
-def _attention_of(job: Job, platform: Platform) -> Iterator[None]:
-    """Without the platform's fused attention, where a job asks for torch's own."""
+def _selected_attention(job: Job, platform: Platform) -> Iterator[None]:
+    """Disable the platform's fused attention for a job that uses torch's attention."""
     fused_attention.kernel_of.cache_clear()
     if isinstance(job, Training) and not job.fused:
         vars(platform)["varlen_attention"] = lambda dtype, head_dim: ""
@@ -109,10 +110,11 @@ def _attention_of(job: Job, platform: Platform) -> Iterator[None]:
 def _worker(
     work: Work, job: Job, init: str, *, root: Path | None = None, step: int | None = None
 ) -> TrainWorker:
-    """From the job's own model, or from a checkpoint."""
+    """Return a worker with the weights of the job's model or of a checkpoint."""
     training = job if isinstance(job, Training) else Training(job.name, job.model, "bfloat16")
     settings = WorkerSettings(
-        work.platform, root or work.folder / job.model, Layout(), training.dtype, seed=0, timeout_s=600, iteration=step,
+        work.platform, root or work.folder / job.model, Layout(), training.dtype, seed=0,
+        timeout_s=600, iteration=step,
         optimizer=OptimizerSettings(lr=training.lr), **training.settings,
     )  # fmt: skip
     return TrainWorker(settings, 0, 1, init)
@@ -161,7 +163,7 @@ def _attention_used(worker: TrainWorker) -> str:
 
 
 def _sequences(lengths: Sequence[int], vocab_size: int) -> Sequences:
-    """Random tokens, of which all are learnt but the first of each sequence."""
+    """Return random token ids, all of them in the loss except the first of each sequence."""
     random = np.random.default_rng(5)
     ids = tuple(random.integers(0, vocab_size, length).astype(np.int64) for length in lengths)
     return Sequences(ids, tuple(np.ones(len(row), np.bool_) for row in ids), {})
@@ -190,16 +192,17 @@ def _measure(work: Work, job: Speed, init: str) -> Measured:
     peak = _peak_bytes(worker.device)
     costs = _costs(step, worker.device.type)
     lengths = [len(ids) for ids in batch.token_ids]
-    found = Measured(
-        statistics.median(seconds), sum(lengths), peak, training_flops(worker.shape, lengths, num_trained),
+    result = Measured(
+        statistics.median(seconds), sum(lengths), peak, training_flops(worker.shape, lengths,
+        num_trained),
         worker.platform.peak_flops("bfloat16"), costs,
     )  # fmt: skip
     worker.close()
-    return found
+    return result
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """The most memory that tensors had of the device so far; of the process, where that is the CPU."""
+    """Return the peak memory of the device's tensors, or of the process on the CPU, in bytes."""
     module = _module(device)
     if module is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -207,7 +210,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def _costs(step: Callable[[], float], device: str) -> Mapping[str, float]:
-    """Shares of the device's time in one step by kind of kernel, largest first."""
+    """Return the share of device time in one step by kind of kernel, largest first."""
     if device not in _PROFILED:
         return {}
     with torch.profiler.profile(activities=[_PROFILED[device]]) as profile:
@@ -218,6 +221,6 @@ def _costs(step: Callable[[], float], device: str) -> Mapping[str, float]:
             event, "is_user_annotation", False
         ):
             own = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
-            times[kind_of(event.key)] = times.get(kind_of(event.key), 0.0) + own
+            times[kernel_kind(event.key)] = times.get(kernel_kind(event.key), 0.0) + own
     total = sum(times.values()) or 1.0
     return {name: own / total for name, own in sorted(times.items(), key=lambda pair: -pair[1])}

@@ -1,5 +1,4 @@
-"""Running a program and measuring it from outside: seconds of the whole process and of the processors, and peak anonymous memory of it and
-its children."""
+"""Wall-clock time, CPU time and peak anonymous memory of a program and its child processes."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ POLL_S = 0.05
 
 
 class BenchError(Exception):
-    """A program under measurement that failed, with the end of what it said."""
+    """Failure of a measured program, with the end of its output."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that ended well."""
+    """Measurements of a process with exit code 0."""
 
     seconds: float
     cpu_seconds: float
@@ -30,7 +29,11 @@ class Finished:
 
 
 def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd: Path) -> Finished:
-    """Runs `command` to its end. Raises BenchError when it fails."""
+    """Run `command` and measure it.
+
+    Raises:
+        BenchError: if its exit code is not 0.
+    """
     os.sync()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.perf_counter()
@@ -58,20 +61,25 @@ def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd:
 
 
 def quiet_environment() -> dict[str, str]:
-    """This environment without what would change how many threads a program takes: each decides for itself."""
-    chosen = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    return {name: value for name, value in os.environ.items() if name not in chosen} | {
+    """Return the environment without variables that change a program's number of threads."""
+    thread_variables = (
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+        "MKL_NUM_THREADS",
+        "TOKENIZERS_PARALLELISM",
+    )
+    return {name: value for name, value in os.environ.items() if name not in thread_variables} | {
         "HF_HUB_OFFLINE": "1"
     }
 
 
 class _Memory:
-    """Watches the anonymous memory of a process tree in a thread: what it took itself, without pages of mapped files."""
+    """Sampler thread for the anonymous memory of a process tree, without pages of mapped files."""
 
     def __init__(self, pid: int) -> None:
-        import psutil  # no benchmark of a device needs it
+        import psutil  # not needed for benchmarks of a device
 
-        self._root, self._gone = psutil.Process(pid), psutil.NoSuchProcess
+        self._root, self._no_such_process = psutil.Process(pid), psutil.NoSuchProcess
         self._peak = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -92,12 +100,12 @@ class _Memory:
                 _anonymous_bytes(process.pid)
                 for process in (self._root, *self._root.children(recursive=True))
             )
-        except self._gone:
+        except self._no_such_process:
             return 0
 
 
 def _anonymous_bytes(pid: int) -> int:
-    """RssAnon and RssShmem of /proc/PID/status (proc(5)), in bytes."""
+    """Return RssAnon + RssShmem of /proc/PID/status (proc(5)) in bytes."""
     try:
         rows = dict(
             line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()

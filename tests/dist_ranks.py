@@ -37,7 +37,8 @@ def main(context: RankContext, cases: list[Case]) -> None:
 
     for number, case in enumerate(cases):
         groups.initialize(
-            platforms.get("cpu"), rank=context.rank, world_size=context.world_size, init_method=f"{context.init_method}-{number}",
+            platforms.get("cpu"), rank=context.rank, world_size=context.world_size,
+            init_method=f"{context.init_method}-{number}",
             layout=case.layout, seed=0, timeout_s=120,
         )  # fmt: skip
         source = open_weights(case.hf)
@@ -110,8 +111,10 @@ def _latent(config: Any, mla: Mla) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     found = MLATransformerConfig(
-        num_layers=config.num_layers, num_attention_heads=config.num_attention_heads, q_lora_rank=cast("int", mla.q_lora_rank),
-        kv_lora_rank=mla.kv_lora_rank, qk_head_dim=mla.nope_head_dim, qk_pos_emb_head_dim=mla.rope_head_dim, v_head_dim=mla.v_head_dim,
+        num_layers=config.num_layers, num_attention_heads=config.num_attention_heads,
+        q_lora_rank=cast("int", mla.q_lora_rank),
+        kv_lora_rank=mla.kv_lora_rank, qk_head_dim=mla.nope_head_dim,
+        qk_pos_emb_head_dim=mla.rope_head_dim, v_head_dim=mla.v_head_dim,
     )  # fmt: skip
     vars(found).update({**vars(config), "multi_latent_attention": True, "qk_layernorm": True})
     return found

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def whole_gradients(worker: TrainWorker) -> dict[str, Tensor]:
     """The gradients that the last step's optimizer used, clipped, of this pipeline stage; on its first rank, and all ranks must take part.
 
-    Of a model they stand under its Hugging Face names, and what is not trained is 0; of adapters under Megatron's names.
+    Of a model they stand under its Hugging Face names,
+    and what is not trained is 0; of adapters under Megatron's names.
     """
     own = {
         name: _of_all_data_parallel_ranks(worker, parameter)

@@ -25,7 +25,8 @@ def _inputs() -> list[torch.Tensor]:
 
 
 def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None,
+    softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """One masked softmax over the whole micro-batch."""
@@ -113,10 +114,12 @@ SCALINGS = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "yarn, every number": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2, "truncate": False,
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+        "beta_fast": 16, "beta_slow": 2, "truncate": False,
         "mscale": 1.0, "mscale_all_dim": 0.5,
     },
-    "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.9},
+    "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0,
+    "original_max_position_embeddings": 64, "attention_factor": 0.9},
 }  # fmt: skip
 
 

@@ -97,7 +97,8 @@ def test_torchs_flash_attention_is_asked_for_what_is_meant(
     from torch.nn.attention import varlen
 
     def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+        max_k: int, *,
         scale: float, window_size: tuple[int, int], enable_gqa: bool,
     ) -> Tensor:  # fmt: skip
         """(W, 0): causal, with W keys before the query's own; (-1, 0): all of them. Queries are the last ones of their sequence."""
@@ -135,7 +136,8 @@ def test_a_flash_attention_without_groups_of_heads_is_given_every_head(
     bounds: list[Tensor] = []
 
     def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+        max_k: int, *,
         scale: float, window_size: tuple[int, int],
     ) -> Tensor:  # fmt: skip
         assert query.shape[1] == key.shape[1] == value.shape[1]
@@ -190,8 +192,10 @@ def test_the_npus_fusion_attention_is_asked_for_what_is_meant(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     def npu_fusion_attention(
-        query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *, atten_mask: Tensor, scale: float,
-        actual_seq_qlen: list[int], actual_seq_kvlen: list[int], sparse_mode: int, pre_tockens: int = 2147483647,
+        query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *,
+        atten_mask: Tensor, scale: float,
+        actual_seq_qlen: list[int], actual_seq_kvlen: list[int], sparse_mode: int,
+        pre_tockens: int = 2147483647,
         next_tockens: int = 2147483647,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Mode 3: causal from the right lower corner. Mode 4: a band around that diagonal of pre_tockens before and next_tockens after."""

@@ -28,20 +28,23 @@ Moment = tuple[Callable[[], bool], float]  # what has happened, and seconds afte
 
 def everything(inputs: Path, name: str) -> dict[str, Any]:
     """Two ranks, a reference, two epochs of two shuffled updates a step, rewards by running moments, an adaptive coefficient in rewards and
-    loss, groups that are left out and others in their place, a falling learning rate, several passes over the data, checkpoints every other
+    loss, groups that are left out and others in their place, a falling learning rate,
+    several passes over the data, checkpoints every other
     step in the background.
     """
     return settings(
         inputs, name, "tied",
         cluster={"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0},
         rollout={
-            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 12,
+            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160,
+            "max_response_tokens": 12,
             "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
             "filter": {"kind": "all_equal", "source": "acc", "refill": True, "max_refills": 2},
         },
         reward={
             "sources": [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}],
-            "overlong": {"buffer": 4, "factor": 0.5}, "norm": {"center": "running", "scale": "running"},
+            "overlong": {"buffer": 4, "factor": 0.5}, "norm": {"center": "running",
+            "scale": "running"},
         },
         algo={
             "preset": "dapo", "entropy_coef": 0.001, "mask": {"truncated": True},
@@ -60,24 +63,28 @@ def everything(inputs: Path, name: str) -> dict[str, Any]:
 
 def with_critic(inputs: Path, name: str) -> dict[str, Any]:
     """Two ranks, a critic with a schedule of its own that learns alone in the first steps, a penalty with an adaptive coefficient, two
-    epochs of two shuffled updates a step, groups left out with others in their place, checkpoints every other step in the background.
+    epochs of two shuffled updates a step, groups left out with others in their place,
+    checkpoints every other step in the background.
     """
     roles = {"critic": {"optimizer": {"lr": 1e-3, "schedule": "linear", "warmup": 2}}}
     return settings(
         inputs, name, "untied",
         cluster={"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0, "roles": roles},
         rollout={
-            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 12,
+            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160,
+            "max_response_tokens": 12,
             "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
             "filter": {"kind": "all_equal", "source": "acc", "refill": True, "max_refills": 1},
         },
         reward={"sources": [{"verifier": "acc"}], "norm": {"scale": "running"}},
         algo={
             "preset": "ppo", "value": {"warmup_steps": WARMUP}, "advantage": {"gamma": 0.98},
-            "kl": {"reward": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32}},
+            "kl": {"reward": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9,
+            "horizon": 32}},
         },
         train={
-            "steps": CRITIC_STEPS, "micro_batch": 2, "updates": {"samples_per_update": 8, "epochs": 2},
+            "steps": CRITIC_STEPS, "micro_batch": 2, "updates": {"samples_per_update": 8,
+            "epochs": 2},
             "optimizer": {"lr": 3e-4, "schedule": "cosine"},
         },
         checkpoint={"every_steps": 2, "keep": 2, "resume": "auto", "async": True},

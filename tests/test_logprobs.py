@@ -31,7 +31,8 @@ def columns(
     group: dist.ProcessGroup, elements_at_once: int, *, with_entropy: bool = True
 ) -> VocabColumns:
     return columns_of(
-        PADDED, vocab_size=VOCAB, tp_rank=0, temperature=TEMPERATURE, with_entropy=with_entropy, elements_at_once=elements_at_once,
+        PADDED, vocab_size=VOCAB, tp_rank=0, temperature=TEMPERATURE, with_entropy=with_entropy,
+        elements_at_once=elements_at_once,
         group=group,
     )  # fmt: skip
 

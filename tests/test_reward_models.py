@@ -29,12 +29,15 @@ from test_convert import run
 
 TIED = {"tie_word_embeddings": True}
 ROWS = {
-    "llama": families.LLAMA, "qwen2": families.QWEN2 | TIED, "gemma2": families.GEMMA2, "mistral": families.MISTRAL, "qwen3 moe": QWEN3_MOE,
+    "llama": families.LLAMA, "qwen2": families.QWEN2 | TIED, "gemma2": families.GEMMA2,
+    "mistral": families.MISTRAL, "qwen3 moe": QWEN3_MOE,
 }  # fmt: skip
 PAD = 5
 LAYOUTS = {
-    "whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True), "tp2 pp2 vpp": Layout(tp=2, pp=2, vpp=1),
-    "pp2, uneven": Layout(pp=2, num_layer_list=(3, 1)), "pp2, empty layers": Layout(pp=2, noop_layers=(0, 5)),
+    "whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True),
+    "tp2 pp2 vpp": Layout(tp=2, pp=2, vpp=1),
+    "pp2, uneven": Layout(pp=2, num_layer_list=(3, 1)), "pp2, empty layers": Layout(pp=2,
+    noop_layers=(0, 5)),
 }  # fmt: skip
 
 

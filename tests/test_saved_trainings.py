@@ -37,9 +37,12 @@ from support import assert_mentions, mentions
 
 LAYOUT = Layout(tp=2)
 CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "float32",
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 64,
+    "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu",
+    "torch_dtype": "float32",
 }  # fmt: skip
 
 

@@ -104,8 +104,10 @@ def test_rows_are_held_out_by_the_seed_and_none_is_in_both_parts():
 @pytest.fixture
 def shape():
     values = {
-        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "torch_dtype": "float32",
+        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16,
+        "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "torch_dtype": "float32",
     }  # fmt: skip
     return shape_of(HfConfig(values, "config.json"))
 

@@ -14,7 +14,8 @@ from product_ranks import Product
 from training_ranks import VOCAB, Case
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
 LAYOUTS = {
@@ -59,12 +60,15 @@ TABLE = {
 SAVING = {"recompute": Recompute("full"), "offload": frozenset({"optimizer", "grads", "params"})}
 LORA = {"lora": Lora(4, 8.0, ("q_proj", "v_proj", "linear_proj", "linear_fc1", "down_proj"))}
 LORAS = {
-    "lora whole": (Layout(), 1), "lora tp2": (Layout(tp=2), 1), "lora tp2 sp": (Layout(tp=2, sp=True), 2),
+    "lora whole": (Layout(), 1), "lora tp2": (Layout(tp=2), 1), "lora tp2 sp": (Layout(tp=2,
+    sp=True), 2),
     "lora pp2 cp2": (Layout(pp=2, cp=2), 1),
 }  # fmt: skip
 POISONED: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "poisoned whole": (Layout(), {}), "poisoned chunked": (Layout(), {"chunk": 5}), "poisoned tp2 sp": (Layout(tp=2, sp=True), {}),
-    "poisoned cp2": (Layout(cp=2), {}), "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True, cp=2), {"chunk": 5}),
+    "poisoned whole": (Layout(), {}), "poisoned chunked": (Layout(), {"chunk": 5}),
+    "poisoned tp2 sp": (Layout(tp=2, sp=True), {}),
+    "poisoned cp2": (Layout(cp=2), {}), "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True,
+    cp=2), {"chunk": 5}),
 }  # fmt: skip
 STEPS_BESIDE_TRANSFORMERS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 of the others
 DROPOUT = Lora(4, 8.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), dropout=0.3)
@@ -161,9 +165,12 @@ def models() -> dict[str, torch.nn.Module]:
 
 # One step of a family in bfloat16, whose counts of tokens are padded on CPU.
 HALVES = {
-    "qwen3": Case("", Path()), "qwen3 tp2 sp": Case("", Path(), Layout(tp=2, sp=True)), "qwen3 pp2": Case("", Path(), Layout(pp=2)),
-    "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"chunk": 7}), "qwen3 chunked": Case("", Path(), more={"chunk": 80}),
-    "gemma2": Case("", Path()), "gemma2 recomputed": Case("", Path(), more={"recompute": Recompute("selective", modules=("core_attn",))}),
+    "qwen3": Case("", Path()), "qwen3 tp2 sp": Case("", Path(), Layout(tp=2, sp=True)),
+    "qwen3 pp2": Case("", Path(), Layout(pp=2)),
+    "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"chunk": 7}), "qwen3 chunked": Case("",
+    Path(), more={"chunk": 80}),
+    "gemma2": Case("", Path()), "gemma2 recomputed": Case("", Path(),
+    more={"recompute": Recompute("selective", modules=("core_attn",))}),
 }  # fmt: skip
 
 

@@ -136,9 +136,12 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
         None if "lora" in case.more else saved
     )  # a checkpoint of adapters has no other weights
     settings = WorkerSettings(
-        "cpu", weights.root if weights else case.model, case.layout, case.dtype, seed=0, timeout_s=120,
-        iteration=weights.step if weights else None, optimizer=OptimizerSettings(lr=case.lr, eps=case.eps), reference=case.reference,
-        freeze=case.freeze, critic=CriticSettings(case.critic, None, OptimizerSettings(lr=VALUE_LR)) if case.critic else None, **case.more,
+        "cpu", weights.root if weights else case.model, case.layout, case.dtype, seed=0,
+        timeout_s=120,
+        iteration=weights.step if weights else None, optimizer=OptimizerSettings(lr=case.lr,
+        eps=case.eps), reference=case.reference,
+        freeze=case.freeze, critic=CriticSettings(case.critic, None,
+        OptimizerSettings(lr=VALUE_LR)) if case.critic else None, **case.more,
     )  # fmt: skip
     worker = TrainWorker(settings, context.rank, case.world, init_method)
     if saved:

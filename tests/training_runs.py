@@ -32,7 +32,8 @@ class Command:
         self._file = log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "msrl", *arguments],
-            stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+            stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
+            start_new_session=True,
             preexec_fn=_as_a_terminal_has_it,
         )  # fmt: skip
 
