@@ -74,7 +74,7 @@ Job = Training | Speed
 
 @dataclass(frozen=True)
 class Work:
-    """Jobs of one process; `folder` has the models, `lengths` are the training sequences' lengths."""
+    """Jobs of one process; `folder` has the models, `lengths` the lengths of training sequences."""
 
     platform: str
     folder: Path
@@ -107,9 +107,7 @@ class Measured:
     peak_bytes: int
     flops: int
     peak_flops: float | None
-    costs: Mapping[
-        str, float
-    ]  # share of device time by kernel, largest first; empty without profiler
+    costs: Mapping[str, float]  # share of device time by kernel; empty without profiler
 
     def __str__(self) -> str:
         return f"{self.step_s:.3f} s a step, {self.peak_bytes / 2**30:.1f} GiB"
@@ -306,8 +304,8 @@ SCALES = {
             **_models(_REAL, head_dim=64, window=100, expert_size=256), "qwen25_05b": HALF_BILLION,
             "qwen25_15b": ONE_AND_A_HALF_BILLION,
         },
-        lengths=(512, 300, 129, 83), chunk=200, speeds={"Qwen2.5 0.5B": "qwen25_05b",
-        "Qwen2.5 1.5B": "qwen25_15b"},
+        lengths=(512, 300, 129, 83), chunk=200,
+        speeds={"Qwen2.5 0.5B": "qwen25_05b", "Qwen2.5 1.5B": "qwen25_15b"},
         row=(2048, 1024, 512, 512), steps=10, lr=1e-4,
     ),
     "tiny": Scale(

@@ -193,8 +193,8 @@ def _measure(work: Work, job: Speed, init: str) -> Measured:
     costs = _costs(step, worker.device.type)
     lengths = [len(ids) for ids in batch.token_ids]
     result = Measured(
-        statistics.median(seconds), sum(lengths), peak, training_flops(worker.shape, lengths,
-        num_trained),
+        statistics.median(seconds), sum(lengths), peak,
+        training_flops(worker.shape, lengths, num_trained),
         worker.platform.peak_flops("bfloat16"), costs,
     )  # fmt: skip
     worker.close()

@@ -1,4 +1,4 @@
-"""The gradients of all ranks as whole tensors, so that trainings of different layouts can be compared tensor by tensor."""
+"""Gradients of all ranks as full tensors, for comparing trainings in different layouts."""
 
 from __future__ import annotations
 
@@ -23,24 +23,27 @@ if TYPE_CHECKING:
     from msrl.trainer.rank import TrainWorker
 
 
-def whole_gradients(worker: TrainWorker) -> dict[str, Tensor]:
-    """The gradients that the last step's optimizer used, clipped, of this pipeline stage; on its first rank, and all ranks must take part.
+def full_gradients(worker: TrainWorker) -> dict[str, Tensor]:
+    """Return this pipeline stage's clipped gradients of the last step on the stage's first rank.
 
-    Of a model they stand under its Hugging Face names,
-    and what is not trained is 0; of adapters under Megatron's names.
+    All ranks must call this function. Gradients of a model have Hugging Face names and are 0 for
+    frozen weights; those of adapters have Megatron's names.
     """
-    own = {
-        name: _of_all_data_parallel_ranks(worker, parameter)
+    local = {
+        name: _data_parallel_gradient(worker, parameter)
         for name, parameter in trained(worker.model)
     }
     return dict(
-        _of_adapters(worker, own) if worker.adapters is not None else _of_weights(worker, own)
+        _adapter_gradients(worker, local)
+        if worker.adapters is not None
+        else _weight_gradients(worker, local)
     )
 
 
-def assert_copies_are_alike(worker: TrainWorker) -> None:
-    """What tensor-parallel ranks, and those of an expert, hold whole is the same to the bit on all of them; a wrong gradient of one would
-    part them in silence.
+def assert_replicas_are_equal(worker: TrainWorker) -> None:
+    """Assert that replicated weights are bitwise equal on all tensor-parallel and expert ranks.
+
+    A wrong gradient on one rank would make them diverge without an error.
     """
     weights = {
         **named_weights(worker.model),
@@ -52,11 +55,11 @@ def assert_copies_are_alike(worker: TrainWorker) -> None:
         if isinstance(each.rule.unpacked[0], Replicated)
     ]
     if worker.adapters is not None:
-        parts = [(each, part) for each in worker.adapters.all for part in "AB"]
+        factors = [(each, factor) for each in worker.adapters.all for factor in "AB"]
         copies += [
-            each.name(part)
-            for each, part in parts
-            if isinstance(lora.factor_layout(each.placed.layout, part), Replicated)
+            each.name(factor)
+            for each, factor in factors
+            if isinstance(lora.factor_layout(each.placed.layout, factor), Replicated)
         ]
     for name in copies:
         group: Any = (
@@ -70,56 +73,60 @@ def assert_copies_are_alike(worker: TrainWorker) -> None:
             assert torch.equal(first, weights[name]), name
 
 
-def _of_all_data_parallel_ranks(worker: TrainWorker, parameter: torch.nn.Parameter) -> Tensor:
-    """The distributed optimizer leaves every rank its own range of a parameter's gradient."""
-    whole = torch.zeros(parameter.numel())
+def _data_parallel_gradient(worker: TrainWorker, parameter: torch.nn.Parameter) -> Tensor:
+    """Return a parameter's gradient, of which the distributed optimizer has one range per rank."""
+    gradient = torch.zeros(parameter.numel())
     owned = _owned(worker.optimizer, parameter)
     if owned is not None:
         assert owned.main.grad is not None
-        whole[owned.start : owned.end] = owned.main.grad.flatten()
+        gradient[owned.start : owned.end] = owned.main.grad.flatten()
     group = groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
-    dist.all_reduce(whole, group=group)
-    return whole.view(parameter.shape)
+    dist.all_reduce(gradient, group=group)
+    return gradient.view(parameter.shape)
 
 
-def _of_weights(worker: TrainWorker, own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Gradients are cut and named like the weights, so they take their places while these are exported."""
+def _weight_gradients(
+    worker: TrainWorker, local: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield gradients by exporting them in place of the weights, whose shards and names they share."""
     parameters = dict(worker.model.named_parameters())
     weights = {name: parameter.data for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
-        parameter.data = own.get(name, torch.zeros_like(parameter))
+        parameter.data = local.get(name, torch.zeros_like(parameter))
     yield from [(name, tensor.clone()) for name, tensor in export(worker)]
     for name, parameter in parameters.items():
         parameter.data = weights[name]
 
 
-def _of_adapters(worker: TrainWorker, own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _adapter_gradients(
+    worker: TrainWorker, local: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     adapters: Any = worker.adapters
-    elsewhere = _experts_by_name(worker)
+    experts_by_name = _experts_by_name(worker)
     for adapted in adapters.all:
-        for part in "AB":
+        for factor in "AB":
             layout, gradient = (
-                lora.factor_layout(adapted.placed.layout, part),
-                own[adapted.name(part)],
+                lora.factor_layout(adapted.placed.layout, factor),
+                local[adapted.name(factor)],
             )
             if adapted.placed.rule.expert is not None:
-                yield from _of_experts(
+                yield from _expert_gradients(
                     worker,
                     gradient,
                     layout,
-                    [f"{rule.mcore} {part}" for rule in elsewhere[adapted.placed.name]],
+                    [f"{rule.mcore} {factor}" for rule in experts_by_name[adapted.placed.name]],
                 )
                 continue
-            is_whole = worker.layout.tp == 1 or isinstance(layout, Replicated)
-            shards = [gradient] if is_whole else _gathered(gradient, groups.tp_group())
+            is_replicated = worker.layout.tp == 1 or isinstance(layout, Replicated)
+            shards = [gradient] if is_replicated else _gathered(gradient, groups.tp_group())
             if worker.stage_rank == 0:
-                yield f"{adapted.placed.rule.mcore} {part}", layouts.join(layout, shards)
+                yield f"{adapted.placed.rule.mcore} {factor}", layouts.join(layout, shards)
 
 
-def _of_experts(
+def _expert_gradients(
     worker: TrainWorker, gradient: Tensor, layout: Layout, names: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A factor of one expert of this rank, and those that are in its place on the ranks of the other experts."""
+    """Yield the same factor of the corresponding experts of all expert-parallel ranks."""
     size = worker.layout.etp_size
     shards = _gathered(gradient, groups.expert_group())
     for number, name in enumerate(names if worker.stage_rank == 0 else ()):

@@ -1,6 +1,6 @@
-"""What the ranks of the parity test do: one start of four processes, in which every model and layout computes logits in turn.
+"""Ranks of the parity tests: four processes compute the logits of every model and layout.
 
-Imported by rank processes after `platform.prepare()`, by name (`parity_ranks:main`).
+Rank processes import this module by name (`parity_ranks:main`) after `platform.prepare()`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LENGTHS = (23, 5, 40, 40)
 
 @dataclass(frozen=True)
 class Case:
-    """A model folder and the layout that computes its logits."""
+    """Model folder and the layout that computes its logits."""
 
     name: str
     model: Path
@@ -27,13 +27,13 @@ class Case:
 
 
 def sequences(vocab_size: int) -> list[np.ndarray]:
-    """Random token ids of several lengths."""
+    """Return random token ids of several lengths."""
     random = np.random.default_rng(11)
     return [random.integers(0, vocab_size, length).astype(np.int64) for length in LENGTHS]
 
 
-def logits_of(cases: list[Case]) -> dict[str, np.ndarray]:
-    """Starts the ranks; logits of every case by its name, [tokens, vocabulary]."""
+def compute_logits(cases: list[Case]) -> dict[str, np.ndarray]:
+    """Start the ranks and return the logits of every case by name, [tokens, vocabulary]."""
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
     from support import python_path
@@ -50,7 +50,10 @@ def logits_of(cases: list[Case]) -> dict[str, np.ndarray]:
 
 
 def main(context: RankContext, cases: list[Case]) -> None:
-    """Every case whose layout this rank is part of; tp_rank 0 of the last stage reports (name, logits of the packed sequences)."""
+    """Run the cases whose layout includes this rank.
+
+    TP rank 0 of the last stage reports (name, logits of the packed sequences).
+    """
     from msrl.trainer.rank import TrainWorker
 
     for number, case in enumerate(cases):

@@ -1,4 +1,4 @@
-"""What the ranks of the training tests do to show that garbage stays where it is: in padding, in masked places, in other samples."""
+"""Ranks that train with invalid values in padding, masked tokens and other samples of a pack."""
 
 from __future__ import annotations
 
@@ -17,23 +17,16 @@ from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
 
-PADDING, GARBAGE = (
-    0,
-    150,
-)  # token ids that no sample uses, but padding, and the samples that are masked out
-LENGTHS = (
-    11,
-    7,
-    17,
-    3,
-    9,
-)  # odd in sum, and none divides into the pieces of context-parallel ranks: all layouts but the whole one pad
+# Token ids that only padding and fully masked samples use.
+PADDING, GARBAGE = 0, 150
+# No length and not their sum is divisible by the number of pieces: every parallel layout pads.
+LENGTHS = (11, 7, 17, 3, 9)
 MASKED_OUT = (1, 3)
 
 
 @dataclass(frozen=True)
-class Poisoned:
-    """One pack of samples, of which two are masked out, looked at with and without garbage in it."""
+class PoisonedCase:
+    """A pack of samples, two of them fully masked, to train on with and without invalid values."""
 
     name: str
     model: Path
@@ -46,8 +39,8 @@ class Poisoned:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a look at the pack gave: the loss, its gradients, and the log-probability of every token."""
+class Observation:
+    """Loss, gradients and per-token log-probabilities of one step."""
 
     loss: float
     gradients: Mapping[str, np.ndarray]
@@ -56,14 +49,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class PoisonedResult:
-    """By what was done to the pack."""
+    """Observations by kind of invalid value."""
 
     name: str
-    seen: Mapping[str, Seen]
+    observations: Mapping[str, Observation]
 
 
-def look(context: RankContext, case: Poisoned, init_method: str) -> PoisonedResult:
-    """The pack as it should be, then with each kind of garbage."""
+def run_case(context: RankContext, case: PoisonedCase, init_method: str) -> PoisonedResult:
+    """Train on the valid pack, then with each kind of invalid value."""
     from msrl.trainer.rank import TrainWorker
 
     optimizer = OptimizerSettings(lr=1e-3, grad_clip=None)
@@ -78,31 +71,35 @@ def look(context: RankContext, case: Poisoned, init_method: str) -> PoisonedResu
         **case.more,
     )
     worker = TrainWorker(settings, context.rank, case.world, init_method)
-    clean, garbage = _pack(), _pack(neighbours=GARBAGE)
-    seen = {"clean": _look(worker, clean), "clean policy": _look(worker, clean, "policy")}
-    seen["masked fields nan"] = _look(worker, _with_nan_where_masked(clean), "policy")
+    clean, garbage = _pack(), _pack(masked_token=GARBAGE)
+    observations = {
+        "clean": _train_once(worker, clean),
+        "clean policy": _train_once(worker, clean, "policy"),
+    }
+    observations["masked fields nan"] = _train_once(worker, _with_nan_where_masked(clean), "policy")
     with _embedding(worker, GARBAGE, 1e4):
-        seen["neighbours large"] = _look(worker, garbage)
+        observations["masked samples large"] = _train_once(worker, garbage)
     with _embedding(worker, GARBAGE, float("nan")):
-        seen["neighbours nan"] = _look(worker, garbage)
+        observations["masked samples nan"] = _train_once(worker, garbage)
     with _embedding(worker, PADDING, float("nan")):
-        seen["padding nan"] = _look(worker, clean)
+        observations["padding nan"] = _train_once(worker, clean)
     worker.close()
-    return PoisonedResult(case.name, seen)
+    return PoisonedResult(case.name, observations)
 
 
-def _pack(neighbours: int | None = None) -> Sequences:
-    """The samples; those that are masked out are of the token `neighbours`, where there is one."""
+def _pack(masked_token: int | None = None) -> Sequences:
+    """Return the samples; `masked_token` replaces all tokens of the fully masked samples."""
     random = np.random.default_rng(3)
     ids = [random.integers(PADDING + 1, GARBAGE, length).astype(np.int64) for length in LENGTHS]
     masks = [np.arange(length) >= 2 for length in LENGTHS]
     advantages, old_logprobs = (
-        tuple(random.normal(at, 0.3, n).astype(np.float32) for n in LENGTHS) for at in (0.0, -5.3)
+        tuple(random.normal(mean, 0.3, n).astype(np.float32) for n in LENGTHS)
+        for mean in (0.0, -5.3)
     )
     for number in MASKED_OUT:
         masks[number][:] = False
-        if neighbours is not None:
-            ids[number][:] = neighbours
+        if masked_token is not None:
+            ids[number][:] = masked_token
     return Sequences(
         tuple(ids), tuple(masks), {"advantages": advantages, "old_logprobs": old_logprobs}
     )
@@ -121,21 +118,21 @@ def _with_nan_where_masked(pack: Sequences) -> Sequences:
 
 @contextmanager
 def _embedding(worker: Any, token: int, scale: float) -> Iterator[None]:
-    """The embedding of a token made large, or NaN, as long as the block lasts."""
+    """Make a token's embedding large or NaN inside the block."""
     weight: Tensor = dict(worker.model.named_parameters())["embedding.word_embeddings.weight"].data
     row = token - worker.tp_rank * len(weight)
     if not 0 <= row < len(weight):
         yield
         return
-    kept = weight[row].clone()
-    weight[row] = torch.linspace(-1, 2, len(kept)) * scale
+    original = weight[row].clone()
+    weight[row] = torch.linspace(-1, 2, len(original)) * scale
     yield
-    weight[row] = kept
+    weight[row] = original
 
 
-def _look(worker: Any, pack: Sequences, kind: str = "sft") -> Seen:
-    """One step that moves nothing: its learning rate is 0."""
-    from gradients import whole_gradients
+def _train_once(worker: Any, pack: Sequences, kind: str = "sft") -> Observation:
+    """Run one step with a learning rate of 0."""
+    from gradients import full_gradients
     from msrl.trainer.objective.losses import PolicyLoss, SftLoss
 
     if kind != "sft":
@@ -147,9 +144,9 @@ def _look(worker: Any, pack: Sequences, kind: str = "sft") -> Seen:
         num_tokens=num_loss_tokens(pack),
         lr=0.0,
     )
-    gradients = {name: tensor.numpy() for name, tensor in whole_gradients(worker).items()}
-    everything = replace(
+    gradients = {name: tensor.numpy() for name, tensor in full_gradients(worker).items()}
+    all_tokens = replace(
         batch, loss_mask=np.arange(len(batch.token_ids)) + 1 < sum(LENGTHS), fields={}
     )
-    logprobs = worker.logprobs([everything], 1.0)
-    return Seen(report["loss"], gradients, logprobs[0][: sum(LENGTHS)])
+    logprobs = worker.logprobs([all_tokens], 1.0)
+    return Observation(report["loss"], gradients, logprobs[0][: sum(LENGTHS)])

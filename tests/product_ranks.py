@@ -77,7 +77,7 @@ def _batch(order: tuple[int, ...]) -> Sequences:
 
 
 def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
-    from gradients import whole_gradients
+    from gradients import full_gradients
     from msrl.trainer.objective.losses import PolicyLoss
 
     loss = PolicyLoss(
@@ -89,6 +89,6 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     limits = BatchLimits(1, case.max_tokens, worker.sequence_multiple)
     groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
     report = worker.train_step(micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0)
-    found = {key: tensor.double().numpy().ravel() for key, tensor in whole_gradients(worker).items()}
+    found = {key: tensor.double().numpy().ravel() for key, tensor in full_gradients(worker).items()}
     random = np.random.default_rng(0)
     return Step(report, {key: float(found[key] @ random.normal(size=found[key].size)) for key in sorted(found)})

@@ -1,4 +1,7 @@
-"""A rank that looks at its optimizer's state in the middle of a step. Imported by a rank process by name (`resting_ranks:main`)."""
+"""Rank that measures its optimizer state during steps.
+
+The rank process imports this module by name (`resting_ranks:main`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(context: RankContext, job: tuple[Path, Path]) -> None:
-    """Reports the bytes of the optimizer's state during each step: the first, one after it, one after a save, and one after a resume."""
+    """Report the bytes of optimizer state in the first step, the second, one after a save and one after a resume."""
     from msrl.trainer.checkpointing import state as checkpoints
 
     model, saves = job
@@ -33,15 +36,15 @@ def main(context: RankContext, job: tuple[Path, Path]) -> None:
         offload=frozenset({"optimizer"}),
     )
     worker = _worker(settings, context, "first")
-    found = [_step(worker, 0), _step(worker, 1)]
+    num_bytes = [_optimizer_bytes(worker, 0), _optimizer_bytes(worker, 1)]
     saved = checkpoints.save(worker, saves, 2, {}, hf_dir=model)
-    found.append(_step(worker, 2))
+    num_bytes.append(_optimizer_bytes(worker, 2))
     worker.close()
-    again = _worker(settings, context, "again")
-    checkpoints.load_training_state(again, saved)
-    found.append(_step(again, 2))
-    again.close()
-    context.report(found)
+    resumed = _worker(settings, context, "again")
+    checkpoints.load_training_state(resumed, saved)
+    num_bytes.append(_optimizer_bytes(resumed, 2))
+    resumed.close()
+    context.report(num_bytes)
 
 
 def _worker(settings: WorkerSettings, context: RankContext, name: str) -> TrainWorker:
@@ -50,22 +53,22 @@ def _worker(settings: WorkerSettings, context: RankContext, name: str) -> TrainW
     return TrainWorker(settings, context.rank, context.world_size, f"{context.init_method}-{name}")
 
 
-def _step(worker: TrainWorker, step: int) -> int:
-    """Bytes of the optimizer's state on the device while the loss of a step is computed."""
+def _optimizer_bytes(worker: TrainWorker, step: int) -> int:
+    """Return the bytes of optimizer state on the device during the loss of a step."""
     from msrl.algorithms.packing import micro_batch
     from msrl.trainer import optimizer_state
     from msrl.trainer.objective.losses import SftLoss
 
-    seen: list[int] = []
+    sizes: list[int] = []
 
-    class Looking(SftLoss):
+    class MeasuringLoss(SftLoss):
         def __call__(
             self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
         ) -> tuple[Tensor, dict[str, Any]]:
             tensors = optimizer_state.tensors(worker.optimizer, is_bf16=True)
-            seen.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+            sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
             return super().__call__(outputs, fields, num_tokens)
 
     batch = micro_batch(*sequences(step))
-    worker.train_step([batch], Looking(), num_tokens=int(batch.loss_mask.sum()), lr=1e-3)
-    return sum(seen)
+    worker.train_step([batch], MeasuringLoss(), num_tokens=int(batch.loss_mask.sum()), lr=1e-3)
+    return sum(sizes)

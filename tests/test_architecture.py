@@ -1,4 +1,4 @@
-"""The layout holds: who may import what, where device names stand, how long functions are. Read from the syntax trees of src/msrl."""
+"""Rules for src/msrl: imports, device names and function lengths, checked on syntax trees."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "msrl"
-LONGEST_FUNCTION = 60
+MAX_FUNCTION_LINES = 60
 
-# Which files may import a heavy package, as path prefixes inside src/msrl.
-IMPORTERS = {
+# Path prefixes in src/msrl that may import a heavy package.
+ALLOWED_IMPORTERS = {
     "megatron": ("trainer/", "checkpoint/dist/", "data/indexed.py", "platforms/"),
     "vllm": ("rollout/vllm.py", "rollout/vllm_worker.py"),
     "ray": ("cluster/", "workflows/"),
     "torch_npu": ("platforms/",),
     "mindspeed": ("platforms/",),
 }
-# The configuration and the commands offer the names of platforms as choices.
-DEVICE_NAMES_STAND_IN = ("platforms/", "config/", "cli/", "importers/", "checks/")
+# Configuration and commands have the names of platforms as choices.
+DEVICE_NAME_FOLDERS = ("platforms/", "config/", "cli/", "importers/", "checks/")
 DEVICE_TEXT = re.compile(
     r"(cuda|npu|nccl|gloo|hccl)(:\d*)?|\w*(CUDA|ASCEND|NPU|HCCL|GLOO|NCCL)_\w+"
 )
@@ -49,7 +49,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imported(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and top-level package of every import, also of importlib.import_module("...") and find_spec("...")."""
+    """Yield line and package of every import, also of importlib.import_module("...")."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
@@ -70,7 +70,7 @@ def called(node: ast.Call) -> str:
 
 
 def docstrings(module: ast.Module) -> set[int]:
-    """The ids of the constants that are docstrings or loose strings: prose, not program."""
+    """Return the ids of the constants that are docstrings or string statements."""
     return {
         id(node.value)
         for node in ast.walk(module)
@@ -79,7 +79,7 @@ def docstrings(module: ast.Module) -> set[int]:
 
 
 def device_names(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of every device name: a string that is nothing else, or an attribute such as `torch.cuda`."""
+    """Yield line and text of device names: strings, or attributes such as `torch.cuda`."""
     prose = docstrings(module)
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES:
@@ -97,54 +97,58 @@ def long_functions(module: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             num_lines = node.end_lineno - node.lineno + 1
-            if num_lines > LONGEST_FUNCTION:
+            if num_lines > MAX_FUNCTION_LINES:
                 yield node.lineno, f"{node.name} has {num_lines} lines"
 
 
-@pytest.mark.parametrize("package", sorted(IMPORTERS))
-def test_a_heavy_package_is_imported_only_where_it_is_at_home(package: str) -> None:
-    strangers = [path for path in files() if not relative(path).startswith(IMPORTERS[package])]
-    found = [
+@pytest.mark.parametrize("package", sorted(ALLOWED_IMPORTERS))
+def test_a_heavy_package_is_imported_only_by_its_allowed_importers(package: str) -> None:
+    other_files = [
+        path for path in files() if not relative(path).startswith(ALLOWED_IMPORTERS[package])
+    ]
+    violations = [
         f"src/msrl/{relative(path)}:{line}"
-        for path in strangers
+        for path in other_files
         for line, name in imported(tree(path))
         if name == package
     ]
-    assert not found, f"{package} belongs into {', '.join(IMPORTERS[package])}"
+    assert not violations, (
+        f"only these may import {package}: {', '.join(ALLOWED_IMPORTERS[package])}"
+    )
 
 
-def test_device_names_stand_in_platforms_alone() -> None:
-    strangers = [path for path in files() if not relative(path).startswith(DEVICE_NAMES_STAND_IN)]
-    found = [
+def test_device_names_are_used_in_platforms_only() -> None:
+    other_files = [path for path in files() if not relative(path).startswith(DEVICE_NAME_FOLDERS)]
+    violations = [
         f"src/msrl/{relative(path)}:{line} {name}"
-        for path in strangers
+        for path in other_files
         for line, name in device_names(tree(path))
     ]
-    assert not found, "ask msrl.platforms instead"
+    assert not violations, "use msrl.platforms instead"
 
 
 def test_no_function_is_longer_than_sixty_lines() -> None:
     assert not [
-        f"src/msrl/{relative(path)}:{line} {what}"
+        f"src/msrl/{relative(path)}:{line} {problem}"
         for path in files()
-        for line, what in long_functions(tree(path))
+        for line, problem in long_functions(tree(path))
     ]
 
 
-def test_every_file_opens_with_its_purpose() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert not [
         relative(path) for path in files() if tree(path).body and not ast.get_docstring(tree(path))
     ]
 
 
-def test_msrl_is_imported_by_its_full_name() -> None:
-    found = [
+def test_there_are_no_relative_imports() -> None:
+    violations = [
         f"src/msrl/{relative(path)}:{node.lineno}"
         for path in files()
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ImportFrom) and node.level
     ]
-    assert not found
+    assert not violations
 
 
 def layers() -> list[set[str]]:
@@ -157,7 +161,7 @@ def layers() -> list[set[str]]:
 
 
 def modules_in_strings(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and name of every msrl module that a string names: import_module, registry.load, `-m`, tables of commands."""
+    """Yield line and name of msrl modules in strings, as in import_module and tables of commands."""
     for node in ast.walk(module):
         if (
             isinstance(node, ast.Constant)
@@ -197,11 +201,13 @@ def test_validating_a_configuration_imports_no_heavy_package(
         "    pass\n"
         "print(sorted({'torch', 'transformers', 'vllm', 'ray', 'megatron'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[]\n"
 
 
-def test_no_folder_holds_more_than_twenty_modules() -> None:
+def test_no_folder_has_more_than_twenty_modules() -> None:
     reasons = {
         "rewards/verifiers": "one file per verifier",
         "models/families": "one file per family",
@@ -213,10 +219,10 @@ def test_no_folder_holds_more_than_twenty_modules() -> None:
 
 
 def test_imports_go_down_only_and_light_packages_stay_light() -> None:
-    """import-linter's contracts of pyproject.toml."""
-    code = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command(['--no-cache']))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    """Check import-linter's contracts of pyproject.toml."""
+    code = "import importlinter.cli as cli; exit(cli.lint_imports_command(['--no-cache']))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

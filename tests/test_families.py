@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
     """Logits of every row at every layout, [tokens, vocabulary]."""
     cases = [Case(f"{name}, {cut}", folder, layout) for cut, layout in LAYOUTS.items() for name, folder in folders.items()]
-    return parity_ranks.logits_of(cases)
+    return parity_ranks.compute_logits(cases)
 
 
 def further_layouts(num_layers: int) -> dict[str, Layout]:
@@ -68,7 +68,7 @@ def test_logits_do_not_depend_on_virtual_uneven_or_empty_stages(folders: dict[st
         for name, family in FAMILIES.items()
         for cut, layout in further_layouts(families.shape(family.config).num_layers).items()
     ]
-    found = parity_ranks.logits_of(cases)
+    found = parity_ranks.compute_logits(cases)
     assert len(found) == 4 * len(FAMILIES)
     for case in cases:
         whole = megatron[f"{case.name.split(', ')[0]}, whole"]

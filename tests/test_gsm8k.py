@@ -22,7 +22,7 @@ from msrl.rewards.verifiers import math_17k_acc
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import VllmEngine
 from support import assert_mentions, shared_data
-from test_examples import EXAMPLES, commands_of
+from test_examples import EXAMPLES, readme_commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 README = EXAMPLES / "gsm8k" / "README.md"
@@ -56,7 +56,7 @@ def said(folder: Path) -> dict[str, str]:
     }
     environment.pop("OMP_NUM_THREADS", None)  # a user has not set it either
     printed: dict[str, str] = {}
-    for line in commands_of(README, "On a laptop"):
+    for line in readme_commands(README, "On a laptop"):
         words = shlex.split(line)
         started = time.perf_counter()
         done = subprocess.run(

@@ -43,8 +43,8 @@ def everything(inputs: Path, name: str) -> dict[str, Any]:
         },
         reward={
             "sources": [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}],
-            "overlong": {"buffer": 4, "factor": 0.5}, "norm": {"center": "running",
-            "scale": "running"},
+            "overlong": {"buffer": 4, "factor": 0.5},
+            "norm": {"center": "running", "scale": "running"},
         },
         algo={
             "preset": "dapo", "entropy_coef": 0.001, "mask": {"truncated": True},
@@ -79,12 +79,11 @@ def with_critic(inputs: Path, name: str) -> dict[str, Any]:
         reward={"sources": [{"verifier": "acc"}], "norm": {"scale": "running"}},
         algo={
             "preset": "ppo", "value": {"warmup_steps": WARMUP}, "advantage": {"gamma": 0.98},
-            "kl": {"reward": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9,
-            "horizon": 32}},
+            "kl": {"reward": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32}},
         },
         train={
-            "steps": CRITIC_STEPS, "micro_batch": 2, "updates": {"samples_per_update": 8,
-            "epochs": 2},
+            "steps": CRITIC_STEPS, "micro_batch": 2,
+            "updates": {"samples_per_update": 8, "epochs": 2},
             "optimizer": {"lr": 3e-4, "schedule": "cosine"},
         },
         checkpoint={"every_steps": 2, "keep": 2, "resume": "auto", "async": True},

@@ -17,7 +17,7 @@ from torch import Tensor
 import families
 from mixture_families import DEEPSEEK_V3, QWEN3_MOE
 from msrl.trainer.settings import Balance, Layout, Lora, Recompute
-from poisoned_ranks import LENGTHS, MASKED_OUT, Poisoned
+from poisoned_ranks import LENGTHS, MASKED_OUT, PoisonedCase
 from reference_gradients import _as_in_files
 from test_mixture_training import _trained
 from training_ranks import Case, Result, sequences
@@ -113,7 +113,7 @@ def _cases(folders: dict[str, Path]) -> list[Any]:
         dataclasses.replace(bases["biased"], name="biased, first step", steps=1),
         dataclasses.replace(bases["biased"], name="biased, dp2 ep2", layout=Layout(ep=2), dp=2),
         dataclasses.replace(bases["lora"], name="lora, tp2 ep2", layout=Layout(tp=2, ep=2, etp=1)),
-        Poisoned("poisoned", folders["qwen3 moe"], Layout(cp=2, ep=2), {"chunk": 5}),
+        PoisonedCase("poisoned", folders["qwen3 moe"], Layout(cp=2, ep=2), {"chunk": 5}),
     ]
 
 
@@ -311,16 +311,16 @@ def test_adapters_of_latent_attention_learn_alike_in_another_layout(
 
 def test_garbage_in_a_pack_reaches_no_other_sample_of_a_mixture(results: dict[str, Any]) -> None:
     """Other samples' tokens decide how many rows an expert multiplies at once, hence 1e-6 of rounding; NaN stays where it is."""
-    seen = results["poisoned"].seen
+    seen = results["poisoned"].observations
     learnt = np.concatenate(
         [np.full(length, number not in MASKED_OUT) for number, length in enumerate(LENGTHS)]
     )
-    for poison in ("neighbours large", "neighbours nan", "padding nan"):
+    for poison in ("masked samples large", "masked samples nan", "padding nan"):
         assert seen[poison].loss == pytest.approx(seen["clean"].loss, rel=1e-6), poison
         np.testing.assert_allclose(
             seen[poison].logprobs[learnt], seen["clean"].logprobs[learnt], rtol=1e-5, err_msg=poison
         )
-    for poison in ("neighbours large", "padding nan"):
+    for poison in ("masked samples large", "padding nan"):
         for name, gradient in seen["clean"].gradients.items():
             assert (
                 np.linalg.norm(seen[poison].gradients[name] - gradient)

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 MODELS = {
     "qwen3 moe": QWEN3_MOE,
-    "deepseek v2 lite": {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1,
-    "topk_group": 1},
+    "deepseek v2 lite": {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "gpt-oss": {**GPT_OSS, "swiglu_limit": 7.0},
     "gpt-oss, clamped": GPT_OSS,
      # its gradient jumps where the clamp begins, so that only one step can be compared
@@ -61,11 +60,9 @@ COMPARED = (
     ("deepseek v3", "tp2 ep2 etp1"),
 )  # fmt: skip
 ALSO_COMPARED = (
-    *[("qwen3 moe", layout) for layout in ("tp2 ep2 etp1", "tp2 ep2 etp2", "pp2 ep2, uneven",
-    "pp2 ep2, empty layers")],
+    *[("qwen3 moe", layout) for layout in ("tp2 ep2 etp1", "tp2 ep2 etp2", "pp2 ep2, uneven", "pp2 ep2, empty layers")],
     *[("gpt-oss, clamped", layout) for layout in ("ep2", "pp2 vpp1 ep2")],
-    *[("deepseek v3", layout) for layout in ("tp2", "pp2 vpp1 ep2", "pp2 ep2, uneven",
-    "pp2 ep2, empty layers", "tp2 cp2 ep2")],
+    *[("deepseek v3", layout) for layout in ("tp2", "pp2 vpp1 ep2", "pp2 ep2, uneven", "pp2 ep2, empty layers", "tp2 cp2 ep2")],
     ("deepseek v2 lite", "tp2 ep2 etp2"), ("deepseek v2 lite", "pp2 vpp1 ep2"),
 )  # fmt: skip
 

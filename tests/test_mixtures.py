@@ -71,7 +71,7 @@ def more_megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
 
 def _logits(folders: dict[str, Path], rows: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
     cases = [Case(f"{name}, {cut}", folders[name], LAYOUTS[cut]) for name, cut in rows]
-    return parity_ranks.logits_of(cases)
+    return parity_ranks.compute_logits(cases)
 
 
 @functools.cache

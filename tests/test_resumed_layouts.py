@@ -10,7 +10,7 @@ import pytest
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
 from support import python_path
-from training_cases import DROPOUT, FROZEN, models, randomised
+from training_cases import DROPOUT, FROZEN, models, randomize
 from training_ranks import Case, Result
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
     root = tmp_path_factory.mktemp("resumed")
     model, frozen, dropped = root / "model", root / "frozen", root / "dropped"
-    randomised(models()["qwen2 tied"]).save_pretrained(model)
+    randomize(models()["qwen2 tied"]).save_pretrained(model)
     halves, lora = Layout(pp=2), {"lora": DROPOUT}
     cases = [
         Case("frozen", model, halves, freeze=FROZEN, steps=4, save_at=2, save_to=frozen),
@@ -79,7 +79,7 @@ def test_an_offloaded_optimizer_is_never_there_while_gradients_are_made(tmp_path
     """Not in the first step, and not in those after a checkpoint was saved or loaded, which need it for a moment."""
     from msrl.platforms import get
 
-    randomised(models()["qwen2 tied"]).save_pretrained(tmp_path / "model")
+    randomize(models()["qwen2 tied"]).save_pretrained(tmp_path / "model")
     job = (tmp_path / "model", tmp_path / "saves")
     (found,) = run_ranks(
         "resting_ranks:main",

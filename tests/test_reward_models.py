@@ -36,8 +36,8 @@ PAD = 5
 LAYOUTS = {
     "whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True),
     "tp2 pp2 vpp": Layout(tp=2, pp=2, vpp=1),
-    "pp2, uneven": Layout(pp=2, num_layer_list=(3, 1)), "pp2, empty layers": Layout(pp=2,
-    noop_layers=(0, 5)),
+    "pp2, uneven": Layout(pp=2, num_layer_list=(3, 1)),
+    "pp2, empty layers": Layout(pp=2, noop_layers=(0, 5)),
 }  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def test_scores_of_real_ranks_are_those_of_transformers_at_every_layout(tmp_path
         for cut, layout in LAYOUTS.items()
         for row in ROWS
     ]
-    found = parity_ranks.logits_of(cases)
+    found = parity_ranks.compute_logits(cases)
     ids = parity_ranks.sequences(199)
     ends = np.cumsum([len(row) for row in ids]) - 1
     for row in ROWS:

@@ -1,4 +1,4 @@
-"""The trainings that `test_training.py` compares: small random models, and every case that one start of the ranks goes through."""
+"""Models and cases of `test_training.py`, which one start of the ranks trains in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from msrl.algorithms.mismatch import Correction
 from msrl.trainer.settings import Layout, Lora, Recompute
-from poisoned_ranks import Poisoned
+from poisoned_ranks import PoisonedCase
 from product_ranks import Product
 from training_ranks import VOCAB, Case
 
@@ -60,19 +60,19 @@ TABLE = {
 SAVING = {"recompute": Recompute("full"), "offload": frozenset({"optimizer", "grads", "params"})}
 LORA = {"lora": Lora(4, 8.0, ("q_proj", "v_proj", "linear_proj", "linear_fc1", "down_proj"))}
 LORAS = {
-    "lora whole": (Layout(), 1), "lora tp2": (Layout(tp=2), 1), "lora tp2 sp": (Layout(tp=2,
-    sp=True), 2),
+    "lora unsharded": (Layout(), 1), "lora tp2": (Layout(tp=2), 1),
+    "lora tp2 sp": (Layout(tp=2, sp=True), 2),
     "lora pp2 cp2": (Layout(pp=2, cp=2), 1),
 }  # fmt: skip
 POISONED: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "poisoned whole": (Layout(), {}), "poisoned chunked": (Layout(), {"chunk": 5}),
+    "poisoned unsharded": (Layout(), {}), "poisoned chunked": (Layout(), {"chunk": 5}),
     "poisoned tp2 sp": (Layout(tp=2, sp=True), {}),
-    "poisoned cp2": (Layout(cp=2), {}), "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True,
-    cp=2), {"chunk": 5}),
+    "poisoned cp2": (Layout(cp=2), {}),
+    "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True, cp=2), {"chunk": 5}),
 }  # fmt: skip
-STEPS_BESIDE_TRANSFORMERS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 of the others
+STEPS_BESIDE_TRANSFORMERS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 for other families
 DROPOUT = Lora(4, 8.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), dropout=0.3)
-DROPPED = {
+DROPOUT_LAYOUTS = {
     "lora dropout": Layout(),
     "lora dropout tp2": Layout(tp=2),
     "lora dropout tp2 sp": Layout(tp=2, sp=True),
@@ -91,7 +91,7 @@ CRITICS = {
         more={"offload": frozenset({"optimizer", "grads", "params"})},
     ),
 }
-# Every policy loss with each ratio that it takes, the aggregations spread over them.
+# Every policy loss with each of its ratios, combined with different aggregations.
 POLICIES = [
     ("gspo", "seq-mean-token-mean", {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
     ("dr_grpo", "seq-sum-over-constant", {}),
@@ -112,7 +112,7 @@ POLICIES = [
 ]
 
 
-def randomised(model):
+def randomize(model):
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.08 if parameter.dim() > 1 else 0.2)
@@ -132,7 +132,7 @@ def models() -> dict[str, torch.nn.Module]:
         Qwen3ForCausalLM,
     )
 
-    # A padding token would have no gradient in transformers' embedding.
+    # Without a padding token: transformers' embedding computes no gradient for it.
     gemma2 = {
         "pad_token_id": None,
         "sliding_window": 8,
@@ -163,27 +163,27 @@ def models() -> dict[str, torch.nn.Module]:
     }
 
 
-# One step of a family in bfloat16, whose counts of tokens are padded on CPU.
-HALVES = {
+# One bfloat16 step per family; on CPU, token counts are padded for bfloat16.
+BF16_CASES = {
     "qwen3": Case("", Path()), "qwen3 tp2 sp": Case("", Path(), Layout(tp=2, sp=True)),
     "qwen3 pp2": Case("", Path(), Layout(pp=2)),
-    "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"chunk": 7}), "qwen3 chunked": Case("",
-    Path(), more={"chunk": 80}),
-    "gemma2": Case("", Path()), "gemma2 recomputed": Case("", Path(),
-    more={"recompute": Recompute("selective", modules=("core_attn",))}),
+    "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"chunk": 7}),
+    "qwen3 chunked": Case("", Path(), more={"chunk": 80}),
+    "gemma2": Case("", Path()),
+    "gemma2 recomputed": Case("", Path(), more={"recompute": Recompute("selective", modules=("core_attn",))}),
 }  # fmt: skip
 
 
-def _with(case: Case, **changes) -> Case:
+def replace_fields(case: Case, **changes) -> Case:
     return Case(**{**{name: getattr(case, name) for name in case.__dataclass_fields__}, **changes})
 
 
-def _table(folders: dict[str, Path]) -> list[Case]:
-    """Ten steps on one batch, at a rate that leaves margin to 1e-5: AdamW makes a step of the rate out of rounding errors."""
-    whole = Case("table whole", folders["qwen3"], steps=10, lr=3e-4, is_same_batch=True)
-    lora = _with(whole, name="table lora", model=folders["qwen2 tied"], more=LORA)
-    cut = [
-        _with(
+def _table_cases(folders: dict[str, Path]) -> list[Case]:
+    """Return trainings of ten steps on one batch, with a low rate because AdamW amplifies rounding."""
+    unsharded = Case("table unsharded", folders["qwen3"], steps=10, lr=3e-4, is_same_batch=True)
+    lora = replace_fields(unsharded, name="table lora", model=folders["qwen2 tied"], more=LORA)
+    sharded = [
+        replace_fields(
             case,
             name=f"table {layout}",
             model=folders["qwen3"],
@@ -193,61 +193,74 @@ def _table(folders: dict[str, Path]) -> list[Case]:
         )
         for layout, case in TABLE.items()
     ]
-    return [whole, *cut, lora, _with(lora, name="table lora tp2", layout=Layout(tp=2))]
-
-
-def _halves(folders: dict[str, Path]) -> list[Case]:
-    first = {
-        name: _with(case, model=folders[name.split()[0]], steps=1, is_same_batch=True)
-        for name, case in HALVES.items()
-    }
-    whole = [_with(first[family], name=f"first {family}") for family in ("qwen3", "gemma2")]
     return [
-        *whole,
-        *[_with(case, name=f"first bf16 {name}", dtype="bfloat16") for name, case in first.items()],
+        unsharded,
+        *sharded,
+        lora,
+        replace_fields(lora, name="table lora tp2", layout=Layout(tp=2)),
+    ]
+
+
+def _bf16_cases(folders: dict[str, Path]) -> list[Case]:
+    first = {
+        name: replace_fields(case, model=folders[name.split()[0]], steps=1, is_same_batch=True)
+        for name, case in BF16_CASES.items()
+    }
+    unsharded = [
+        replace_fields(first[family], name=f"first {family}") for family in ("qwen3", "gemma2")
+    ]
+    return [
+        *unsharded,
+        *[
+            replace_fields(case, name=f"first bf16 {name}", dtype="bfloat16")
+            for name, case in first.items()
+        ],
     ]
 
 
 # The batch of the product of all losses in one pack; over two and over four ranks, cut by tokens, its samples in other orders.
-SPREAD: dict[str, dict[str, Any]] = {
-    "product whole": {}, "product dp2 cut": {"dp": 2, "max_tokens": 40},
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "product unsharded": {}, "product dp2 sharded": {"dp": 2, "max_tokens": 40},
     "product dp4 shuffled": {"dp": 4, "max_tokens": 30, "order": (5, 2, 7, 0, 3, 6, 1, 4)},
 }  # fmt: skip
 
 
-def _poisoned(folders: dict[str, Path]) -> list[Poisoned]:
+def _poisoned_cases(folders: dict[str, Path]) -> list[PoisonedCase]:
     return [
-        Poisoned(name, folders["qwen3"], layout, more) for name, (layout, more) in POISONED.items()
+        PoisonedCase(name, folders["qwen3"], layout, more)
+        for name, (layout, more) in POISONED.items()
     ]
 
 
 def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
-    """Everything that this file looks at, in one start of the ranks."""
+    """Return all cases for one start of the ranks."""
     cases = [
-        Case(f"whole {family}", folder, steps=STEPS_BESIDE_TRANSFORMERS.get(family, 8))
+        Case(f"unsharded {family}", folder, steps=STEPS_BESIDE_TRANSFORMERS.get(family, 8))
         for family, folder in folders.items()
     ]
     cases += [
-        _with(case, name=f"{layout} qwen2 tied", model=folders["qwen2 tied"], steps=5)
+        replace_fields(case, name=f"{layout} qwen2 tied", model=folders["qwen2 tied"], steps=5)
         for layout, case in LAYOUTS.items()
     ]
-    cases += _table(folders)
-    cases += _halves(folders)
+    cases += _table_cases(folders)
+    cases += _bf16_cases(folders)
     cases += [
-        _with(LAYOUTS["tp2 sp"], name=f"tp2 sp {family}", model=folders[family])
+        replace_fields(LAYOUTS["tp2 sp"], name=f"tp2 sp {family}", model=folders[family])
         for family in ("gemma2", "glm")
     ]
-    policy = Case("policy whole", folders["qwen2"], loss="policy", steps=3)
+    policy = Case("policy unsharded", folders["qwen2"], loss="policy", steps=3)
     cases += [
         policy,
         *[
-            _with(case, name=f"policy {layout}", model=folders["qwen2"], loss="policy", steps=3)
+            replace_fields(
+                case, name=f"policy {layout}", model=folders["qwen2"], loss="policy", steps=3
+            )
             for layout, case in LAYOUTS.items()
         ],
     ]
     for number, (name, aggregate, options) in enumerate(POLICIES):
         losses = Case(
-            f"{name} whole",
+            f"{name} unsharded",
             folders["qwen2"],
             loss="policy",
             policy=options,
@@ -256,16 +269,16 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         )
         cases += [
             losses,
-            _with(
+            replace_fields(
                 losses,
-                name=f"{name} cut",
+                name=f"{name} sharded",
                 layout=Layout(tp=2) if number % 2 else Layout(cp=2),
                 dp=2,
                 micro_batch=1,
             ),
         ]
     full = Case(
-        "full whole",
+        "full unsharded",
         folders["qwen2"],
         reference=folders["qwen2 tied"],
         loss="policy",
@@ -274,26 +287,26 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
     )
     cases += [
         full,
-        _with(full, name="full tp2 dp2", layout=Layout(tp=2), dp=2),
-        _with(full, name="full tp2 pp2", layout=Layout(tp=2, pp=2)),
-        _with(full, name="full tp2 cp2", layout=Layout(tp=2, cp=2)),
+        replace_fields(full, name="full tp2 dp2", layout=Layout(tp=2), dp=2),
+        replace_fields(full, name="full tp2 pp2", layout=Layout(tp=2, pp=2)),
+        replace_fields(full, name="full tp2 cp2", layout=Layout(tp=2, cp=2)),
     ]
     cases += [
-        Case("saved", folders["qwen2 tied"], steps=4, save_at=4, save_to=saves / "whole"),
-        Case("resumed", folders["qwen2 tied"], first_step=4, resume_from=saves / "whole"),
+        Case("saved", folders["qwen2 tied"], steps=4, save_at=4, save_to=saves / "unsharded"),
+        Case("resumed", folders["qwen2 tied"], first_step=4, resume_from=saves / "unsharded"),
         Case(
             "resumed tp2 pp2",
             folders["qwen2 tied"],
             Layout(tp=2, pp=2),
             first_step=4,
-            resume_from=saves / "whole",
+            resume_from=saves / "unsharded",
         ),
         Case(
             "resumed pp2 cp2",
             folders["qwen2 tied"],
             Layout(pp=2, cp=2),
             first_step=4,
-            resume_from=saves / "whole",
+            resume_from=saves / "unsharded",
         ),
         Case(
             "saved vpp",
@@ -323,14 +336,14 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
             Layout(tp=2, pp=2),
             steps=4,
             save_at=4,
-            save_to=saves / "cut",
+            save_to=saves / "sharded",
         ),
         Case(
             "resumed dp2 from tp2 pp2",
             folders["qwen2 tied"],
             dp=2,
             first_step=4,
-            resume_from=saves / "cut",
+            resume_from=saves / "sharded",
         ),
         Case(
             "frozen",
@@ -400,8 +413,8 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
             more=LORA,
             resume_from=saves / "lora",
         ),
-        *_critics(folders, saves),
-        *_dropped(folders["qwen2 tied"]),
+        *_critic_cases(folders, saves),
+        *_dropout_cases(folders["qwen2 tied"]),
         Case(
             "not poisoned",
             folders["qwen2"],
@@ -424,47 +437,56 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         ),
         Case("bf16 tp2 dp2", folders["qwen2"], Layout(tp=2), dp=2, dtype="bfloat16", steps=6),
     ]
-    products = [Product(name, folders["qwen2"], **spread) for name, spread in SPREAD.items()]
-    return [*cases, *_poisoned(folders), *products]
+    products = [Product(name, folders["qwen2"], **spread) for name, spread in PRODUCTS.items()]
+    return [*cases, *_poisoned_cases(folders), *products]
 
 
-def _dropped(model: Path) -> list[Case]:
-    """Adapters with dropout, and the same with layers computed again."""
+def _dropout_cases(model: Path) -> list[Case]:
+    """Return LoRA trainings with dropout, with and without recomputation."""
     cases = [
         Case(name, model, layout, steps=3, lr=1e-2, more={"lora": DROPOUT})
-        for name, layout in DROPPED.items()
+        for name, layout in DROPOUT_LAYOUTS.items()
     ]
-    again = {"lora": DROPOUT, "recompute": Recompute("full")}
-    return [*cases, *[_with(case, name=f"{case.name} recomputed", more=again) for case in cases]]
-
-
-def _critics(folders: dict[str, Path], saves: Path) -> list[Case]:
-    """Policies with a critic beside them: from the policy's own weights, from a reward model, in every layout, saved and resumed."""
-    whole = Case("critic whole", folders["qwen2 tied"], steps=4, critic=folders["qwen2 tied"])
-    scored = Case("critic scored", folders["qwen2 tied"], steps=3, critic=folders["scored"])
-    bf16 = _with(whole, name="critic bf16", dtype="bfloat16")
+    recomputed = {"lora": DROPOUT, "recompute": Recompute("full")}
     return [
-        whole,
+        *cases,
+        *[replace_fields(case, name=f"{case.name} recomputed", more=recomputed) for case in cases],
+    ]
+
+
+def _critic_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
+    """Return trainings with a critic, initialized from the policy or from a reward model."""
+    unsharded = Case(
+        "critic unsharded", folders["qwen2 tied"], steps=4, critic=folders["qwen2 tied"]
+    )
+    scored = Case("critic scored", folders["qwen2 tied"], steps=3, critic=folders["scored"])
+    bf16 = replace_fields(unsharded, name="critic bf16", dtype="bfloat16")
+    return [
+        unsharded,
         scored,
         *[
-            _with(
+            replace_fields(
                 case,
                 name=f"critic {layout}",
-                model=whole.model,
-                critic=whole.critic if case.dp == 2 else scored.critic,
+                model=unsharded.model,
+                critic=unsharded.critic if case.dp == 2 else scored.critic,
                 steps=3,
             )
             for layout, case in CRITICS.items()
         ],
-        _with(whole, name="critic saved", save_at=2, save_to=saves / "critic"),
-        _with(whole, name="critic resumed", first_step=2, resume_from=saves / "critic"),
-        _with(
-            whole,
+        replace_fields(unsharded, name="critic saved", save_at=2, save_to=saves / "critic"),
+        replace_fields(
+            unsharded, name="critic resumed", first_step=2, resume_from=saves / "critic"
+        ),
+        replace_fields(
+            unsharded,
             name="critic resumed tp2 pp2",
             layout=Layout(tp=2, pp=2),
             first_step=2,
             resume_from=saves / "critic",
         ),
-        _with(bf16, save_at=2, save_to=saves / "critic bf16"),
-        _with(bf16, name="critic bf16 resumed", first_step=2, resume_from=saves / "critic bf16"),
+        replace_fields(bf16, save_at=2, save_to=saves / "critic bf16"),
+        replace_fields(
+            bf16, name="critic bf16 resumed", first_step=2, resume_from=saves / "critic bf16"
+        ),
     ]

@@ -1,6 +1,6 @@
-"""What the ranks of the training tests do: one start of four processes, in which every layout trains in turn.
+"""Ranks of the training tests: four processes train every case in turn.
 
-Imported by rank processes after `platform.prepare()`, by name (`training_ranks:main`).
+Rank processes import this module by name (`training_ranks:main`) after `platform.prepare()`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
     from msrl.trainer.critic import Critic
     from msrl.trainer.replica import Learner
 
-VOCAB, NUM_SEQUENCES, LONGEST = 199, 8, 30
+VOCAB, NUM_SEQUENCES, MAX_LENGTH = 199, 8, 30
 VALUE_LR, VALUE_CLIP = 2e-3, 0.5
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training of `steps` steps on `world` ranks. Saves after `save_at` steps into `save_to`, or goes on from `resume_from`."""
+    """A training of `steps` steps on `world` ranks, optionally saved or resumed.
+
+    It saves into `save_to` after `save_at` steps, or resumes from `resume_from`.
+    """
 
     name: str
     model: Path
@@ -53,12 +56,12 @@ class Case:
     resume_from: Path | None = None
     first_step: int = 0
     lr: float = 1e-3
-    eps: float = 1e-8  # of AdamW: a large one makes no step of the rate out of a gradient that is nearly zero
+    eps: float = 1e-8  # of AdamW; a large value avoids full-size updates for near-zero gradients
     freeze: tuple[str, ...] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)  # further settings of the ranks
-    poison_at: int | None = None  # the step whose batch has a NaN among its advantages
-    is_same_batch: bool = False  # every step has the batch of the first; the gradients of the last step are wanted too
-    critic: Path | None = None  # what a critic beside the policy starts from
+    more: Mapping[str, Any] = field(default_factory=dict)  # additional worker settings
+    poison_at: int | None = None  # step whose advantages contain a NaN
+    is_same_batch: bool = False  # train on the first batch in every step and return gradients
+    critic: Path | None = None  # initial weights of a critic
 
     @property
     def world(self) -> int:
@@ -67,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case did: the report of every step, the final weights under their Hugging Face names, and the last step's gradients."""
+    """Step reports, final weights by Hugging Face name, and gradients of the last step."""
 
     name: str
     reports: list[dict[str, float]]
@@ -76,10 +79,10 @@ class Result:
 
 
 def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False) -> Sequences:
-    """The batch of a step: random tokens, a random part of each sequence to be learnt, and what a policy loss needs."""
+    """Return a step's batch: random tokens, random loss masks and fields of the policy loss."""
     random = np.random.default_rng([7, step])
     ids = tuple(
-        random.integers(0, VOCAB, random.integers(3, LONGEST)).astype(np.int64)
+        random.integers(0, VOCAB, random.integers(3, MAX_LENGTH)).astype(np.int64)
         for _ in range(NUM_SEQUENCES)
     )
     masks = tuple(np.arange(len(row)) >= random.integers(1, len(row) - 1) for row in ids)
@@ -98,7 +101,7 @@ def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False
 
 
 def value_sequences(step: int) -> Sequences:
-    """The batch of a step with what a critic's loss needs."""
+    """Return a step's batch with the fields of the value loss."""
     batch, random = sequences(step), np.random.default_rng([8, step])
     fields = {
         name: tuple(random.normal(0, 0.5, len(row)).astype(np.float32) for row in batch.token_ids)
@@ -108,21 +111,21 @@ def value_sequences(step: int) -> Sequences:
 
 
 def main(context: RankContext, cases: list[Any]) -> None:
-    """Every case whose world this rank is part of; rank 0 reports."""
-    from poisoned_ranks import Poisoned, look
+    """Run the cases whose world includes this rank; rank 0 reports."""
+    from poisoned_ranks import PoisonedCase, run_case
     from product_ranks import Product, walk
 
-    does: dict[type, Any] = {Poisoned: look, Product: walk, Case: _train}
+    runners: dict[type, Any] = {PoisonedCase: run_case, Product: walk, Case: _train}
     for number, case in enumerate(cases):
         if context.rank < case.world:
-            result = does[type(case)](context, case, f"{context.init_method}-{number}")
+            result = runners[type(case)](context, case, f"{context.init_method}-{number}")
             if context.rank == 0:
                 context.report(result)
-            gc.collect()  # models hold themselves, and with them the threads and sockets of a case's process groups
+            gc.collect()  # models have reference cycles and keep threads and sockets alive
 
 
 def _train(context: RankContext, case: Case, init_method: str) -> Result:
-    from gradients import assert_copies_are_alike, whole_gradients
+    from gradients import assert_replicas_are_equal, full_gradients
     from msrl.trainer.checkpointing import state as checkpoints
     from msrl.trainer.checkpointing.resume import resume_from
     from msrl.trainer.objective.losses import PolicyLoss, SftLoss
@@ -130,18 +133,17 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     from msrl.trainer.weights import export
 
     while case.resume_from and not resume_from("auto", case.resume_from)[0]:
-        time.sleep(0.1)  # ranks that had no part in the case that saves are early
+        time.sleep(0.1)  # ranks outside the saving case arrive early
     saved = resume_from("auto", case.resume_from)[0] if case.resume_from else None
-    weights = (
-        None if "lora" in case.more else saved
-    )  # a checkpoint of adapters has no other weights
+    # A LoRA checkpoint contains only adapter weights.
+    weights = None if "lora" in case.more else saved
     settings = WorkerSettings(
         "cpu", weights.root if weights else case.model, case.layout, case.dtype, seed=0,
         timeout_s=120,
-        iteration=weights.step if weights else None, optimizer=OptimizerSettings(lr=case.lr,
-        eps=case.eps), reference=case.reference,
-        freeze=case.freeze, critic=CriticSettings(case.critic, None,
-        OptimizerSettings(lr=VALUE_LR)) if case.critic else None, **case.more,
+        iteration=weights.step if weights else None,
+        optimizer=OptimizerSettings(lr=case.lr, eps=case.eps), reference=case.reference,
+        freeze=case.freeze,
+        critic=CriticSettings(case.critic, None, OptimizerSettings(lr=VALUE_LR)) if case.critic else None, **case.more,
     )  # fmt: skip
     worker = TrainWorker(settings, context.rank, case.world, init_method)
     if saved:
@@ -161,47 +163,47 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
         )
         if case.loss != "sft":
             batch = with_weights(batch, case.aggregate, constant=1000.0)
-        batches = _mine(batch, case, worker)
+        batches = _local_batches(batch, case, worker)
         reports.append(
             worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr)
         )
         if worker.critic is not None:
             reports[-1] |= _critic_step(case, worker.critic, step)
         if case.is_same_batch and step == case.steps - 1:
-            gradients = _whole(whole_gradients(worker), context.rank, case.world)
+            gradients = _gather(full_gradients(worker), context.rank, case.world)
         worker.rest()
         if case.save_at == step + 1:
             assert case.save_to is not None
             checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)
-    assert_copies_are_alike(worker)
-    own = dict(export(worker))
+    assert_replicas_are_equal(worker)
+    tensors = dict(export(worker))
     if (
         worker.adapters is not None
     ):  # merged for the engine after every step, they must leave the model as it was
-        again = dict(export(worker))
-        assert all(torch.equal(own[name], again[name]) for name in own)
+        exported = dict(export(worker))
+        assert all(torch.equal(tensors[name], exported[name]) for name in tensors)
     if worker.critic is not None:
-        own |= {f"critic.{name}": weight for name, weight in export(worker.critic)}
-    found = _whole(own, context.rank, case.world)
+        tensors |= {f"critic.{name}": weight for name, weight in export(worker.critic)}
+    tensors = _gather(tensors, context.rank, case.world)
     worker.close()
-    return Result(case.name, reports, found, gradients)
+    return Result(case.name, reports, tensors, gradients)
 
 
-def _mine(batch: Sequences, case: Case, worker: Learner) -> list[MicroBatch]:
-    """The micro-batches of this data-parallel rank."""
+def _local_batches(batch: Sequences, case: Case, worker: Learner) -> list[MicroBatch]:
+    """Return the micro-batches of this data-parallel rank."""
     lengths = [len(ids) for ids in batch.token_ids]
-    part = balanced(lengths, worker.dp_size)[worker.dp_rank]
+    indices = balanced(lengths, worker.dp_size)[worker.dp_rank]
     limits = BatchLimits(case.micro_batch, case.max_tokens, worker.sequence_multiple)
-    groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
+    groups = [[indices[i] for i in group] for group in limits.group([lengths[i] for i in indices])]
     return micro_batches(batch, groups, limits)
 
 
 def _critic_step(case: Case, critic: Critic, step: int) -> dict[str, float]:
-    """The report of a critic's step, and the sum of squares of all values before it."""
+    """Run a critic's step and return its report with the previous sum of squared values."""
     batch = value_sequences(step)
-    batches = _mine(batch, case, critic)
+    batches = _local_batches(batch, case, critic)
     values = critic.values(batches)
-    found = critic.train_step(
+    report = critic.train_step(
         batches, ValueLoss(VALUE_CLIP), num_tokens=num_loss_tokens(batch), lr=VALUE_LR
     )
     squares = (
@@ -209,18 +211,18 @@ def _critic_step(case: Case, critic: Critic, step: int) -> dict[str, float]:
         if values is None
         else sum(float((row.astype(np.float64) ** 2).sum()) for row in values)
     )
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (critic.dp_rank, squares))
-    by_rank = {dp_rank: total for dp_rank, total in everybody if total is not None}
+    by_process: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_process, (critic.dp_rank, squares))
+    by_rank = {dp_rank: total for dp_rank, total in by_process if total is not None}
     return {
-        **{f"value_{name.removeprefix('value_')}": value for name, value in found.items()},
+        **{f"value_{name.removeprefix('value_')}": value for name, value in report.items()},
         "value_squares": sum(by_rank.values()),
     }
 
 
-def _whole(mine: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:
-    """The tensors of all stages, on rank 0."""
-    own = {name: tensor.float().numpy() for name, tensor in mine.items()}
-    parts: list[Any] = [None] * world
-    dist.gather_object(own, parts if rank == 0 else None)
-    return {name: value for part in parts if part for name, value in part.items()}
+def _gather(local: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:
+    """Return the tensors of all stages on rank 0."""
+    local_arrays = {name: tensor.float().numpy() for name, tensor in local.items()}
+    shards: list[Any] = [None] * world
+    dist.gather_object(local_arrays, shards if rank == 0 else None)
+    return {name: value for shard in shards if shard for name, value in shard.items()}
