@@ -1,4 +1,4 @@
-"""What a signal does to a training: at once before its first step, after the step in hand later, at once when it comes again."""
+"""Signals during a training: they end it after the current step, or at once when repeated."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SIGNALS = pytest.mark.parametrize("number", ALL)
 
 @pytest.fixture(autouse=True)
 def terminal() -> Iterator[None]:
-    """SIGHUP as a terminal has it, whatever these tests were started with."""
+    """Reset the handler of SIGHUP, which the test process may have inherited as ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
 @SIGNALS
-def test_before_the_first_step_a_signal_ends_the_run(number: signal.Signals):
+def test_a_signal_before_the_first_step_ends_the_run_at_once(number: signal.Signals):
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), EndAtOnce():
         os.kill(os.getpid(), number)
@@ -39,7 +39,7 @@ def test_before_the_first_step_a_signal_ends_the_run(number: signal.Signals):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_noted_and_said_and_the_second_ends_the_run(
+def test_the_first_signal_is_reported_and_the_second_ends_the_run(
     number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     before, calls = signal.getsignal(number), list[str]()
@@ -49,29 +49,29 @@ def test_the_first_signal_is_noted_and_said_and_the_second_ends_the_run(
         os.kill(os.getpid(), number)
         assert interrupts.asked and calls == ["asked"]
         assert_mentions(capsys.readouterr().err, "step", "checkpoint")
-        if number == signal.SIGTERM:  # see below
+        if number == signal.SIGTERM:  # repeated SIGTERM counts once within a second
             later = module.time.monotonic() + 1.5
             monkeypatch.setattr(module.time, "monotonic", lambda: later)
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) == before and calls == ["asked"]
 
 
-def test_sigterm_that_comes_again_within_a_moment_is_the_same_one():
-    """timeout(1) sends it to a command, and then to the group that the command is in."""
+def test_sigterm_repeated_within_a_second_counts_once():
+    """timeout(1) sends SIGTERM to the command and then to the command's process group."""
     calls = list[str]()
     with EndAtOnce(), Interrupts(lambda: calls.append("asked")) as interrupts:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
         assert interrupts.asked
     assert calls == ["asked"]
-    early = EndAtOnce()
-    with early:
+    end_at_once = EndAtOnce()
+    with end_at_once:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # while what was begun is taken down
+        os.kill(os.getpid(), signal.SIGTERM)  # during the cleanup
 
 
-def test_a_terminal_that_is_closed_asks_for_the_end_and_never_ends_a_save():
+def test_sighup_requests_the_end_and_never_interrupts_a_save():
     for first in ALL:
         with EndAtOnce(), Interrupts() as interrupts:
             os.kill(os.getpid(), first)
@@ -79,7 +79,7 @@ def test_a_terminal_that_is_closed_asks_for_the_end_and_never_ends_a_save():
             os.kill(os.getpid(), signal.SIGHUP)
 
 
-def test_under_nohup_a_closed_terminal_is_not_heard():
+def test_sighup_is_ignored_under_nohup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with EndAtOnce(), Interrupts() as interrupts:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -105,8 +105,8 @@ sys.exit(130 if interrupts.asked else 1)
 
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
-def test_output_that_nobody_reads_any_longer_does_not_end_a_run(tmp_path: Path, kind: str):
-    """Of a closed terminal, where the kernel sends SIGHUP; of a `tee` that the signal for the whole group has ended too."""
+def test_closed_output_does_not_end_a_run(tmp_path: Path, kind: str):
+    """The reader is a closed terminal, or a `tee` that the signal to the process group has ended."""
     reader, writer = os.openpty() if kind == "terminal" else os.pipe()
     command = [sys.executable, "-c", STOPPED, str(tmp_path / "result")]
     process = subprocess.Popen(
@@ -122,7 +122,7 @@ def test_output_that_nobody_reads_any_longer_does_not_end_a_run(tmp_path: Path, 
     assert (tmp_path / "result").read_text() == "saved"
 
 
-def test_a_training_that_was_asked_to_end_in_its_last_step_is_done():
+def test_a_training_interrupted_in_its_last_step_is_complete():
     last = SavedTraining(Path("checkpoints"), 10)
     assert was_cut_short(True, None, 10) and was_cut_short(
         True, SavedTraining(Path("checkpoints"), 9), 10

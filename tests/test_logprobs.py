@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and exact divergences of one rank against plain torch in float64, values and gradients."""
+"""Log-probabilities, entropies and exact KL divergences of one rank, compared with float64 torch."""
 
 from __future__ import annotations
 
@@ -37,14 +37,18 @@ def columns(
     )  # fmt: skip
 
 
-def other_model(cut: VocabColumns, rows: int = ROWS) -> tuple[Distribution, torch.Tensor]:
-    """A distribution, and its logits."""
+def make_reference(
+    vocab_columns: VocabColumns, rows: int = ROWS
+) -> tuple[Distribution, torch.Tensor]:
+    """Return a random reference distribution and its logits."""
     hidden, weight = torch.randn(rows, HIDDEN), torch.randn(PADDED, HIDDEN)
     logits = hidden @ weight.t()
-    return Distribution(hidden, lambda part: part @ weight.t(), cut.normaliser(logits)), logits
+    return Distribution(
+        hidden, lambda rows: rows @ weight.t(), vocab_columns.normaliser(logits)
+    ), logits
 
 
-def plain(
+def reference_values(
     logits: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     p, q = ((x[:, :VOCAB] / TEMPERATURE).log_softmax(-1) for x in (logits, reference))
@@ -56,40 +60,46 @@ def plain(
 @pytest.mark.parametrize(
     "weights", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, -0.3, 0.2)]
 )
-def test_values_and_gradients_equal_plain_torch_however_few_rows_are_taken_at_once(
+def test_values_and_gradients_agree_with_torch_for_every_chunk_size(
     group, elements_at_once, num_rows, weights
 ):
     torch.manual_seed(0)
-    cut = columns(group, elements_at_once)
+    vocab_columns = columns(group, elements_at_once)
     hidden, head, labels, factors = (
         torch.randn(ROWS, HIDDEN),
         2 * torch.randn(PADDED, HIDDEN),
         torch.randint(0, VOCAB, (ROWS,)),
         torch.randn(ROWS),
     )
-    other, reference = other_model(cut)
+    reference_distribution, reference = make_reference(vocab_columns)
 
     exact = hidden.double().requires_grad_()
-    expected = plain(exact @ head.double().t(), reference.double(), labels)
+    expected = reference_values(exact @ head.double().t(), reference.double(), labels)
     sum(w * (x * factors).sum() for w, x in zip(weights, expected, strict=True)).backward()
 
     leaf = hidden.clone().requires_grad_()
     if num_rows is None:
-        got = vocab_parallel_logprobs(leaf @ head.t(), labels, cut, other)
+        actual = vocab_parallel_logprobs(
+            leaf @ head.t(), labels, vocab_columns, reference_distribution
+        )
     else:
-        got = chunked_logprobs(leaf, head, labels, cut, num_rows=num_rows, other=other)
-    for value, wanted in zip(got, expected, strict=True):
+        actual = chunked_logprobs(
+            leaf, head, labels, vocab_columns, num_rows=num_rows, other=reference_distribution
+        )
+    for value, expected_value in zip(actual, expected, strict=True):
         assert value is not None
-        torch.testing.assert_close(value.double(), wanted, rtol=1e-4, atol=1e-5)
-    sum(w * (x * factors).sum() for w, x in zip(weights, got, strict=True) if w).backward()
+        torch.testing.assert_close(value.double(), expected_value, rtol=1e-4, atol=1e-5)
+    sum(w * (x * factors).sum() for w, x in zip(weights, actual, strict=True) if w).backward()
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_a_distribution_does_not_diverge_from_itself_and_is_not_compared_unasked(group):
-    cut = columns(group, 100, with_entropy=False)
-    other, logits = other_model(cut)
+def test_the_divergence_from_itself_is_zero_and_is_computed_only_with_a_reference(group):
+    vocab_columns = columns(group, 100, with_entropy=False)
+    reference_distribution, logits = make_reference(vocab_columns)
     labels = torch.zeros(ROWS, dtype=torch.int64)
-    _, entropy, divergence = vocab_parallel_logprobs(logits, labels, cut, other)
+    _, entropy, divergence = vocab_parallel_logprobs(
+        logits, labels, vocab_columns, reference_distribution
+    )
     assert entropy is None and divergence is not None
     assert divergence.abs().max() < 1e-5
-    assert vocab_parallel_logprobs(logits, labels, cut)[2] is None
+    assert vocab_parallel_logprobs(logits, labels, vocab_columns)[2] is None
