@@ -1,5 +1,7 @@
-"""Adapters of mixtures: of experts, of shared experts, and of the layer of latent attention that every rank holds whole. Gradients against
-transformers by the chain rule and, tensor by tensor, against the whole model's in every layout; what is saved is what was trained.
+"""LoRA for mixture of experts: experts, shared experts and the replicated layer of latent attention.
+
+Gradients are compared with transformers by the chain rule, and between layouts for every tensor.
+Saved adapters equal the trained ones.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from msrl.trainer.settings import Layout, Lora, Recompute
 from msrl.workflows.serve.engine import hf_weights
 from reference_gradients import _as_in_files, backward
 from test_mixture_exactness import _assert_same
-from test_mixture_training import _trained
+from test_mixture_training import run_cases
 from training_ranks import Case, Result
 
 pytestmark = pytest.mark.slow
@@ -39,11 +41,11 @@ MODELS = {"qwen3 moe": QWEN3_MOE, "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_
 LORAS = {
     "qwen3 moe": Lora(
         4, 8.0, ("q_proj", "linear_proj", "up_proj", "down_proj")
-    ),  # of fused layers only a part
+    ),  # only some projections of fused layers
     "deepseek v3": Lora(4, 8.0, ("linear_qkv", "kv_b_proj", "linear_fc1", "linear_fc2")),
 }
-USUAL = {"ep2": Layout(ep=2), "tp2 ep2 etp2, sp": Layout(tp=2, ep=2, etp=2, sp=True)}
-REST = {
+LAYOUTS = {"ep2": Layout(ep=2), "tp2 ep2 etp2, sp": Layout(tp=2, ep=2, etp=2, sp=True)}
+MORE_LAYOUTS = {
     "tp2": Layout(tp=2),
     "tp2 etp1": Layout(tp=2, etp=1),
     "tp2 ep2 etp1": Layout(tp=2, ep=2, etp=1),
@@ -58,7 +60,7 @@ DROPOUT = dataclasses.replace(LORAS["qwen3 moe"], dropout=0.3)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each as a Hugging Face folder."""
+    """Return a small random model of each family as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("mixtures")
     return {name: families.save_model(root / name, config) for name, config in MODELS.items()}
 
@@ -69,12 +71,12 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _case(name: str, layout: str, folders: dict[str, Path]) -> Case:
-    """Four steps; AdamW's epsilon is large, for it makes a whole step of a gradient that is nothing but rounding."""
-    cut = {**USUAL, **REST, "whole": Layout()}[layout]
+    """Four steps; AdamW's epsilon is large, for it makes a unsharded step of a gradient that is nothing but rounding."""
+    parallel_layout = {**LAYOUTS, **MORE_LAYOUTS, "unsharded": Layout()}[layout]
     return Case(
         f"{name}, {layout}",
         folders[name],
-        cut,
+        parallel_layout,
         steps=4,
         lr=1e-3,
         eps=1e-3,
@@ -85,28 +87,35 @@ def _case(name: str, layout: str, folders: dict[str, Path]) -> Case:
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
-    cases = [_case(name, layout, folders) for name in MODELS for layout in ("whole", *USUAL)]
+    cases = [_case(name, layout, folders) for name in MODELS for layout in ("unsharded", *LAYOUTS)]
     for name in MODELS:
-        whole, cut = _case(name, "whole", folders), _case(name, "tp2 ep2 etp2, sp", folders)
+        unsharded, sharded = (
+            _case(name, "unsharded", folders),
+            _case(name, "tp2 ep2 etp2, sp", folders),
+        )
         cases += [
-            dataclasses.replace(whole, name=f"{name}, first step", steps=1),
+            dataclasses.replace(unsharded, name=f"{name}, first step", steps=1),
             dataclasses.replace(
-                cut, name=f"{name}, saved", steps=2, save_at=2, save_to=saves / name
+                sharded, name=f"{name}, saved", steps=2, save_at=2, save_to=saves / name
             ),
             dataclasses.replace(
-                whole,
+                unsharded,
                 name=f"{name}, resumed",
                 layout=Layout(ep=2),
                 first_step=2,
                 resume_from=saves / name,
             ),
         ]
-    again = dataclasses.replace(
+    dropout_case = dataclasses.replace(
         _case("qwen3 moe", "tp2 ep2 etp2, sp", folders), name="dropout", more={"lora": DROPOUT}
     )
     recomputed = {"lora": DROPOUT, "recompute": Recompute("full")}
-    return _trained(
-        [*cases, again, dataclasses.replace(again, name="dropout, recomputed", more=recomputed)]
+    return run_cases(
+        [
+            *cases,
+            dropout_case,
+            dataclasses.replace(dropout_case, name="dropout, recomputed", more=recomputed),
+        ]
     )
 
 
@@ -114,21 +123,21 @@ def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
 def more_results(folders: dict[str, Path], results: dict[str, Result]) -> dict[str, Result]:
     return {
         **results,
-        **_trained([_case(name, layout, folders) for name in MODELS for layout in REST]),
+        **run_cases([_case(name, layout, folders) for name in MODELS for layout in MORE_LAYOUTS]),
     }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_first_gradients_are_those_of_transformers_by_the_chain_rule(
+def test_the_first_gradients_agree_with_transformers_by_the_chain_rule(
     results: dict[str, Result], folders: dict[str, Path], name: str
 ):
-    """With B = 0 the gradient of A is 0, and that of B is s dW A^T, where dW is transformers' gradient of the weight."""
-    found, weights = results[f"{name}, first step"].gradients, _weight_gradients(folders[name])
+    """With B = 0, the gradient of A is 0 and that of B is s dW A^T; transformers computes dW."""
+    gradients, weights = results[f"{name}, first step"].gradients, _weight_gradients(folders[name])
     expected = {
         rule.mcore: _gradient_of_b(rule, LORAS[name], weights)
         for rule in _adapted(folders[name], LORAS[name])
     }
-    assert found.keys() == {f"{key} {part}" for key in expected for part in "AB"}
+    assert gradients.keys() == {f"{key} {factor}" for key in expected for factor in "AB"}
     norm = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
     assert (
         norm > 1e-3
@@ -138,36 +147,40 @@ def test_the_first_gradients_are_those_of_transformers_by_the_chain_rule(
         > 20
     )
     for key, gradient in expected.items():
-        assert not found[f"{key} A"].any(), key
-        distance = np.linalg.norm(found[f"{key} B"] - (gradient / max(norm, 1.0)).numpy())
+        assert not gradients[f"{key} A"].any(), key
+        distance = np.linalg.norm(gradients[f"{key} B"] - (gradient / max(norm, 1.0)).numpy())
         assert distance <= 1e-4 * float(gradient.norm() / max(norm, 1.0)) + 1e-9, key
 
 
-@pytest.mark.parametrize("layout", USUAL)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_they_learn_alike_where_experts_are_spread_and_cut(
+def test_adapters_of_sharded_experts_train_like_unsharded_ones(
     results: dict[str, Result], name: str, layout: str
 ):
-    _assert_same(results[f"{name}, {layout}"], results[f"{name}, whole"])
-    losses = [report["loss"] for report in results[f"{name}, whole"].reports]
+    _assert_same(results[f"{name}, {layout}"], results[f"{name}, unsharded"])
+    losses = [report["loss"] for report in results[f"{name}, unsharded"].reports]
     assert losses[0] > losses[-1] + 1e-3
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", REST)
+@pytest.mark.parametrize("layout", MORE_LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_they_learn_alike_in_every_layout(more_results: dict[str, Result], name: str, layout: str):
-    _assert_same(more_results[f"{name}, {layout}"], more_results[f"{name}, whole"])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_they_go_on_in_another_layout(results: dict[str, Result], name: str):
-    whole = results[f"{name}, whole"]
-    _assert_same(results[f"{name}, resumed"], dataclasses.replace(whole, reports=whole.reports[2:]))
+def test_adapters_train_alike_in_every_layout(
+    more_results: dict[str, Result], name: str, layout: str
+):
+    _assert_same(more_results[f"{name}, {layout}"], more_results[f"{name}, unsharded"])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_saved_merges_to_what_the_engine_gets(
+def test_adapters_can_be_resumed_in_another_layout(results: dict[str, Result], name: str):
+    unsharded = results[f"{name}, unsharded"]
+    _assert_same(
+        results[f"{name}, resumed"], dataclasses.replace(unsharded, reports=unsharded.reports[2:])
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_adapters_merge_to_the_weights_that_the_engine_gets(
     results: dict[str, Result], folders: dict[str, Path], saves: Path, name: str
 ):
     base = open_weights(folders[name])
@@ -179,17 +192,18 @@ def test_what_is_saved_merges_to_what_the_engine_gets(
     for key, weight in merged.items():
         np.testing.assert_allclose(trained[key], weight.numpy(), rtol=1e-6, atol=1e-7, err_msg=key)
     write_peft(adapter, saves / f"{name} peft", "base")
-    again = read_adapter(saves / f"{name} peft", base.shape)
-    assert again.deltas.keys() == adapter.deltas.keys()
+    read_back = read_adapter(saves / f"{name} peft", base.shape)
+    assert read_back.deltas.keys() == adapter.deltas.keys()
     assert all(
-        torch.equal(again.deltas[key].a, delta.a) and torch.equal(again.deltas[key].b, delta.b)
+        torch.equal(read_back.deltas[key].a, delta.a)
+        and torch.equal(read_back.deltas[key].b, delta.b)
         for key, delta in adapter.deltas.items()
     )
 
 
 @pytest.mark.parametrize("config", [QWEN3_MOE, MIXTRAL])
-def test_peft_itself_reads_the_adapters_of_experts(tmp_path: Path, config: dict[str, Any]):
-    """transformers keeps the experts of a layer in one tensor, and PEFT stacks their adapters as it reads them one by one."""
+def test_peft_reads_the_adapters_of_experts(tmp_path: Path, config: dict[str, Any]):
+    """Transformers stacks a layer's experts in one tensor, and PEFT stacks their adapters."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base = open_weights(families.save_model(tmp_path / "hf", config))
     adapter = _random_adapter(base, ("linear_proj", "linear_fc1", "linear_fc2"))
@@ -202,21 +216,21 @@ def test_peft_itself_reads_the_adapters_of_experts(tmp_path: Path, config: dict[
     )
     ids = torch.arange(20)[None]
     with torch.no_grad():
-        expected, before = merged(ids).logits, plain(ids).logits
-        found = peft.PeftModel.from_pretrained(plain, str(tmp_path / "peft"))(ids).logits
-    assert (before - expected).abs().max() > 0.1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        expected, original = merged(ids).logits, plain(ids).logits
+        actual = peft.PeftModel.from_pretrained(plain, str(tmp_path / "peft"))(ids).logits
+    assert (original - expected).abs().max() > 0.1
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
-def test_dropout_in_experts_is_the_same_when_a_pass_is_made_again(results: dict[str, Result]):
-    plain, again, without = (
-        results[name].reports for name in ("dropout", "dropout, recomputed", "qwen3 moe, whole")
+def test_recomputed_experts_use_the_same_dropout_masks(results: dict[str, Result]):
+    plain, recomputed_reports, undropped = (
+        results[name].reports for name in ("dropout", "dropout, recomputed", "qwen3 moe, unsharded")
     )
     np.testing.assert_allclose(
-        [r["grad_norm"] for r in plain], [r["grad_norm"] for r in again], rtol=1e-5
+        [r["grad_norm"] for r in plain], [r["grad_norm"] for r in recomputed_reports], rtol=1e-5
     )
     assert all(np.isfinite(report["loss"]) for report in plain)
-    assert abs(plain[-1]["loss"] - without[-1]["loss"]) > 1e-6
+    assert abs(plain[-1]["loss"] - undropped[-1]["loss"]) > 1e-6
 
 
 def _random_adapter(base: WeightSource, targets: tuple[str, ...]) -> Adapter:
@@ -224,10 +238,10 @@ def _random_adapter(base: WeightSource, targets: tuple[str, ...]) -> Adapter:
     for rule in all_rules(base.shape):
         if is_layer(rule.mcore, rule.hf, targets):
             a = 0.02 * torch.randn(4, rule.shapes[0][1], generator=random)
-            parts = zip(rule.hf, rule.shapes, strict=True)
+            sizes = zip(rule.hf, rule.shapes, strict=True)
             deltas |= {
                 name: Delta(a, 0.02 * torch.randn(size[0], 4, generator=random), 2.0)
-                for name, size in parts
+                for name, size in sizes
             }
     return Adapter("random", 8.0, deltas, {})
 
@@ -244,18 +258,18 @@ def _gradient_of_b(rule: Rule, lora: Lora, weights: dict[str, Tensor]) -> Tensor
     from msrl.trainer.model.lora import _initial
 
     a = _initial(lora.rank, rule.shapes[0][1], 0, rule.mcore)
-    parts = [lora.scale * weights[hf] @ a.T for hf in rule.hf]
+    gradients = [lora.scale * weights[hf] @ a.T for hf in rule.hf]
     is_fused_layer = is_layer(rule.mcore, (), lora.targets)
-    parts = [
-        part if is_fused_layer or is_layer("", (hf,), lora.targets) else part * 0
-        for hf, part in zip(rule.hf, parts, strict=True)
+    gradients = [
+        gradient if is_fused_layer or is_layer("", (hf,), lora.targets) else gradient * 0
+        for hf, gradient in zip(rule.hf, gradients, strict=True)
     ]
-    return layouts.fuse(rule.layout, parts)
+    return layouts.fuse(rule.layout, gradients)
 
 
 @functools.cache
 def _weight_gradients(folder: Path) -> dict[str, Tensor]:
-    """transformers' gradients of all weights at the first batch, not clipped; of an expert that no token went to they are 0."""
+    """Return transformers' unclipped gradients on the first batch; 0 for experts without tokens."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(

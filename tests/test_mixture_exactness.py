@@ -1,5 +1,7 @@
-"""Mixtures of experts under every layout and memory option, with the losses and biases that keep experts in use, and with adapters:
-gradients tensor by tensor, against the whole model's, and those of the balance losses against transformers with its own formula.
+"""Mixture of experts in all layouts and memory options, with load balancing and with adapters.
+
+Gradients of every tensor are compared with those of the unsharded model. Those of the load-balancing
+losses are compared with transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from mixture_families import DEEPSEEK_V3, QWEN3_MOE
 from msrl.trainer.settings import Balance, Layout, Lora, Recompute
 from poisoned_ranks import LENGTHS, MASKED_OUT, PoisonedCase
 from reference_gradients import _as_in_files
-from test_mixture_training import _trained
+from test_mixture_training import run_cases
 from training_ranks import Case, Result, sequences
 
 pytestmark = pytest.mark.slow
@@ -58,16 +60,16 @@ ATTENTION = Lora(4, 8.0, ("linear_q_up_proj", "kv_b_proj", "o_proj"))
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each as a Hugging Face folder."""
+    """Return a small random model of each family as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("mixtures")
     return {name: families.save_model(root / name, config) for name, config in MODELS.items()}
 
 
-def _bases(folders: dict[str, Path]) -> dict[str, Case]:
-    """The cases of the whole models."""
+def _base_cases(folders: dict[str, Path]) -> dict[str, Case]:
+    """The cases of the unsharded models."""
     qwen, deepseek = folders["qwen3 moe"], folders["deepseek v3"]
     cases = [
-        Case("whole", qwen, steps=10, lr=1e-4, is_same_batch=True),
+        Case("unsharded", qwen, steps=10, lr=1e-4, is_same_batch=True),
         Case("balanced", qwen, steps=3, is_same_batch=True, more={"balance": BALANCE}),
         Case("biased", deepseek, steps=3, more={"balance": Balance(bias_update_rate=0.01)}),
         Case(
@@ -83,11 +85,11 @@ def _bases(folders: dict[str, Path]) -> dict[str, Case]:
     return {case.name: case for case in cases}
 
 
-def _tables(
+def _table_cases(
     bases: dict[str, Case], layouts: dict[str, Any], balanced: dict[str, Any]
 ) -> list[Case]:
     rows = [
-        dataclasses.replace(bases["whole"], name=name, layout=layout, more=more)
+        dataclasses.replace(bases["unsharded"], name=name, layout=layout, more=more)
         for name, (layout, more) in layouts.items()
     ]
     return [
@@ -100,12 +102,12 @@ def _tables(
 
 
 def _cases(folders: dict[str, Path]) -> list[Any]:
-    """What the usual tests look at, in one start of the ranks."""
-    bases = _bases(folders)
+    """Return the cases of the default tests for one start of the ranks."""
+    bases = _base_cases(folders)
     first = dataclasses.replace(bases["balanced"], name="balanced, first step", steps=1)
     return [
         *bases.values(),
-        *_tables(bases, LAYOUTS, BALANCED),
+        *_table_cases(bases, LAYOUTS, BALANCED),
         first,
         dataclasses.replace(
             first, name="per pass, first step", micro_batch=8, more={"balance": PER_PASS}
@@ -118,9 +120,9 @@ def _cases(folders: dict[str, Path]) -> list[Any]:
 
 
 def _more_cases(folders: dict[str, Path]) -> list[Any]:
-    bases = _bases(folders)
+    bases = _base_cases(folders)
     return [
-        *_tables(bases, MORE_LAYOUTS, MORE_BALANCED),
+        *_table_cases(bases, MORE_LAYOUTS, MORE_BALANCED),
         dataclasses.replace(bases["biased"], name="biased, pp2 cp2", layout=Layout(pp=2, cp=2)),
         dataclasses.replace(bases["lora"], name="lora, pp2 cp2", layout=Layout(pp=2, cp=2)),
     ]
@@ -128,38 +130,40 @@ def _more_cases(folders: dict[str, Path]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path]) -> dict[str, Any]:
-    return _trained(_cases(folders))
+    return run_cases(_cases(folders))
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path], results: dict[str, Any]) -> dict[str, Any]:
-    return {**results, **_trained(_more_cases(folders))}
+    return {**results, **run_cases(_more_cases(folders))}
 
 
-def _assert_same(found: Result, whole: Result) -> None:
-    """Reports to 1e-5, and the last step's gradient of every tensor to 1e-5 of its own norm."""
-    for name in {*whole.reports[0]} - {"lr"}:
-        values = [[report[name] for report in result.reports] for result in (found, whole)]
+def _assert_same(actual: Result, unsharded: Result) -> None:
+    """Assert equal reports to 1e-5 and equal last gradients to 1e-5 of each tensor's norm."""
+    for name in {*unsharded.reports[0]} - {"lr"}:
+        values = [[report[name] for report in result.reports] for result in (actual, unsharded)]
         np.testing.assert_allclose(values[0], values[1], rtol=1e-5, err_msg=name)
-    assert found.gradients.keys() == whole.gradients.keys()
+    assert actual.gradients.keys() == unsharded.gradients.keys()
     distances = {
-        n: np.linalg.norm(found.gradients[n] - g) / max(np.linalg.norm(g), 1e-30)
-        for n, g in whole.gradients.items()
+        n: np.linalg.norm(actual.gradients[n] - g) / max(np.linalg.norm(g), 1e-30)
+        for n, g in unsharded.gradients.items()
     }
     assert max(distances.values()) < 1e-5, sorted(distances.items(), key=lambda pair: -pair[1])[:5]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ten_steps_of_a_mixture_and_the_gradient_after_them_are_those_of_the_unsplit_run(
+def test_ten_losses_and_the_last_gradients_agree_with_the_unsharded_run(
     results: dict[str, Any], layout: str
 ) -> None:
-    _assert_same(results[layout], results["whole"])
+    _assert_same(results[layout], results["unsharded"])
 
 
 @pytest.mark.full
-def test_more_layouts_and_recomputation_change_nothing_either(more_results: dict[str, Any]) -> None:
+def test_more_layouts_and_recomputation_agree_with_the_unsharded_run(
+    more_results: dict[str, Any],
+) -> None:
     for layout in MORE_LAYOUTS:
-        _assert_same(more_results[layout], more_results["whole"])
+        _assert_same(more_results[layout], more_results["unsharded"])
     for name in MORE_BALANCED:
         _assert_same(more_results[f"balanced, {name}"], more_results["balanced"])
     _assert_same(more_results["lora, pp2 cp2"], more_results["lora"])
@@ -170,7 +174,7 @@ def test_more_layouts_and_recomputation_change_nothing_either(more_results: dict
 
 
 @pytest.mark.parametrize("name", BALANCED)
-def test_the_balance_of_sequences_depends_on_no_layout_and_no_micro_batch(
+def test_the_balance_loss_per_sequence_does_not_depend_on_layout_and_micro_batch(
     results: dict[str, Any], name: str
 ) -> None:
     assert {"router_aux_loss", "router_z_loss", "busiest_expert"} <= results["balanced"].reports[
@@ -182,7 +186,7 @@ def test_the_balance_of_sequences_depends_on_no_layout_and_no_micro_batch(
 @pytest.mark.parametrize(
     ("name", "settings"), [("balanced, first step", BALANCE), ("per pass, first step", PER_PASS)]
 )
-def test_balance_and_z_loss_and_their_gradients_are_those_of_transformers(
+def test_balance_loss_and_z_loss_agree_with_transformers(
     results: dict[str, Any], folders: dict[str, Path], name: str, settings: Balance
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -190,10 +194,10 @@ def test_balance_and_z_loss_and_their_gradients_are_those_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(
         folders["qwen3 moe"], dtype=torch.float32, attn_implementation="eager"
     )
-    aux, large = _losses_of_transformers(model, settings)
+    aux, z_loss = _losses_of_transformers(model, settings)
     report = results[name].reports[0]
     assert report["router_aux_loss"] == pytest.approx(aux, rel=1e-5)
-    assert report["router_z_loss"] == pytest.approx(large, rel=1e-5)
+    assert report["router_z_loss"] == pytest.approx(z_loss, rel=1e-5)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     expected = {
         key: value
@@ -208,13 +212,15 @@ def test_balance_and_z_loss_and_their_gradients_are_those_of_transformers(
 
 
 def _losses_of_transformers(model: Any, settings: Balance) -> tuple[float, float]:
-    """Gradients of all losses, in the model; the two of the routers, a layer's mean. transformers' own function is of all layers and of
-    counts that have the sum k: of one layer and divided by k it is the loss of arXiv:2101.03961.
+    """Run backward for all losses and return balance loss and z-loss, averaged over layers.
+
+    Transformers' function covers all layers and counts that sum to k. For one layer and divided by
+    k it is the loss of arXiv:2101.03961.
     """
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     batch, task, count = sequences(0), torch.zeros(()), 0
-    routed: list[tuple[Tensor, ...]] = []  # by sequence: of each layer [T, E]
+    routed: list[tuple[Tensor, ...]] = []  # per sequence and layer: [T, E]
     for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
         output = model(torch.from_numpy(ids)[None], output_router_logits=True)
         logprobs = output.logits[0, :-1].log_softmax(-1)
@@ -234,74 +240,77 @@ def _losses_of_transformers(model: Any, settings: Balance) -> tuple[float, float
         aux = aux + sum(
             len(group) / total * load_balancing_loss_func((group,), 8, 3) / 3 for group in groups
         )
-    large = sum(
+    z_loss = sum(
         (torch.cat(layer).logsumexp(-1).square().mean() for layer in layers), torch.zeros(())
     )
-    (task / count + settings.aux_loss_coef * aux + settings.z_loss_coef * large).backward()
-    return aux.item() / len(layers), large.item() / len(layers)
+    (task / count + settings.aux_loss_coef * aux + settings.z_loss_coef * z_loss).backward()
+    return aux.item() / len(layers), z_loss.item() / len(layers)
 
 
-def test_biases_of_experts_move_by_the_load_of_the_whole_batch(
+def test_expert_biases_are_updated_by_the_load_of_the_global_batch(
     results: dict[str, Any], folders: dict[str, Path]
 ) -> None:
-    """Up where transformers sends fewer tokens than the mean, and the same in another layout."""
+    """Biases rise for experts that get fewer tokens than average in transformers."""
     before, load = (
         families.weights(MODELS["deepseek v3"]),
         _loads_of_transformers(folders["deepseek v3"]),
     )
     assert len(load) == 2
     for name, counts in load.items():
-        moved = results["biased, first step"].weights[name] - before[name].numpy()
+        updates = results["biased, first step"].weights[name] - before[name].numpy()
         np.testing.assert_allclose(
-            moved, 0.01 * np.sign(counts.mean().item() - counts.numpy()), atol=1e-6
+            updates, 0.01 * np.sign(counts.mean().item() - counts.numpy()), atol=1e-6
         )
     busiest = max((counts.max() / counts.mean()).item() for counts in load.values())
     assert results["biased"].reports[0]["busiest_expert"] == pytest.approx(busiest)
     _assert_same_biases(results["biased, dp2 ep2"], results["biased"])
 
 
-def _assert_same_biases(found: Result, whole: Result) -> None:
+def _assert_same_biases(actual: Result, unsharded: Result) -> None:
     np.testing.assert_allclose(
-        *[[report["busiest_expert"] for report in result.reports] for result in (found, whole)],
+        *[
+            [report["busiest_expert"] for report in result.reports]
+            for result in (actual, unsharded)
+        ],
         rtol=1e-6,
     )
-    for name, weight in whole.weights.items():
+    for name, weight in unsharded.weights.items():
         if name.endswith("e_score_correction_bias"):
-            np.testing.assert_array_equal(found.weights[name], weight)
+            np.testing.assert_array_equal(actual.weights[name], weight)
 
 
 @torch.no_grad()
 def _loads_of_transformers(folder: Path) -> dict[str, Tensor]:
-    """How many tokens of the first batch go to each expert, by the name of the expert's bias."""
+    """Return the number of tokens of the first batch per expert, by name of the bias tensor."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    found = {
+    loads = {
         name: torch.zeros(8)
         for name, _ in model.named_buffers()
         if name.endswith("e_score_correction_bias")
     }
-    for name in found:
+    for name in loads:
         gate = model.get_submodule(name.rsplit(".", 1)[0])
-        gate.register_forward_hook(functools.partial(_count, found[name]))
+        gate.register_forward_hook(functools.partial(_count, loads[name]))
     for ids in sequences(0).token_ids:
         model(torch.from_numpy(ids)[None])
-    return found
+    return loads
 
 
 def _count(
     load: Tensor, module: torch.nn.Module, inputs: object, output: tuple[Tensor, ...]
 ) -> None:
-    """transformers' routers give logits, weights and experts."""
+    """Count the tokens per expert; transformers' routers return logits, weights and experts."""
     load += output[2].flatten().bincount(minlength=len(load))
 
 
 # --- adapters, and garbage ------------------------------------------------------------------------------------------------------------
 
 
-def test_adapters_of_latent_attention_learn_alike_in_another_layout(
+def test_adapters_of_latent_attention_train_alike_in_another_layout(
     results: dict[str, Any],
 ) -> None:
     assert len(results["lora"].gradients) == 4 * 3 * 2
@@ -309,20 +318,25 @@ def test_adapters_of_latent_attention_learn_alike_in_another_layout(
     _assert_same(results["lora, tp2 ep2"], results["lora"])
 
 
-def test_garbage_in_a_pack_reaches_no_other_sample_of_a_mixture(results: dict[str, Any]) -> None:
-    """Other samples' tokens decide how many rows an expert multiplies at once, hence 1e-6 of rounding; NaN stays where it is."""
-    seen = results["poisoned"].observations
-    learnt = np.concatenate(
+def test_invalid_values_in_a_pack_do_not_affect_other_samples(results: dict[str, Any]) -> None:
+    """The tolerance is 1e-6, since other samples change the number of rows in an expert's matmul."""
+    observations = results["poisoned"].observations
+    is_trained = np.concatenate(
         [np.full(length, number not in MASKED_OUT) for number, length in enumerate(LENGTHS)]
     )
     for poison in ("masked samples large", "masked samples nan", "padding nan"):
-        assert seen[poison].loss == pytest.approx(seen["clean"].loss, rel=1e-6), poison
+        assert observations[poison].loss == pytest.approx(observations["clean"].loss, rel=1e-6), (
+            poison
+        )
         np.testing.assert_allclose(
-            seen[poison].logprobs[learnt], seen["clean"].logprobs[learnt], rtol=1e-5, err_msg=poison
+            observations[poison].logprobs[is_trained],
+            observations["clean"].logprobs[is_trained],
+            rtol=1e-5,
+            err_msg=poison,
         )
     for poison in ("masked samples large", "padding nan"):
-        for name, gradient in seen["clean"].gradients.items():
+        for name, gradient in observations["clean"].gradients.items():
             assert (
-                np.linalg.norm(seen[poison].gradients[name] - gradient)
+                np.linalg.norm(observations[poison].gradients[name] - gradient)
                 <= 1e-5 * np.linalg.norm(gradient) + 1e-12
             ), (poison, name)

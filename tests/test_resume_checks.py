@@ -17,7 +17,7 @@ from msrl.files import write_text
 from msrl.trainer.checkpointing.integrity import sealed_json
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, check_room, training_dir
 from msrl.trainer.schedule import Schedule
-from msrl.workflows.training import resume_checks as resume_checks
+from msrl.workflows.training import resume_checks
 from support import assert_mentions, mentions
 
 RATES = Schedule("cosine", 1e-3, 0.0, 2, 10)
@@ -98,7 +98,7 @@ def test_a_changed_model_and_changed_data_of_the_same_size_are_refused(folder: P
 
 
 @pytest.mark.parametrize(
-    ("sets", "command", "counts"),
+    ("sets", "command", "is_compared"),
     [
         (LORA, "train-sft", True),
         (("algo.kl.loss.coef=0.1",), "train-grpo", True),

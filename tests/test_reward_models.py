@@ -1,4 +1,4 @@
-"""Reward models: transformers' sequence classifiers with one label <-> MindSpeed's `rm_head`, and what real ranks score."""
+"""Reward models: conversion between one-label classifiers and MindSpeed's `rm_head`, and scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = {
 }  # fmt: skip
 PAD = 5
 LAYOUTS = {
-    "whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True),
+    "unsharded": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True),
     "tp2 pp2 vpp": Layout(tp=2, pp=2, vpp=1),
     "pp2, uneven": Layout(pp=2, num_layer_list=(3, 1)),
     "pp2, empty layers": Layout(pp=2, noop_layers=(0, 5)),
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 def save(folder: Path, row: str, **changes: Any) -> dict[str, Tensor]:
-    """A small random reward model as a Hugging Face folder, its score head large enough to tell scores apart; returns its weights."""
+    """Save a small random reward model with a large score head and return its weights."""
     base = ROWS[row]
     name = base["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
     config = {
@@ -63,34 +63,34 @@ def save(folder: Path, row: str, **changes: Any) -> dict[str, Tensor]:
     return weights
 
 
-def ranks(folder: Path, cut: ParallelLayout) -> dict[Coords, dict[str, Tensor]]:
+def ranks(folder: Path, layout: ParallelLayout) -> dict[Coords, dict[str, Tensor]]:
     return {
-        at: torch.load(mcore.rank_file(folder, 1, cut, at), weights_only=False)["model"]
-        for at in cut.ranks()
+        coords: torch.load(mcore.rank_file(folder, 1, layout, coords), weights_only=False)["model"]
+        for coords in layout.ranks()
     }
 
 
-def test_a_score_head_is_cut_along_hidden_and_its_bias_is_zero_on_every_rank(
+def test_a_score_head_is_sharded_along_hidden_and_its_bias_is_zero_on_every_rank(
     tmp_path: Path,
 ) -> None:
     hf = save(tmp_path / "hf", "qwen2")
     write_mcore(
         open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2, 2))
     )
-    found = ranks(tmp_path / "mcore", ParallelLayout(2, 2))
+    rank_tensors = ranks(tmp_path / "mcore", ParallelLayout(2, 2))
     for tp_rank in (0, 1):
-        last = found[Coords(tp_rank, 1)]
+        last = rank_tensors[Coords(tp_rank, 1)]
         assert torch.equal(
             last["rm_head.weight"], hf["score.weight"][:, 32 * tp_rank : 32 * tp_rank + 32]
         )
         assert (
             torch.equal(last["rm_head.bias"], torch.zeros(1)) and "output_layer.weight" not in last
         )
-        assert "rm_head.weight" not in found[Coords(tp_rank, 0)]
+        assert "rm_head.weight" not in rank_tensors[Coords(tp_rank, 0)]
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_reward_model_comes_back_bit_for_bit_from_another_cut(tmp_path: Path, row: str) -> None:
+def test_a_reward_model_round_trips_bitwise_through_two_layouts(tmp_path: Path, row: str) -> None:
     hf = save(tmp_path / "hf", row)
     write_mcore(
         open_weights(tmp_path / "hf"),
@@ -108,11 +108,11 @@ def test_a_reward_model_comes_back_bit_for_bit_from_another_cut(tmp_path: Path, 
     )
 
 
-def rewritten(folder: Path, cut: ParallelLayout, **added: Tensor) -> None:
-    """Put tensors into the last stage's files, as another system would have written them."""
-    for at in cut.ranks():
-        if at.pp == cut.pp - 1:
-            path = mcore.rank_file(folder, 1, cut, at)
+def add_tensors(folder: Path, layout: ParallelLayout, **added: Tensor) -> None:
+    """Add tensors to the files of the last stage, as another system may write them."""
+    for coords in layout.ranks():
+        if coords.pp == layout.pp - 1:
+            path = mcore.rank_file(folder, 1, layout, coords)
             contents = mcore.read_rank_file(path, mmap=False)
             model = {
                 **contents["model"],
@@ -121,21 +121,21 @@ def rewritten(folder: Path, cut: ParallelLayout, **added: Tensor) -> None:
             mcore.write_rank_file(path, model, contents["args"], 1)
 
 
-def test_an_output_layer_that_a_reward_model_does_not_use_is_left_out_and_said(
+def test_an_unused_output_layer_of_a_reward_model_is_dropped_and_reported(
     tmp_path: Path,
 ) -> None:
     hf = save(tmp_path / "hf", "llama")
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2)))
-    rewritten(tmp_path / "mcore", ParallelLayout(2), output_layer__weight=torch.randn(100, 64))
+    add_tensors(tmp_path / "mcore", ParallelLayout(2), output_layer__weight=torch.randn(100, 64))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == hf.keys()
     assert_each_mentions(not_weights(tmp_path / "mcore"), ("output layer", "reward model"))
 
 
-def test_a_bias_that_transformers_has_no_place_for_is_refused(tmp_path: Path) -> None:
+def test_a_score_bias_that_transformers_does_not_support_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2)))
-    rewritten(tmp_path / "mcore", ParallelLayout(2), rm_head__bias=torch.ones(1))
+    add_tensors(tmp_path / "mcore", ParallelLayout(2), rm_head__bias=torch.ones(1))
     with pytest.raises(
         MsrlError, match=mentions("rm_head.bias", "zero", "LlamaForSequenceClassification")
     ):
@@ -145,15 +145,13 @@ def test_a_bias_that_transformers_has_no_place_for_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("labels", "message"), [({"0": "a", "1": "b", "2": "c"}, "3 scores"), (None, "2 scores")]
 )
-def test_a_classifier_with_other_than_one_score_is_refused(
-    tmp_path: Path, labels: Any, message: str
-) -> None:
+def test_a_classifier_must_have_one_score(tmp_path: Path, labels: Any, message: str) -> None:
     save(tmp_path / "hf", "llama", id2label=labels)
     with pytest.raises(MsrlError, match=mentions("id2label", message, "num_labels")):
         open_weights(tmp_path / "hf")
 
 
-def test_a_reward_model_is_not_trained_or_asked_for_text(tmp_path: Path) -> None:
+def test_a_reward_model_is_refused_for_training_and_generation(tmp_path: Path) -> None:
     from msrl.config.schema import Config, ModelConfig
     from msrl.plan.derived import model_shape
 
@@ -165,17 +163,17 @@ def test_a_reward_model_is_not_trained_or_asked_for_text(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_scores_of_real_ranks_are_those_of_transformers_at_every_layout(tmp_path: Path) -> None:
+def test_scores_of_megatron_ranks_agree_with_transformers_in_every_layout(tmp_path: Path) -> None:
     import transformers
 
     for row in ROWS:
         save(tmp_path / row, row)
     cases = [
-        Case(f"{row}, {cut}", tmp_path / row, layout)
-        for cut, layout in LAYOUTS.items()
+        Case(f"{row}, {layout_name}", tmp_path / row, parallel_layout)
+        for layout_name, parallel_layout in LAYOUTS.items()
         for row in ROWS
     ]
-    found = parity_ranks.compute_logits(cases)
+    logits = parity_ranks.compute_logits(cases)
     ids = parity_ranks.sequences(199)
     ends = np.cumsum([len(row) for row in ids]) - 1
     for row in ROWS:
@@ -186,32 +184,33 @@ def test_scores_of_real_ranks_are_those_of_transformers_at_every_layout(tmp_path
         model = model_class.from_pretrained(
             tmp_path / row, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        with (
-            torch.inference_mode()
-        ):  # the model's own forward pass: the score of a sequence is that of its last token
+        with torch.inference_mode():  # the score of a sequence is that of its last token
             expected = torch.cat(
                 [model(torch.from_numpy(tokens)[None]).logits for tokens in ids]
             ).numpy()
         assert all(tokens[-1] != PAD for tokens in ids)
         assert expected.shape == (len(ids), 1) and expected.std() > 0.3
-        for cut in LAYOUTS:
-            assert np.abs(found[f"{row}, {cut}"][ends] - expected).max() < 1e-4, (row, cut)
+        for layout_name in LAYOUTS:
+            assert np.abs(logits[f"{row}, {layout_name}"][ends] - expected).max() < 1e-4, (
+                row,
+                layout_name,
+            )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [True, False])
-def test_the_conversion_of_a_reward_model_is_proven_by_its_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, whole: bool
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_conversion_of_a_reward_model_is_verified_by_its_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
     from msrl.verification import report as convert_proof
 
-    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: whole)
+    monkeypatch.setattr(convert_proof, "fits_whole", lambda shape: fits)
     save(tmp_path / "hf", "qwen2")
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        said.count("scores, fp32") == 2
-        and said.count("64 positions x 1") == 2
-        and "distributions" not in said
+        output.count("scores, fp32") == 2
+        and output.count("64 positions x 1") == 2
+        and "distributions" not in output
     )

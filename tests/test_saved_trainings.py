@@ -1,4 +1,4 @@
-"""Checkpoints of trainings on disk: which one is gone on from when some are damaged, and what is said of it. No rank is started."""
+"""Training checkpoints on disk: selection for resuming, damaged files and retention, without ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONFIG = {
 def write(
     root: Path, step: int, hf_dir: Path, shape: Shape, retention: Retention = KEEP_ALL
 ) -> None:
-    """A checkpoint of two ranks with tensors of its own."""
+    """Write a checkpoint of two ranks with tensors that depend on the step."""
     prepare_folders(root, step)
     for rank, at in enumerate(LAYOUT.ranks()):
         tensors = {"exp_avg.w": torch.full((50,), float(step + rank))}
@@ -68,7 +68,7 @@ def write(
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """Checkpoints of steps 2, 4 and 6."""
+    """Return a folder with checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(CONFIG))
@@ -118,50 +118,50 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("kind", "damage", "fragments"), DAMAGES)
-def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over_and_the_file_is_named(
+def test_a_checkpoint_with_a_damaged_or_missing_file_is_skipped_and_the_file_is_reported(
     saves, kind, damage, fragments
 ):
     damage(saves / FILES[kind])
-    found, notes = resume_from("auto", saves)
-    assert found == SavedTraining(saves, 4, passed_over=(6,))
+    saved, notes = resume_from("auto", saves)
+    assert saved == SavedTraining(saves, 4, passed_over=(6,))
     assert_mentions(notes[0], FILES[kind], "step 6", *fragments)
     assert_mentions(notes[-1], "step 4", saves)
-    check_room(saves, found)
+    check_room(saves, saved)
     with pytest.raises(MsrlError, match=mentions(FILES[kind], *fragments)):
         resume_from(str(saves / "iter_0000006"), saves)
 
 
-def test_whole_checkpoints_are_gone_on_from_by_age_or_by_name(saves):
+def test_the_newest_or_a_specified_checkpoint_is_resumed(saves):
     assert resume_from("none", saves) == (None, ())
     assert (
         resume_from("auto", saves)[0]
         == resume_from(str(saves), Path("elsewhere"))[0]
         == SavedTraining(saves, 6)
     )
-    found, _ = resume_from(str(saves / "iter_0000002"), saves)
-    assert found == SavedTraining(saves, 2) and found.state()["step"] == 2
+    saved, _ = resume_from(str(saves / "iter_0000002"), saves)
+    assert saved == SavedTraining(saves, 2) and saved.state()["step"] == 2
     with pytest.raises(MsrlError, match=mentions("steps 4, 6")):
-        check_room(saves, found)
+        check_room(saves, saved)
 
 
-def test_checkpoints_of_another_training_are_neither_mixed_with_nor_pruned(saves, tmp_path):
-    found = SavedTraining(saves, 6)
-    check_room(saves, found)
+def test_checkpoints_of_another_training_are_not_mixed_with_or_pruned(saves, tmp_path):
+    saved = SavedTraining(saves, 6)
+    check_room(saves, saved)
     alias = tmp_path / "alias"
     alias.symlink_to(saves)
-    check_room(alias, found)
+    check_room(alias, saved)
     for step, fragments in (
         (2, ("another training", saves)),
         (8, ("step 6", "auto")),
     ):
-        other = tmp_path / f"other {step}"
-        for folder in (other / f"iter_{step:07d}", training_dir(other, step)):
+        other_root = tmp_path / f"other {step}"
+        for folder in (other_root / f"iter_{step:07d}", training_dir(other_root, step)):
             folder.mkdir(parents=True)
         with pytest.raises(MsrlError, match=mentions(f"step {step}", *fragments)):
-            check_room(other, found)
+            check_room(other_root, saved)
 
 
-def test_a_folder_that_cannot_be_written_or_is_somebody_elses_takes_no_checkpoints(tmp_path):
+def test_a_folder_that_is_not_writable_or_has_other_files_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for root, reason in (
         (Path("/sys/kernel/x"), "denied|not permitted|Read-only"),
@@ -180,14 +180,14 @@ def test_a_folder_that_cannot_be_written_or_is_somebody_elses_takes_no_checkpoin
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other"]
 
 
-def test_where_no_checkpoint_is_whole_nothing_starts_anew_by_itself(saves):
+def test_without_a_complete_checkpoint_the_training_does_not_restart_silently(saves):
     for step in (2, 4, 6):
         (training_dir(saves, step) / random_file(0)).unlink()
     with pytest.raises(MsrlError, match=mentions("step 6", "step 4", "step 2", "rng_00000")):
         resume_from("auto", saves)
 
 
-def test_a_damaged_checkpoint_is_written_again_and_never_counts_as_the_newest(saves):
+def test_a_damaged_checkpoint_is_rewritten_and_never_counts_as_the_newest(saves):
     flip_last_byte(saves / FILES["optimizer"])
     hf_dir = saves.parent / "hf"
     shutil.copytree(saves / "hf", hf_dir)
@@ -199,12 +199,12 @@ def test_a_damaged_checkpoint_is_written_again_and_never_counts_as_the_newest(sa
     assert saved_steps(saves) == [6] and resume_from("auto", saves)[0] == SavedTraining(saves, 6)
 
 
-def test_what_a_kill_leaves_between_the_two_renames_is_no_checkpoint(saves):
+def test_a_kill_between_the_two_renames_leaves_no_checkpoint(saves):
     shutil.rmtree(iteration_dir(saves, 6))
     assert resume_from("auto", saves)[0] == SavedTraining(saves, 4)
 
 
-def test_what_a_kill_left_of_another_step_is_cleared_by_the_next_save(saves):
+def test_the_next_save_removes_partial_files_of_a_killed_one(saves):
     hf_dir = saves.parent / "hf"
     shutil.copytree(saves / "hf", hf_dir)
     prepare_folders(saves, 7)
@@ -213,7 +213,7 @@ def test_what_a_kill_left_of_another_step_is_cleared_by_the_next_save(saves):
     assert not list(saves.rglob("*.partial")) and saved_steps(saves) == [2, 4, 6, 8]
 
 
-def test_a_save_never_touches_the_configuration_that_earlier_checkpoints_need(saves):
+def test_a_save_does_not_change_the_configuration_of_earlier_checkpoints(saves):
     before = {path.name: path.stat().st_mtime_ns for path in (saves / "hf").iterdir()}
     hf_dir = saves.parent / "other"
     shutil.copytree(saves / "hf", hf_dir)
@@ -223,22 +223,20 @@ def test_a_save_never_touches_the_configuration_that_earlier_checkpoints_need(sa
 
 
 @pytest.mark.slow  # imports Megatron
-def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_when_it_is_asked_for(
-    tmp_path, monkeypatch
-):
+def test_errors_of_a_background_save_are_raised_when_its_result_is_collected(tmp_path, monkeypatch):
     from msrl.platforms import get
 
     get("cpu").prepare()
     from msrl.trainer.checkpointing import state as checkpoints
     from msrl.trainer.checkpointing.saver import Saver
 
-    part = RankFiles(tmp_path / "gone", 3, 0, {"rng": torch.arange(9)})
-    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (part, None))
+    rank_files = RankFiles(tmp_path / "gone", 3, 0, {"rng": torch.arange(9)})
+    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (rank_files, None))
     saver = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
     assert saver.finished() == []
     saver.save(3, {}, KEEP_ALL)
     with pytest.raises(MsrlError, match=mentions("step 3", "checkpoints")):
-        saver.end()  # it meets no other rank, for the first waits for this one's part
+        saver.end()  # does not wait for other ranks, since the first rank waits for this one
     with pytest.raises(MsrlError, match=mentions("step 3", "checkpoints")):
         saver.finished(must_wait=True)
 
@@ -248,10 +246,10 @@ def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_
     monkeypatch.setattr(checkpoints, "begin", has_no_room)
     with pytest.raises(MsrlError, match=mentions("step 3", "No space left")):
         Saver(None, tmp_path, tmp_path, in_background=True).save(3, {}, KEEP_ALL)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (part, None))
+    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (rank_files, None))
     prepare_folders(tmp_path / "gone", 3)
-    again = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
-    again.save(3, {}, KEEP_ALL)
-    assert [saved.step for saved in again.finished(must_wait=True)] == [
+    saver = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
+    saver.save(3, {}, KEEP_ALL)
+    assert [saved.step for saved in saver.finished(must_wait=True)] == [
         3
-    ] and again.finished() == []
+    ] and saver.finished() == []
