@@ -129,9 +129,8 @@ def measure(case: Case, bench: Bench, rounds: int) -> dict[str, list[Sample]]:
         for name, method in methods.items():
             sample = method(bench)
             samples[name].append(sample)
-            log(
-                f"{case.name}: round {number} of {rounds}: {name} {figure(sample.value)} {case.unit}"
-            )
+            result = f"{name} {figure(sample.value)} {case.unit}"
+            log(f"{case.name}: round {number} of {rounds}: {result}")
     return samples
 
 

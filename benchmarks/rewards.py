@@ -1,7 +1,7 @@
 """Accuracy and speed of the verifiers: `python -m benchmarks.rewards`.
 
-- Accuracy: scores of each problem's reference answer against num_same_correct, and against the answer of a
-  random other problem (without pairs of equal texts).
+- Accuracy: scores of each problem's reference answer against itself, and against the answer of
+  another random problem (without pairs of equal texts).
 - Speed: 10,000 numeric responses, once alone and once with responses that hang, crash or raise. No
   score may be missing.
 """
@@ -58,7 +58,8 @@ def main() -> int:
     for name, verifier, answers in data_sets(args.data / "math"):
         print(agreement_row(name, verifier, answers, args.workers))
     print(
-        "\n| 10,000 numeric responses | per second | lost | timeouts | crashes | errors |\n|---|---|---|---|---|---|"
+        "\n| 10,000 numeric responses | per second | lost | timeouts | crashes | errors |\n"
+        "|---|---|---|---|---|---|"
     )
     for trouble in (0, 10):
         print(speed_row(args.workers, trouble))

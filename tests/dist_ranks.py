@@ -19,7 +19,7 @@ from msrl.trainer.settings import Layout
 
 @dataclass(frozen=True)
 class Case:
-    """Conversion of a Hugging Face folder to check: its iteration folder, layout and save folder."""
+    """A conversion to check: Hugging Face folder, iteration folder, layout and save folder."""
 
     name: str
     hf: Path
@@ -141,7 +141,7 @@ def _megatron_model(shape: Shape, layout: Layout) -> Any:
         config.moe_layer_freq = 1
     if shape.mla is not None:
         config = _latent(config, shape.mla)
-        # Upstream bug: without Transformer Engine, isinstance is called with TELinear, which is no class.
+        # Upstream bug: without Transformer Engine, TELinear is no class, but isinstance uses it.
         multi_latent_attention.TELinear = type("Absent", (), {})
     spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm"

@@ -88,7 +88,7 @@ def _data_parallel_gradient(worker: TrainWorker, parameter: torch.nn.Parameter) 
 def _weight_gradients(
     worker: TrainWorker, local: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield gradients by exporting them in place of the weights, whose shards and names they share."""
+    """Yield gradients by exporting them in place of the weights, which have equal shards."""
     parameters = dict(worker.model.named_parameters())
     weights = {name: parameter.data for name, parameter in parameters.items()}
     for name, parameter in parameters.items():

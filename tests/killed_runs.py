@@ -148,7 +148,7 @@ def main() -> None:
     from msrl.trainer.launch import quiet_megatron
 
     quiet_megatron()
-    from msrl.workflows.sft import training as train_sft  # noqa: F401  imported once for all starts
+    from msrl.workflows.sft import run as train_sft  # noqa: F401  imported once for all starts
 
     settings = yaml.safe_load(Path(path).read_text())
     results: dict[str, Any] = {}

@@ -98,7 +98,7 @@ def _as_in_files(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a parameter's gradient under the names of the checkpoint files.
 
-    Transformers stacks most experts into [experts, gate + up, inputs] and [experts, outputs, inputs].
+    Transformers stacks most experts: [experts, gate + up, inputs] and [experts, outputs, inputs].
     """
     assert parameter.grad is not None, name
     prefix, _, last = name.rpartition(".")

@@ -63,7 +63,7 @@ def _run(
 
 
 def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute InternLM 2: `wqkv` has for each group the rows of its heads, its key and its value."""
+    """Compute InternLM 2: `wqkv` has per group the rows of its heads, its key and its value."""
     heads, groups, eps = (
         config["num_attention_heads"],
         config["num_key_value_heads"],
@@ -125,7 +125,7 @@ def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]
 def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
     """Compute ChatGLM 2, ChatGLM 3 and GLM-4.
 
-    `query_key_value` has all heads, then all keys, then all values; `dense_h_to_4h` has gate, then up.
+    `query_key_value` has all heads, all keys, all values; `dense_h_to_4h` has gate, then up.
     """
     heads, groups, head_dim, eps = (
         config[key]

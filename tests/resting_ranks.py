@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(context: RankContext, job: tuple[Path, Path]) -> None:
-    """Report the bytes of optimizer state in the first step, the second, one after a save and one after a resume."""
+    """Report the optimizer bytes in two first steps, after a save and after a resume."""
     from msrl.trainer.checkpointing import state as checkpoints
 
     model, saves = job

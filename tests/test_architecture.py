@@ -161,7 +161,7 @@ def layers() -> list[set[str]]:
 
 
 def modules_in_strings(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and name of msrl modules in strings, as in import_module and tables of commands."""
+    """Yield line and name of msrl modules in strings, as in tables of commands."""
     for node in ast.walk(module):
         if (
             isinstance(node, ast.Constant)
@@ -195,7 +195,8 @@ def test_validating_a_configuration_imports_no_heavy_package(
         "from msrl.cli.configuration import load_configuration\n"
         "from msrl.errors import ManyErrors\n"
         "try:\n"
-        f"    sets = [{algorithm!r}, 'model.path={tmp_path}', 'reward.sources=[{{verifier: acc}}]']\n"
+        f"    sets = [{algorithm!r}, 'model.path={tmp_path}',"
+        " 'reward.sources=[{verifier: acc}]']\n"
         "    load_configuration(sets=sets, command='train-grpo')\n"
         "except ManyErrors:\n"
         "    pass\n"

@@ -121,7 +121,10 @@ SCALINGS = {
         "beta_fast": 16, "beta_slow": 2, "truncate": False,
         "mscale": 1.0, "mscale_all_dim": 0.5,
     },
-    "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.9},
+    "yarn, attention factor": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+        "attention_factor": 0.9,
+    },
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Memory of chunked log-probabilities with Qwen's vocabulary; test_training.py tests their values."""
+"""Memory of chunked log-probabilities with Qwen's vocabulary. Values: test_training.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.logprobs import columns_of, vocab_parallel_logprobs
 
 vocab, channels = 151936, 32
-dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
-options = {"tp_rank": 0, "temperature": 1.0, "with_entropy": True, "elements_at_once": 1 << 18, "group": dist.group.WORLD}
+store = f"file://{tempfile.mkdtemp()}/store"
+dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+options = {"tp_rank": 0, "temperature": 1.0, "with_entropy": True}
+options |= {"elements_at_once": 1 << 18, "group": dist.group.WORLD}
 columns = columns_of(vocab, vocab_size=vocab, **options)
 weight = torch.randn(vocab, channels, requires_grad=True)
 

@@ -197,7 +197,7 @@ def test_the_npus_fusion_attention_is_called_with_the_right_arguments(
         pre_tockens: int = 2147483647,
         next_tockens: int = 2147483647,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Mode 3 is causal and aligned at the end, mode 4 a band of pre_tockens and next_tockens."""
+        """Mode 3: causal, aligned at the end. Mode 4: band of pre_tockens and next_tockens."""
         assert input_layout == "TND" and head_num == query.shape[1]
         assert torch.equal(atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1)), (
             "the compressed mask of both modes"

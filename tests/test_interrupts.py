@@ -106,7 +106,7 @@ sys.exit(130 if interrupts.asked else 1)
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
 def test_closed_output_does_not_end_a_run(tmp_path: Path, kind: str):
-    """The reader is a closed terminal, or a `tee` that the signal to the process group has ended."""
+    """The reader is a closed terminal, or a `tee` that the signal to the group has ended."""
     reader, writer = os.openpty() if kind == "terminal" else os.pipe()
     command = [sys.executable, "-c", STOPPED, str(tmp_path / "result")]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""GRPO and PPO runs killed with SIGKILL during steps and saves: results equal uninterrupted runs."""
+"""GRPO and PPO runs killed with SIGKILL in steps and saves equal uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def critic_settings(inputs: Path, name: str) -> dict[str, Any]:
         reward={"sources": [{"verifier": "acc"}], "norm": {"scale": "running"}},
         algo={
             "preset": "ppo", "value": {"warmup_steps": WARMUP}, "advantage": {"gamma": 0.98},
-            "kl": {"reward": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32}},
+            "kl": {
+                "reward": {"coef": 0.05},
+                "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32},
+            },
         },
         train={
             "steps": CRITIC_STEPS, "micro_batch": 2,
@@ -162,7 +165,7 @@ def killed_at(inputs: Path, config: dict[str, Any], moments: Sequence[Moment]) -
 
 @pytest.fixture(scope="module")
 def killed(inputs, uninterrupted_run) -> Killed:
-    """Return a run killed in a save, between steps, at a random time of a step and in a later save."""
+    """Return a run killed in a save, between steps, within a step and in a later save."""
     run, seconds = (
         inputs / "runs" / "killed",
         float(np.median([row["seconds"]["step"] for row in rows(uninterrupted_run)])),

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and exact KL divergences of one rank, compared with float64 torch."""
+"""Log-probabilities, entropies and exact KL divergences, compared with float64 torch."""
 
 from __future__ import annotations
 

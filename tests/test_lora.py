@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT and of Megatron ranks: merging and writing, compared with PEFT and float64."""
+"""LoRA adapters of PEFT and Megatron: merging and writing, compared with PEFT and float64."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def save_ranks(
     base: bool,
     load: str | None = None,
 ) -> None:
-    """Write a trainer's mcore checkpoint: only the adapter, or also base weights as `base_layer`."""
+    """Write a trainer's mcore checkpoint: adapter alone, or with base weights (`base_layer`)."""
     source = open_weights(hf)
     for coords in layout.ranks():
         args = mcore.namespace(source.shape, layout)
@@ -276,7 +276,7 @@ def test_scales_follow_alpha_patterns_and_rank_stabilization(tmp_path: Path) -> 
 def test_the_commands_merge_adapters_and_verify_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All commands merge the adapters into the same model, verified by transformers and Megatron."""
+    """All commands merge to the same model, verified by transformers and Megatron."""
     save_real(tmp_path / "hf", "qwen2", tied=False)
     small = {name: (a * 0.1, b * 0.1) for name, (a, b) in random_adapter().items()}
     save_peft(tmp_path / "peft", small)
@@ -310,7 +310,7 @@ def test_the_commands_merge_adapters_and_verify_the_result(
             ), (name, rule.mcore)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------------------
+# Refused adapters.
 
 
 @pytest.mark.parametrize(

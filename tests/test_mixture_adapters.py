@@ -1,4 +1,4 @@
-"""LoRA for mixture of experts: experts, shared experts and the replicated layer of latent attention.
+"""LoRA for mixture of experts: experts, shared experts and replicated layers of attention.
 
 Gradients are compared with transformers by the chain rule, and between layouts for every tensor.
 Saved adapters equal the trained ones.
@@ -71,7 +71,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _case(name: str, layout: str, folders: dict[str, Path]) -> Case:
-    """Four steps; AdamW's epsilon is large, for it makes a unsharded step of a gradient that is nothing but rounding."""
+    """Return a training of four steps; a large epsilon keeps AdamW from amplifying rounding."""
     parallel_layout = {**LAYOUTS, **MORE_LAYOUTS, "unsharded": Layout()}[layout]
     return Case(
         f"{name}, {layout}",

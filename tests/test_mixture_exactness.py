@@ -1,7 +1,7 @@
 """Mixture of experts in all layouts and memory options, with load balancing and with adapters.
 
-Gradients of every tensor are compared with those of the unsharded model. Those of the load-balancing
-losses are compared with transformers.
+Gradients of every tensor are compared with those of the unsharded model, and those of the
+load-balancing losses with transformers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ MORE_LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 BALANCE = Balance(0.05, "sequence", 1e-3)
 PER_PASS = Balance(0.05, "micro_batch", 1e-3)
-BALANCED: dict[
-    str, dict[str, Any]
-] = {  # with the losses that keep experts in use; of sequences, whatever the micro-batch
+BALANCED: dict[str, dict[str, Any]] = {  # with the load-balancing losses, computed per sequence
     "dp2 ep2": {"layout": Layout(ep=2), "dp": 2, "micro_batch": 1},
     "tp2 cp2, recompute": {
         "layout": Layout(tp=2, cp=2),
@@ -66,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _base_cases(folders: dict[str, Path]) -> dict[str, Case]:
-    """The cases of the unsharded models."""
+    """Return the cases of unsharded models."""
     qwen, deepseek = folders["qwen3 moe"], folders["deepseek v3"]
     cases = [
         Case("unsharded", qwen, steps=10, lr=1e-4, is_same_batch=True),
@@ -170,7 +168,7 @@ def test_more_layouts_and_recomputation_agree_with_the_unsharded_run(
     _assert_same_biases(more_results["biased, pp2 cp2"], more_results["biased"])
 
 
-# --- what keeps experts in use --------------------------------------------------------------------------------------------------------
+# Load balancing.
 
 
 @pytest.mark.parametrize("name", BALANCED)
@@ -307,7 +305,7 @@ def _count(
     load += output[2].flatten().bincount(minlength=len(load))
 
 
-# --- adapters, and garbage ------------------------------------------------------------------------------------------------------------
+# Adapters and invalid values.
 
 
 def test_adapters_of_latent_attention_train_alike_in_another_layout(
@@ -319,7 +317,7 @@ def test_adapters_of_latent_attention_train_alike_in_another_layout(
 
 
 def test_invalid_values_in_a_pack_do_not_affect_other_samples(results: dict[str, Any]) -> None:
-    """The tolerance is 1e-6, since other samples change the number of rows in an expert's matmul."""
+    """The tolerance covers rounding: other samples change the number of rows of an expert."""
     observations = results["poisoned"].observations
     is_trained = np.concatenate(
         [np.full(length, number not in MASKED_OUT) for number, length in enumerate(LENGTHS)]

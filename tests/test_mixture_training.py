@@ -1,4 +1,4 @@
-"""Mixtures of experts in training: spread over ranks and cut, they walk the path of the unsharded model, which is that of transformers."""
+"""Training of mixture of experts: layouts agree with the unsharded model and transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 MODELS = {
     "qwen3 moe": QWEN3_MOE,
-    "deepseek v2 lite": {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek v2 lite": {
+        **DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+    },
     "gpt-oss": {**GPT_OSS, "swiglu_limit": 7.0},
     "gpt-oss, clamped": GPT_OSS,
      # the clamp makes its gradient discontinuous: one step can be compared
@@ -60,9 +62,11 @@ COMPARED = (
     ("deepseek v3", "tp2 ep2 etp1"),
 )  # fmt: skip
 ALSO_COMPARED = (
-    *[("qwen3 moe", layout) for layout in ("tp2 ep2 etp1", "tp2 ep2 etp2", "pp2 ep2, uneven", "pp2 ep2, empty layers")],
+    ("qwen3 moe", "tp2 ep2 etp1"), ("qwen3 moe", "tp2 ep2 etp2"),
+    ("qwen3 moe", "pp2 ep2, uneven"), ("qwen3 moe", "pp2 ep2, empty layers"),
     *[("gpt-oss, clamped", layout) for layout in ("ep2", "pp2 vpp1 ep2")],
-    *[("deepseek v3", layout) for layout in ("tp2", "pp2 vpp1 ep2", "pp2 ep2, uneven", "pp2 ep2, empty layers", "tp2 cp2 ep2")],
+    ("deepseek v3", "tp2"), ("deepseek v3", "pp2 vpp1 ep2"), ("deepseek v3", "pp2 ep2, uneven"),
+    ("deepseek v3", "pp2 ep2, empty layers"), ("deepseek v3", "tp2 cp2 ep2"),
     ("deepseek v2 lite", "tp2 ep2 etp2"), ("deepseek v2 lite", "pp2 vpp1 ep2"),
 )  # fmt: skip
 
@@ -254,8 +258,8 @@ def test_losses_agree_with_transformers_and_adamw(
 def _assert_same(actual: Result, unsharded: Result, steps: slice = slice(None)) -> None:
     """Assert equal losses (1e-5), gradient norms (1e-4) and weights (2e-5 of each tensor's norm).
 
-    AdamW amplifies rounding errors. One element in 5,000 may differ by the size of the updates, since
-    rounding decides the direction of AdamW for near-zero gradients.
+    AdamW amplifies rounding errors. One element in 5,000 may differ by the size of the updates,
+    since rounding decides the direction of AdamW for near-zero gradients.
     """
     np.testing.assert_allclose(_losses(actual), _losses(unsharded)[steps], rtol=1e-5)
     norms = [[report["grad_norm"] for report in result.reports] for result in (actual, unsharded)]
@@ -323,7 +327,7 @@ def test_resuming_in_the_same_layout_is_bitwise_equal(results: dict[str, Result]
 def test_train_sft_uses_the_configured_expert_parallelism(
     tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    """Two ranks with EP 2 and two ranks with TP 2, which shards each expert, have the same losses."""
+    """Two ranks with EP 2, and with TP 2, which shards each expert, have the same losses."""
     from msrl.cli import app
     from test_train_sft import run_in_process
     from tiny_qwen2 import save_model

@@ -1,4 +1,4 @@
-"""Resumed trainings: update counts of frozen stages, equal replicas, and memory of offloaded state."""
+"""Resumed trainings: update counts of frozen stages, equal replicas and offloaded memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_frozen_first_stage_keeps_its_update_count_across_a_resume(
 def test_lora_dropout_resumed_with_another_tp_size_keeps_replicas_equal(
     results: dict[str, Result],
 ):
-    """`training_ranks` checks replicas in every case; different random numbers would change them."""
+    """`training_ranks` checks the replicas; different random numbers would change them."""
     assert [np.isfinite(report["loss"]) for report in results["dropout resumed tp2"].reports] == [
         True,
         True,

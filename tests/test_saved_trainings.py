@@ -1,4 +1,4 @@
-"""Training checkpoints on disk: selection for resuming, damaged files and retention, without ranks."""
+"""Training checkpoints on disk: selection for resuming, damaged files and retention."""
 
 from __future__ import annotations
 

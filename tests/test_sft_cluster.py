@@ -56,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the working directory with a model and 24 examples; configurations have relative paths."""
+    """Return a working directory with a model and 24 examples."""
     from msrl.cli import app
 
     root = tmp_path_factory.mktemp("sft")

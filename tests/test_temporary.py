@@ -1,4 +1,4 @@
-"""Removal of temporary folders and shared memory by their owner, or by the next run after a kill."""
+"""Removal of temporary folders and shared memory by the owner, or by the next run."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def assert_same_weights(first_checkpoint: Path, second_checkpoint: Path) -> None
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """Create a model in both formats, 24 examples with and without packing, and 7 held-out examples."""
+    """Create a model in both formats, 24 examples (plain and packed) and 7 held-out examples."""
     from msrl.cli import app
 
     folder = tmp_path_factory.mktemp("sft")
@@ -91,8 +91,12 @@ def inputs(tmp_path_factory) -> Path:
         {"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)}
         for i in range(31)
     ]
-    for name, rows_to_write, flags in (("data", examples[:24], ()), ("packed", examples[:24], ("--pack", "--seq-length", "200")),
-                              ("eval", examples[24:], ())):  # fmt: skip
+    datasets = {
+        "data": (examples[:24], ()),
+        "packed": (examples[:24], ("--pack", "--seq-length", "200")),
+        "eval": (examples[24:], ()),
+    }
+    for name, (rows_to_write, flags) in datasets.items():
         source = str(write_rows(folder / f"{name}.jsonl", rows_to_write))
         arguments = [
             "preprocess",
@@ -594,7 +598,7 @@ def test_held_out_rows_longer_than_a_micro_batch_are_refused_before_ranks_start(
 
 
 def test_token_ids_outside_the_models_vocabulary_are_refused(config, inputs, tmp_path):
-    """Every tensor-parallel rank would treat such a token as another rank's and embed it as zeros."""
+    """Tensor-parallel ranks would treat such a token as another rank's and embed it as zeros."""
     for path in inputs.glob("data_packed_*"):
         shutil.copyfile(path, tmp_path / path.name)
     ids = np.memmap(tmp_path / "data_packed_input_ids_document.bin", np.int32, "r+")

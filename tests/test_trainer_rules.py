@@ -27,7 +27,7 @@ def schedule_rates(kind: str, **options: float) -> list[float]:
 
 
 def test_wsd_warms_up_stays_constant_and_decays_at_the_end():
-    # Calculated by hand: two warm-up updates, six constant, four down to 0.1 in steps of (1 - 0.1) / 4.
+    # By hand: two warm-up updates, six constant, four down to 0.1 in steps of (1 - 0.1) / 4.
     expected = [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1]
     assert schedule_rates("wsd", decay=4) == pytest.approx(expected)
     assert schedule_rates("wsd", decay=1 / 3) == pytest.approx(expected)

@@ -125,7 +125,7 @@ def test_losses_and_final_weights_agree_with_transformers_and_adamw(results, fol
 
 @pytest.mark.parametrize("layout", [*TABLE, "lora tp2"])
 def test_ten_losses_and_the_gradient_of_every_tensor_agree_with_the_unsharded_run(results, layout):
-    """The test compares norms of differences, since single elements of a gradient may cross zero."""
+    """Norms of differences are compared, since single elements of a gradient may cross zero."""
     sharded, unsharded = (
         results[f"table {layout}"],
         results["table lora" if layout == "lora tp2" else "table unsharded"],
@@ -342,7 +342,7 @@ def test_lora_training_agrees_with_transformers(results, folders):
 def test_critic_training_agrees_with_a_token_classifier_in_transformers(
     results, folders, name, start, steps
 ):
-    """The reference applies the classifier head to every hidden state and computes the value loss."""
+    """The reference applies the classifier head to every hidden state."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -429,7 +429,7 @@ def test_a_critic_can_be_resumed_in_another_layout(results):
 
 @pytest.mark.parametrize("name", DROPOUT_LAYOUTS)
 def test_recomputed_layers_use_the_same_lora_dropout_masks(results, name):
-    """The ranks also check that replicated weights stay bitwise equal across tensor-parallel ranks."""
+    """The ranks also check that replicated weights stay bitwise equal."""
     assert _losses(results[f"{name} recomputed"]) == _losses(results[name])
     undropped = _losses(results["lora unsharded"])[:3]
     # B is zero before the first update.

@@ -170,7 +170,9 @@ BF16_CASES = {
     "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"chunk": 7}),
     "qwen3 chunked": Case("", Path(), more={"chunk": 80}),
     "gemma2": Case("", Path()),
-    "gemma2 recomputed": Case("", Path(), more={"recompute": Recompute("selective", modules=("core_attn",))}),
+    "gemma2 recomputed": Case(
+        "", Path(), more={"recompute": Recompute("selective", modules=("core_attn",))}
+    ),
 }  # fmt: skip
 
 
@@ -179,7 +181,7 @@ def replace_fields(case: Case, **changes) -> Case:
 
 
 def _table_cases(folders: dict[str, Path]) -> list[Case]:
-    """Return trainings of ten steps on one batch, with a low rate because AdamW amplifies rounding."""
+    """Return trainings of ten steps on one batch, with a low rate as AdamW amplifies rounding."""
     unsharded = Case("table unsharded", folders["qwen3"], steps=10, lr=3e-4, is_same_batch=True)
     lora = replace_fields(unsharded, name="table lora", model=folders["qwen2 tied"], more=LORA)
     sharded = [
@@ -218,7 +220,8 @@ def _bf16_cases(folders: dict[str, Path]) -> list[Case]:
     ]
 
 
-# The batch of the product of all losses in one pack; over two and over four ranks, cut by tokens, its samples in other orders.
+# Batches of all loss combinations: in one pack, and on two and four ranks with micro-batches by
+# tokens and in another order.
 PRODUCTS: dict[str, dict[str, Any]] = {
     "product unsharded": {}, "product dp2 sharded": {"dp": 2, "max_tokens": 40},
     "product dp4 shuffled": {"dp": 4, "max_tokens": 30, "order": (5, 2, 7, 0, 3, 6, 1, 4)},

@@ -137,13 +137,15 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     saved = resume_from("auto", case.resume_from)[0] if case.resume_from else None
     # A LoRA checkpoint contains only adapter weights.
     weights = None if "lora" in case.more else saved
+    value_optimizer = OptimizerSettings(lr=VALUE_LR)
+    critic = CriticSettings(case.critic, None, value_optimizer) if case.critic else None
     settings = WorkerSettings(
         "cpu", weights.root if weights else case.model, case.layout, case.dtype, seed=0,
         timeout_s=120,
         iteration=weights.step if weights else None,
         optimizer=OptimizerSettings(lr=case.lr, eps=case.eps), reference=case.reference,
         freeze=case.freeze,
-        critic=CriticSettings(case.critic, None, OptimizerSettings(lr=VALUE_LR)) if case.critic else None, **case.more,
+        critic=critic, **case.more,
     )  # fmt: skip
     worker = TrainWorker(settings, context.rank, case.world, init_method)
     if saved:
