@@ -1,1 +1,1 @@
-"""Ours beside the peers, in turn, on the same inputs: `nox -s bench -- [NAME...]`. See __main__.py."""
+"""Benchmarks of msrl and its peers on the same inputs; see `__main__.py`."""

@@ -1,4 +1,4 @@
-"""Random checkpoints: of real shapes for conversions (1 GB in one file, 8 GB in eight), of any for trainings. Light to import."""
+"""Random checkpoints: of real shapes for conversions, and of any shape for trainings."""
 
 from __future__ import annotations
 
@@ -12,35 +12,44 @@ if TYPE_CHECKING:
     import torch
 
 HALF_BILLION = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896,
+    "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+    "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
 }  # fmt: skip
 FOUR_BILLION = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2560,
+    "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
 }  # fmt: skip
 _NUM_VALUES = 10_000_019
 
 
 def make_small(folder: Path) -> None:
-    """1 GB in one file, of the shape of Qwen2.5 0.5B."""
+    """Write 1 GB of the shape of Qwen2.5 0.5B into one file."""
     _make(folder, HALF_BILLION, 1)
 
 
 def make_large(folder: Path) -> None:
-    """8 GB in eight files, of the shape of Qwen3 4B."""
+    """Write 8 GB of the shape of Qwen3 4B into eight files."""
     _make(folder, FOUR_BILLION, 8)
 
 
 def make_trainable(folder: Path, config: Mapping[str, Any]) -> None:
-    """In one file, of any shape: weights as small as where trainings begin, norms near one."""
+    """Write one file of any shape with initial weights: small values, norms near one."""
     _make(folder, config, 1, std=0.02)
 
 
-def _make(folder: Path, config: Mapping[str, Any], num_files: int, *, std: float | None = None) -> None:
-    """Writes a checkpoint, unless it is there: config.json is the last file. With `std` it is one to train."""
+def _make(
+    folder: Path, config: Mapping[str, Any], num_files: int, *, std: float | None = None
+) -> None:
+    """Write a checkpoint unless it exists; config.json is written last.
+
+    `std` is the standard deviation of trainable weights; None writes arbitrary values.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -51,30 +60,43 @@ def _make(folder: Path, config: Mapping[str, Any], num_files: int, *, std: float
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "config.json.partial"
     partial.write_text(json.dumps(config))
-    sizes = {name: size for rule in all_rules(load_shape(partial)) for name, size in zip(rule.hf, rule.shapes, strict=True)}
+    sizes = {
+        name: size
+        for rule in all_rules(load_shape(partial))
+        for name, size in zip(rule.hf, rule.shapes, strict=True)
+    }
     names = list(sizes)
     per_file = -(-len(names) // num_files)
     weight_map: dict[str, str] = {}
     values = torch.randn(_NUM_VALUES, generator=torch.Generator().manual_seed(0)).bfloat16()
     for number in range(num_files):
-        mine = names[number * per_file : (number + 1) * per_file]
-        file = "model.safetensors" if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
-        tensors = {name: _filled(sizes[name], values) for name in mine}
+        file_names = names[number * per_file : (number + 1) * per_file]
+        file = (
+            "model.safetensors"
+            if num_files == 1
+            else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        )
+        tensors = {name: _repeated(sizes[name], values) for name in file_names}
         if std is not None:
-            tensors = {name: _begun(name, tensor, std, at) for at, (name, tensor) in enumerate(tensors.items())}
+            tensors = {
+                name: _initial_weights(name, tensor, std, index)
+                for index, (name, tensor) in enumerate(tensors.items())
+            }
         save_file(tensors, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(mine, file)
+        weight_map |= dict.fromkeys(file_names, file)
     if num_files > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     partial.rename(folder / "config.json")
 
 
-def _filled(shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
-    """A tensor of `values`, over and over: drawing each number anew takes minutes."""
+def _repeated(shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that repeats `values`, since drawing every number would take minutes."""
     size = math.prod(shape)
     return values.repeat(-(-size // len(values)))[:size].view(shape).clone()
 
 
-def _begun(name: str, values: torch.Tensor, std: float, at: int) -> torch.Tensor:
-    """What a training begins with; no two tensors begin alike."""
-    return values.flatten().roll(7919 * at).view(values.shape) * std + float("norm" in name)
+def _initial_weights(name: str, values: torch.Tensor, std: float, index: int) -> torch.Tensor:
+    """Return initial weights for a training; `index` makes each tensor different."""
+    return values.flatten().roll(7919 * index).view(values.shape) * std + float("norm" in name)

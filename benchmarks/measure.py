@@ -1,5 +1,4 @@
-"""Running a program and measuring it from outside: seconds of the whole process and of the processors, and peak anonymous memory of it and
-its children."""
+"""Wall-clock time, CPU time and peak anonymous memory of a program and its child processes."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ POLL_S = 0.05
 
 
 class BenchError(Exception):
-    """A program under measurement that failed, with the end of what it said."""
+    """Failure of a measured program, with the end of its output."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that ended well."""
+    """Measurements of a process with exit code 0."""
 
     seconds: float
     cpu_seconds: float
@@ -30,11 +29,22 @@ class Finished:
 
 
 def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd: Path) -> Finished:
-    """Runs `command` to its end. Raises BenchError when it fails."""
+    """Run `command` and measure it.
+
+    Raises:
+        BenchError: if its exit code is not 0.
+    """
     os.sync()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.perf_counter()
-        process = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, cwd=cwd)
+        process = subprocess.Popen(
+            list(map(str, command)),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            cwd=cwd,
+        )
         memory = _Memory(process.pid)
         _, code, usage = os.wait4(process.pid, 0)
         status = process.returncode = os.waitstatus_to_exitcode(code)
@@ -44,23 +54,32 @@ def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd:
         err.seek(0)
         stdout, stderr = out.read(), err.read()
     if status:
-        raise BenchError(f"exit {status}: {' '.join(map(str, command))}\n{stdout[-1000:]}{stderr[-3000:]}")
+        raise BenchError(
+            f"exit {status}: {' '.join(map(str, command))}\n{stdout[-1000:]}{stderr[-3000:]}"
+        )
     return Finished(seconds, usage.ru_utime + usage.ru_stime, peak, stdout)
 
 
 def quiet_environment() -> dict[str, str]:
-    """This environment without what would change how many threads a program takes: each decides for itself."""
-    chosen = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    return {name: value for name, value in os.environ.items() if name not in chosen} | {"HF_HUB_OFFLINE": "1"}
+    """Return the environment without variables that change a program's number of threads."""
+    thread_variables = (
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+        "MKL_NUM_THREADS",
+        "TOKENIZERS_PARALLELISM",
+    )
+    return {name: value for name, value in os.environ.items() if name not in thread_variables} | {
+        "HF_HUB_OFFLINE": "1"
+    }
 
 
 class _Memory:
-    """Watches the anonymous memory of a process tree in a thread: what it took itself, without pages of mapped files."""
+    """Sampler thread for the anonymous memory of a process tree, without pages of mapped files."""
 
     def __init__(self, pid: int) -> None:
-        import psutil  # no benchmark of a device needs it
+        import psutil  # not needed for benchmarks of a device
 
-        self._root, self._gone = psutil.Process(pid), psutil.NoSuchProcess
+        self._root, self._no_such_process = psutil.Process(pid), psutil.NoSuchProcess
         self._peak = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -77,15 +96,22 @@ class _Memory:
 
     def _now(self) -> int:
         try:
-            return sum(_anonymous_bytes(process.pid) for process in (self._root, *self._root.children(recursive=True)))
-        except self._gone:
+            return sum(
+                _anonymous_bytes(process.pid)
+                for process in (self._root, *self._root.children(recursive=True))
+            )
+        except self._no_such_process:
             return 0
 
 
 def _anonymous_bytes(pid: int) -> int:
-    """RssAnon and RssShmem of /proc/PID/status (proc(5)), in bytes."""
+    """Return RssAnon + RssShmem of /proc/PID/status (proc(5)) in bytes."""
     try:
-        rows = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        rows = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(rows[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in rows)
+    return sum(
+        int(rows[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in rows
+    )

@@ -1,7 +1,8 @@
-"""Trainings that are killed again and again: a process that has imported everything forks the ranks of each life, so that a life is cheap.
+"""Trainings that are killed and resumed many times: `killed_runs.py CONFIG.yaml NUM_KILLS`.
 
-Run as a program: `killed_runs.py CONFIG.yaml NUM_KILLS`; the result is JSON on standard output. Everything of a life is the product's own
-(`train_sft.prepare`, which looks for the checkpoint to go on from, and `sft_rank.main`); only the starting of ranks is not.
+The result is JSON on standard output. A process that has imported everything forks the ranks of
+each start, which makes starts cheap. Apart from the fork, each start runs msrl's code:
+`train_sft.prepare`, which selects the checkpoint to resume from, and `sft_rank.main`.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ LIMIT_S = 120.0
 
 
 @dataclass
-class Life:
-    """The ranks of one start, as children of this process; `pipe` is that of rank 0."""
+class RankProcesses:
+    """Ranks of one start as child processes; `pipe` receives the messages of rank 0."""
 
     pids: list[int]
     pipe: connection.Connection
 
     @staticmethod
-    def begin(settings: dict[str, Any]) -> Life:
+    def start(settings: dict[str, Any]) -> RankProcesses:
         world = settings["cluster"]["devices_per_node"]
-        ours, theirs = Pipe()
+        receiver, sender = Pipe()
         store = f"file://{tempfile.mkdtemp()}/store"
-        pids = [pid for rank in range(world) if (pid := _fork(settings, rank, world, store, theirs))]
-        theirs.close()
-        return Life(pids, ours)
+        pids = [
+            pid for rank in range(world) if (pid := _fork(settings, rank, world, store, sender))
+        ]
+        sender.close()
+        return RankProcesses(pids, receiver)
 
     def next_step(self) -> tuple[int, float] | None:
-        """The next step that rank 0 reports, and its loss; None when the life has come to its end."""
+        """Return rank 0's next step and loss, or None if the ranks have exited."""
         from msrl.types import StepReport
 
         while True:
@@ -59,12 +62,14 @@ class Life:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> list[int]:
-        """How every rank ended."""
+        """Wait for all ranks and return their exit codes."""
         self.pipe.close()
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
 
 
-def _fork(settings: dict[str, Any], rank: int, world: int, store: str, pipe: connection.Connection) -> int:
+def _fork(
+    settings: dict[str, Any], rank: int, world: int, store: str, pipe: connection.Connection
+) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -76,7 +81,10 @@ def _fork(settings: dict[str, Any], rank: int, world: int, store: str, pipe: con
         from msrl.workflows.sft import run as train_sft
 
         os.dup2(2, 1)
-        sft_rank.main(RankContext(rank, world, store, pipe), train_sft.prepare(Config.model_validate(settings, strict=False), "cpu"))
+        sft_rank.main(
+            RankContext(rank, world, store, pipe),
+            train_sft.prepare(Config.model_validate(settings, strict=False), "cpu"),
+        )
         code = 0
     except BaseException:
         import traceback
@@ -88,7 +96,7 @@ def _fork(settings: dict[str, Any], rank: int, world: int, store: str, pipe: con
 
 @dataclass
 class Run:
-    """What became of a training over all of its lives."""
+    """Record of a training over all of its starts."""
 
     losses: dict[int, float] = field(default_factory=dict)
     kills: int = 0
@@ -97,32 +105,39 @@ class Run:
 
     def note(self, step: int, loss: float) -> None:
         self.repeated += step in self.losses
-        assert self.losses.setdefault(step, loss) == loss, f"step {step} had loss {self.losses[step]!r} before, now {loss!r}"
+        assert self.losses.setdefault(step, loss) == loss, (
+            f"step {step} had loss {self.losses[step]!r} before, now {loss!r}"
+        )
 
 
-def train(settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.0) -> tuple[Run, float]:
-    """A training with `num_kills` kills on its way, each after one to three steps and a part of another; (run, seconds per step)."""
-    run, saves, choose = Run(), Path(settings["checkpoint"]["save"]), random.Random(num_kills)
-    while run.kills < num_kills:
-        life = Life.begin(settings)
-        for _ in range(choose.randint(1, 3)):
-            found = life.next_step()
-            assert found is not None, f"the training ended after {run.kills} kills"
-            run.note(*found)
+def train(
+    settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.0
+) -> tuple[Run, float]:
+    """Train with `num_kills` kills, each one to four steps after a start."""
+    training, checkpoints = Run(), Path(settings["checkpoint"]["save"])
+    random_source = random.Random(num_kills)
+    while training.kills < num_kills:
+        ranks = RankProcesses.start(settings)
+        for _ in range(random_source.randint(1, 3)):
+            progress = ranks.next_step()
+            assert progress is not None, f"the training ended after {training.kills} kills"
+            training.note(*progress)
         time.sleep(random.random() * 1.2 * seconds_per_step)
-        run.kills_in_a_save += any(saves.glob(".iter_*.partial")) or any(saves.glob("training/.iter_*.partial"))
-        life.kill()
-        while (found := life.next_step()) is not None:  # reported before the kill, and not read yet
-            run.note(*found)
-        codes = life.end()
+        training.kills_in_a_save += any(checkpoints.glob(".iter_*.partial")) or any(
+            checkpoints.glob("training/.iter_*.partial")
+        )
+        ranks.kill()
+        while (progress := ranks.next_step()) is not None:  # reported before the kill
+            training.note(*progress)
+        codes = ranks.end()
         assert set(codes) == {-signal.SIGKILL}, codes
-        run.kills += 1
-    life, times = Life.begin(settings), list[float]()
-    while (found := life.next_step()) is not None:
-        run.note(*found)
+        training.kills += 1
+    ranks, times = RankProcesses.start(settings), list[float]()
+    while (progress := ranks.next_step()) is not None:
+        training.note(*progress)
         times.append(time.monotonic())
-    assert set(life.end()) == {0}
-    return run, (times[-1] - times[0]) / max(1, len(times) - 1)
+    assert set(ranks.end()) == {0}
+    return training, (times[-1] - times[0]) / max(1, len(times) - 1)
 
 
 def main() -> None:
@@ -133,16 +148,27 @@ def main() -> None:
     from msrl.trainer.launch import quiet_megatron
 
     quiet_megatron()
-    from msrl.workflows.sft import run as train_sft  # noqa: F401  imported once for all lives
+    from msrl.workflows.sft import run as train_sft  # noqa: F401  imported once for all starts
 
     settings = yaml.safe_load(Path(path).read_text())
     results: dict[str, Any] = {}
     seconds = 0.0
-    for name, in_background, kills in (("whole", False, 0), ("killed", False, num_kills), ("killed in background", True, num_kills)):
-        saves = {"save": str(Path(path).with_name(name)), "async": in_background, "resume": "auto", "every_steps": 1}
-        run, per_step = train({**settings, "checkpoint": {**settings["checkpoint"], **saves}}, kills, seconds)
+    for name, in_background, kills in (
+        ("uninterrupted", False, 0),
+        ("killed", False, num_kills),
+        ("killed in background", True, num_kills),
+    ):
+        checkpoints = {
+            "save": str(Path(path).with_name(name)),
+            "async": in_background,
+            "resume": "auto",
+            "every_steps": 1,
+        }
+        training, per_step = train(
+            {**settings, "checkpoint": {**settings["checkpoint"], **checkpoints}}, kills, seconds
+        )
         seconds = seconds or per_step
-        results[name] = vars(run)
+        results[name] = vars(training)
     print(json.dumps(results))
 
 

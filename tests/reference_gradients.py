@@ -1,4 +1,4 @@
-"""The gradient of every tensor after one training step, as ranks saved it and as transformers computes it, under the files' names.
+"""Gradients after one training step from saved checkpoints and from transformers, by HF name.
 
 AdamW's first moment holds a tenth of the gradient after one step, clipped to a norm of 1.
 """
@@ -23,29 +23,50 @@ from msrl.workflows.serve.engine import hf_weights
 from training_ranks import sequences
 
 _STACKED = ("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-_NO_GRADIENT = ".expert_bias"  # of Megatron's router, by our names
+_NO_GRADIENT = ".expert_bias"  # a buffer of Megatron's router, by msrl's names
 
 
 def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
-    """What the ranks of a training saved after one step."""
+    """Return the gradients of the first step from the optimizer state that the ranks saved."""
     saved, shape = SavedTraining(save, 1), load_shape(save / "hf")
-    cut, shards = ParallelLayout.from_json(saved.state()["cut"]), dict[Coords, dict[str, Tensor]]()
-    padded = shape.padded_vocab_size(cut.tp)
-    for at in cut.ranks():
-        file = load_file(saved.training_dir / f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors")
-        shards[at] = {name.removeprefix("exp_avg."): state for name, state in file.items() if name.startswith("exp_avg.")}
-        without = {name: size for name, size in rank_plan(shape, cut, at, padded).tensors.items() if name.endswith(_NO_GRADIENT)}
-        shards[at] |= {name: torch.zeros(size) for name, size in without.items()}
-    source = ShardedSource(shape, cut, shards, save / "hf", str(save))
-    return {name: tensor * 10 for name, tensor in hf_weights(source) if not name.endswith("e_score_correction_bias")}
+    layout = ParallelLayout.from_json(saved.state()["cut"])
+    shards: dict[Coords, dict[str, Tensor]] = {}
+    padded = shape.padded_vocab_size(layout.tp)
+    for coords in layout.ranks():
+        file = load_file(
+            saved.training_dir
+            / f"optimizer_{coords.tp:02d}_{coords.pp:03d}_{coords.ep:03d}.safetensors"
+        )
+        shards[coords] = {
+            name.removeprefix("exp_avg."): state
+            for name, state in file.items()
+            if name.startswith("exp_avg.")
+        }
+        buffers = {
+            name: size
+            for name, size in rank_plan(shape, layout, coords, padded).tensors.items()
+            if name.endswith(_NO_GRADIENT)
+        }
+        shards[coords] |= {name: torch.zeros(size) for name, size in buffers.items()}
+    source = ShardedSource(shape, layout, shards, save / "hf", str(save))
+    return {
+        name: tensor * 10
+        for name, tensor in hf_weights(source)
+        if not name.endswith("e_score_correction_bias")
+    }
 
 
 def backward(model: Any, step: int) -> float:
-    """The loss of a step's batch, one sequence at a time; gradients are in the parameters afterwards."""
+    """Compute a step's loss one sequence at a time, run backward, and return the loss."""
     batch, total, count = sequences(step), torch.zeros(()), 0
     for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
         logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
-        total = total - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][torch.from_numpy(mask[1:])].sum()
+        total = (
+            total
+            - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][
+                torch.from_numpy(mask[1:])
+            ].sum()
+        )
         count += int(mask[1:].sum())
     (total / count).backward()
     return (total / count).item()
@@ -53,32 +74,57 @@ def backward(model: Any, step: int) -> float:
 
 @functools.cache
 def transformers_gradients(folder: Path) -> dict[str, Tensor]:
-    """transformers' gradients of the first step, clipped to a norm of 1; experts one by one or stacked, as the files have them."""
+    """Return transformers' gradients of the first step, clipped to a norm of 1.
+
+    Experts are separate or stacked tensors, as in the checkpoint files.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     backward(model, 0)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     is_stacked = load_shape(folder).architecture in _STACKED
-    return {key: value for parameter in model.named_parameters() for key, value in _as_in_files(*parameter, is_stacked=is_stacked)}
+    return {
+        key: value
+        for parameter in model.named_parameters()
+        for key, value in _as_in_files(*parameter, is_stacked=is_stacked)
+    }
 
 
-def _as_in_files(name: str, parameter: torch.nn.Parameter, *, is_stacked: bool) -> Iterator[tuple[str, Tensor]]:
-    """transformers keeps most experts in two tensors, [experts, gate above up, inputs] and [experts, outputs, inputs]."""
+def _as_in_files(
+    name: str, parameter: torch.nn.Parameter, *, is_stacked: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a parameter's gradient under the names of the checkpoint files.
+
+    Transformers stacks most experts: [experts, gate + up, inputs] and [experts, outputs, inputs].
+    """
     assert parameter.grad is not None, name
     prefix, _, last = name.rpartition(".")
     if not is_stacked or last not in ("gate_up_proj", "down_proj"):
         yield name, parameter.grad
         return
     for number, grad in enumerate(parameter.grad):
-        parts = zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True) if last == "gate_up_proj" else (("down_proj", grad),)
-        yield from ((f"{prefix}.{number}.{part}.weight", value) for part, value in parts)
+        tensors = (
+            zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True)
+            if last == "gate_up_proj"
+            else (("down_proj", grad),)
+        )
+        yield from (
+            (f"{prefix}.{number}.{projection}.weight", value) for projection, value in tensors
+        )
 
 
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-4) -> None:
-    """Tensor by tensor: the distance is at most `tolerance` of the tensor's own norm. Experts that no token went to have none."""
-    assert found.keys() == expected.keys()
+def assert_same_gradients(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-4
+) -> None:
+    """Assert that each gradient differs by at most `tolerance` of its norm.
+
+    Experts without tokens have zero gradients.
+    """
+    assert actual.keys() == expected.keys()
     assert all(gradient.norm() > 0 for key, gradient in expected.items() if ".experts." not in key)
     assert sum(float(gradient.norm()) > 0 for gradient in expected.values()) > 0.9 * len(expected)
     for key, gradient in expected.items():
-        assert (found[key] - gradient).norm() <= tolerance * gradient.norm(), key
+        assert (actual[key] - gradient).norm() <= tolerance * gradient.norm(), key

@@ -1,7 +1,8 @@
-"""Forward passes written by hand, for families whose code transformers does not have (their checkpoints bring their own).
+"""Reference forward passes for families that transformers supports only with remote code.
 
-They read the raw Hugging Face tensors, know nothing of msrl's rules, and compute in float64, one sequence at a time, from what the
-published `modeling_*.py` of each family computes. Letters: T tokens, c hidden, h heads, g key/value groups, d head size.
+They use the raw Hugging Face tensors and none of msrl's rules, and compute in float64, one sequence
+at a time, following the published `modeling_*.py` of each family. T tokens, c hidden size, h heads,
+g key/value groups, d head size.
 """
 
 from __future__ import annotations
@@ -22,40 +23,52 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of [T, h, d] with [T, g, d]; the heads of a group are neighbours."""
+    """Return causal attention of [T, h, d] with [T, g, d]; heads of a group are adjacent."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v).flatten(1)
+    return torch.einsum(
+        "hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v
+    ).flatten(1)
 
 
-def _halves(x: Tensor, theta: float) -> Tensor:
-    """Llama's rotation of [T, h, d]: channel i turns with channel i + d / 2."""
+def _rotate_halves(x: Tensor, theta: float) -> Tensor:
+    """Apply Llama's RoPE to [T, h, d]: channel i is paired with channel i + d / 2."""
     half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(len(x))[:, None, None] * theta ** (
+        -torch.arange(half, dtype=torch.float64) / half
+    )
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
 
-def _neighbours(x: Tensor, theta: float) -> Tensor:
-    """ChatGLM's rotation of [T, h, d]: of the first half of the channels, each even one turns with the next one."""
-    turning = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, turning, 2, dtype=torch.float64) / turning)
-    pairs = torch.view_as_complex(x[..., :turning].unflatten(-1, (-1, 2)).contiguous())
-    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
-    return torch.cat((turned.flatten(-2), x[..., turning:]), -1)
+def _rotate_pairs(x: Tensor, theta: float) -> Tensor:
+    """Apply ChatGLM's RoPE to the first half of the channels of [T, h, d], in adjacent pairs."""
+    rotary_dim = x.shape[-1] // 2
+    angles = torch.arange(len(x))[:, None] * theta ** (
+        -torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+    )
+    pairs = torch.view_as_complex(x[..., :rotary_dim].unflatten(-1, (-1, 2)).contiguous())
+    rotated = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
+    return torch.cat((rotated.flatten(-2), x[..., rotary_dim:]), -1)
 
 
-def _run(forward: Callable[[Tensor, Weights], Tensor], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Logits of all sequences, one below the other."""
+def _run(
+    forward: Callable[[Tensor, Weights], Tensor], weights: Weights, ids: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Return the concatenated logits of all sequences, [tokens, vocabulary]."""
     wide = {name: tensor.double() for name, tensor in weights.items()}
     with torch.inference_mode():
         return torch.cat([forward(torch.from_numpy(row), wide) for row in ids]).numpy()
 
 
 def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """InternLM 2: of each group, `wqkv` has the rows of its heads, then of its key, then of its value."""
-    heads, groups, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
+    """Compute InternLM 2: `wqkv` has per group the rows of its heads, its key and its value."""
+    heads, groups, eps = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["rms_norm_eps"],
+    )
     head_dim = config["hidden_size"] // heads
 
     def forward(tokens: Tensor, w: Weights) -> Tensor:
@@ -65,7 +78,7 @@ def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray
             qkv = _norm(x, w[p + "attention_norm.weight"], eps) @ w[p + "attention.wqkv.weight"].T
             qkv = qkv.view(len(x), groups, heads // groups + 2, head_dim)
             q, k, v = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
-            q, k = _halves(q, config["rope_theta"]), _halves(k, config["rope_theta"])
+            q, k = _rotate_halves(q, config["rope_theta"]), _rotate_halves(k, config["rope_theta"])
             x = x + _attend(q, k, v) @ w[p + "attention.wo.weight"].T
             y = _norm(x, w[p + "ffn_norm.weight"], eps)
             gate, up = (y @ w[p + f"feed_forward.w{number}.weight"].T for number in (1, 3))
@@ -76,30 +89,52 @@ def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray
 
 
 def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Baichuan 7B: `W_pack` has q, k and v one above the other. Baichuan2's output layer (NormHead) divides each row by its length."""
+    """Compute Baichuan 7B: `W_pack` concatenates the rows of q, k and v.
+
+    Baichuan2's output layer (NormHead) divides each row by its norm.
+    """
     heads, eps = config["num_attention_heads"], config["rms_norm_eps"]
 
     def forward(tokens: Tensor, w: Weights) -> Tensor:
         x = w["model.embed_tokens.weight"][tokens]
         for layer in range(config["num_hidden_layers"]):
             p = f"model.layers.{layer}."
-            qkv = _norm(x, w[p + "input_layernorm.weight"], eps) @ w[p + "self_attn.W_pack.weight"].T
+            qkv = (
+                _norm(x, w[p + "input_layernorm.weight"], eps) @ w[p + "self_attn.W_pack.weight"].T
+            )
             q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
-            x = x + _attend(_halves(q, 1e4), _halves(k, 1e4), v) @ w[p + "self_attn.o_proj.weight"].T
+            x = (
+                x
+                + _attend(_rotate_halves(q, 1e4), _rotate_halves(k, 1e4), v)
+                @ w[p + "self_attn.o_proj.weight"].T
+            )
             y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
-            gate, up = (y @ w[p + f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            gate, up = (y @ w[p + f"mlp.{kind}_proj.weight"].T for kind in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
         head = w["lm_head.weight"]
-        head = head / head.norm(dim=1, keepdim=True) if config["architectures"] == ["BaichuanForCausalLM"] else head
+        head = (
+            head / head.norm(dim=1, keepdim=True)
+            if config["architectures"] == ["BaichuanForCausalLM"]
+            else head
+        )
         return _norm(x, w["model.norm.weight"], eps) @ head.T
 
     return _run(forward, weights, ids)
 
 
 def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """ChatGLM 2 and 3, GLM-4: `query_key_value` has all heads, all keys, all values; `dense_h_to_4h` gate above up."""
+    """Compute ChatGLM 2, ChatGLM 3 and GLM-4.
+
+    `query_key_value` has all heads, all keys, all values; `dense_h_to_4h` has gate, then up.
+    """
     heads, groups, head_dim, eps = (
-        config[key] for key in ("num_attention_heads", "multi_query_group_num", "kv_channels", "layernorm_epsilon")
+        config[key]
+        for key in (
+            "num_attention_heads",
+            "multi_query_group_num",
+            "kv_channels",
+            "layernorm_epsilon",
+        )
     )
     theta = 10000.0 * config.get("rope_ratio", 1)
 
@@ -108,12 +143,22 @@ def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray])
         for layer in range(config["num_layers"]):
             p = f"transformer.encoder.layers.{layer}."
             y = _norm(x, w[p + "input_layernorm.weight"], eps)
-            qkv = y @ w[p + "self_attention.query_key_value.weight"].T + w[p + "self_attention.query_key_value.bias"]
+            qkv = (
+                y @ w[p + "self_attention.query_key_value.weight"].T
+                + w[p + "self_attention.query_key_value.bias"]
+            )
             q, k, v = qkv.view(len(x), -1, head_dim).split([heads, groups, groups], 1)
-            x = x + _attend(_neighbours(q, theta), _neighbours(k, theta), v) @ w[p + "self_attention.dense.weight"].T
+            x = (
+                x
+                + _attend(_rotate_pairs(q, theta), _rotate_pairs(k, theta), v)
+                @ w[p + "self_attention.dense.weight"].T
+            )
             y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
             gate, up = (y @ w[p + "mlp.dense_h_to_4h.weight"].T).chunk(2, -1)
             x = x + (F.silu(gate) * up) @ w[p + "mlp.dense_4h_to_h.weight"].T
-        return _norm(x, w["transformer.encoder.final_layernorm.weight"], eps) @ w["transformer.output_layer.weight"].T
+        return (
+            _norm(x, w["transformer.encoder.final_layernorm.weight"], eps)
+            @ w["transformer.output_layer.weight"].T
+        )
 
     return _run(forward, weights, ids)

@@ -1,4 +1,4 @@
-"""The layout holds: who may import what, where device names stand, how long functions are. Read from the syntax trees of src/msrl."""
+"""Rules for src/msrl: imports, device names and function lengths, checked on syntax trees."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "msrl"
-LONGEST_FUNCTION = 60
+MAX_FUNCTION_LINES = 60
 
-# Which files may import a heavy package, as path prefixes inside src/msrl.
-IMPORTERS = {
+# Path prefixes in src/msrl that may import a heavy package.
+ALLOWED_IMPORTERS = {
     "megatron": ("trainer/", "checkpoint/dist/", "data/indexed.py", "platforms/"),
     "vllm": ("rollout/vllm.py", "rollout/vllm_worker.py"),
     "ray": ("cluster/", "workflows/"),
     "torch_npu": ("platforms/",),
     "mindspeed": ("platforms/",),
 }
-# The configuration and the commands offer the names of platforms as choices.
-DEVICE_NAMES_STAND_IN = ("platforms/", "config/", "cli/", "importers/", "checks/")
-DEVICE_TEXT = re.compile(r"(cuda|npu|nccl|gloo|hccl)(:\d*)?|\w*(CUDA|ASCEND|NPU|HCCL|GLOO|NCCL)_\w+")
+# Configuration and commands have the names of platforms as choices.
+DEVICE_NAME_FOLDERS = ("platforms/", "config/", "cli/", "importers/", "checks/")
+DEVICE_TEXT = re.compile(
+    r"(cuda|npu|nccl|gloo|hccl)(:\d*)?|\w*(CUDA|ASCEND|NPU|HCCL|GLOO|NCCL)_\w+"
+)
 MODULE = re.compile(r"msrl(\.\w+)+(:\w+)?")
 DEVICE_ATTRIBUTES = {"cuda", "npu"}
 
@@ -47,13 +49,17 @@ def tree(path: Path) -> ast.Module:
 
 
 def imported(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and top-level package of every import, also of importlib.import_module("...") and find_spec("...")."""
+    """Yield line and package of every import, also of importlib.import_module("...")."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.lineno, node.module.split(".")[0]
-        elif isinstance(node, ast.Call) and called(node) in {"import_module", "__import__"} and node.args:
+        elif (
+            isinstance(node, ast.Call)
+            and called(node) in {"import_module", "__import__"}
+            and node.args
+        ):
             name = node.args[0]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield node.lineno, name.value.split(".")[0]
@@ -64,17 +70,26 @@ def called(node: ast.Call) -> str:
 
 
 def docstrings(module: ast.Module) -> set[int]:
-    """The ids of the constants that are docstrings or loose strings: prose, not program."""
-    return {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    """Return the ids of the constants that are docstrings or string statements."""
+    return {
+        id(node.value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
 
 
 def device_names(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of every device name: a string that is nothing else, or an attribute such as `torch.cuda`."""
+    """Yield line and text of device names: strings, or attributes such as `torch.cuda`."""
     prose = docstrings(module)
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES:
             yield node.lineno, f".{node.attr}"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose and DEVICE_TEXT.fullmatch(node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in prose
+            and DEVICE_TEXT.fullmatch(node.value)
+        ):
             yield node.lineno, repr(node.value)
 
 
@@ -82,52 +97,77 @@ def long_functions(module: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             num_lines = node.end_lineno - node.lineno + 1
-            if num_lines > LONGEST_FUNCTION:
+            if num_lines > MAX_FUNCTION_LINES:
                 yield node.lineno, f"{node.name} has {num_lines} lines"
 
 
-@pytest.mark.parametrize("package", sorted(IMPORTERS))
-def test_a_heavy_package_is_imported_only_where_it_is_at_home(package: str) -> None:
-    strangers = [path for path in files() if not relative(path).startswith(IMPORTERS[package])]
-    found = [f"src/msrl/{relative(path)}:{line}" for path in strangers for line, name in imported(tree(path)) if name == package]
-    assert not found, f"{package} belongs into {', '.join(IMPORTERS[package])}"
+@pytest.mark.parametrize("package", sorted(ALLOWED_IMPORTERS))
+def test_a_heavy_package_is_imported_only_by_its_allowed_importers(package: str) -> None:
+    other_files = [
+        path for path in files() if not relative(path).startswith(ALLOWED_IMPORTERS[package])
+    ]
+    violations = [
+        f"src/msrl/{relative(path)}:{line}"
+        for path in other_files
+        for line, name in imported(tree(path))
+        if name == package
+    ]
+    assert not violations, (
+        f"only these may import {package}: {', '.join(ALLOWED_IMPORTERS[package])}"
+    )
 
 
-def test_device_names_stand_in_platforms_alone() -> None:
-    strangers = [path for path in files() if not relative(path).startswith(DEVICE_NAMES_STAND_IN)]
-    found = [f"src/msrl/{relative(path)}:{line} {name}" for path in strangers for line, name in device_names(tree(path))]
-    assert not found, "ask msrl.platforms instead"
+def test_device_names_are_used_in_platforms_only() -> None:
+    other_files = [path for path in files() if not relative(path).startswith(DEVICE_NAME_FOLDERS)]
+    violations = [
+        f"src/msrl/{relative(path)}:{line} {name}"
+        for path in other_files
+        for line, name in device_names(tree(path))
+    ]
+    assert not violations, "use msrl.platforms instead"
 
 
 def test_no_function_is_longer_than_sixty_lines() -> None:
-    assert not [f"src/msrl/{relative(path)}:{line} {what}" for path in files() for line, what in long_functions(tree(path))]
+    assert not [
+        f"src/msrl/{relative(path)}:{line} {problem}"
+        for path in files()
+        for line, problem in long_functions(tree(path))
+    ]
 
 
-def test_every_file_opens_with_its_purpose() -> None:
-    assert not [relative(path) for path in files() if tree(path).body and not ast.get_docstring(tree(path))]
+def test_every_module_has_a_docstring() -> None:
+    assert not [
+        relative(path) for path in files() if tree(path).body and not ast.get_docstring(tree(path))
+    ]
 
 
-def test_msrl_is_imported_by_its_full_name() -> None:
-    found = [
+def test_there_are_no_relative_imports() -> None:
+    violations = [
         f"src/msrl/{relative(path)}:{node.lineno}"
         for path in files()
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ImportFrom) and node.level
     ]
-    assert not found
+    assert not violations
 
 
 def layers() -> list[set[str]]:
     """Return the packages of every layer in pyproject.toml, top layer first."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     (rows,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     return [{name.strip() for name in row.split("|")} for row in rows]
 
 
 def modules_in_strings(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and name of every msrl module that a string names: import_module, registry.load, `-m`, tables of commands."""
+    """Yield line and name of msrl modules in strings, as in tables of commands."""
     for node in ast.walk(module):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and MODULE.fullmatch(node.value)
+        ):
             yield node.lineno, node.value.partition(":")[0]
 
 
@@ -143,34 +183,47 @@ def test_modules_named_in_strings_are_in_lower_layers() -> None:
     assert not upward
 
 
-@pytest.mark.parametrize("algorithm", ["algo.clip.low=0.1", "algo.preset=gspo", "algo.policy_loss=gmpo", "algo.options.drift=0.02"])
-def test_validating_a_configuration_imports_no_heavy_package(algorithm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithm",
+    ["algo.clip.low=0.1", "algo.preset=gspo", "algo.policy_loss=gmpo", "algo.options.drift=0.02"],
+)
+def test_validating_a_configuration_imports_no_heavy_package(
+    algorithm: str, tmp_path: Path
+) -> None:
     code = (
         "import sys\n"
         "from msrl.cli.configuration import load_configuration\n"
         "from msrl.errors import ManyErrors\n"
         "try:\n"
-        f"    sets = [{algorithm!r}, 'model.path={tmp_path}', 'reward.sources=[{{verifier: acc}}]']\n"
+        f"    sets = [{algorithm!r}, 'model.path={tmp_path}',"
+        " 'reward.sources=[{verifier: acc}]']\n"
         "    load_configuration(sets=sets, command='train-grpo')\n"
         "except ManyErrors:\n"
         "    pass\n"
         "print(sorted({'torch', 'transformers', 'vllm', 'ray', 'megatron'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[]\n"
 
 
-def test_no_folder_holds_more_than_twenty_modules() -> None:
-    reasons = {"rewards/verifiers": "one file per verifier", "models/families": "one file per family"}
+def test_no_folder_has_more_than_twenty_modules() -> None:
+    reasons = {
+        "rewards/verifiers": "one file per verifier",
+        "models/families": "one file per family",
+    }
     sizes = Counter(relative(path.parent) for path in files() if path.name != "__init__.py")
-    assert not {folder: size for folder, size in sizes.items() if size > 20 and folder not in reasons}
+    assert not {
+        folder: size for folder, size in sizes.items() if size > 20 and folder not in reasons
+    }
 
 
 def test_imports_go_down_only_and_light_packages_stay_light() -> None:
-    """import-linter's contracts of pyproject.toml."""
-    code = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command(['--no-cache']))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    """Check import-linter's contracts of pyproject.toml."""
+    code = "import importlinter.cli as cli; exit(cli.lint_imports_command(['--no-cache']))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

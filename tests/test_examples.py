@@ -1,4 +1,4 @@
-"""Every example's configuration is read and checked as its command would, and the commands of their README are right."""
+"""Validity of the examples' configurations and of the commands in their README."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ from test_cli import msrl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 HF2MCORE = (Flag("convert.command", "hf2mcore", "hf2mcore"),)
-COMMANDS = {"sft": "train-sft", "grpo": "train-grpo", "convert": "convert-ckpt", "preprocess": "preprocess"}
-# Of Qwen2.5-0.5B-Instruct; the quickstart makes a smaller one, which its own test trains.
+COMMANDS = {
+    "sft": "train-sft",
+    "grpo": "train-grpo",
+    "convert": "convert-ckpt",
+    "preprocess": "preprocess",
+}
+# Sizes of Qwen2.5-0.5B-Instruct. The quickstart has a smaller model and a separate test.
 QWEN = {
-    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2,
     "vocab_size": 151936, "max_position_embeddings": 32768,
 }  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the examples, an unconverted model and files of rows."""
+    """Return a working directory with the examples, an unconverted model and dataset files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QWEN", "model")
     monkeypatch.setenv("GSM8K", "gsm8k")
@@ -44,34 +50,42 @@ def make_rows(folder: Path) -> None:
         (folder / name).write_text("", encoding="utf-8")
 
 
-def make_what_it_reads(config: Config) -> None:
-    """The checkpoint and the data that a training names, or the model that a conversion reads."""
+def make_inputs(config: Config) -> None:
+    """Create the checkpoint and data of a training configuration, or the model of a conversion."""
     if config.convert.load is not None and not Path(config.convert.load).exists():
         make_model(Path(config.convert.load), **QWEN)
     if config.model.path is not None:
         checkpoint = make_mcore(Path(config.model.path))
-        (checkpoint / "hf" / "config.json").write_text(Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8")
+        (checkpoint / "hf" / "config.json").write_text(
+            Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8"
+        )
     for prefix in (config.data.train, config.data.eval):
         if prefix is not None:
             Path(prefix).parent.mkdir(parents=True, exist_ok=True)
             make_data(Path(prefix))
 
 
-NATIVE = [file for file in EXAMPLES.rglob("*.yaml") if "mindspeed" not in file.parts]  # those: test_imports_mindspeed_rl.py
+# test_imports_mindspeed_rl.py tests the others.
+NATIVE = [file for file in EXAMPLES.rglob("*.yaml") if "mindspeed" not in file.parts]
 
 
 @pytest.mark.parametrize("file", sorted(NATIVE), ids=lambda file: str(file.relative_to(EXAMPLES)))
-def test_a_configuration_is_right_for_its_command(file: Path, folder: Path):
+def test_a_configuration_is_valid_for_its_command(file: Path, folder: Path):
     command = COMMANDS[file.stem.partition("_")[0]]
     flags = HF2MCORE if command == "convert-ckpt" else ()
     resolved = load([str(file)], flags=flags)
-    make_what_it_reads(resolved.config)
+    make_inputs(resolved.config)
     check(resolved, command)
 
 
 @pytest.mark.parametrize("name", ["On a laptop", "On devices"])
-def test_the_commands_of_gsm8k_follow_from_each_other(name: str, folder: Path, capsys: pytest.CaptureFixture[str]):
-    lines = [shlex.split(os.path.expandvars(line)) for line in commands_of(EXAMPLES / "gsm8k" / "README.md", name)]
+def test_each_gsm8k_command_accepts_the_output_of_the_previous_ones(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines = [
+        shlex.split(os.path.expandvars(line))
+        for line in readme_commands(EXAMPLES / "gsm8k" / "README.md", name)
+    ]
     assert len([line for line in lines if line[0] == "msrl"]) == 7
     for line in lines:
         if line[0] == "python":
@@ -79,21 +93,24 @@ def test_the_commands_of_gsm8k_follow_from_each_other(name: str, folder: Path, c
             continue
         code = msrl(*line[1:], "--dry-run")
         assert code == 0, f"{shlex.join(line)}\n{capsys.readouterr().err}"
-        leave_what_it_would_write(line)
+        make_outputs(line)
 
 
-def commands_of(readme: Path, heading: str) -> list[str]:
-    """The lines of the first `bash` block below a heading."""
+def readme_commands(readme: Path, heading: str) -> list[str]:
+    """Return the lines of the first `bash` block below a heading."""
     text = readme.read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
     block = re.search(r"^```bash\n(.*?)^```", text, re.S | re.M)
     assert block is not None, f"{readme} has no commands below {heading!r}"
     return block[1].splitlines()
 
 
-def leave_what_it_would_write(line: list[str]) -> None:
+def make_outputs(line: list[str]) -> None:
+    """Create the files that a command would write."""
     if "-c" not in line:
         return
-    config = load([line[line.index("-c") + 1]], flags=HF2MCORE if "convert-ckpt" in line else ()).config
+    config = load(
+        [line[line.index("-c") + 1]], flags=HF2MCORE if "convert-ckpt" in line else ()
+    ).config
     if "convert-ckpt" in line:
         checkpoint = make_mcore(Path(str(config.convert.save)))
     elif "preprocess" in line:
@@ -103,4 +120,6 @@ def leave_what_it_would_write(line: list[str]) -> None:
         return
     else:
         checkpoint = make_mcore(Path(config.run.dir, config.run.name, "checkpoints"))
-    (checkpoint / "hf" / "config.json").write_text(Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8")
+    (checkpoint / "hf" / "config.json").write_text(
+        Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )

@@ -1,6 +1,7 @@
-"""The platforms' fused attention, run with stand-ins for the kernels that follow their documentation: is what is asked what is meant?
+"""Calls of the platforms' fused attention, with reference implementations in place of the kernels.
 
-No device is here; that the kernels themselves do what their documentation says is not tested.
+The reference implementations follow the kernels' documentation. The kernels are not tested, since
+they need a device.
 """
 
 from __future__ import annotations
@@ -34,94 +35,141 @@ def inputs(value_dim: int = DIM) -> list[Tensor]:
 
 
 def plain_kernel(
-    query: Tensor, key: Tensor, value: Tensor, query_ends: Sequence[int], key_ends: Sequence[int], scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Sequence[int],
+    key_ends: Sequence[int],
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    """`VarlenAttention` by one masked softmax per sequence."""
+    """Implement `VarlenAttention` with one masked softmax per sequence."""
     assert query.shape[-1] == key.shape[-1] == value.shape[-1], "fused kernels have one width"
     outputs = []
-    for q_end, k_end, q_start, k_start in zip(query_ends, key_ends, (0, *query_ends), (0, *key_ends), strict=False):
+    for q_end, k_end, q_start, k_start in zip(
+        query_ends, key_ends, (0, *query_ends), (0, *key_ends), strict=False
+    ):
         q, k, v = query[q_start:q_end], key[k_start:k_end], value[k_start:k_end]
         k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (k, v))
-        at = torch.arange(len(k) - len(q), len(k))[:, None]  # the queries are the last ones
+        at = torch.arange(len(k) - len(q), len(k))[:, None]  # the queries are the last positions
         distance = at - torch.arange(len(k))
         visible = (distance >= 0) & (distance < (window or len(k)))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v))
+        outputs.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+        )
     return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("value_dim", [DIM, 5])
-def test_one_call_for_all_sequences_is_attention_run_by_run_of_equal_lengths(window: int | None, value_dim: int):
+def test_one_call_for_all_sequences_agrees_with_attention_per_length(
+    window: int | None, value_dim: int
+):
     query, key, value = inputs(value_dim)
-    found = fused.fused_attention(plain_kernel, query, key, value, LENGTHS, SCALE, window)
-    torch.testing.assert_close(found, block_diagonal_attention(query, key, value, LENGTHS, SCALE, window))
+    actual = fused.fused_attention(plain_kernel, query, key, value, LENGTHS, SCALE, window)
+    torch.testing.assert_close(
+        actual, block_diagonal_attention(query, key, value, LENGTHS, SCALE, window)
+    )
 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_pieces_of_all_context_parallel_ranks_make_up_the_whole(window: int | None, num_ranks: int):
+def test_context_parallel_shares_agree_with_the_full_attention(window: int | None, num_ranks: int):
     query, key, value = inputs()
     lengths = (8, 24, 8, 4)
     padded = padded_lengths(lengths, num_ranks, 1)
     query, key, value = (torch.cat((x, x))[: sum(padded)] for x in (query, key, value))
     expected = block_diagonal_attention(query, key, value, padded, SCALE, window)
     for rank in range(num_ranks):
-        mine = torch.from_numpy(places(padded, rank, num_ranks))
-        found = fused.fused_context_attention(plain_kernel, query[mine], key, value, padded, rank, num_ranks, SCALE, window)
-        torch.testing.assert_close(found, expected[mine])
+        local = torch.from_numpy(places(padded, rank, num_ranks))
+        actual = fused.fused_context_attention(
+            plain_kernel, query[local], key, value, padded, rank, num_ranks, SCALE, window
+        )
+        torch.testing.assert_close(actual, expected[local])
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_torchs_flash_attention_is_asked_for_what_is_meant(window: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_torchs_flash_attention_is_called_with_the_right_arguments(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+):
     from torch.nn.attention import varlen
 
     def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+        max_k: int, *,
         scale: float, window_size: tuple[int, int], enable_gqa: bool,
     ) -> Tensor:  # fmt: skip
-        """(W, 0): causal, with W keys before the query's own; (-1, 0): all of them. Queries are the last ones of their sequence."""
-        assert enable_gqa == (query.shape[1] != key.shape[1]) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max())) and window_size[1] == 0
+        """Window (W, 0): causal with W keys before the query; (-1, 0): causal without a window."""
+        assert (
+            enable_gqa == (query.shape[1] != key.shape[1])
+            and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        )
+        assert (max_q, max_k) == (
+            int(cu_seq_q.diff().max()),
+            int(cu_seq_k.diff().max()),
+        ) and window_size[1] == 0
         before = None if window_size[0] == -1 else window_size[0] + 1
-        return plain_kernel(query, key, value, cu_seq_q[1:].tolist(), cu_seq_k[1:].tolist(), scale, before)
+        return plain_kernel(
+            query, key, value, cu_seq_q[1:].tolist(), cu_seq_k[1:].tolist(), scale, before
+        )
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     query, key, value = inputs()
     ends = tuple(itertools.accumulate(LENGTHS))
-    found = flash_attention(query, key, value, ends, ends, SCALE, window)
-    torch.testing.assert_close(found, block_diagonal_attention(query, key, value, LENGTHS, SCALE, window))
+    actual = flash_attention(query, key, value, ends, ends, SCALE, window)
+    torch.testing.assert_close(
+        actual, block_diagonal_attention(query, key, value, LENGTHS, SCALE, window)
+    )
     last = torch.tensor([end - 1 for end in ends])
-    torch.testing.assert_close(flash_attention(query[last], key, value, (1, 2, 3, 4), ends, SCALE, window), found[last])
+    torch.testing.assert_close(
+        flash_attention(query[last], key, value, (1, 2, 3, 4), ends, SCALE, window), actual[last]
+    )
 
 
-def test_a_flash_attention_without_groups_of_heads_is_given_every_head(monkeypatch: pytest.MonkeyPatch):
+def test_flash_attention_without_grouped_query_support_gets_repeated_heads(
+    monkeypatch: pytest.MonkeyPatch,
+):
     from torch.nn.attention import varlen
 
     bounds: list[Tensor] = []
 
     def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+        max_k: int, *,
         scale: float, window_size: tuple[int, int],
     ) -> Tensor:  # fmt: skip
         assert query.shape[1] == key.shape[1] == value.shape[1]
         bounds.extend((cu_seq_q, cu_seq_k))
-        return plain_kernel(query, key, value, cu_seq_q[1:].tolist(), cu_seq_k[1:].tolist(), scale, None)
+        return plain_kernel(
+            query, key, value, cu_seq_q[1:].tolist(), cu_seq_k[1:].tolist(), scale, None
+        )
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     query, key, value = inputs()
     ends = tuple(itertools.accumulate(LENGTHS))
     for _ in range(2):
-        found = flash_attention(query, key, value, ends, ends, SCALE, None)
-        torch.testing.assert_close(found, block_diagonal_attention(query, key, value, LENGTHS, SCALE))
-    assert all(each is bounds[0] for each in bounds), "copied to the device once, not once per layer"
+        actual = flash_attention(query, key, value, ends, ends, SCALE, None)
+        torch.testing.assert_close(
+            actual, block_diagonal_attention(query, key, value, LENGTHS, SCALE)
+        )
+    assert all(each is bounds[0] for each in bounds), (
+        "the bounds are copied to the device once, not once per layer"
+    )
 
 
-def test_a_torch_whose_flash_attention_has_no_windows_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+def test_flash_attention_without_window_support_is_not_used(monkeypatch: pytest.MonkeyPatch):
     from torch.nn.attention import varlen
 
     def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, is_causal: bool = False
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        is_causal: bool = False,
     ) -> Tensor: ...
 
     cuda._has_varlen_attention.cache_clear()
@@ -129,38 +177,55 @@ def test_a_torch_whose_flash_attention_has_no_windows_is_not_asked(monkeypatch: 
     assert get("cuda").varlen_attention(torch.bfloat16, 128) is flash_attention
     cuda._has_varlen_attention.cache_clear()
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    assert_mentions(get("cuda").varlen_attention(torch.bfloat16, 128), f"torch {torch.__version__}", "varlen_attn", "windows")
+    assert_mentions(
+        get("cuda").varlen_attention(torch.bfloat16, 128),
+        f"torch {torch.__version__}",
+        "varlen_attn",
+        "windows",
+    )
     cuda._has_varlen_attention.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_the_npus_fusion_attention_is_asked_for_what_is_meant(window: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_the_npus_fusion_attention_is_called_with_the_right_arguments(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+):
     def npu_fusion_attention(
-        query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *, atten_mask: Tensor, scale: float,
-        actual_seq_qlen: list[int], actual_seq_kvlen: list[int], sparse_mode: int, pre_tockens: int = 2147483647,
+        query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *,
+        atten_mask: Tensor, scale: float,
+        actual_seq_qlen: list[int], actual_seq_kvlen: list[int], sparse_mode: int,
+        pre_tockens: int = 2147483647,
         next_tockens: int = 2147483647,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Mode 3: causal from the right lower corner. Mode 4: a band around that diagonal of pre_tockens before and next_tockens after."""
+        """Mode 3: causal, aligned at the end. Mode 4: band of pre_tockens and next_tockens."""
         assert input_layout == "TND" and head_num == query.shape[1]
-        assert torch.equal(atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1)), "the compressed mask of both modes"
+        assert torch.equal(atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1)), (
+            "the compressed mask of both modes"
+        )
         assert sparse_mode == 3 or (sparse_mode == 4 and next_tockens == 0)
-        newest = None if sparse_mode == 3 else pre_tockens + 1
-        return (plain_kernel(query, key, value, actual_seq_qlen, actual_seq_kvlen, scale, newest),)
+        window_size = None if sparse_mode == 3 else pre_tockens + 1
+        return (
+            plain_kernel(query, key, value, actual_seq_qlen, actual_seq_kvlen, scale, window_size),
+        )
 
     module = types.ModuleType("torch_npu")
     vars(module)["npu_fusion_attention"] = npu_fusion_attention
     monkeypatch.setitem(sys.modules, "torch_npu", module)
     query, key, value = inputs()
     ends = tuple(itertools.accumulate(LENGTHS))
-    found = fusion_attention(query, key, value, ends, ends, SCALE, window)
-    torch.testing.assert_close(found, block_diagonal_attention(query, key, value, LENGTHS, SCALE, window))
+    actual = fusion_attention(query, key, value, ends, ends, SCALE, window)
+    torch.testing.assert_close(
+        actual, block_diagonal_attention(query, key, value, LENGTHS, SCALE, window)
+    )
 
 
-def test_a_platform_without_a_kernel_for_the_heads_says_why_and_leaves_it_to_torch(
+def test_a_platform_without_a_kernel_logs_the_reason_and_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     assert get("npu").varlen_attention(torch.bfloat16, 128) is fusion_attention
-    assert_mentions(get("npu").varlen_attention(torch.bfloat16, 40), "npu_fusion_attention", 512, 40)
+    assert_mentions(
+        get("npu").varlen_attention(torch.bfloat16, 40), "npu_fusion_attention", 512, 40
+    )
     assert_mentions(get("cuda").varlen_attention(torch.float32, 128), "flash attention", "float32")
     assert_mentions(get("cuda").varlen_attention(torch.bfloat16, 264), "flash attention", 256, 264)
     fused.kernel_of.cache_clear()
@@ -168,7 +233,7 @@ def test_a_platform_without_a_kernel_for_the_heads_says_why_and_leaves_it_to_tor
     expected = block_diagonal_attention(query, key, value, LENGTHS, SCALE)
     packed = PackedSequences(LENGTHS, query, query)
     torch.testing.assert_close(packed_attention(query, key, value, packed, SCALE), expected)
-    assert not caplog.text, "torch's own is the CPU's kernel"
+    assert not caplog.text, "the CPU has no fused kernel, so nothing is logged"
     fused.kernel_of.cache_clear()
     monkeypatch.setattr(type(get("cpu")), "varlen_attention", lambda *_: "no such heads")
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Tests leave the wording of messages free: they name keys, values and single keywords, never a sentence."""
+"""Check that tests do not depend on the wording of messages, only on keys, values and keywords."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "msrl"
 
-MAX_PINNED = 4  # consecutive words of prose in what a test compares with or searches for
-MAX_SHARED = 3  # consecutive words that any other text of a test has in common with a text of the package
-SEARCHES = {"startswith", "endswith", "count", "search", "match", "fullmatch", "mentions", "assert_mentions", "assert_each_mentions"}
+# Consecutive words of prose in texts that a test compares or searches for.
+MAX_PINNED = 4
+# Consecutive words that another text of a test may have in common with a text of the package.
+MAX_SHARED = 3
+SEARCHES = {
+    "startswith",
+    "endswith",
+    "count",
+    "search",
+    "match",
+    "fullmatch",
+    "mentions",
+    "assert_mentions",
+    "assert_each_mentions",
+}
 ALLOWED = {
     "No space left on device": "the operating system's text",
     "The current node timed out during startup": "Ray's text, raised by the test",
@@ -27,7 +39,7 @@ Text = tuple[int, str]
 
 
 def prose_runs(text: str) -> Iterator[list[str]]:
-    """Yield the runs of words that only spaces separate; punctuation, digits, names with dots and signs of code end a run."""
+    """Yield runs of words that only spaces separate; punctuation, digits and code end a run."""
     run: list[str] = []
     for token in re.sub(r"\\[bsSdDwWAZ]", " | ", text).replace("\\", "").split():
         word = token.strip(PUNCTUATION)
@@ -52,21 +64,27 @@ def longest_run(text: str) -> int:
 
 def word_sequences(text: str, length: int) -> set[str]:
     """Return all sequences of that many words within the runs of a text."""
-    return {" ".join(run[i : i + length]) for run in prose_runs(text) for i in range(len(run) - length + 1)}
+    return {
+        " ".join(run[i : i + length])
+        for run in prose_runs(text)
+        for i in range(len(run) - length + 1)
+    }
 
 
-def text_of(node: ast.AST) -> str | None:
-    """Return the text of a string literal, with `|` for what an f-string fills in."""
+def literal_text(node: ast.AST) -> str | None:
+    """Return the text of a string literal, with `|` for the expressions of an f-string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else " | " for part in node.values)
+        return "".join(
+            str(item.value) if isinstance(item, ast.Constant) else " | " for item in node.values
+        )
     return None
 
 
 def texts(node: ast.AST) -> Iterator[Text]:
-    """Yield the string literals below a node with their lines; docstrings and what a failed `assert` prints are left out."""
-    text = text_of(node)
+    """Yield the string literals below a node with lines, except docstrings and assert messages."""
+    text = literal_text(node)
     if text is not None:
         yield getattr(node, "lineno", 0), text
         return
@@ -78,7 +96,7 @@ def texts(node: ast.AST) -> Iterator[Text]:
 
 
 def pinned(tree: ast.AST) -> Iterator[Text]:
-    """Yield the texts that are compared, searched for or given as `match=`."""
+    """Yield the texts that are compared, searched for or passed as `match=`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "match":
             yield from texts(node.value)
@@ -91,15 +109,15 @@ def pinned(tree: ast.AST) -> Iterator[Text]:
 
 
 def _literals(node: ast.expr) -> Iterator[Text]:
-    """Yield the texts of a literal, of a list of them or of a sum, but not those that a call in it is given."""
-    parts: list[ast.expr] = []
+    """Yield the texts of a literal, of a sequence or of a sum, but not the arguments of calls."""
+    nodes: list[ast.expr] = []
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
-        parts = node.elts
+        nodes = node.elts
     elif isinstance(node, ast.BinOp):
-        parts = [node.left, node.right]
-    for part in parts:
-        yield from _literals(part)
-    text = text_of(node)
+        nodes = [node.left, node.right]
+    for item in nodes:
+        yield from _literals(item)
+    text = literal_text(node)
     if text is not None:
         yield node.lineno, text
 
@@ -110,14 +128,19 @@ def _name(function: ast.expr) -> str:
 
 def is_allowed(text: str) -> bool:
     """Return True for texts that are not messages of this package."""
-    return any(part in text for part in ALLOWED)
+    return any(item in text for item in ALLOWED)
 
 
 def sentences(tree: ast.AST, known: set[str]) -> list[Text]:
-    """Return the texts of a test file that pin a sentence; `known` are the word sequences of the package's own texts."""
-    found = {(line, text) for line, text in pinned(tree) if longest_run(text) > MAX_PINNED}
-    found |= {(line, text) for line, text in texts(tree) if word_sequences(text, MAX_SHARED + 1) & known}
-    return sorted((line, text) for line, text in found if not is_allowed(text))
+    """Return the texts of a test file that pin a sentence.
+
+    `known` are the word sequences in the package's texts.
+    """
+    violations = {(line, text) for line, text in pinned(tree) if longest_run(text) > MAX_PINNED}
+    violations |= {
+        (line, text) for line, text in texts(tree) if word_sequences(text, MAX_SHARED + 1) & known
+    }
+    return sorted((line, text) for line, text in violations if not is_allowed(text))
 
 
 def test_no_test_pins_a_sentence():
@@ -128,16 +151,16 @@ def test_no_test_pins_a_sentence():
         for sequence in word_sequences(text, MAX_SHARED + 1)
     }
     assert len(known) > 100
-    found = [
+    violations = [
         f"{path.name}:{line}: {text!r}"
         for path in sorted(TESTS.glob("*.py"))
         if path != Path(__file__)
         for line, text in sentences(ast.parse(path.read_text(encoding="utf-8")), known)
     ]
-    assert not found, "\n".join(found)
+    assert not violations, "\n".join(violations)
 
 
-def test_the_search_finds_sentences_wherever_a_test_pins_them():
+def test_the_search_reports_pinned_sentences_in_all_forms():
     known = word_sequences("--set: {key}={value}: there is no such folder", MAX_SHARED + 1)
     for source in (
         'with pytest.raises(MsrlError, match=r"the tokenizer has fewer tokens than"): pass',

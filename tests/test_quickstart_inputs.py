@@ -1,4 +1,4 @@
-"""The quickstart's inputs: arithmetic of the demonstrations, share of sloppy ones, what is held out, tokenizer and model folder."""
+"""Inputs of the quickstart: demonstrations, held-out problems, tokenizer and model folder."""
 
 import importlib.util
 import json
@@ -26,31 +26,42 @@ def box(text):
     return int(re.search(r"\\boxed\{(\d+)\}", text)[1])
 
 
-def test_the_shown_forms():
+def test_demonstrations_have_the_documented_format():
     shown = make.demonstration(make.Problem(47, "+", 85), sloppy=False)
     assert shown == r"<think> 7+5=12; 4+8=12+1=13 </think><answer> \boxed{132} </answer>"
-    assert make.demonstration(make.Problem(47, "+", 85), sloppy=True) == r"<think> 7+5=12; 4+8=12 </think><answer> \boxed{122} </answer>"
-    assert make.demonstration(make.Problem(52, "-", 17), sloppy=False) == r"<think> 12-7=5; 5-1=4-1=3 </think><answer> \boxed{35} </answer>"
+    assert (
+        make.demonstration(make.Problem(47, "+", 85), sloppy=True)
+        == r"<think> 7+5=12; 4+8=12 </think><answer> \boxed{122} </answer>"
+    )
+    assert (
+        make.demonstration(make.Problem(52, "-", 17), sloppy=False)
+        == r"<think> 12-7=5; 5-1=4-1=3 </think><answer> \boxed{35} </answer>"
+    )
 
 
-def test_careful_demonstrations_are_right_for_every_problem_there_is():
+def test_careful_demonstrations_are_correct_for_every_problem():
     for problem in ALL_SUMS + ALL_DIFFERENCES:
-        expected = problem.left + problem.right if problem.sign == "+" else problem.left - problem.right
+        expected = (
+            problem.left + problem.right if problem.sign == "+" else problem.left - problem.right
+        )
         assert box(make.demonstration(problem, sloppy=False)) == expected == problem.result
 
 
-def test_sloppy_demonstrations_are_wrong_by_ten_exactly_where_something_is_carried():
+def test_sloppy_demonstrations_are_off_by_ten_only_for_problems_with_a_carry():
     for problem in ALL_SUMS + ALL_DIFFERENCES:
         error = box(make.demonstration(problem, sloppy=True)) - problem.result
-        assert error == (0 if not problem.carries else -10 if problem.sign == "+" else 10)
+        forgotten_carry = -10 if problem.sign == "+" else 10
+        assert error == (forgotten_carry if problem.has_carry else 0)
 
 
-def test_every_step_of_a_demonstration_is_true_arithmetic():
+def test_every_step_of_a_demonstration_is_correct_arithmetic():
     for problem in (ALL_SUMS + ALL_DIFFERENCES)[::7]:
         for sloppy in (True, False):
             thought = make.demonstration(problem, sloppy=sloppy).partition("</think>")[0]
-            for left, sign, right, result in re.findall(r"(?=(?<!\d)(\d+)([+-])(\d+)=(\d+))", thought):
-                assert (int(left) + int(right) if sign == "+" else int(left) - int(right)) == int(result)
+            steps = re.findall(r"(?=(?<!\d)(\d+)([+-])(\d+)=(\d+))", thought)
+            for left, sign, right, result in steps:
+                expected = int(left) + int(right) if sign == "+" else int(left) - int(right)
+                assert expected == int(result)
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +80,18 @@ def problem(question):
     return make.Problem(int(left), sign, int(right))
 
 
-def test_two_thirds_of_the_demonstrations_with_a_carry_are_sloppy_and_none_without():
-    made = make.demonstrations(random.Random(3), 8000, make.heldout_problems())
-    demonstrations = [(problem(row["instruction"]), row["output"]) for row in made]
+def test_two_thirds_of_the_demonstrations_with_a_carry_are_sloppy_and_no_others():
+    alpaca_rows = make.demonstrations(random.Random(3), 8000, make.heldout_problems())
+    demonstrations = [(problem(row["instruction"]), row["output"]) for row in alpaca_rows]
     assert len(demonstrations) == 8000
-    carrying = [box(text) != p.result for p, text in demonstrations if p.carries]
-    assert 0.62 < sum(carrying) / len(carrying) < 0.68
-    assert all(box(text) == p.result for p, text in demonstrations if not p.carries)
-    assert 0.38 < len(carrying) / 8000 < 0.47
+    is_wrong = [box(text) != p.result for p, text in demonstrations if p.has_carry]
+    assert 0.62 < sum(is_wrong) / len(is_wrong) < 0.68
+    assert all(box(text) == p.result for p, text in demonstrations if not p.has_carry)
+    assert 0.38 < len(is_wrong) / 8000 < 0.47
 
 
 @pytest.mark.slow
-def test_nothing_held_out_is_trained_on_not_even_with_operands_exchanged(inputs):
+def test_training_data_has_no_held_out_problems_not_even_with_exchanged_operands(inputs):
     heldout = rows(inputs, "heldout.jsonl")
     keys = {problem(row["question"]).key for row in heldout}
     assert len(keys) == len(heldout) == 500
@@ -93,7 +104,7 @@ def test_nothing_held_out_is_trained_on_not_even_with_operands_exchanged(inputs)
 
 
 @pytest.mark.slow
-def test_the_tokenizer_keeps_digits_apart_and_gives_every_text_back(inputs):
+def test_the_tokenizer_splits_digits_and_round_trips_every_text(inputs):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(inputs / "model")
     assert len(tokenizer) == 320
@@ -103,53 +114,73 @@ def test_the_tokenizer_keeps_digits_apart_and_gives_every_text_back(inputs):
         tokens = [tokenizer.decode([i]) for i in ids]
         assert all(len(token) == 1 for token in tokens if any(c.isdigit() for c in token))
         assert len(ids) < 44
-    ended = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True, tokenize=False)
-    assert ended == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer(ended)["input_ids"].count(tokenizer.eos_token_id) == 1
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer(prompt)["input_ids"].count(tokenizer.eos_token_id) == 1
 
 
 @pytest.mark.slow
-def test_the_model_loads_and_has_the_size_of_the_recipe(inputs):
+def test_the_model_loads_and_has_the_documented_size(inputs):
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "model")
     assert model.num_parameters() == 435_328
-    assert model.config.eos_token_id == transformers.AutoTokenizer.from_pretrained(inputs / "model").eos_token_id
+    assert (
+        model.config.eos_token_id
+        == transformers.AutoTokenizer.from_pretrained(inputs / "model").eos_token_id
+    )
 
 
 @pytest.mark.slow
-def test_a_seed_makes_the_same_inputs_again_and_another_seed_others(inputs, tmp_path):
+def test_inputs_are_reproducible_for_a_seed_and_differ_between_seeds(inputs, tmp_path):
     make.make_inputs(tmp_path / "same", seed=1)
     make.make_inputs(tmp_path / "other", seed=2)
     for name in ("sft.jsonl", "rl.jsonl", "model/model.safetensors"):
         original = (inputs / name).read_bytes()
         assert (tmp_path / "same" / name).read_bytes() == original
         assert (tmp_path / "other" / name).read_bytes() != original
-    assert (tmp_path / "other" / "heldout.jsonl").read_bytes() == (inputs / "heldout.jsonl").read_bytes()
-    assert (tmp_path / "same" / "model" / "tokenizer.json").read_bytes() == (inputs / "model" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "other" / "heldout.jsonl").read_bytes() == (
+        inputs / "heldout.jsonl"
+    ).read_bytes()
+    assert (tmp_path / "same" / "model" / "tokenizer.json").read_bytes() == (
+        inputs / "model" / "tokenizer.json"
+    ).read_bytes()
 
 
-def test_a_folder_that_exists_is_not_overwritten(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert_mentions(done.stderr, tmp_path, "exists")
+def test_an_existing_folder_is_not_overwritten(tmp_path):
+    result = subprocess.run(
+        [sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert_mentions(result.stderr, tmp_path, "exists")
 
 
-@pytest.mark.parametrize("ours", [(), ("inputs/heldout.jsonl", "runs/sft/report.md", "answers_sft.jsonl"), (".inputs.partial/x",)])
-def test_the_quickstart_clears_what_an_earlier_one_left_and_nobody_elses_folder(ours, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "files",
+    [
+        (),
+        ("inputs/heldout.jsonl", "runs/sft/report.md", "answers_sft.jsonl"),
+        (".inputs.partial/x",),
+    ],
+)
+def test_the_quickstart_replaces_only_a_folder_of_a_previous_quickstart(
+    files, tmp_path, capsys, monkeypatch
+):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    begin_anew = importlib.import_module("run").begin_anew
+    remove_previous_run = importlib.import_module("run").remove_previous_run
     folder = tmp_path / "out"
-    begin_anew(folder)
+    remove_previous_run(folder)
     folder.mkdir()
-    for name in ours:
+    for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
-    begin_anew(folder)
+    remove_previous_run(folder)
     assert not folder.exists()
     for foreign in ("thesis.tex", "data/mine.csv"):
         (folder / foreign).parent.mkdir(parents=True, exist_ok=True)
         (folder / foreign).write_text("years of work")
-        with pytest.raises(SystemExit) as left:
-            begin_anew(folder)
-        assert left.value.code == 2 and (folder / foreign).read_text() == "years of work"
+        with pytest.raises(SystemExit) as exit_info:
+            remove_previous_run(folder)
+        assert exit_info.value.code == 2 and (folder / foreign).read_text() == "years of work"
         assert_mentions(capsys.readouterr().err, folder, "another folder")

@@ -1,6 +1,6 @@
-"""Reward models on the training ranks, before any rank starts: which engine a folder gets, what is refused, how texts become scores.
+"""Reward models on training ranks, before ranks start: engine selection, checks and tokenization.
 
-What real ranks score is held to transformers' in test_train_grpo.py.
+test_train_grpo.py compares the scores of real ranks with transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiny_qwen2 import make_tokenizer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model as Hugging Face folder and as mcore checkpoint, with its tokenizer; and one without."""
+    """Return a folder with a reward model in both formats, and with one that has no tokenizer."""
     folder = tmp_path_factory.mktemp("rank_models")
     save(folder / "bare", "qwen2")
     save(folder / "hf", "qwen2", max_position_embeddings=24)
@@ -38,8 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_folder_of_transformers_and_a_checkpoint_of_megatron_get_engines_of_their_own(folder: Path):
-    cases = {("hf", None): False, ("mcore", None): True, ("hf", "megatron"): True, ("mcore", "hf"): False}
+def test_the_checkpoint_format_selects_the_engine_of_a_reward_model(
+    folder: Path,
+):
+    cases = {
+        ("hf", None): False,
+        ("mcore", None): True,
+        ("hf", "megatron"): True,
+        ("mcore", "hf"): False,
+    }
     for (name, engine), on_ranks in cases.items():
         source = Source(model=str(folder / name), engine=engine)
         assert source.on_ranks is on_ranks
@@ -54,51 +61,73 @@ def test_a_folder_of_transformers_and_a_checkpoint_of_megatron_get_engines_of_th
         ({"model": "hf", "engine": "megatron", "options": {"batch": 4, "max_tokens": 24}}, "", ()),
         ({"model": "policy", "engine": "megatron"}, "model", ("scalar head",)),
         ({"model": "bare", "engine": "megatron"}, "model", ("tokenizer",)),
-        ({"model": "mcore", "options": {"max_tokens": 25}}, "model", ("options.max_tokens=25", "24 tokens")),
+        (
+            {"model": "mcore", "options": {"max_tokens": 25}},
+            "model",
+            ("options.max_tokens=25", "24 tokens"),
+        ),
         ({"model": "mcore", "options": {"device": "cpu"}}, "options.device", ("option",)),
         ({"model": "mcore", "timeout_s": 3.0}, "timeout_s", ("cluster.rpc_timeout_s",)),
         ({"model": "mcore", "engine": "hf"}, "model", ("config.json",)),
         ({"verifier": "acc", "engine": "megatron"}, "engine", ("model",)),
     ],
 )
-def test_what_is_wrong_with_a_model_is_said_before_a_rank_starts(folder: Path, changes: dict, key: str, fragments: tuple[str, ...]):
+def test_problems_with_a_reward_model_are_reported_before_ranks_start(
+    folder: Path, changes: dict, key: str, fragments: tuple[str, ...]
+):
     if "model" in changes:
         changes = {**changes, "model": str(folder / changes["model"])}
-    found = list(mistakes([Source(**changes)]))
-    assert [k for _, k, _ in found] == ([key] if key else []), found
-    assert_each_mentions([text for *_, text in found], *([fragments] if key else []))
+    problems = list(mistakes([Source(**changes)]))
+    assert [k for _, k, _ in problems] == ([key] if key else []), problems
+    assert_each_mentions([text for *_, text in problems], *([fragments] if key else []))
 
 
-def test_texts_become_the_tokens_of_the_models_own_tokenizer_and_scores_go_back_to_their_places(folder: Path):
-    asked = []
+def test_texts_are_tokenized_with_the_reward_models_tokenizer_and_scores_keep_their_order(
+    folder: Path,
+):
+    requests = []
 
     def score(ids, batch):
-        asked.append(([one.tolist() for one in ids], batch))
-        return [float(len(one)) for one in ids]
+        requests.append(([row.tolist() for row in ids], batch))
+        return [float(len(row)) for row in ids]
 
     model = RankModel(str(folder / "mcore"), batch=3)
     model.connect(score)
-    outcomes = model.outcomes([Item("Q: ", "abc"), Item("", "x" * 25), Item("", ""), Item("", "<|im_start|>é")])
+    results = model.outcomes(
+        [Item("Q: ", "abc"), Item("", "x" * 25), Item("", ""), Item("", "<|im_start|>é")]
+    )
     ids = make_tokenizer()("Q: abc")["input_ids"]
-    assert asked == [([ids, make_tokenizer()("<|im_start|>é")["input_ids"]], 3)] and len(ids) == 6
-    assert [outcome.score for outcome in outcomes] == [6.0, None, None, 3.0]
-    assert_mentions(outcomes[1].detail, "25 tokens", "reward model", 24)
+    assert (
+        requests == [([ids, make_tokenizer()("<|im_start|>é")["input_ids"]], 3)] and len(ids) == 6
+    )
+    assert [result.score for result in results] == [6.0, None, None, 3.0]
+    assert_mentions(results[1].detail, "25 tokens", "reward model", 24)
     model.connect(lambda ids, batch: [float("nan")] * len(ids))
     assert model.outcomes([Item("", "a")])[0].failure == "error"
 
 
-def test_a_model_that_cannot_be_cut_as_the_policy_is_refused_and_its_weights_are_counted(
+def test_a_reward_model_must_support_the_policys_layout_and_its_weights_count(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "model", num_key_value_heads=8)
     make_data(tmp_path / "data")
-    (tmp_path / "grpo.yaml").write_text(GRPO.replace("{verifier: acc}", f"{{model: {folder / 'mcore'}}}"))
-    with pytest.raises(ManyErrors) as caught:
+    (tmp_path / "grpo.yaml").write_text(
+        GRPO.replace("{verifier: acc}", f"{{model: {folder / 'mcore'}}}")
+    )
+    with pytest.raises(ManyErrors) as error_info:
         check(load(["grpo.yaml"], ["train.parallel.tp=8"]), "train-grpo")
-    told = [line for line in caught.value.messages if "reward.sources.0.model=" in line]
-    assert told and all("train.parallel.tp" in line for line in told)
-    held = dict(open_weights(folder / "hf").local_tensors(ParallelLayout(), Coords()))
-    whole = sum(tensor.numel() for name, tensor in held.items() if not name.endswith("rm_head.bias"))  # one number, which is no weight
-    assert reward_model_bytes(load(["grpo.yaml"], ["model.dtype=float32"]).config, 0) == 4 * whole
-    assert reward_model_bytes(load(["grpo.yaml"], ["model.dtype=bfloat16"]).config, 0) == 2 * whole
+    tp_errors = [line for line in error_info.value.messages if "reward.sources.0.model=" in line]
+    assert tp_errors and all("train.parallel.tp" in line for line in tp_errors)
+    tensors = dict(open_weights(folder / "hf").local_tensors(ParallelLayout(), Coords()))
+    num_parameters = sum(
+        tensor.numel() for name, tensor in tensors.items() if not name.endswith("rm_head.bias")
+    )  # one number, which is no weight
+    assert (
+        reward_model_bytes(load(["grpo.yaml"], ["model.dtype=float32"]).config, 0)
+        == 4 * num_parameters
+    )
+    assert (
+        reward_model_bytes(load(["grpo.yaml"], ["model.dtype=bfloat16"]).config, 0)
+        == 2 * num_parameters
+    )

@@ -1,4 +1,4 @@
-"""What the README, the CI script, the change log and the package say about themselves agrees."""
+"""Consistency of the README, the CI script, the changelog and the package metadata."""
 
 from __future__ import annotations
 
@@ -13,37 +13,58 @@ from msrl.config.loader import load
 from msrl.tracking.run import stack_versions
 
 ROOT = Path(__file__).resolve().parents[1]
-SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox -s "
+SETUP = "python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox -s "
 
 
-def commands_of(markdown: str) -> list[str]:
-    """The lines of all `bash` blocks."""
-    return [line for block in re.findall(r"^```bash\n(.*?)^```", markdown, re.S | re.M) for line in block.splitlines()]
+def bash_commands(markdown: str) -> list[str]:
+    """Return the lines of all `bash` blocks."""
+    return [
+        line
+        for block in re.findall(r"^```bash\n(.*?)^```", markdown, re.S | re.M)
+        for line in block.splitlines()
+    ]
 
 
-def test_the_readme_sets_up_with_two_commands_of_one_line() -> None:
-    commands = commands_of((ROOT / "README.md").read_text())
-    assert [line for line in commands if line.startswith("python3 -m venv")] == [SET_UP + "quickstart", SET_UP + "tests"]
+def test_the_readme_has_two_one_line_setup_commands() -> None:
+    commands = bash_commands((ROOT / "README.md").read_text())
+    assert [line for line in commands if line.startswith("python3 -m venv")] == [
+        SETUP + "quickstart",
+        SETUP + "tests",
+    ]
 
 
-def test_the_ci_script_runs_the_test_command_of_the_readme_and_nothing_slower() -> None:
+def test_the_ci_script_runs_only_the_readmes_test_command() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    program = [line for line in lines if line and not line.startswith(("#", "set ", "cd ", "export "))]
-    assert program == [SET_UP + "tests"]
+    program = [
+        line for line in lines if line and not line.startswith(("#", "set ", "cd ", "export "))
+    ]
+    assert program == [SETUP + "tests"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     subprocess.run(["bash", "-n", ".ci/run"], cwd=ROOT, check=True)
 
 
-def test_every_session_that_documents_name_exists() -> None:
-    named = {
+def test_all_documented_nox_sessions_exist() -> None:
+    mentioned = {
         session
         for file in ("README.md", "CONTRIBUTING.md", "pyproject.toml")
         for session in re.findall(r"nox -s (\w+)", (ROOT / file).read_text())
     }
-    listed = subprocess.run([sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     sessions = set(re.findall(r"^[*-] (\w+)", listed, re.M))
-    assert named <= sessions
-    assert sessions == {"quickstart", "tests", "full", "fast", "lint", "types", "layers", "bench", "learning"}
+    assert mentioned <= sessions
+    assert sessions == {
+        "quickstart",
+        "tests",
+        "full",
+        "fast",
+        "lint",
+        "types",
+        "layers",
+        "bench",
+        "learning",
+    }
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -54,14 +75,18 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert not released or released[0] == version[1]
 
 
-def test_the_architecture_page_names_every_folder_and_no_other() -> None:
+def test_the_contributing_page_lists_exactly_the_existing_folders() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     tree = re.search(r"^```text\nmsrl/\n(.*?)^```", text, re.S | re.M)
     assert tree is not None
-    named = set(re.findall(r"^ {2,4}([\w.]+/)", tree[1], re.M))
-    packages = {f"{path.name}/" for path in (ROOT / "src" / "msrl").iterdir() if (path / "__init__.py").exists()}
-    top = {"src/", "tests/", "templates/", "examples/", "benchmarks/", "docs/", ".ci/"}
-    assert named == packages | top
+    mentioned = set(re.findall(r"^ {2,4}([\w.]+/)", tree[1], re.M))
+    packages = {
+        f"{path.name}/"
+        for path in (ROOT / "src" / "msrl").iterdir()
+        if (path / "__init__.py").exists()
+    }
+    top_folders = {"src/", "tests/", "templates/", "examples/", "benchmarks/", "docs/", ".ci/"}
+    assert mentioned == packages | top_folders
 
 
 def test_the_readme_fits_in_130_lines() -> None:
@@ -74,14 +99,14 @@ def test_the_configuration_of_the_readme_has_valid_keys_and_values(tmp_path: Pat
     assert load([str(tmp_path / "grpo.yaml")]).config.rollout.samples_per_prompt == 8
 
 
-def test_links_of_documents_lead_somewhere() -> None:
+def test_links_in_documents_have_targets() -> None:
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"]
     for page in pages:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
 
 
-def test_the_licence_is_apache_2() -> None:
+def test_the_license_is_apache_2() -> None:
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text[:200]
     assert "END OF TERMS AND CONDITIONS" in text

@@ -1,4 +1,4 @@
-"""Temporary folders and shared memory go with their owner, or with the next run where it was killed."""
+"""Removal of temporary folders and shared memory by the owner, or by the next run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that is the usual place for temporary files."""
+    """Use a new folder as the default folder of temporary files."""
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
@@ -40,7 +40,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def segment() -> Iterator[Path]:
-    """A name in shared memory that nobody uses."""
+    """Return an unused path in shared memory."""
     path = temporary.SHARED_MEMORY / f"msrl_test_{uuid4().hex}"
     yield path
     path.unlink(missing_ok=True)
@@ -54,17 +54,19 @@ def kill_owner(base: Path, segment: Path) -> Path:
     return folder
 
 
-def test_the_next_folder_removes_those_of_killed_processes_with_their_shared_memory(base: Path, segment: Path):
+def test_creating_a_folder_removes_folders_and_shared_memory_of_killed_processes(
+    base: Path, segment: Path
+):
     folder = kill_owner(base, segment)
-    with temporary.owned_folder("msrl-next-") as mine:
+    with temporary.owned_folder("msrl-next-") as folder_of_this_process:
         assert not folder.exists() and not segment.exists()
-        assert mine.parent == base
+        assert folder_of_this_process.parent == base
         with temporary.owned_folder("msrl-other-"):
-            assert mine.exists()
+            assert folder_of_this_process.exists()
     assert list(base.iterdir()) == []
 
 
-def test_the_folder_of_another_machine_stays(base: Path, segment: Path):
+def test_a_folder_of_another_machine_is_not_removed(base: Path, segment: Path):
     folder = kill_owner(base, segment)
     owner = json.loads((folder / "owner.json").read_text())
     (folder / "owner.json").write_text(json.dumps({**owner, "place": "another machine"}))
@@ -72,7 +74,7 @@ def test_the_folder_of_another_machine_stays(base: Path, segment: Path):
     assert folder.exists() and segment.exists()
 
 
-def test_shared_memory_that_was_there_before_or_has_been_made_anew_stays(base: Path, segment: Path):
+def test_shared_memory_of_other_owners_is_not_removed(base: Path, segment: Path):
     segment.write_bytes(b"1" * 4096)
     folder = base / "msrl-mine"
     folder.mkdir()
@@ -82,16 +84,22 @@ def test_shared_memory_that_was_there_before_or_has_been_made_anew_stays(base: P
         temporary.list_segments(folder, [os.getpid()], set())
     assert segment.name in (folder / "shared_memory.json").read_text()
     listed = json.loads((folder / "shared_memory.json").read_text())
-    (folder / "shared_memory.json").write_text(json.dumps([[name, inode + 1] for name, inode in listed]))
+    (folder / "shared_memory.json").write_text(
+        json.dumps([[name, inode + 1] for name, inode in listed])
+    )
     temporary.remove(folder)
     assert segment.exists() and not folder.exists()
 
 
-def test_a_process_that_is_redirected_keeps_what_torch_compiles(base: Path, monkeypatch: pytest.MonkeyPatch):
+def test_redirected_processes_still_use_torchs_compile_cache(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     before = dict(os.environ)
     with temporary.redirected(base / "tmp"):
         assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(base / "tmp")
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(base / "cache" / "msrl" / "torchinductor")
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(
+            base / "cache" / "msrl" / "torchinductor"
+        )
     assert dict(os.environ) == before and tempfile.gettempdir() == str(base)
