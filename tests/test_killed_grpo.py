@@ -100,7 +100,12 @@ def inputs(tmp_path_factory) -> Path:
 
 def uninterrupted(inputs: Path, config: dict[str, Any]) -> Path:
     name = config["run"]["name"]
-    succeed("train-grpo", "-c", str(write_config(inputs / f"{name}.yaml", config)), log=inputs / f"{name}.log")
+    succeed(
+        "train-grpo",
+        "-c",
+        str(write_config(inputs / f"{name}.yaml", config)),
+        log=inputs / f"{name}.log",
+    )
     return inputs / "runs" / name
 
 
@@ -150,9 +155,17 @@ def killed_at(inputs: Path, config: dict[str, Any], moments: Sequence[Moment]) -
 @pytest.fixture(scope="module")
 def killed(inputs, whole) -> Killed:
     """Killed in a save, between two steps of which the first is not saved, at any moment of a step, and in a later save."""
-    run, seconds = inputs / "runs" / "killed", float(np.median([row["seconds"]["step"] for row in rows(whole)]))
+    run, seconds = (
+        inputs / "runs" / "killed",
+        float(np.median([row["seconds"]["step"] for row in rows(whole)])),
+    )
     sometime = random.Random(1).random() * seconds
-    moments = [(in_a_save(run, 2), 0.0), (at_step(run, 3), 0.0), (at_step(run, 5), sometime), (in_a_save(run, 6), 0.0)]
+    moments = [
+        (in_a_save(run, 2), 0.0),
+        (at_step(run, 3), 0.0),
+        (at_step(run, 5), sometime),
+        (in_a_save(run, 6), 0.0),
+    ]
     return killed_at(inputs, everything(inputs, "killed"), moments)
 
 
@@ -161,7 +174,9 @@ def test_a_killed_run_has_the_same_rollouts_rewards_and_losses(whole, killed):
     for step in range(1, STEPS + 1):
         assert rollouts(killed.run, step) == rollouts(whole, step)
     for life in killed.lives:
-        assert life == metrics(whole)[: len(life)], "a step that was done twice was the same both times"
+        assert life == metrics(whole)[: len(life)], (
+            "a step that was done twice was the same both times"
+        )
     assert killed.kills_in_a_save > 0
 
 
@@ -169,15 +184,23 @@ def test_everything_with_a_memory_moved_and_came_back_to_the_bit(whole, killed):
     states = [SavedTraining(run / "checkpoints", STEPS).state() for run in (whole, killed.run)]
     assert states[0] == states[1]  # with the checksums of weights, moments and random numbers
     extra = states[0]["extra"]
-    assert extra["rewards"]["count"] == 4 * sum(step["rollout/prompts"] for step in metrics(whole)) > STEPS * 16
+    assert (
+        extra["rewards"]["count"]
+        == 4 * sum(step["rollout/prompts"] for step in metrics(whole))
+        > STEPS * 16
+    )
     factors = [step["train/kl_factor"] for step in metrics(whole)]
     assert len(set(factors)) == STEPS and extra["kl_factor"] > factors[-1] > 1.0
     assert len({step["train/lr"] for step in metrics(whole)}) > 3
     assert max(step.get("train/masked", 0.0) for step in metrics(whole)) > 0
     assert max(step["rollout/refills"] for step in metrics(whole)) > 0
     asked = sum(step["rollout/prompts"] for step in metrics(whole))
-    assert extra["prompts_taken"] >= asked > STEPS * 4, "those that a step had already are passed over"
-    seen = [row["prompt_index"] for step in range(1, STEPS + 1) for row in rollouts(whole, step)[::4]]
+    assert extra["prompts_taken"] >= asked > STEPS * 4, (
+        "those that a step had already are passed over"
+    )
+    seen = [
+        row["prompt_index"] for step in range(1, STEPS + 1) for row in rollouts(whole, step)[::4]
+    ]
     assert len(seen) > 2 * len(set(seen)), "several passes over the data"
     assert re.search(r"step \d+.*checkpoint", (whole.parent.parent / "killed-last.log").read_text())
     assert not list((killed.run / "checkpoints").rglob(".iter*partial"))
@@ -185,7 +208,10 @@ def test_everything_with_a_memory_moved_and_came_back_to_the_bit(whole, killed):
 
 def test_a_killed_run_with_a_critic_ends_as_the_whole_one_does(inputs):
     """Killed while the critic learns alone, in a save, and when both learn."""
-    whole, run = uninterrupted(inputs, with_critic(inputs, "critic")), inputs / "runs" / "killed-critic"
+    whole, run = (
+        uninterrupted(inputs, with_critic(inputs, "critic")),
+        inputs / "runs" / "killed-critic",
+    )
     moments = [(at_step(run, WARMUP), 0.0), (in_a_save(run, 4), 0.0), (at_step(run, 5), 0.0)]
     killed = killed_at(inputs, with_critic(inputs, "killed-critic"), moments)
     assert metrics(killed.run) == metrics(whole) and len(metrics(whole)) == CRITIC_STEPS
@@ -193,10 +219,15 @@ def test_a_killed_run_with_a_critic_ends_as_the_whole_one_does(inputs):
         assert life == metrics(whole)[: len(life)]
     for step in range(1, CRITIC_STEPS + 1):
         assert rollouts(killed.run, step) == rollouts(whole, step)
-    states = [SavedTraining(each / "checkpoints", CRITIC_STEPS).state() for each in (whole, killed.run)]
+    states = [
+        SavedTraining(each / "checkpoints", CRITIC_STEPS).state() for each in (whole, killed.run)
+    ]
     assert states[0] == states[1]  # with the checksums of the critic's weights and moments
     assert any("critic" in name for name in states[0]["files"])
     assert 0 < states[0]["updates"] < states[0]["critic"]["updates"] <= 4 * CRITIC_STEPS
-    assert len({step["train/value_lr"] for step in metrics(whole)}) > 3 and metrics(whole)[-1]["train/value_mean"] != 0
+    assert (
+        len({step["train/value_lr"] for step in metrics(whole)}) > 3
+        and metrics(whole)[-1]["train/value_mean"] != 0
+    )
     assert max(step["rollout/refills"] for step in metrics(whole)) > 0
     assert [("train/policy_loss" in step) for step in metrics(whole)[:WARMUP]] == [False] * WARMUP

@@ -78,13 +78,13 @@ def test_texts_become_the_tokens_of_the_models_own_tokenizer_and_scores_go_back_
 
     model = RankModel(str(folder / "mcore"), batch=3)
     model.connect(score)
-    outcomes = model.outcomes([Item("Q: ", "abc"), Item("", "x" * 25), Item("", ""), Item("", "<|im_start|>é")])
+    outcomes = model.score([Item("Q: ", "abc"), Item("", "x" * 25), Item("", ""), Item("", "<|im_start|>é")])
     ids = make_tokenizer()("Q: abc")["input_ids"]
     assert asked == [([ids, make_tokenizer()("<|im_start|>é")["input_ids"]], 3)] and len(ids) == 6
     assert [outcome.score for outcome in outcomes] == [6.0, None, None, 3.0]
     assert_mentions(outcomes[1].detail, "25 tokens", "reward model", 24)
     model.connect(lambda ids, batch: [float("nan")] * len(ids))
-    assert model.outcomes([Item("", "a")])[0].failure == "error"
+    assert model.score([Item("", "a")])[0].failure == "error"
 
 
 def test_a_model_that_cannot_be_cut_as_the_policy_is_refused_and_its_weights_are_counted(

@@ -22,7 +22,9 @@ def folder(tmp_path_factory):
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("reward_model")
-    AutoTokenizer.from_pretrained(shared_data("tokenizers", "qwen2.5-0.5b-instruct")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(
+        shared_data("tokenizers", "qwen2.5-0.5b-instruct")
+    ).save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=151665, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         max_position_embeddings=64, num_labels=1, pad_token_id=None, bos_token_id=None, eos_token_id=None, initializer_range=0.5,
@@ -39,7 +41,10 @@ def expected(folder, texts):
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.inference_mode():
-        return [model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item() for text in texts]
+        return [
+            model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item()
+            for text in texts
+        ]
 
 
 def test_a_model_scores_in_batches_as_one_by_one(folder):
@@ -71,9 +76,14 @@ def test_what_a_model_cannot_score_is_said_and_never_cut(folder):
         scores = scorer.score([group("x", "word " * 100)])
     assert scores.failures == {"reward_model/error": 1}
     assert_mentions(scores.notes[0], "101 tokens", "reward model", "64")
-    with Scorer([Source(model=str(folder))], 1) as scorer, pytest.raises(MsrlError, match=mentions("reward_model", "error", "prompt 0")):
+    with (
+        Scorer([Source(model=str(folder))], 1) as scorer,
+        pytest.raises(MsrlError, match=mentions("reward_model", "error", "prompt 0")),
+    ):
         scorer.score([group("word " * 100)])
-    with Scorer([Source(model=str(folder), timeout_s=1e-4, on_failure="wrong", wrong=-1.0)], 1) as scorer:
+    with Scorer(
+        [Source(model=str(folder), timeout_s=1e-4, on_failure="wrong", wrong=-1.0)], 1
+    ) as scorer:
         scores = scorer.score([group("x")])
     assert (totals(scores), scores.failures) == ([[-1.0]], {"reward_model/timeout": 1})
 
@@ -86,7 +96,10 @@ def test_a_head_that_was_never_trained_is_refused(folder, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["score.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with Scorer([Source(model=str(tmp_path))], 1) as scorer, pytest.raises(MsrlError, match=mentions(tmp_path, "score.weight")):
+    with (
+        Scorer([Source(model=str(tmp_path))], 1) as scorer,
+        pytest.raises(MsrlError, match=mentions(tmp_path, "score.weight")),
+    ):
         scorer.score([group("x")])
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from msrl.config.schema import LengthConfig, OverlongConfig, RewardConfig, RewardNormConfig
-from msrl.rewards.normalize import Moments, normalised
+from msrl.rewards.normalize import Moments, normalize
 from msrl.rewards.process import RewardSteps
-from msrl.rewards.shaping import form_penalty, overlong, shortness
+from msrl.rewards.shaping import format_penalty, length_reward, overlong_penalty
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
 
 EPS = 1e-6
@@ -23,7 +23,11 @@ def scored(totals, lengths=None, texts=None):
         for g in range(len(row)):
             length = lengths[p][g] if lengths else 1
             text = texts[p][g] if texts else ""
-            completions.append(Completion(np.zeros(length, np.int64), np.zeros(length, np.float32), "stop", 0, text))
+            completions.append(
+                Completion(
+                    np.zeros(length, np.int64), np.zeros(length, np.float32), "stop", 0, text
+                )
+            )
         rollout = RolloutGroup(Prompt(p, np.zeros(1, np.int64)), tuple(completions))
         groups.append(ScoredGroup(rollout, tuple(Reward(total, {"acc": total}) for total in row)))
     return groups
@@ -31,21 +35,25 @@ def scored(totals, lengths=None, texts=None):
 
 def test_overlong_is_punished_as_in_dapo():
     lengths = np.array([[0, 12, 16, 18, 20, 25]], dtype=float)
-    assert overlong(lengths, limit=20, buffer=4, factor=1.0).tolist() == [[0, 0, 0, -0.5, -1, -1]]
-    assert overlong(lengths, limit=20, buffer=20, factor=0.5).tolist() == [[0, -0.3, -0.4, -0.45, -0.5, -0.5]]
-    assert overlong(lengths, limit=20, buffer=0, factor=1.0).tolist() == [[0] * 6]
+    assert overlong_penalty(lengths, limit=20, buffer=4, factor=1.0).tolist() == [
+        [0, 0, 0, -0.5, -1, -1]
+    ]
+    assert overlong_penalty(lengths, limit=20, buffer=20, factor=0.5).tolist() == [
+        [0, -0.3, -0.4, -0.45, -0.5, -0.5]
+    ]
+    assert overlong_penalty(lengths, limit=20, buffer=0, factor=1.0).tolist() == [[0] * 6]
 
 
 def test_short_responses_are_rewarded_as_in_kimi():
     lengths = np.array([[10, 20, 30], [5, 5, 5]], dtype=float)
     right = np.array([[True, True, True], [True, True, True]])
-    assert shortness(lengths, right, coef=1.0).tolist() == [[0.5, 0, -0.5], [0, 0, 0]]
-    assert shortness(lengths, ~right, coef=2.0).tolist() == [[0, 0, -1.0], [0, 0, 0]]
+    assert length_reward(lengths, right, coef=1.0).tolist() == [[0.5, 0, -0.5], [0, 0, 0]]
+    assert length_reward(lengths, ~right, coef=2.0).tolist() == [[0, 0, -1.0], [0, 0, 0]]
 
 
 def test_a_response_out_of_form_is_punished():
     good = "<think>a</think><answer>b</answer>"
-    assert form_penalty([[good, "b"]], penalty=0.5).tolist() == [[0, -0.5]]
+    assert format_penalty([[good, "b"]], penalty=0.5).tolist() == [[0, -0.5]]
 
 
 REWARDS = np.array([[1.0, 3.0], [5.0, 7.0]])
@@ -67,17 +75,27 @@ REWARDS = np.array([[1.0, 3.0], [5.0, 7.0]])
 )
 def test_mean_and_deviation_are_chosen_apart(center, scale, expected):
     running = Moments(5, 10.0, 16.0)
-    np.testing.assert_allclose(normalised(REWARDS, center=center, scale=scale, eps=EPS, running=running), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        normalize(REWARDS, center=center, scale=scale, eps=EPS, running=running),
+        expected,
+        rtol=1e-12,
+    )
 
 
 @pytest.mark.parametrize("scope", ["batch", "group", "running"])
 def test_equal_rewards_and_single_ones_are_finite_and_not_blown_up(scope):
     equal = np.full((2, 4), 0.7)
     running = NONE.with_more(equal)
-    np.testing.assert_allclose(normalised(equal, center="none", scale=scope, eps=EPS, running=running), equal)
-    np.testing.assert_allclose(normalised(equal, center=scope, scale=scope, eps=EPS, running=running), 0.0, atol=1e-15)
+    np.testing.assert_allclose(
+        normalize(equal, center="none", scale=scope, eps=EPS, running=running), equal
+    )
+    np.testing.assert_allclose(
+        normalize(equal, center=scope, scale=scope, eps=EPS, running=running), 0.0, atol=1e-15
+    )
     one = np.array([[3.0]])
-    assert normalised(one, center="none", scale=scope, eps=EPS, running=NONE.with_more(one)).tolist() == [[3.0]]
+    assert normalize(
+        one, center="none", scale=scope, eps=EPS, running=NONE.with_more(one)
+    ).tolist() == [[3.0]]
 
 
 def test_running_moments_are_those_of_all_rewards_however_they_were_cut_into_steps():
@@ -104,9 +122,17 @@ def test_the_steps_come_in_the_order_of_their_description():
     processed = RewardSteps(config, 20, {}).apply(groups)
     shaped = np.array([[1.0 + 0.5 + 0.0, 0.0 - 0.5 - 0.5 - 2.0], [1.0 - 1.0, 1.0 - 1.0]])
     cut = shaped.clip(-1.2, 1.2)
-    np.testing.assert_allclose(processed.rewards, (cut - cut.mean(axis=1, keepdims=True)) / (cut.std(ddof=1) + EPS))
+    np.testing.assert_allclose(
+        processed.rewards, (cut - cut.mean(axis=1, keepdims=True)) / (cut.std(ddof=1) + EPS)
+    )
     assert processed.metrics == pytest.approx(
-        {"format_penalty": -0.125, "length_reward": 0.0, "overlong_penalty": -1.0, "shaped_reward": -0.375, "clipped_rewards": 0.5}
+        {
+            "format_penalty": -0.125,
+            "length_reward": 0.0,
+            "overlong_penalty": -1.0,
+            "shaped_reward": -0.375,
+            "clipped_rewards": 0.5,
+        }
     )
     assert [[r.total for r in g.rewards] for g in groups] == [[1.0, 0.0], [1.0, 1.0]]
 
@@ -124,5 +150,11 @@ def test_running_moments_go_through_a_checkpoint():
     resumed = RewardSteps(config, 20, json.loads(json.dumps(whole.state())))
     a, b = whole.apply(second), resumed.apply(second)
     np.testing.assert_array_equal(a.rewards, b.rewards)
-    assert a.metrics == b.metrics == pytest.approx({"running_mean": whole.state()["mean"], "running_std": a.metrics["running_std"]})
+    assert (
+        a.metrics
+        == b.metrics
+        == pytest.approx(
+            {"running_mean": whole.state()["mean"], "running_std": a.metrics["running_std"]}
+        )
+    )
     assert not np.array_equal(RewardSteps(config, 20, {}).apply(second).rewards, b.rewards)

@@ -32,7 +32,9 @@ def served(answer):
             with lock:
                 payloads.append(payload)
                 number = len(payloads)
-            status, headers, body = answer(number, {**payload, "path": self.path, "token": self.headers.get("Authorization")})
+            status, headers, body = answer(
+                number, {**payload, "path": self.path, "token": self.headers.get("Authorization")}
+            )
             with contextlib.suppress(OSError):
                 self.send_response(status)
                 for name, value in {"Content-Length": str(len(body)), **headers}.items():
@@ -63,7 +65,10 @@ def quick(url, timeout_s=10.0, **options):
 
 
 def test_an_attempt_that_may_pass_is_made_again():
-    with served(lambda n, _: told({"n": n}, 200 if n > 3 else [500, 503, 429][n - 1])) as (url, payloads):
+    with served(lambda n, _: told({"n": n}, 200 if n > 3 else [500, 503, 429][n - 1])) as (
+        url,
+        payloads,
+    ):
         assert post_json(quick(url), {"a": 1}) == ({"n": 4}, 3)
         assert payloads == [{"a": 1}] * 4
 
@@ -92,7 +97,8 @@ def test_what_will_not_pass_is_final(answer, fragments):
 
 
 @pytest.mark.parametrize(
-    ("answer", "attempts"), [(lambda n, _: told(n, 500), 3), (lambda n, _: (200, {"Content-Length": "100"}, b"short"), 3)]
+    ("answer", "attempts"),
+    [(lambda n, _: told(n, 500), 3), (lambda n, _: (200, {"Content-Length": "100"}, b"short"), 3)],
 )
 def test_attempts_are_counted_out(answer, attempts):
     with served(answer) as (url, payloads):
@@ -115,7 +121,9 @@ def reset_after(answer):
                     connection.recv(1 << 16)
                     connection.sendall(answer)
                     time.sleep(0.1)  # the answer's head arrives, then the reset
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
                     connection.close()
 
         thread = threading.Thread(target=serve)
@@ -129,7 +137,10 @@ def reset_after(answer):
     ("answer", "fragments"),
     [
         (b"HTTP/1.1 503 Full\r\nContent-Length: 100\r\n\r\nbus", ("2 attempts", "status 503 Full")),
-        (b"HTTP/1.1 500 Oh\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", ("2 attempts", "status 500 Oh")),
+        (
+            b"HTTP/1.1 500 Oh\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            ("2 attempts", "status 500 Oh"),
+        ),
         (b"HTTP/1.1 429 Slow\r\nRetry-After: \xb2\r\n\r\n", ("2 attempts", "status 429 Slow")),
         (b"HTTP/1.1 404 No\r\nContent-Length: 100\r\n\r\n", ("status 404 No",)),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000, ("JSON", "b'[[[")),
@@ -164,20 +175,47 @@ def fusion(number, payload):
     assert payload["path"] == "/run_code"
     assert payload["language"] == "python"
     done = subprocess.run(
-        [sys.executable, "-I", "-c", payload["code"]], input=payload["stdin"], capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-c", payload["code"]],
+        input=payload["stdin"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr, "execution_time": 0.1}
-    return told({"status": "Success" if done.returncode == 0 else "Failed", "message": "", "compile_result": None, "run_result": result})
+    result = {
+        "status": "Finished",
+        "return_code": done.returncode,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+        "execution_time": 0.1,
+    }
+    return told(
+        {
+            "status": "Success" if done.returncode == 0 else "Failed",
+            "message": "",
+            "compile_result": None,
+            "run_result": result,
+        }
+    )
 
 
 def test_code_is_scored_by_a_remote_sandbox():
     answer = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
     with served(fusion) as (url, payloads):
-        assert code.score("```python\nprint(sum(map(int, input().split())))\n```", answer, url=url) == 1.0
+        assert (
+            code.score("```python\nprint(sum(map(int, input().split())))\n```", answer, url=url)
+            == 1.0
+        )
         assert code.score("```python\nprint(3)\n```", answer, url=url, partial=True) == 0.5
         assert code.score("```python\nraise SystemExit(1)\n```", answer, url=url) == 0.0
-        assert (payloads[0]["run_timeout"], payloads[0]["memory_limit_MB"], len(payloads)) == (4.0, 512, 5)
-    with served(lambda n, _: told({"status": "SandboxError", "message": "full"})) as (url, _), pytest.raises(RemoteError, match="full"):
+        assert (payloads[0]["run_timeout"], payloads[0]["memory_limit_MB"], len(payloads)) == (
+            4.0,
+            512,
+            5,
+        )
+    with (
+        served(lambda n, _: told({"status": "SandboxError", "message": "full"})) as (url, _),
+        pytest.raises(RemoteError, match="full"),
+    ):
         code.score("```python\nprint(3)\n```", answer, url=url)
 
 
@@ -188,7 +226,12 @@ def lengths(number, payload):
 
 def test_a_server_scores_in_batches_beside_the_verifiers():
     with served(lengths) as (url, payloads):
-        sources = [Source("exact_match"), Source(url=url, weight=0.5, options={"batch": 2, "headers": {"Authorization": "Bearer x"}})]
+        sources = [
+            Source("exact_match"),
+            Source(
+                url=url, weight=0.5, options={"batch": 2, "headers": {"Authorization": "Bearer x"}}
+            ),
+        ]
         with Scorer(sources, 1, prompt_text=lambda _: "Q: ") as scorer:
             scores = scorer.score([group("4", "333", answer="4", grade="a"), group("22", index=1)])
     assert totals(scores) == [[1.5, 1.5], [1.0]]
@@ -211,7 +254,10 @@ def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):
         return lengths(number, payload)
 
     with served(answer) as (url, payloads):
-        options = {"prompt_column": "question", "headers": {"Authorization": "Bearer ${env:REWARD_TOKEN}"}}
+        options = {
+            "prompt_column": "question",
+            "headers": {"Authorization": "Bearer ${env:REWARD_TOKEN}"},
+        }
         with Scorer([Source(url=url, options=options)], 1) as scorer:
             scorer.score([group("a", question="why?")])
             with pytest.raises(MsrlError, match=mentions("prompt_column=question", "column")):
@@ -231,14 +277,21 @@ def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):
     ],
 )
 def test_a_server_that_fails_ends_the_run_and_is_named(answer, fragments):
-    with served(answer) as (url, _), Scorer([Source(url=url)], 1) as scorer, pytest.raises(MsrlError, match=mentions(*fragments)):
+    with (
+        served(answer) as (url, _),
+        Scorer([Source(url=url)], 1) as scorer,
+        pytest.raises(MsrlError, match=mentions(*fragments)),
+    ):
         scorer.score([group("a", "b", index=7)])
 
 
 def test_a_server_that_is_down_leaves_its_part_undecided_when_so_configured():
     options = {"batch": 1, "retries": 1, "backoff_s": 0.01}
     source = {"on_failure": "undecided", "options": options, "timeout_s": 5.0}
-    with served(lambda n, p: told({}, 500) if "b" in p["responses"] else lengths(n, p)) as (url, payloads):
+    with served(lambda n, p: told({}, 500) if "b" in p["responses"] else lengths(n, p)) as (
+        url,
+        payloads,
+    ):
         with Scorer([Source(url=url, **source), Source("exact_match")], 1) as scorer:
             scores = scorer.score([group("a", "b", "ccc")])
         assert len(payloads) == 4

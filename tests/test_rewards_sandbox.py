@@ -25,7 +25,9 @@ from msrl.rewards.verifiers import code
 from support import assert_mentions, mentions
 
 SMALL = Limits(case_s=1.0, total_s=4.0, memory_bytes=96 << 20, processes=8)
-AMPLE = replace(SMALL, case_s=20.0, total_s=60.0)  # for programs that are to end by themselves, on busy cores too
+AMPLE = replace(
+    SMALL, case_s=20.0, total_s=60.0
+)  # for programs that are to end by themselves, on busy cores too
 needs_namespaces = pytest.mark.skipif(sandbox.refusal() is not None, reason=str(sandbox.refusal()))
 
 
@@ -58,11 +60,22 @@ def inside():
 
 @needs_namespaces
 def test_a_program_reads_its_input_and_each_case_is_a_run_of_its_own():
-    cases = run("import sys\nn = int(input())\nprint(n * n)\nsys.exit(n == 3)", ["2", "3", "4"], AMPLE)
-    assert [(c.status, c.stdout) for c in cases] == [("ok", "4\n"), ("error", "9\n"), ("ok", "16\n")]
-    assert [c.status for c in run("1 / int(input())", ["1", "0", "1"], AMPLE, stop=True)] == ["ok", "error"]
+    cases = run(
+        "import sys\nn = int(input())\nprint(n * n)\nsys.exit(n == 3)", ["2", "3", "4"], AMPLE
+    )
+    assert [(c.status, c.stdout) for c in cases] == [
+        ("ok", "4\n"),
+        ("error", "9\n"),
+        ("ok", "16\n"),
+    ]
+    assert [c.status for c in run("1 / int(input())", ["1", "0", "1"], AMPLE, stop=True)] == [
+        "ok",
+        "error",
+    ]
     assert "ZeroDivisionError" in one("1/0").stderr
-    assert one("import sys; print(len(sys.stdin.read()))", "x" * (10 << 20)).stdout == f"{10 << 20}\n"
+    assert (
+        one("import sys; print(len(sys.stdin.read()))", "x" * (10 << 20)).stdout == f"{10 << 20}\n"
+    )
     assert one("import math, json, decimal, collections, heapq; print('é')").stdout == "é\n"
 
 
@@ -72,7 +85,7 @@ def test_all_that_a_program_wrote_before_its_end_is_read():
     os.write(program, b"x" * 500_000)
     os.close(program)
     said = {out: b""}
-    sandbox_init._read_rest(said)
+    sandbox_init._drain(said)
     os.close(out)
     assert said[out] == b"x" * 500_000
 
@@ -98,7 +111,13 @@ BOMBS = {
 
 
 @needs_namespaces
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("fork", "output") else pytest.mark.slow) for name in BOMBS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("fork", "output") else pytest.mark.slow)
+        for name in BOMBS
+    ],
+)
 def test_a_bomb_ends_at_its_limits_with_all_that_it_started(name):
     start = time.monotonic()
     case = one(BOMBS[name], limits=SMALL)
@@ -112,7 +131,9 @@ def test_a_bomb_ends_at_its_limits_with_all_that_it_started(name):
 def test_a_daemon_ends_with_the_case_that_started_it():
     daemon = "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n    os._exit(0)\n"
     start = time.monotonic()
-    first, second = run(daemon + "print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 5)", ["", ""], AMPLE)
+    first, second = run(
+        daemon + "print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 5)", ["", ""], AMPLE
+    )
     assert (first.stdout, second.stdout) == ("True\n", "True\n")
     assert time.monotonic() - start < 20  # it sleeps for 60 s
     assert inside() == []
@@ -165,7 +186,9 @@ def test_a_python_below_tmp_is_seen_read_only_and_nothing_beside_it():
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         (Path(folder) / "treasure").write_text("gold")
         own = Path(folder) / "clone" / "venv"
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(own)], check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(own)], check=True, timeout=60
+        )
         program = f"""
 import os, sys
 print(sys.prefix == {str(own)!r}, os.listdir("/tmp") == [{Path(folder).name!r}], os.listdir({folder!r}))
@@ -190,7 +213,12 @@ def test_a_python_behind_links_is_found_and_no_link_is_followed_into_the_machine
     subprocess.run([python, "-m", "venv", "--without-pip", str(own)], check=True, timeout=60)
     (tmp_path / "link").symlink_to("own")
     before = sorted(own.rglob("*"))
-    (case,) = run("import sys, decimal; print(sys.prefix)", [""], AMPLE, python=str(tmp_path / "link" / "bin" / "python"))
+    (case,) = run(
+        "import sys, decimal; print(sys.prefix)",
+        [""],
+        AMPLE,
+        python=str(tmp_path / "link" / "bin" / "python"),
+    )
     assert (case.stdout, case.stderr) == (f"{tmp_path / 'link'}\n", "")
     assert sorted(own.rglob("*")) == before
 
@@ -200,7 +228,9 @@ def test_a_python_behind_links_is_found_and_no_link_is_followed_into_the_machine
 def test_programs_have_another_python_than_this_one(python):
     if not Path(python).exists():
         pytest.skip(f"there is no {python}")
-    assert one_by(python, "import sys, json; print(sys.executable, input())", "é") == f"{python} é\n"
+    assert (
+        one_by(python, "import sys, json; print(sys.executable, input())", "é") == f"{python} é\n"
+    )
 
 
 def one_by(python, program, stdin):
@@ -260,14 +290,24 @@ def fenced(program):
         ("print(3)", STDIN, 0.0, 0.5),
         ("print(input())", STDIN, 0.0, 0.0),
         (ADD, CALLS, 1.0, 1.0),
-        ("class Solution:\n    def add(self, a, b):\n        print('noise')\n        return a + b", CALLS, 1.0, 1.0),
+        (
+            "class Solution:\n    def add(self, a, b):\n        print('noise')\n        return a + b",
+            CALLS,
+            1.0,
+            1.0,
+        ),
         ("def add(a, b): return 3", CALLS, 0.0, 0.5),
         (ADD, ASSERTS, 1.0, 1.0),
         ("def add(a, b): return 3", ASSERTS, 0.0, 0.5),
         (ADD, "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'", 1.0, 1.0),
         (ADD, json.dumps({"tests": "assert add(1, 2) == 4"}), 0.0, 0.0),
         (ADD + "def compile(text): pass\nexec = globals = getattr = None", ASSERTS, 1.0, 1.0),
-        ("class Solution:\n    add = lambda self, a, b: a + b\nglobals = getattr = None", CALLS, 1.0, 1.0),
+        (
+            "class Solution:\n    add = lambda self, a, b: a + b\nglobals = getattr = None",
+            CALLS,
+            1.0,
+            1.0,
+        ),
         ("import sys; sys.exit(0)", ASSERTS, 0.0, 0.0),
         ("import os; os._exit(0)", ASSERTS, 0.0, 0.0),
         ("import os; os._exit(0)", CALLS, 0.0, 0.0),
@@ -285,12 +325,18 @@ def test_a_program_is_scored_by_its_tests(program, answer, score, share):
     ("response", "program"),
     [
         ("```cpp\nint main() {}\n```\nIn Python:\n```python\nprint(1)\n```", "print(1)\n"),
-        ("```bash\npip\n```\n```Python3 title=a\nprint(1)\n```\nIt prints\n```text\n1\n```\n", "print(1)\n"),
+        (
+            "```bash\npip\n```\n```Python3 title=a\nprint(1)\n```\nIt prints\n```text\n1\n```\n",
+            "print(1)\n",
+        ),
         ("Use ```print``` or\n``` py\nprint(1)```", "print(1)"),
         ("```python\r\nprint(1)\r\n```", "print(1)\r\n"),
         ("```python\nprint(1)\n```\nmore\n```\nprint(2)\n```", "print(2)\n"),
         ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
-        ("```python\nprint(1)\n```\nOutput:\n```\nx = 3\nhello world\n```\nand\n```\n[1, 2]\n```", "print(1)\n"),
+        (
+            "```python\nprint(1)\n```\nOutput:\n```\nx = 3\nhello world\n```\nand\n```\n[1, 2]\n```",
+            "print(1)\n",
+        ),
         ("```\nx = 3\n```\nor\n```\ny = 3\n```", "y = 3\n"),
         ("``` c\nint x;\n```\n```python\ncut", None),
     ],
@@ -316,14 +362,21 @@ def test_hostile_completions_are_scored_in_the_pool_and_the_next_ones_too():
     hostile = [fenced(BOMBS[name]) for name in ("fork", "memory", "output", "signals")]
     options = {"case_s": 1.0, "total_s": 2.0, "memory_mb": 96, "processes": 8}
     with Scorer([Source("code", options=options, timeout_s=20.0)], 2) as scorer:
-        scores = scorer.score([group(*hostile, fenced(ADD), answer=ASSERTS), group(fenced(ADD), answer=ASSERTS)])
+        scores = scorer.score(
+            [group(*hostile, fenced(ADD), answer=ASSERTS), group(fenced(ADD), answer=ASSERTS)]
+        )
     assert totals(scores) == [[0.0] * 4 + [1.0], [1.0]]
     assert scores.failures == {}
 
 
 def test_without_namespaces_code_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(sandbox, "refusal", lambda python: "no namespaces: unshare: refused")
-    with pytest.raises(ManyErrors, match=mentions("reward.sources[0].verifier=code: ", "no namespaces: unshare: refused", "options.url")):
+    with pytest.raises(
+        ManyErrors,
+        match=mentions(
+            "reward.sources[0].verifier=code: ", "no namespaces: unshare: refused", "options.url"
+        ),
+    ):
         Scorer([Source("code")], 1)
     assert code.refusal(url="https://sandbox:8080") is None
     assert_mentions(code.refusal(url="sandbox"), "http")
@@ -333,7 +386,9 @@ def test_without_namespaces_code_is_refused_by_name(monkeypatch):
 @needs_namespaces
 def test_sandboxes_run_side_by_side():
     results = []
-    threads = [threading.Thread(target=lambda: results.append(one("print(1)").stdout)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(one("print(1)").stdout)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -350,7 +405,8 @@ CHEATS = {
     "patch compile": "import builtins\nbuiltins.compile = lambda *_, **__: ''\nimport ast; ast.parse = lambda *_: None",
     "patch AssertionError": "import builtins\nbuiltins.AssertionError = None\ndef add(a, b): return 0",
     "equal everything": ALWAYS_EQUAL + "def add(a, b): return Any()",
-    "equal everything inside a list": ALWAYS_EQUAL + "def add(a, b): return [Any(), Any()] if isinstance(a, list) else Any()",
+    "equal everything inside a list": ALWAYS_EQUAL
+    + "def add(a, b): return [Any(), Any()] if isinstance(a, list) else Any()",
     "mock": "from unittest.mock import ANY\ndef add(a, b): return ANY",
     "a number that is equal": "class Any(int):\n    __eq__ = lambda self, other: True\ndef add(a, b): return Any()",
 }
@@ -360,23 +416,43 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_program_that_cheats_on_asserts_passes_none(name):
     turned = json.dumps(["assert 3 == add(1, 2)", "assert [3, 4] == add([3], [4])"])
-    assert [code.score(fenced(CHEATS[name]), answer, partial=True) for answer in (ASSERTS, turned)] == [0.0, 0.0]
+    assert [
+        code.score(fenced(CHEATS[name]), answer, partial=True) for answer in (ASSERTS, turned)
+    ] == [0.0, 0.0]
 
 
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
     [
-        ("from collections import Counter, namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)", "assert f() == (1, 2)"),
-        ("from collections import Counter\ndef f(): return Counter('aab')", "assert f() == {'a': 2, 'b': 1}"),
-        ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "assert f() == 0.5 and 0.5 == f()"),
+        (
+            "from collections import Counter, namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
+            "assert f() == (1, 2)",
+        ),
+        (
+            "from collections import Counter\ndef f(): return Counter('aab')",
+            "assert f() == {'a': 2, 'b': 1}",
+        ),
+        (
+            "from fractions import Fraction\ndef f(): return Fraction(1, 2)",
+            "assert f() == 0.5 and 0.5 == f()",
+        ),
         (
             "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(): return P(1)",
             "assert f() == P(1)\nassert not f() == 1",
         ),
-        ("class Node:\n    def __init__(self, v): self.v = v\ndef f(): return Node(3)", "assert f().v == 3"),
-        ("if __name__ == '__main__':\n    y = 2\ndef f(): return y", "def check(g):\n    assert g() == 2\ncheck(f)"),
-        ("from __future__ import annotations\nimport sys\nx: int = 3\ndef f(): return sys.modules['__main__'].x", "assert 2 < f() == 3"),
+        (
+            "class Node:\n    def __init__(self, v): self.v = v\ndef f(): return Node(3)",
+            "assert f().v == 3",
+        ),
+        (
+            "if __name__ == '__main__':\n    y = 2\ndef f(): return y",
+            "def check(g):\n    assert g() == 2\ncheck(f)",
+        ),
+        (
+            "from __future__ import annotations\nimport sys\nx: int = 3\ndef f(): return sys.modules['__main__'].x",
+            "assert 2 < f() == 3",
+        ),
     ],
 )
 def test_honest_programs_pass_their_asserts(program, test):
@@ -402,7 +478,9 @@ def test_a_ground_truth_that_tests_nothing_is_refused_and_pays_for_nothing(answe
         code.score(fenced("pass"), answer)
     rows = RowSources([Source("code")])
     rows.check([group(answer=STDIN).prompt])
-    with pytest.raises(MsrlError, match=r"reward.sources\[0\].verifier=code: .*row 7 of the data tests nothing"):
+    with pytest.raises(
+        MsrlError, match=r"reward.sources\[0\].verifier=code: .*row 7 of the data tests nothing"
+    ):
         rows.check([group(answer=answer, index=7).prompt])
 
 
@@ -422,4 +500,9 @@ def test_a_ground_truth_with_a_test_is_taken(answer):
 @needs_namespaces
 def test_inputs_and_outputs_given_as_lists_of_lines_are_lines():
     answer = json.dumps({"inputs": [["2", "3 4"]], "outputs": [["7", "2"]]})
-    assert code.score(fenced("n = int(input())\nprint(sum(map(int, input().split())))\nprint(n)"), answer) == 1.0
+    assert (
+        code.score(
+            fenced("n = int(input())\nprint(sum(map(int, input().split())))\nprint(n)"), answer
+        )
+        == 1.0
+    )

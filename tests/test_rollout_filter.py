@@ -92,82 +92,82 @@ def indices(groups: tuple[ScoredGroup, ...]) -> list[int]:
 def test_without_a_filter_steps_take_their_prompts_in_turn():
     asked = Asked(set(range(ROWS)))
     rollouts = make_rollouts(asked, FilterConfig())
-    found = [rollouts.of_step(step, Clock()) for step in range(2)]
+    found = [rollouts.generate(step, Clock()) for step in range(2)]
     assert asked.calls == [[0, 1, 2, 3], [4, 5, 6, 7]] and rollouts.state() == {"prompts_taken": 8}
-    assert [indices(one.learnt) for one in found] == asked.calls and not found[0].left_out and not found[0].metrics
+    assert [indices(one.train_groups) for one in found] == asked.calls and not found[0].dropped_groups and not found[0].metrics
 
 
 def test_a_refill_asks_for_as_many_as_are_likely_needed_and_the_next_step_goes_on_behind_it():
     asked = Asked({1, 3, 4})
     rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True))
     clock = Clock()
-    found = rollouts.of_step(0, clock)
+    found = rollouts.generate(0, clock)
     # Two of four teach, two are missing: four more are likely to give two.
     assert asked.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert indices(found.learnt) == [0, 2, 5, 6] and indices(found.left_out) == [1, 3, 4, 7]
+    assert indices(found.train_groups) == [0, 2, 5, 6] and indices(found.dropped_groups) == [1, 3, 4, 7]
     assert found.metrics == {"rollout/prompts": 8, "rollout/teaching": 5 / 8, "rollout/refills": 1, "rollout/missing": 0}
     assert len(found.scores.groups) == 8 and found.scores.failures == {"right/timeout": 2}
     assert {"rollout", "reward"} <= clock.seconds.keys()
-    rollouts.of_step(1, clock)
+    rollouts.generate(1, clock)
     assert asked.calls[2:] == [[8, 9, 10, 11]]
 
 
 def test_a_run_that_goes_on_takes_the_prompts_that_come_next():
     asked = Asked(set())
-    make_rollouts(asked, FilterConfig(), {"prompts_taken": 7}).of_step(1, Clock())
+    make_rollouts(asked, FilterConfig(), {"prompts_taken": 7}).generate(1, Clock())
     assert asked.calls == [[7, 8, 9, 10]]
 
 
 def test_extra_prompts_come_on_top_and_what_is_not_needed_is_left_out():
     asked = Asked({0})
-    found = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, extra_prompts=1)).of_step(0, Clock())
+    found = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, extra_prompts=1)).generate(0, Clock())
     assert asked.calls == [[0, 1, 2, 3], [4, 5, 6]]  # one is missing; 4 / 3 of it, rounded up, and one
-    assert indices(found.learnt) == [1, 2, 3, 4] and indices(found.left_out) == [0, 5, 6]
+    assert indices(found.train_groups) == [1, 2, 3, 4] and indices(found.dropped_groups) == [0, 5, 6]
 
 
 @pytest.mark.parametrize(("most", "calls"), [(0, 1), (1, 2), (2, 3), (9, 3), (None, 3)])
 def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(most: int | None, calls: int):
     asked = Asked(set(range(ROWS)) - {2})
     section = FilterConfig(kind="all_equal", refill=True, max_refills=most)
-    found = make_rollouts(asked, section).of_step(0, Clock())
+    found = make_rollouts(asked, section).generate(0, Clock())
     assert len(asked.calls) == calls and sorted(itertools.chain(*asked.calls)) == list(range(4 * calls)), "no row twice in a step"
-    assert indices(found.learnt) == [0, 1, 2, 3] and select_informative(section, found.learnt).tolist() == [False, False, True, False]
+    assert indices(found.train_groups) == [0, 1, 2, 3] and select_informative(section, found.train_groups).tolist() == [False, False, True, False]
     assert found.metrics["rollout/missing"] == 3
     assert_mentions(found.scores.notes[-1], f"1 of {4 * calls} groups", f"{calls - 1} refills")
 
 
 def test_a_step_in_which_no_group_teaches_anything_says_so():
-    found = make_rollouts(Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True)).of_step(0, Clock())
+    found = make_rollouts(Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True)).generate(0, Clock())
     assert_mentions(found.scores.notes[-1], "0 of 12 groups", "2 refills")
 
 
 def test_a_step_that_begins_an_epoch_asks_no_prompt_twice_and_passes_over_those_that_it_had():
     asked = Asked(set(range(ROWS)) - {9})
     rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=1), {"prompts_taken": 8})
-    rollouts.of_step(2, Clock())
+    rollouts.generate(2, Clock())
     assert asked.calls == [[8, 9, 10, 11], [0, 1, 2, 3]] and rollouts.state() == {"prompts_taken": 16}
     rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=3), {"prompts_taken": 9})
-    rollouts.of_step(3, Clock())
+    rollouts.generate(3, Clock())
     assert asked.calls[2:] == [[9, 10, 11, 0], [1, 2, 3, 4], [5, 6, 7, 8]], "all twelve, then there are no others"
     shuffled = make_rollouts(
         again := Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True), {"prompts_taken": 10}, shuffle=True
     )
-    shuffled.of_step(1, Clock())
+    shuffled.generate(1, Clock())
     assert sorted(itertools.chain(*again.calls)) == list(range(ROWS))
 
 
 def test_a_step_of_more_prompts_than_there_are_asks_for_no_others():
     asked = Asked(set(range(ROWS)))
     rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=None), prompts_per_step=ROWS + 1)
-    found = rollouts.of_step(0, Clock())
+    found = rollouts.generate(0, Clock())
     assert asked.calls == [[*range(ROWS), 0]] and found.metrics["rollout/missing"] == ROWS + 1
     assert rollouts.state() == {"prompts_taken": ROWS + 1}
 
 
 def test_without_refill_the_step_keeps_its_groups_and_says_nothing_but_its_numbers():
     asked = Asked({1, 3})
-    found = make_rollouts(asked, FilterConfig(kind="all_equal")).of_step(0, Clock())
-    assert indices(found.learnt) == [0, 1, 2, 3] and found.scores.notes == ("one",)
+    found = make_rollouts(asked, FilterConfig(kind="all_equal")).generate(0, Clock())
+    assert indices(found.train_groups) == [0, 1, 2, 3] and found.scores.notes == ("one",)
     assert found.metrics["rollout/missing"] == 2 and found.metrics["rollout/teaching"] == 0.5
 
 
