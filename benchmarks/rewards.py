@@ -1,9 +1,9 @@
 """Accuracy and speed of the verifiers.
 
-Usage: `python -m benchmarks.rewards [--data FOLDER] [--workers N]`. Accuracy compares the true answer
-of every problem with itself, and with that of another problem drawn at random (except pairs of
-identical text). Speed scores 10,000 plain numeric responses, without and with responses among them
-that hang, crash or raise. No score may be lost.
+Usage: `python -m benchmarks.rewards [--data FOLDER] [--workers N]`. Accuracy compares the true
+answer of every problem with itself, and with that of another problem drawn at random (except pairs
+of identical text). Speed scores 10,000 plain numeric responses, without and with responses among
+them that hang, crash or raise. No score may be lost.
 """
 
 from __future__ import annotations

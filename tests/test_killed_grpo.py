@@ -1,5 +1,6 @@
-"""Runs with all that has a memory, one of them with a critic, killed with SIGKILL in steps and in saves, end number by number as the
-uninterrupted ones.
+"""Runs with every stateful feature, killed with SIGKILL in steps and in saves.
+
+After resuming, they end with the same numbers as uninterrupted runs. One has a critic.
 """
 
 from __future__ import annotations
@@ -23,70 +24,103 @@ from training_runs import Command, children, metrics, rows, succeed, write_confi
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STEPS, CRITIC_STEPS, WARMUP = 12, 7, 3
-Moment = tuple[Callable[[], bool], float]  # what has happened, and seconds after it
+Moment = tuple[Callable[[], bool], float]  # condition, and seconds to wait after it is met
 
 
 def everything(inputs: Path, name: str) -> dict[str, Any]:
-    """Two ranks, a reference, two epochs of two shuffled updates a step, rewards by running moments, an adaptive coefficient in rewards and
-    loss, groups that are left out and others in their place, a falling learning rate, several passes over the data, checkpoints every other
-    step in the background.
+    """Return a configuration with every stateful feature except a critic.
+
+    It has two ranks, a reference, two epochs of two shuffled updates per step, rewards normalized
+    by running moments, an adaptive KL coefficient in rewards and loss, dropped and refilled groups,
+    a falling learning rate, several passes over the data, and asynchronous checkpoints every second
+    step.
     """
     return settings(
-        inputs, name, "tied",
+        inputs,
+        name,
+        "tied",
         cluster={"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0},
         rollout={
-            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 12,
-            "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 160,
+            "max_response_tokens": 12,
+            "sampling": {"temperature": 0.9},
+            "engine": {"max_num_seqs": 32},
             "filter": {"kind": "all_equal", "source": "acc", "refill": True, "max_refills": 2},
         },
         reward={
             "sources": [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}],
-            "overlong": {"buffer": 4, "factor": 0.5}, "norm": {"center": "running", "scale": "running"},
+            "overlong": {"buffer": 4, "factor": 0.5},
+            "norm": {"center": "running", "scale": "running"},
         },
         algo={
-            "preset": "dapo", "entropy_coef": 0.001, "mask": {"truncated": True},
+            "preset": "dapo",
+            "entropy_coef": 0.001,
+            "mask": {"truncated": True},
             "kl": {
-                "reward": {"coef": 0.05, "estimator": "k3"}, "loss": {"coef": 0.02},
+                "reward": {"coef": 0.05, "estimator": "k3"},
+                "loss": {"coef": 0.02},
                 "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32},
             },
         },
         train={
-            "steps": STEPS, "micro_batch": 2, "updates": {"samples_per_update": 8, "epochs": 2},
+            "steps": STEPS,
+            "micro_batch": 2,
+            "updates": {"samples_per_update": 8, "epochs": 2},
             "optimizer": {"lr": 5e-4, "schedule": "cosine", "warmup": 3},
         },
         checkpoint={"every_steps": 2, "keep": 2, "resume": "auto", "async": True},
-    )  # fmt: skip
+    )
 
 
 def with_critic(inputs: Path, name: str) -> dict[str, Any]:
-    """Two ranks, a critic with a schedule of its own that learns alone in the first steps, a penalty with an adaptive coefficient, two
-    epochs of two shuffled updates a step, groups left out with others in their place, checkpoints every other step in the background.
+    """Return a configuration with a critic.
+
+    It has two ranks, a critic with a separate schedule that is trained alone in the first steps, a
+    KL penalty with an adaptive coefficient, two epochs of two shuffled updates per step, dropped
+    and refilled groups, and asynchronous checkpoints every second step.
     """
     roles = {"critic": {"optimizer": {"lr": 1e-3, "schedule": "linear", "warmup": 2}}}
     return settings(
-        inputs, name, "untied",
+        inputs,
+        name,
+        "untied",
         cluster={"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0, "roles": roles},
         rollout={
-            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 12,
-            "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 160,
+            "max_response_tokens": 12,
+            "sampling": {"temperature": 0.9},
+            "engine": {"max_num_seqs": 32},
             "filter": {"kind": "all_equal", "source": "acc", "refill": True, "max_refills": 1},
         },
         reward={"sources": [{"verifier": "acc"}], "norm": {"scale": "running"}},
         algo={
-            "preset": "ppo", "value": {"warmup_steps": WARMUP}, "advantage": {"gamma": 0.98},
-            "kl": {"reward": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32}},
+            "preset": "ppo",
+            "value": {"warmup_steps": WARMUP},
+            "advantage": {"gamma": 0.98},
+            "kl": {
+                "reward": {"coef": 0.05},
+                "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32},
+            },
         },
         train={
-            "steps": CRITIC_STEPS, "micro_batch": 2, "updates": {"samples_per_update": 8, "epochs": 2},
+            "steps": CRITIC_STEPS,
+            "micro_batch": 2,
+            "updates": {"samples_per_update": 8, "epochs": 2},
             "optimizer": {"lr": 3e-4, "schedule": "cosine"},
         },
         checkpoint={"every_steps": 2, "keep": 2, "resume": "auto", "async": True},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
 class Killed:
-    """A run of several lives: the metrics that each life had written when it was killed, and how many were in the midst of a save."""
+    """Run that was killed several times: metrics written by each life, and number of kills in
+    saves.
+    """
 
     run: Path
     lives: tuple[list[dict[str, float]], ...]
@@ -120,7 +154,7 @@ def is_saving(run: Path) -> bool:
 
 
 def kill_all(command: Command) -> None:
-    """SIGKILL to the command and to everything that it has started, Ray's own processes too."""
+    """Send SIGKILL to the command and all its child processes, including those of Ray."""
     started = children(command.process.pid)
     command.kill()
     for pid in started:
@@ -137,7 +171,7 @@ def in_a_save(run: Path, step: int) -> Callable[[], bool]:
 
 
 def killed_at(inputs: Path, config: dict[str, Any], moments: Sequence[Moment]) -> Killed:
-    """The run of a configuration that is killed at these moments, one after the other, and then left alone."""
+    """Run a configuration, kill it at these moments, and resume it until it ends."""
     name = config["run"]["name"]
     file, run = write_config(inputs / f"{name}.yaml", config), inputs / "runs" / name
     lives, kills_in_a_save = [], 0
@@ -154,7 +188,9 @@ def killed_at(inputs: Path, config: dict[str, Any], moments: Sequence[Moment]) -
 
 @pytest.fixture(scope="module")
 def killed(inputs, whole) -> Killed:
-    """Killed in a save, between two steps of which the first is not saved, at any moment of a step, and in a later save."""
+    """Kill a run in a save, after an unsaved step, at a random moment of a step, and in a later
+    save.
+    """
     run, seconds = (
         inputs / "runs" / "killed",
         float(np.median([row["seconds"]["step"] for row in rows(whole)])),
@@ -207,7 +243,7 @@ def test_everything_with_a_memory_moved_and_came_back_to_the_bit(whole, killed):
 
 
 def test_a_killed_run_with_a_critic_ends_as_the_whole_one_does(inputs):
-    """Killed while the critic learns alone, in a save, and when both learn."""
+    """Kills happen while only the critic is trained, in a save, and when both are trained."""
     whole, run = (
         uninterrupted(inputs, with_critic(inputs, "critic")),
         inputs / "runs" / "killed-critic",

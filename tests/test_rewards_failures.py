@@ -1,4 +1,7 @@
-"""A reward source that gives no score at all ends the step with its cause; sources that fail now and then do not. Real worker processes."""
+"""Failures of reward sources in real worker processes.
+
+A source without any score ends the step with its cause. A source that sometimes fails does not.
+"""
 
 import threading
 import time
@@ -126,9 +129,16 @@ def test_a_source_that_fails_on_some_calls_is_counted_and_does_not_end_the_step(
 
 def test_every_source_is_held_to_its_own_calls(own):
     sources = [
-        Source(function=f"{own}:fine"), Source("acc", tags=("math",)),
-        Source(function=f"{own}:raises", name="grade", weight=0.0, tags=("math",), on_failure="undecided"),
-    ]  # fmt: skip
+        Source(function=f"{own}:fine"),
+        Source("acc", tags=("math",)),
+        Source(
+            function=f"{own}:raises",
+            name="grade",
+            weight=0.0,
+            tags=("math",),
+            on_failure="undecided",
+        ),
+    ]
     with Scorer(sources, 2) as scorer:
         scorer.score([group("a")]).require_scores("step 3")  # no call, no failure
         message = refusal(scorer.score([group("a", "b"), group("c", "d", tag="math")]))
@@ -152,9 +162,8 @@ def test_a_function_that_hangs_on_every_call_takes_a_bounded_time(own):
     ) as scorer:
         start = time.monotonic()
         scores = scorer.score([group(*"abcdefgh", index=index) for index in range(50)])
-        assert (
-            time.monotonic() - start < 60
-        )  # a limit for each call would be 400 * 0.2 s / 2 and 400 starts of a process
+        # Running every call to its limit would take 400 * 0.2 s / 2 and 400 process starts.
+        assert time.monotonic() - start < 60
     assert scores.failures["hangs/timeout"] < 20
     assert scores.failures["hangs/timeout"] + scores.failures["hangs/skipped"] == 400
     assert scores.means()["fine"] == 1.0
@@ -195,9 +204,9 @@ def test_a_worker_gives_the_calls_of_other_functions_back_when_it_is_stopped(own
         for name, limit_s in (("hangs", 0.2), ("fine", 60.0))
     ]
     with Pool(functions, 2) as pool:
-        outcomes = pool.map([Call(number % 2, "a", "") for number in range(200)])
-    assert all(outcome.score == 1.0 for outcome in outcomes[1::2])
-    assert {outcome.failure for outcome in outcomes[::2]} == {"timeout", "skipped"}
+        results = pool.map([Call(number % 2, "a", "") for number in range(200)])
+    assert all(result.score == 1.0 for result in results[1::2])
+    assert {result.failure for result in results[::2]} == {"timeout", "skipped"}
 
 
 def test_a_server_that_never_answers_is_not_asked_for_every_batch():

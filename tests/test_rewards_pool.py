@@ -1,4 +1,7 @@
-"""Verifiers that hang, crash, eat memory or raise: real processes, killed and replaced, the other scores unharmed and in order."""
+"""Verifiers that hang, crash, exhaust memory or raise, in real processes.
+
+Workers are killed and replaced, and all other scores arrive in order.
+"""
 
 import os
 import subprocess
@@ -28,7 +31,7 @@ def calls(*responses, function=0):
 
 
 def children():
-    """The processes whose parent is this one, zombies included."""
+    """Return the ids of the child processes of this process, including zombies."""
     listing = [
         (path.parent.name, path.read_text())
         for path in Path("/proc").glob("[0-9]*/stat")
@@ -50,10 +53,10 @@ def test_results_come_in_the_order_of_the_calls():
 
 @pytest.mark.parametrize("name", ["sleep_forever", "spin_in_c"])
 def test_a_stuck_verifier_is_killed_alone_and_the_next_call_works(name):
-    others = children()
+    existing = children()
     with pool(name, timeout_s=0.7) as workers:
         assert workers.map(calls("fine")) == (CallResult(1.0),)
-        before = children() - others
+        before = children() - existing
         start = time.monotonic()
         outcomes = workers.map(calls("a", "b", "stuck", "c", "d"))
         assert [o.failure for o in outcomes] == [None, None, "timeout", None, None]
@@ -115,9 +118,9 @@ def test_a_worker_that_died_between_two_rounds_costs_no_score():
         pid = int(workers.map(calls("a"))[0].score)
         os.kill(pid, 9)
         time.sleep(0.2)
-        (outcome,) = workers.map(calls("a"))
-        assert outcome.failure is None
-        assert int(outcome.score) != pid
+        (result,) = workers.map(calls("a"))
+        assert result.failure is None
+        assert int(result.score) != pid
 
 
 def test_closing_leaves_no_process_and_no_zombie():
@@ -157,9 +160,11 @@ def test_a_pool_works_in_a_thread():
 def test_workers_end_with_a_parent_that_was_killed():
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from msrl.rewards.pool import *; from msrl.rewards.worker import Function; import os, signal\n"
+        "from msrl.rewards.pool import *; from msrl.rewards.worker import Function\n"
+        "import os, signal\n"
         "p = Pool([Function('bad_verifiers', 'own_process', {}, 9.0)], 1)\n"
-        "print(int(p.map([Call(0, '', '')])[0].score), flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(int(p.map([Call(0, '', '')])[0].score), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False
@@ -212,9 +217,8 @@ def test_thousands_of_easy_calls_a_second():
         scorer.score([group("132", response)])
         start = time.monotonic()
         scores = scorer.score([group("132", *[response] * 8) for _ in range(512)])
-        assert (
-            2 * 8 * 512 / (time.monotonic() - start) > 500
-        )  # a process or a parse each would be a tenth of that
+        # One process or one parse per call would reach a tenth of this rate.
+        assert 2 * 8 * 512 / (time.monotonic() - start) > 500
     assert {r.total for g in scores.groups for r in g.rewards} == {1.1}
 
 
@@ -258,7 +262,7 @@ def test_a_timeout_scores_as_wrong_is_counted_and_is_said():
             ("reward.sources[0].options.tolerence", "'tolerance'"),
         ),
         ([Source("acc", timeout_s=0)], ("reward.sources[0].timeout_s=0",)),
-        ([Source("acc"), Source("acc")], ("reward.sources[1]", "acc", "twice")),
+        ([Source("acc"), Source("acc")], ("reward.sources[1]", "acc", "duplicate")),
         ([], ("reward.sources", "missing")),
     ],
 )

@@ -1,4 +1,8 @@
-"""Shaping, cutting and normalising: golden values by hand from the papers' formulas; running moments against numpy."""
+"""Shaping, clipping and normalization of rewards.
+
+Golden values are calculated by hand from the papers' formulas. Running moments are compared with
+numpy.
+"""
 
 import json
 
@@ -16,7 +20,7 @@ NONE = Moments()
 
 
 def scored(totals, lengths=None, texts=None):
-    """Groups with these totals [P, G], response lengths and texts."""
+    """Return groups with these totals [P, G], response lengths and texts."""
     groups = []
     for p, row in enumerate(totals):
         completions = []
@@ -92,17 +96,17 @@ def test_equal_rewards_and_single_ones_are_finite_and_not_blown_up(scope):
     np.testing.assert_allclose(
         normalize(equal, center=scope, scale=scope, eps=EPS, running=running), 0.0, atol=1e-15
     )
-    one = np.array([[3.0]])
+    single = np.array([[3.0]])
     assert normalize(
-        one, center="none", scale=scope, eps=EPS, running=NONE.with_more(one)
+        single, center="none", scale=scope, eps=EPS, running=NONE.with_more(single)
     ).tolist() == [[3.0]]
 
 
-def test_running_moments_are_those_of_all_rewards_however_they_were_cut_into_steps():
+def test_running_moments_are_those_of_all_rewards_however_they_are_split_into_steps():
     values = np.random.default_rng(0).normal(1e3, 2.0, size=240)
-    for cuts in ([240], [1, 1, 238], [60, 60, 60, 60]):
+    for sizes in ([240], [1, 1, 238], [60, 60, 60, 60]):
         moments, start = NONE, 0
-        for size in cuts:
+        for size in sizes:
             moments, start = moments.with_more(values[start : start + size]), start + size
         assert moments.count == 240
         assert moments.mean == pytest.approx(values.mean(), rel=1e-12)
@@ -121,9 +125,10 @@ def test_the_steps_come_in_the_order_of_their_description():
     groups = scored([[1.0, 0.0], [1.0, 1.0]], [[10, 20], [15, 15]], [[form, "x"], [form, form]])
     processed = RewardSteps(config, 20, {}).apply(groups)
     shaped = np.array([[1.0 + 0.5 + 0.0, 0.0 - 0.5 - 0.5 - 2.0], [1.0 - 1.0, 1.0 - 1.0]])
-    cut = shaped.clip(-1.2, 1.2)
+    clipped = shaped.clip(-1.2, 1.2)
     np.testing.assert_allclose(
-        processed.rewards, (cut - cut.mean(axis=1, keepdims=True)) / (cut.std(ddof=1) + EPS)
+        processed.rewards,
+        (clipped - clipped.mean(axis=1, keepdims=True)) / (clipped.std(ddof=1) + EPS),
     )
     assert processed.metrics == pytest.approx(
         {
@@ -137,24 +142,24 @@ def test_the_steps_come_in_the_order_of_their_description():
     assert [[r.total for r in g.rewards] for g in groups] == [[1.0, 0.0], [1.0, 1.0]]
 
 
-def test_with_no_step_switched_on_the_sum_of_the_sources_is_learnt_from():
+def test_without_processing_steps_the_sum_of_the_sources_is_the_training_reward():
     processed = RewardSteps(RewardConfig(), 20, {}).apply(scored([[0.25, 1e9]]))
     assert (processed.rewards.tolist(), processed.metrics) == ([[0.25, 1e9]], {})
 
 
 def test_running_moments_go_through_a_checkpoint():
     config = RewardConfig(norm=RewardNormConfig(center="running", scale="running"))
-    whole, rng = RewardSteps(config, 20, {}), np.random.default_rng(1)
+    steps, rng = RewardSteps(config, 20, {}), np.random.default_rng(1)
     first, second = (scored(rng.normal(size=(3, 4)).tolist()) for _ in range(2))
-    whole.apply(first)
-    resumed = RewardSteps(config, 20, json.loads(json.dumps(whole.state())))
-    a, b = whole.apply(second), resumed.apply(second)
+    steps.apply(first)
+    resumed = RewardSteps(config, 20, json.loads(json.dumps(steps.state())))
+    a, b = steps.apply(second), resumed.apply(second)
     np.testing.assert_array_equal(a.rewards, b.rewards)
     assert (
         a.metrics
         == b.metrics
         == pytest.approx(
-            {"running_mean": whole.state()["mean"], "running_std": a.metrics["running_std"]}
+            {"running_mean": steps.state()["mean"], "running_std": a.metrics["running_std"]}
         )
     )
     assert not np.array_equal(RewardSteps(config, 20, {}).apply(second).rewards, b.rewards)

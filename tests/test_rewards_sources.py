@@ -1,4 +1,4 @@
-"""What scores and for which rows: users' own functions, names, tags, and what a failure counts as. Real worker processes."""
+"""Reward sources in real worker processes: user functions, names, tags and failure policies."""
 
 from pathlib import Path
 
@@ -116,8 +116,10 @@ def test_a_row_is_scored_by_the_sources_of_its_tag():
             ]
         )
     assert [dict(g.rewards[0].scores) for g in scores.groups] == [
-        {"acc": 1.0, "step": 0.0, "strict": -0.5}, {"exact_match": 1.0, "step": 0.0}, {"step": 0.0},
-    ]  # fmt: skip
+        {"acc": 1.0, "step": 0.0, "strict": -0.5},
+        {"exact_match": 1.0, "step": 0.0},
+        {"step": 0.0},
+    ]
     assert totals(scores) == [[0.5], [2.0], [0.0]]
 
 
@@ -171,24 +173,34 @@ def test_a_failure_is_wrong_or_undecided_or_the_end_as_configured(own):
 
 
 def test_all_mistakes_of_the_sources_are_found_at_once():
-    found = list(
-        mistakes([
-            Source("acc", options={"tolerance": "x", "tolerence": 1}), Source(), Source("acc", function="a.py:f"),
-            Source("exact_match", options={"part": "end"}), Source("regex_match"),
-        ])
-    )  # fmt: skip
-    assert [(number, key) for number, key, _ in found] == [
-        (0, "options.tolerence"), (0, "options.tolerance"), (1, "verifier"), (2, "function"), (3, "options.part"), (4, "verifier"),
-    ]  # fmt: skip
-    assert "valid number" in found[1][2]
-    assert_mentions(found[2][2], "verifier, function, url, model", 0)
-    assert "'response', 'last_line', 'boxed' or 'answer'" in found[4][2]
+    messages = list(
+        mistakes(
+            [
+                Source("acc", options={"tolerance": "x", "tolerence": 1}),
+                Source(),
+                Source("acc", function="a.py:f"),
+                Source("exact_match", options={"part": "end"}),
+                Source("regex_match"),
+            ]
+        )
+    )
+    assert [(number, key) for number, key, _ in messages] == [
+        (0, "options.tolerence"),
+        (0, "options.tolerance"),
+        (1, "verifier"),
+        (2, "function"),
+        (3, "options.part"),
+        (4, "verifier"),
+    ]
+    assert "valid number" in messages[1][2]
+    assert_mentions(messages[2][2], "verifier, function, url, model", 0)
+    assert "'response', 'last_line', 'boxed' or 'answer'" in messages[4][2]
     assert_each_mentions(
         [message for *_, message in mistakes([Source("acc", weight=0.0)])], ("weights", 0)
     )
 
 
 def test_what_is_undecided_among_equal_scores_has_their_score_to_the_bit():
-    """0.1 + 0.1 + 0.1 is not 0.3, and a group that differs in the last bit would teach something."""
-    outcomes = [CallResult(score) for score in (0.1, 0.1, None, 0.1)]
-    assert Scorer._column(Source("acc", on_failure="undecided"), outcomes) == [0.1] * 4
+    """0.1 + 0.1 + 0.1 is not 0.3, and a difference in the last bit would create an advantage."""
+    results = [CallResult(score) for score in (0.1, 0.1, None, 0.1)]
+    assert Scorer._fill_scores(Source("acc", on_failure="undecided"), results) == [0.1] * 4

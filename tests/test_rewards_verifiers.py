@@ -1,4 +1,6 @@
-"""A table of cases for every verifier, mathematical equality, and real answers of GSM8K and MATH-500."""
+"""A table of cases for every verifier, mathematical equality, and real answers of GSM8K and
+MATH-500.
+"""
 
 import json
 import re
@@ -418,35 +420,92 @@ def test_in_order_wants_parts_behind_one_another():
 
 
 EQUAL = [
-    ("1,234", "1234"), ("$18", "18"), (r"\$18.00", "18"), ("42", "42.0"), ("-3", "- 3"), (".5", "0.50"), ("3/4", r"\frac{3}{4}"),
-    ("10^{5}", "100000"), ("p - q", "-q + p"), (r"90^\circ", "90"), (r"3\sqrt{13}", r"\sqrt{117}"), ("6 - 5i", "-5i+6"), ("1,-2", "-2, 1"),
-    (r"11\sqrt2", r"11\sqrt{2}"), ("x=5", "5"), ("5", "x = 5"), (r"\text{Evelyn}", "evelyn"), ("Evelyn", r"\text{Evelyn}"), ("(C)", "C."),
-    ("C", r"\text{(C)}"), (r"(-\infty, 2)", r"\left(-\infty,2\right)"), ("x^2+2x+1", "(x+1)^2"), ("10 \\text{ inches}", "10"), ("7.", "7"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"), ("5", r"\(5\)"),
-    ("120_5", "120_{5}"), ("120_{5}", "35_{10}"), (r"\frac{1}{2004!}", r"\frac{2}{2\cdot 2004!}"),
-    ("x=1,y=2", "1, 2"), ("x=1,y=2", "y=2, x=1"), ("x=2,x=-3", "-3,2"), (r"6\text{ feet }2\text{ inches}", "6 feet, 2 inches"),
-    ("1,2,1", "1,1,2"), ("58,500", "58, 500"), ("11111", r"11,\! 111"),
-    (r"(-\infty,5)", "x<5"), ("x<5", r"(-\infty,5)"), (r"9 \frac{1}{11}\%", r"9\dfrac{1}{11}\%"), ("(1, 2)", "{(1,2)}"),
-    (r"2.5\times 10^{-8}", "0.000000025"), (r"\frac{\pi}{1000}", "0.003142"), ("0.0005", r"0.05\%"),
-]  # fmt: skip
+    ("1,234", "1234"),
+    ("$18", "18"),
+    (r"\$18.00", "18"),
+    ("42", "42.0"),
+    ("-3", "- 3"),
+    (".5", "0.50"),
+    ("3/4", r"\frac{3}{4}"),
+    ("10^{5}", "100000"),
+    ("p - q", "-q + p"),
+    (r"90^\circ", "90"),
+    (r"3\sqrt{13}", r"\sqrt{117}"),
+    ("6 - 5i", "-5i+6"),
+    ("1,-2", "-2, 1"),
+    (r"11\sqrt2", r"11\sqrt{2}"),
+    ("x=5", "5"),
+    ("5", "x = 5"),
+    (r"\text{Evelyn}", "evelyn"),
+    ("Evelyn", r"\text{Evelyn}"),
+    ("(C)", "C."),
+    ("C", r"\text{(C)}"),
+    (r"(-\infty, 2)", r"\left(-\infty,2\right)"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("10 \\text{ inches}", "10"),
+    ("7.", "7"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
+    ("5", r"\(5\)"),
+    ("120_5", "120_{5}"),
+    ("120_{5}", "35_{10}"),
+    (r"\frac{1}{2004!}", r"\frac{2}{2\cdot 2004!}"),
+    ("x=1,y=2", "1, 2"),
+    ("x=1,y=2", "y=2, x=1"),
+    ("x=2,x=-3", "-3,2"),
+    (r"6\text{ feet }2\text{ inches}", "6 feet, 2 inches"),
+    ("1,2,1", "1,1,2"),
+    ("58,500", "58, 500"),
+    ("11111", r"11,\! 111"),
+    (r"(-\infty,5)", "x<5"),
+    ("x<5", r"(-\infty,5)"),
+    (r"9 \frac{1}{11}\%", r"9\dfrac{1}{11}\%"),
+    ("(1, 2)", "{(1,2)}"),
+    (r"2.5\times 10^{-8}", "0.000000025"),
+    (r"\frac{\pi}{1000}", "0.003142"),
+    ("0.0005", r"0.05\%"),
+]
 DIFFERENT = [
-    ("72", "73"), ("72", "12 or 72"), ("72", "1, 2, 72"), ("5", "5x"), ("(1,2)", "(2,1)"), ("0.5", "50"), (r"\frac{1}{3}", "0.33"),
-    ("12345", "12346"), (r"\text{Evelyn}", "Lyneve"), ("C", "B"), ("C", "ABCD"), ("2", ""), ("", ""), ("3", "-3"), ("1/0", "1"),
-    ("[1,2]", "(1,2)"), ("120_5", "120_6"), (r"\frac{1}{2004!}", r"\frac{1}{2006!}"), ("x=1,y=2", "2,1"),
-    ("x=1,y=2", "x=1,y=3"), ("6 feet 2 inches", "6"), ("6", "6 feet 2 inches"), ("1,1,2", "1,2"), ("1,1,2", "1,2,2"),
-    ("58,500", "500, 58"), (r"(-\infty,5)", "x>5"), (r"(-\infty,5)", r"x\le 5"), ("10^{-7}", "0.0"),
-    (r"2.5\times 10^{-8}", "0.0"), (r"1.6\times 10^{-6}", "0.000002"),
-]  # fmt: skip
+    ("72", "73"),
+    ("72", "12 or 72"),
+    ("72", "1, 2, 72"),
+    ("5", "5x"),
+    ("(1,2)", "(2,1)"),
+    ("0.5", "50"),
+    (r"\frac{1}{3}", "0.33"),
+    ("12345", "12346"),
+    (r"\text{Evelyn}", "Lyneve"),
+    ("C", "B"),
+    ("C", "ABCD"),
+    ("2", ""),
+    ("", ""),
+    ("3", "-3"),
+    ("1/0", "1"),
+    ("[1,2]", "(1,2)"),
+    ("120_5", "120_6"),
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+    ("x=1,y=2", "2,1"),
+    ("x=1,y=2", "x=1,y=3"),
+    ("6 feet 2 inches", "6"),
+    ("6", "6 feet 2 inches"),
+    ("1,1,2", "1,2"),
+    ("1,1,2", "1,2,2"),
+    ("58,500", "500, 58"),
+    (r"(-\infty,5)", "x>5"),
+    (r"(-\infty,5)", r"x\le 5"),
+    ("10^{-7}", "0.0"),
+    (r"2.5\times 10^{-8}", "0.0"),
+    (r"1.6\times 10^{-6}", "0.000002"),
+]
 
 
-@pytest.mark.parametrize(("answer", "given"), EQUAL)
-def test_what_states_the_same_is_equal(answer, given):
-    assert equal(answer, given)
+@pytest.mark.parametrize(("answer", "response"), EQUAL)
+def test_what_states_the_same_is_equal(answer, response):
+    assert equal(answer, response)
 
 
-@pytest.mark.parametrize(("answer", "given"), DIFFERENT)
-def test_what_states_something_else_is_not(answer, given):
-    assert not equal(answer, given)
+@pytest.mark.parametrize(("answer", "response"), DIFFERENT)
+def test_what_states_something_else_is_not(answer, response):
+    assert not equal(answer, response)
 
 
 HALF = r"\frac{1}{2}"
@@ -479,16 +538,37 @@ SEPARATORS = [
     "or",
 ]
 AROUND = [
-    r"\neg %s", r"\sqrt{%s", "%s}9", "{%s", r"\left(%s", "(%s", r"\frac{%s", r"\frac{%s}{", "%s_9", "_%s", "^%s", r"\lim %s", r"\sum %s",
-    r"\cancel{%s} 9", r"\begin{cases}9\\%s\end{cases}", r"7-(%s,3)", r"9 \in \{%s\}", r"\{%s, 9\}", "(%s, 9)", r"9 \(%s\)",
-    "9 $%s$", "$%s$ 9",
-    r"\text{the answer is $%s$ or }9", r"\text{the final answer is $%s$ or }9", r"\text{answer: $%s$, maybe } 9",
+    r"\neg %s",
+    r"\sqrt{%s",
+    "%s}9",
+    "{%s",
+    r"\left(%s",
+    "(%s",
+    r"\frac{%s",
+    r"\frac{%s}{",
+    "%s_9",
+    "_%s",
+    "^%s",
+    r"\lim %s",
+    r"\sum %s",
+    r"\cancel{%s} 9",
+    r"\begin{cases}9\\%s\end{cases}",
+    r"7-(%s,3)",
+    r"9 \in \{%s\}",
+    r"\{%s, 9\}",
+    "(%s, 9)",
+    r"9 \(%s\)",
+    "9 $%s$",
+    "$%s$ 9",
+    r"\text{the answer is $%s$ or }9",
+    r"\text{the final answer is $%s$ or }9",
+    r"\text{answer: $%s$, maybe } 9",
     r"\text{I guess } %s \text{ as } 9",
-]  # fmt: skip
+]
 
 
 def malformed():
-    """Boxes with the true fraction and something else that makes them another answer, or none."""
+    """Yield boxes with the true fraction and other text that makes them wrong or unreadable."""
     between = [f" {mark} " for mark in RELATIONS + ARROWS + SEPARATORS] + ["", " "]
     for mark in between:
         yield from (f"9{mark}{HALF}", f"{HALF}{mark}9", f"x{mark}{HALF}{mark}9")
@@ -501,8 +581,8 @@ def test_a_box_that_holds_the_true_fraction_among_other_things_is_wrong(name):
     responses = {
         box: f"<think>a</think><answer>\\boxed{{{box}}}</answer>"
         for box in boxes
-        if box != HALF + "}9"
-    }  # that box is right
+        if box != HALF + "}9"  # this box is right
+    }
     assert [
         box for box, response in responses.items() if module.score(response, HALF) > module.WRONG
     ] == []
@@ -514,9 +594,8 @@ def test_a_box_that_holds_the_true_fraction_among_other_things_is_wrong(name):
 
 @pytest.mark.parametrize("truth", ["7", r"\sqrt{2}", r"(\frac12,\frac23)", r"\frac{3}{4}", "x^2+1"])
 def test_another_truth_is_not_found_in_a_malformed_box_either(truth):
-    boxes = sorted(
-        {box.replace(HALF, truth) for box in malformed() if "_9" not in box}
-    )  # 7_9 is a numeral of base 9, which is 7
+    # 7_9 is a numeral of base 9 with the value 7.
+    boxes = sorted({box.replace(HALF, truth) for box in malformed() if "_9" not in box})
     assert [box for box in boxes if equal(truth, box)] == []
 
 
@@ -553,7 +632,8 @@ def test_real_gsm8k_answers_score_right_and_their_neighbours_wrong():
     acc, base_acc = verifier("acc").score, verifier("base_acc").score
     for row in rows:
         number = row["answer"].rpartition("#### ")[2]
-        response = f"<think> {row['answer']} </think><answer> \\boxed{{{number.replace(',', '')}}} </answer>"
+        boxed = f"\\boxed{{{number.replace(',', '')}}}"
+        response = f"<think> {row['answer']} </think><answer> {boxed} </answer>"
         wrong = (
             f"<think> x </think><answer> \\boxed{{{int(number.replace(',', '')) + 1}}} </answer>"
         )

@@ -1,4 +1,7 @@
-"""msrl train-grpo as a command, with real ranks, engines and verifiers: every step's numbers against transformers, deaths and resumes."""
+"""The command train-grpo with real ranks, engines and verifiers.
+
+The numbers of every step are compared with transformers. Runs die and resume.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +49,13 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def make_inputs(folder: Path) -> Path:
-    """Prompts whose answer is 1 or 2, and a tied and an untied model that answer either at random."""
+    """Write prompts with the answer 1 or 2, and two models, tied and untied, that guess."""
     from msrl.cli import app
 
     make_tokenizer().save_pretrained(folder / "tokenizer")
     problems = [{"question": f"{i}%3=", "answer": f"so #### {i % 3}"} for i in range(40) if i % 3]
-    for name, part in (("data", problems[:20]), ("eval", problems[20:])):
-        source = str(write_rows(folder / f"{name}.jsonl", part))
+    for name, split_rows in (("data", problems[:20]), ("eval", problems[20:])):
+        source = str(write_rows(folder / f"{name}.jsonl", split_rows))
         arguments = [
             "--input",
             source,
@@ -80,35 +83,45 @@ def make_inputs(folder: Path) -> Path:
 
 
 def save_reward_model(folder: Path) -> Path:
-    """A random Qwen2 with one score, of another shape than the policy."""
+    """Save a random Qwen2 classifier with one score and another shape than the policy."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     torch.manual_seed(11)
     config = Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, initializer_range=0.3, num_labels=1, pad_token_id=None, bos_token_id=None, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        num_labels=1,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=2,
+    )
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 
 
 def learn_to_answer(model: Any, prompts: PromptDataset) -> None:
-    """A box with 1 or 2 in it, whatever was asked."""
+    """Train a model to answer every prompt with a box of 1 or 2."""
     tokenizer = make_tokenizer()
     answers = [[*tokenizer(f"\\boxed{{{digit}}}")["input_ids"], END] for digit in (1, 2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for number in range(60):
-        found = [
+        batch = [
             (prompts[(number * 4 + i) % len(prompts)].token_ids.tolist(), answers[i % 2])
             for i in range(4)
         ]
         loss = torch.zeros(())
-        for prompt, answer in found:
+        for prompt, answer in batch:
             ids = torch.tensor([[*prompt, *answer]])
             loss = loss + model(
                 ids, labels=torch.tensor([[*[-100] * len(prompt), *answer]])
-            ).loss / len(found)
+            ).loss / len(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -116,30 +129,37 @@ def learn_to_answer(model: Any, prompts: PromptDataset) -> None:
 
 
 def settings(inputs: Path, name: str, model: str, **sections: Any) -> dict[str, Any]:
-    """4 prompts of 4 samples a step, a checkpoint after every step."""
+    """Return a configuration with 4 prompts of 4 samples and a checkpoint per step."""
     return {
         "run": {"name": name, "dir": str(inputs / "runs"), "seed": 5},
         "model": {"path": str(inputs / model), "dtype": "float32", "template": "qwen"},
         "data": {"train": str(inputs / "data"), "eval": str(inputs / "eval")},
         "cluster": {"platform": "cpu", "rpc_timeout_s": 180.0},
         "rollout": {
-            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 16,
-            "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 160,
+            "max_response_tokens": 16,
+            "sampling": {"temperature": 0.9},
+            "engine": {"max_num_seqs": 32},
         },
         "reward": {"sources": SOURCES},
         "train": {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 2e-3}},
         "checkpoint": {"every_steps": 1},
         **sections,
-    }  # fmt: skip
+    }
 
 
-# Divergences of some 0.01 are above the target, so the coefficient grows by a fifth for every 32 samples.
+# KL values of about 0.01 exceed the target, so the coefficient grows by 20 % per 32 samples.
 ADAPTIVE: dict[str, Any] = {
-    "kl": {"loss": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32}}, "clip": {"low": 0.02, "high": 0.02},
-}  # fmt: skip
+    "kl": {
+        "loss": {"coef": 0.05},
+        "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32},
+    },
+    "clip": {"low": 0.02, "high": 0.02},
+}
 
 
-# Scores by models on the training ranks, which are logged and count for nothing.
 SOURCES: list[dict[str, Any]] = [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}]
 SAMPLED: dict[str, Any] = {
     "every_steps": 2,
@@ -153,7 +173,7 @@ SAMPLED: dict[str, Any] = {
 def several_updates(
     inputs: Path, name: str, resume: str = "none", **sections: Any
 ) -> dict[str, Any]:
-    """Untied, TP 2, two updates of 8 samples a step, KL to the reference with a coefficient that grows."""
+    """Return an untied TP 2 configuration: two updates per step and a growing KL coefficient."""
     train = {
         "steps": STEPS,
         "micro_batch": 2,
@@ -162,15 +182,24 @@ def several_updates(
         "updates": {"samples_per_update": 8},
     }
     return settings(
-        inputs, name, "untied", train=train, algo=ADAPTIVE,
-        reward={"sources": [*SOURCES, {"model": str(inputs / "judge-mcore"), "weight": 0.0, "options": {"batch": 3}}]},
+        inputs,
+        name,
+        "untied",
+        train=train,
+        algo=ADAPTIVE,
+        reward={
+            "sources": [
+                *SOURCES,
+                {"model": str(inputs / "judge-mcore"), "weight": 0.0, "options": {"batch": 3}},
+            ]
+        },
         **{"checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume}, **sections},
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(inputs) -> Path:
-    """The folder of an uninterrupted run; `whole.left` beside the inputs lists the temporary files that it left."""
+    """Run without interruption. The file `whole.left` lists the temporary files that remained."""
     file, tmp = write_config(inputs / "whole.yaml", several_updates(inputs, "whole")), make_tmp()
     succeed("train-grpo", "-c", str(file), log=inputs / "whole.log", tmp=tmp)
     (inputs / "whole.left").write_text("\n".join(files_in(tmp)))
@@ -179,7 +208,7 @@ def whole(inputs) -> Path:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run whose process group got a signal: what it had started and mapped by then, and what it left in its temporary folder."""
+    """Run whose process group received a signal, with its processes and remaining files."""
 
     run: Path
     code: int
@@ -192,7 +221,10 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(inputs) -> Interrupted:
-    """A tied model on two data-parallel ranks, an engine on two devices, one update a step, evaluated greedily after every second one."""
+    """Interrupt a run with two data-parallel ranks and a TP 2 engine.
+
+    The model is tied, a step has one update, and every second step is evaluated greedily.
+    """
     changes = {
         "train": {"steps": 1000, "micro_batch": 4, "optimizer": {"lr": 3e-4}},
         "eval": {"every_steps": 2},
@@ -209,7 +241,7 @@ def interrupted(inputs) -> Interrupted:
 
 @pytest.fixture(scope="module")
 def hung_up(inputs, interrupted) -> Interrupted:
-    """The same run, resumed and interrupted once more, as by a terminal that is closed."""
+    """Resume the same run and interrupt it again with the signal of a closed terminal."""
     return interrupt(
         inputs, "interrupted", len(rows(interrupted.run)) + 1, signal.SIGHUP, "--resume", "auto"
     )
@@ -218,7 +250,7 @@ def hung_up(inputs, interrupted) -> Interrupted:
 def interrupt(
     inputs: Path, name: str, step: int, number: signal.Signals, *arguments: str
 ) -> Interrupted:
-    """Run a configuration, and send a signal to its process group once this step has its rollouts."""
+    """Run a configuration and send a signal to its process group when a step has its rollouts."""
     tmp, run = make_tmp(), inputs / "runs" / name
     log = inputs / f"{name}-{number.name}.log"
     command = Command(
@@ -241,7 +273,7 @@ def rollouts(run: Path, step: int, folder: str = "rollouts") -> list[dict[str, A
 
 
 def model_after(run: Path, step: int, start: Path, scratch: Path) -> Any:
-    """The policy after `step` steps, in transformers."""
+    """Return the policy after `step` steps as a transformers model."""
     from transformers import AutoModelForCausalLM
 
     folder = start
@@ -254,7 +286,7 @@ def model_after(run: Path, step: int, start: Path, scratch: Path) -> Any:
 
 @torch.no_grad()
 def transformers_logprobs(model: Any, row: dict[str, Any], temperature: float = 0.9) -> np.ndarray:
-    """log_softmax(logits / temperature) of the response tokens."""
+    """Return log_softmax(logits / temperature) of the response tokens."""
     ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
     logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].double() / temperature
     return (
@@ -262,31 +294,31 @@ def transformers_logprobs(model: Any, row: dict[str, Any], temperature: float = 
     )
 
 
-def all_logprobs(model: Any, found: list[dict[str, Any]]) -> np.ndarray:
-    return np.concatenate([transformers_logprobs(model, row) for row in found])
+def all_logprobs(model: Any, samples: list[dict[str, Any]]) -> np.ndarray:
+    return np.concatenate([transformers_logprobs(model, row) for row in samples])
 
 
 def assert_every_update_reached_the_engine(
     run: Path, start: Path, steps: int, scratch: Path
 ) -> None:
-    """The engine's log-probabilities of every step are those of the weights that the step before left."""
+    """Compare the engine's log-probabilities of each step with those of the preceding weights."""
     models = [model_after(run, step, start, scratch) for step in range(steps)]
     for step, model in enumerate(models, 1):
-        found = rollouts(run, step)
-        assert {row["policy_version"] for row in found} == {step - 1}
-        sampled = np.concatenate([row["logprobs"] for row in found])
-        assert np.abs(sampled - all_logprobs(model, found)).max() < 1e-4
+        samples = rollouts(run, step)
+        assert {row["policy_version"] for row in samples} == {step - 1}
+        sampled = np.concatenate([row["logprobs"] for row in samples])
+        assert np.abs(sampled - all_logprobs(model, samples)).max() < 1e-4
         if step > 1:
-            assert np.abs(sampled - all_logprobs(models[step - 2], found)).max() > 1e-2, (
+            assert np.abs(sampled - all_logprobs(models[step - 2], samples)).max() > 1e-2, (
                 "the weights have not moved"
             )
 
 
-def test_the_engine_samples_from_the_new_weights_after_every_update_of_an_untied_model_cut_in_two(
+def test_the_engine_samples_from_the_new_weights_after_every_update_of_an_untied_tp_2_model(
     whole, inputs, tmp_path
 ):
     assert_every_update_reached_the_engine(whole, inputs / "untied", STEPS, tmp_path)
-    assert all(found["train/sampler_logprob_difference"] < 1e-5 for found in metrics(whole))
+    assert all(row["train/sampler_logprob_difference"] < 1e-5 for row in metrics(whole))
 
 
 def test_the_engine_samples_from_the_new_weights_after_every_update_of_a_tied_model_on_two_ranks(
@@ -294,7 +326,7 @@ def test_the_engine_samples_from_the_new_weights_after_every_update_of_a_tied_mo
 ):
     run = interrupted.run
     assert_every_update_reached_the_engine(run, inputs / "tied", 3, tmp_path)
-    assert all(found["train/sampler_logprob_difference"] < 1e-5 for found in metrics(run))
+    assert all(row["train/sampler_logprob_difference"] < 1e-5 for row in metrics(run))
 
 
 def test_prompts_reach_the_engine_as_the_token_ids_of_the_dataset_special_ones_included(
@@ -304,38 +336,51 @@ def test_prompts_reach_the_engine_as_the_token_ids_of_the_dataset_special_ones_i
 
     dataset = PromptDataset(inputs / "data")
     for step in range(1, STEPS + 1):
-        found = rollouts(whole, step)
+        samples = rollouts(whole, step)
         expected = RowOrder(len(dataset), 4, seed=5, shuffle=True).of_step(step - 1).tolist()
-        assert [row["prompt_index"] for row in found] == [
+        assert [row["prompt_index"] for row in samples] == [
             index for index in expected for _ in range(4)
         ]
-        for row in found:
+        for row in samples:
             assert row["prompt_ids"] == dataset[row["prompt_index"]].token_ids.tolist()
-            assert (
-                row["prompt_ids"].count(1) == 3 and row["prompt_ids"].count(END) == 2
-            )  # <|im_start|> and <|im_end|>
+            assert row["prompt_ids"].count(1) == 3 and row["prompt_ids"].count(END) == 2
             assert row["prompt"].count("<|im_start|>") == 3
 
 
 def test_every_step_logs_what_it_did(whole):
     assert [row["step"] for row in rows(whole)] == list(range(1, STEPS + 1))
-    wanted = {
-        "reward/mean", "reward/acc", "reward/strict_format", "rollout/response_length", "rollout/truncated", "train/kl", "train/entropy",
-        "train/clip_fraction", "train/grad_norm", "train/lr", "train/policy_loss", "train/loss", "train/sampler_logprob_difference",
-        "train/sampler_kl", "rollout/tokens_per_s", "perf/tokens_per_s",
-    }  # fmt: skip
+    expected = {
+        "reward/mean",
+        "reward/acc",
+        "reward/strict_format",
+        "rollout/response_length",
+        "rollout/truncated",
+        "train/kl",
+        "train/entropy",
+        "train/clip_fraction",
+        "train/grad_norm",
+        "train/lr",
+        "train/policy_loss",
+        "train/loss",
+        "train/sampler_logprob_difference",
+        "train/sampler_kl",
+        "rollout/tokens_per_s",
+        "perf/tokens_per_s",
+    }
     for step, row in enumerate(rows(whole), 1):
-        assert wanted <= set(row["metrics"])
+        assert expected <= set(row["metrics"])
         assert all(np.isfinite(value) for value in row["metrics"].values())
         assert {"rollout", "reward", "logprobs", "update", "weights", "step"} <= set(row["seconds"])
-        found = rollouts(whole, step)
-        assert len(found) == 16
-        assert row["metrics"]["reward/mean"] == pytest.approx(np.mean([r["reward"] for r in found]))
+        samples = rollouts(whole, step)
+        assert len(samples) == 16
+        assert row["metrics"]["reward/mean"] == pytest.approx(
+            np.mean([r["reward"] for r in samples])
+        )
         assert row["metrics"]["reward/acc"] == pytest.approx(
-            np.mean([r["scores"]["acc"] for r in found])
+            np.mean([r["scores"]["acc"] for r in samples])
         )
         assert row["metrics"]["rollout/response_length"] == np.mean(
-            [len(r["response_ids"]) for r in found]
+            [len(r["response_ids"]) for r in samples]
         )
     assert (whole / "curves.png").is_file() and "Hugging Face model" in (
         whole / "report.md"
@@ -373,19 +418,19 @@ def test_a_reward_model_on_the_training_ranks_scores_as_transformers_does(
         inputs / "judge", dtype=torch.float32
     ).eval()
     tokenizer = make_tokenizer()
-    found = [
+    scored = [
         (row, row["scores"]["reward_model"]) for row in rollouts(whole, 1) + rollouts(whole, 3)
     ]
-    found += [
+    scored += [
         (row, row["scores"]["judge"])
         for row in rollouts(interrupted.run, 2) + rollouts(interrupted.run, 2, "eval")
     ]
     expected = [
         model(**tokenizer(row["prompt"] + row["response"], return_tensors="pt")).logits.item()
-        for row, _ in found
+        for row, _ in scored
     ]
     assert np.std(expected) > 0.1
-    assert np.abs(np.array(expected) - [score for _, score in found]).max() < 1e-4
+    assert np.abs(np.array(expected) - [score for _, score in scored]).max() < 1e-4
     assert metrics(whole)[0]["reward/reward_model"] == pytest.approx(
         np.mean(expected[:16]), abs=1e-4
     )
@@ -393,25 +438,25 @@ def test_a_reward_model_on_the_training_ranks_scores_as_transformers_does(
 
 def test_the_first_update_of_a_rollout_has_ratio_one(interrupted):
     run = interrupted.run
-    for step, found in enumerate(metrics(run)[:3], 1):
+    for step, values in enumerate(metrics(run)[:3], 1):
         responses = rollouts(run, step)
         advantages = np.concatenate(
             [np.full(len(row["response_ids"]), row["advantage"]) for row in responses]
         )
-        assert found["train/policy_loss"] == pytest.approx(-advantages.mean(), abs=1e-6)
-        assert found["train/clip_fraction"] == 0 and found["train/ppo_kl"] == 0
-        assert "train/kl" not in found
+        assert values["train/policy_loss"] == pytest.approx(-advantages.mean(), abs=1e-6)
+        assert values["train/clip_fraction"] == 0 and values["train/ppo_kl"] == 0
+        assert "train/kl" not in values
 
 
 def test_a_later_update_of_a_rollout_is_clipped_and_the_policy_leaves_the_reference(
     whole, inputs, tmp_path
 ):
-    found = metrics(whole)
-    assert max(step["train/clip_fraction"] for step in found) > 0.01
-    assert found[-1]["train/kl"] > 1e-3
-    np.testing.assert_allclose([step["train/kl_factor"] for step in found], 1.1 ** np.arange(STEPS))
-    assert [step["train/lr"] for step in found] == [3e-4] * STEPS
-    assert min(step["reward/equal_groups"] for step in found) < 1
+    steps = metrics(whole)
+    assert max(step["train/clip_fraction"] for step in steps) > 0.01
+    assert steps[-1]["train/kl"] > 1e-3
+    np.testing.assert_allclose([step["train/kl_factor"] for step in steps], 1.1 ** np.arange(STEPS))
+    assert [step["train/lr"] for step in steps] == [3e-4] * STEPS
+    assert min(step["reward/equal_groups"] for step in steps) < 1
 
 
 def test_entropy_and_divergence_of_the_first_pass_are_those_of_transformers(
@@ -450,7 +495,7 @@ def test_an_evaluation_says_what_the_policy_of_its_step_answers_greedily(
     from msrl.rewards.verifiers import acc
 
     run = interrupted.run
-    assert [step for step, found in enumerate(metrics(run), 1) if "eval/pass@1" in found] == list(
+    assert [step for step, values in enumerate(metrics(run), 1) if "eval/pass@1" in values] == list(
         range(2, len(metrics(run)) + 1, 2)
     )
     model, tokenizer, held_out = (
@@ -470,12 +515,12 @@ def test_an_evaluation_says_what_the_policy_of_its_step_answers_greedily(
         )
         answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
         scores.append(acc.score(answers[-1], prompt.answer))
-    found = metrics(run)[1]
+    values = metrics(run)[1]
     assert (
-        found["eval/pass@1"] == pytest.approx(np.mean(np.array(scores) == 1.0))
-        and "eval/mean@1" not in found
+        values["eval/pass@1"] == pytest.approx(np.mean(np.array(scores) == 1.0))
+        and "eval/mean@1" not in values
     )
-    assert found["eval/reward"] == pytest.approx(np.mean(scores) - 0.25) and found[
+    assert values["eval/reward"] == pytest.approx(np.mean(scores) - 0.25) and values[
         "eval/score/acc"
     ] == pytest.approx(np.mean(scores))
     written = rollouts(run, 2, "eval")
@@ -491,9 +536,9 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_nothing_outlives_the_run(
     assert (interrupted.run / "checkpoints" / f"iter_{done:07d}").is_dir()
     ours = r"ray::(TrainActor|RolloutActor)|msrl\.rewards\.worker|/raylet/raylet "
     started = {
-        pid: found[0]
+        pid: match[0]
         for pid, line in interrupted.processes.items()
-        if (found := re.search(ours, line))
+        if (match := re.search(ours, line))
     }
     assert {
         "ray::TrainActor",
@@ -527,7 +572,7 @@ def test_nothing_stays_in_the_temporary_folder_and_in_shared_memory(
 
 @dataclass(frozen=True)
 class Resumed:
-    """The whole run's training with evaluations, a rank of which died and which went on: its folder, and how the first attempt ended."""
+    """Run with evaluations that was resumed after the death of a rank, and its first attempt."""
 
     run: Path
     code: int
@@ -573,8 +618,8 @@ def test_evaluations_change_nothing_of_the_training_and_a_resume_repeats_and_mis
         name for name in metrics(run)[0] if name.startswith("eval/")
     }
     trained = [
-        {name: value for name, value in found.items() if not name.startswith("eval/")}
-        for found in metrics(run)[1:]
+        {name: value for name, value in values.items() if not name.startswith("eval/")}
+        for values in metrics(run)[1:]
     ]
     assert trained == metrics(whole)
     assert (
@@ -590,22 +635,23 @@ def test_sampled_evaluations_are_of_the_policy_of_their_step_and_the_best_checkp
 
     accuracies = {}
     for step in (0, 2, 4):
-        found, logged = rollouts(resumed.run, step, "eval"), metrics(resumed.run)[step]
-        assert len(found) == 6 * 4 and {row["policy_version"] for row in found} == {step}
-        assert len({(row["prompt_index"], row["response"]) for row in found}) > 6, (
+        samples, logged = rollouts(resumed.run, step, "eval"), metrics(resumed.run)[step]
+        assert len(samples) == 6 * 4 and {row["policy_version"] for row in samples} == {step}
+        assert len({(row["prompt_index"], row["response"]) for row in samples}) > 6, (
             "samples of a prompt differ"
         )
-        sampled = np.concatenate([row["logprobs"] for row in found])
+        sampled = np.concatenate([row["logprobs"] for row in samples])
         assert (
             np.abs(
-                sampled - all_logprobs(model_after(whole, step, inputs / "untied", tmp_path), found)
+                sampled
+                - all_logprobs(model_after(whole, step, inputs / "untied", tmp_path), samples)
             ).max()
             < 1e-4
         )
         right = np.array(
-            [f"\\boxed{{{row['answer']}}}" in row["response"] for row in found]
+            [f"\\boxed{{{row['answer']}}}" in row["response"] for row in samples]
         ).reshape(6, 4)
-        assert right.ravel().tolist() == [row["is_right"] for row in found]
+        assert right.ravel().tolist() == [row["is_right"] for row in samples]
         pairs = [right[:, [a, b]].any(axis=1) for a, b in itertools.combinations(range(4), 2)]
         assert logged["eval/pass@1"] == logged["eval/mean@4"] == pytest.approx(right.mean())
         assert logged["eval/pass@2"] == pytest.approx(np.mean(pairs)) and logged[
@@ -618,7 +664,7 @@ def test_sampled_evaluations_are_of_the_policy_of_their_step_and_the_best_checkp
 
 @pytest.fixture(scope="module")
 def adapted(inputs) -> Path:
-    """Three steps that train adapters on two tensor-parallel ranks, with a divergence from the reference; one evaluation at the end."""
+    """Train adapters for three steps on two TP ranks with a KL loss; evaluate at the end."""
     changes = settings(
         inputs,
         "adapted",
@@ -653,16 +699,17 @@ def test_adapters_are_reinforced_and_their_reference_is_the_model_without_them(
     from transformers import AutoModelForCausalLM
 
     base = model_after(adapted, 0, inputs / "untied", tmp_path)
-    for step, found in enumerate(metrics(adapted), 1):
+    for step, values in enumerate(metrics(adapted), 1):
         responses = rollouts(adapted, step)
         sampled, reference = (
             np.concatenate([row["logprobs"] for row in responses]),
             all_logprobs(base, responses),
         )
         k3 = np.exp(reference - sampled) - 1 + sampled - reference
-        assert found["train/kl"] == pytest.approx(k3.mean(), abs=1e-6, rel=1e-3), step
-        assert found["train/sampler_logprob_difference"] < 1e-5
-    assert abs(metrics(adapted)[0]["train/kl"]) < 1e-6 < 1e-4 < metrics(adapted)[2]["train/kl"]
+        assert values["train/kl"] == pytest.approx(k3.mean(), abs=1e-6, rel=1e-3), step
+        assert values["train/sampler_logprob_difference"] < 1e-5
+    assert abs(metrics(adapted)[0]["train/kl"]) < 1e-6
+    assert metrics(adapted)[2]["train/kl"] > 1e-4
     exported: Any = AutoModelForCausalLM.from_pretrained(adapted / "hf", dtype=torch.float32)
     evaluated = rollouts(adapted, 3, "eval")
     assert (
@@ -691,7 +738,7 @@ def scores_calls(response, answer, *, file, count):
 
 
 def fail_with(inputs: Path, name: str, function: str, **sections: Any) -> Command:
-    """A run whose second reward source is `function`, which is asked beside a verifier."""
+    """Start a run whose second reward source, next to a verifier, is `function`."""
     (inputs / "failing.py").write_text(FAILING)
     options = (
         {"file": str(inputs / f"{name}.calls"), "count": 16} if function == "scores_calls" else {}
@@ -750,21 +797,34 @@ def test_a_reward_function_that_always_raises_ends_an_evaluation_too(inputs):
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "gspo": {"train": {"updates": {"samples_per_update": 8}}, "algo": {"mismatch": {"weight": "sequence", "filter": "token"}}},
-    "dr_grpo": {"algo": {"kl": {"loss": {"coef": 0.05, "estimator": "full"}}, "sample_weight": {"length": True}}},
+    "gspo": {
+        "train": {"updates": {"samples_per_update": 8}},
+        "algo": {"mismatch": {"weight": "sequence", "filter": "token"}},
+    },
+    "dr_grpo": {
+        "algo": {
+            "kl": {"loss": {"coef": 0.05, "estimator": "full"}},
+            "sample_weight": {"length": True},
+        }
+    },
     "reinforce_pp": {
         "rollout": {"samples_per_prompt": 1, "prompts_per_step": 8, "max_response_tokens": 10},
         "algo": {
-            "mask": {"truncated": True}, "advantage": {"gamma": 0.99}, "sft": {"coef": 0.01},
-            "kl": {"reward": {"coef": 0.05, "estimator": "k3"}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 16}},
+            "mask": {"truncated": True},
+            "advantage": {"gamma": 0.99},
+            "sft": {"coef": 0.01},
+            "kl": {
+                "reward": {"coef": 0.05, "estimator": "k3"},
+                "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 16},
+            },
         },
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=sorted(PRESETS))
 def preset_run(request, inputs) -> tuple[str, Path]:
-    """Three steps of a preset."""
+    """Run three steps of a preset."""
     name = request.param
     base, changes = settings(inputs, name, "tied"), PRESETS[name]
     base["train"] = {
@@ -787,8 +847,8 @@ def preset_run(request, inputs) -> tuple[str, Path]:
 @pytest.mark.full
 def test_presets_run_and_their_first_step_is_the_one_of_their_formula(preset_run):
     name, run = preset_run
-    found, samples = metrics(run), rollouts(run, 1)
-    assert len(found) == 3 and all(np.isfinite(value) for step in found for value in step.values())
+    steps, samples = metrics(run), rollouts(run, 1)
+    assert len(steps) == 3 and all(np.isfinite(value) for step in steps for value in step.values())
     rewards = np.array([row["reward"] for row in samples])
     advantages = np.array([row["advantage"] for row in samples])
     lengths = np.array([len(row["response_ids"]) for row in samples])
@@ -798,10 +858,10 @@ def test_presets_run_and_their_first_step_is_the_one_of_their_formula(preset_run
             groups.std(1, ddof=1, keepdims=True) + 1e-6
         )
         np.testing.assert_allclose(advantages, expected.ravel(), atol=1e-5)
-        assert max(step["train/clip_fraction"] for step in found) > 0
+        assert max(step["train/clip_fraction"] for step in steps) > 0
         assert (
-            found[0]["train/mismatch_weight"] == pytest.approx(1.0, abs=1e-3)
-            and found[0]["train/mismatch_filtered"] == 0
+            steps[0]["train/mismatch_weight"] == pytest.approx(1.0, abs=1e-3)
+            and steps[0]["train/mismatch_filtered"] == 0
         )
     if name == "dr_grpo":
         weights = 1.5 - (lengths - lengths.min()) / max(lengths.max() - lengths.min(), 1)
@@ -811,28 +871,34 @@ def test_presets_run_and_their_first_step_is_the_one_of_their_formula(preset_run
             (groups - groups.mean(1, keepdims=True)).ravel() * weights / weights.mean(),
             atol=1e-5,
         )
-        assert found[0]["train/policy_loss"] == pytest.approx(
+        assert steps[0]["train/policy_loss"] == pytest.approx(
             -(advantages * lengths).sum() / (16 * 16), abs=1e-6
         )
-        assert abs(found[0]["train/kl"]) < 1e-6 < found[2]["train/kl"]
+        assert abs(steps[0]["train/kl"]) < 1e-6 < steps[2]["train/kl"]
     if name == "reinforce_pp":
         is_trained = [row["is_learnt"] for row in samples]
         assert is_trained == [row["finish_reason"] == "stop" for row in samples]
-        assert found[0].get("train/masked", 0.0) == pytest.approx(1 - np.mean(is_trained))
+        assert steps[0].get("train/masked", 0.0) == pytest.approx(1 - np.mean(is_trained))
         assert (advantages * lengths).sum() == pytest.approx(0, abs=1e-4), "z-scores over tokens"
-        assert abs(found[0]["train/reward_kl"]) < 1e-6 < found[2]["train/reward_kl"]
-        assert [step["train/kl_factor"] for step in found] == pytest.approx([1.0, 0.9, 0.99]), (
+        assert abs(steps[0]["train/reward_kl"]) < 1e-6 < steps[2]["train/reward_kl"]
+        assert [step["train/kl_factor"] for step in steps] == pytest.approx([1.0, 0.9, 0.99]), (
             "no divergence yet, then some"
         )
 
 
 CRITIC: dict[str, Any] = {
-    "preset": "ppo", "value": {"warmup_steps": 1}, "kl": {"reward": {"coef": 0.05, "estimator": "k1"}}, "advantage": {"gamma": 0.98},
-}  # fmt: skip
+    "preset": "ppo",
+    "value": {"warmup_steps": 1},
+    "kl": {"reward": {"coef": 0.05, "estimator": "k1"}},
+    "advantage": {"gamma": 0.98},
+}
 
 
 def with_critic(inputs: Path, name: str, resume: str = "none") -> dict[str, Any]:
-    """Untied, TP 2, two updates of 8 samples a step, a critic with a learning rate of its own that learns alone in the first step."""
+    """Return an untied TP 2 configuration with two updates of 8 samples per step and a critic.
+
+    The critic has a separate learning rate and is trained alone in the first step.
+    """
     cluster = {
         "platform": "cpu",
         "rpc_timeout_s": 180.0,
@@ -864,8 +930,11 @@ def critic_run(inputs) -> Path:
 
 @pytest.mark.full
 def test_a_critic_of_zeros_makes_the_advantages_of_the_first_step_discounted_returns(critic_run):
-    """With values and divergences of 0, A_t = (gamma lambda)^(n - 1 - t) R, whitened over the tokens of the step; returns are the same."""
-    samples, found = rollouts(critic_run, 1), metrics(critic_run)
+    """Values and KL of 0 give A_t = (gamma lambda)^(n - 1 - t) R, whitened over the step's tokens.
+
+    The returns are the same before whitening.
+    """
+    samples, steps = rollouts(critic_run, 1), metrics(critic_run)
     rows_of_tokens = [
         (0.98 * 0.95) ** np.arange(len(row["response_ids"]))[::-1] * row["reward"]
         for row in samples
@@ -875,27 +944,27 @@ def test_a_critic_of_zeros_makes_the_advantages_of_the_first_step_discounted_ret
         ((row - tokens.mean()) / (tokens.std(ddof=1) + 1e-6)).mean() for row in rows_of_tokens
     ]
     np.testing.assert_allclose([row["advantage"] for row in samples], expected, atol=1e-4)
-    assert found[0]["train/value_mean"] == 0 and found[0][
+    assert steps[0]["train/value_mean"] == 0 and steps[0][
         "train/value_explained_variance"
     ] == pytest.approx(0)
-    assert found[0]["train/return_mean"] == pytest.approx(tokens.mean(), abs=1e-5)
+    assert steps[0]["train/return_mean"] == pytest.approx(tokens.mean(), abs=1e-5)
 
 
 @pytest.mark.full
 def test_the_critic_learns_alone_while_it_warms_up_and_its_learning_rate_is_its_own(
     critic_run, inputs, tmp_path
 ):
-    found = metrics(critic_run)
-    assert "train/policy_loss" not in found[0] and {
+    steps = metrics(critic_run)
+    assert "train/policy_loss" not in steps[0] and {
         "train/policy_loss",
         "train/clip_fraction",
-    } <= set(found[1])
-    assert [step["train/value_lr"] for step in found] == pytest.approx(
+    } <= set(steps[1])
+    assert [step["train/value_lr"] for step in steps] == pytest.approx(
         [1e-3 * (1 - k / 6) for k in (1, 3, 5)]
     )
-    assert [step["train/lr"] for step in found[1:]] == [3e-4, 3e-4]
+    assert [step["train/lr"] for step in steps[1:]] == [3e-4, 3e-4]
     assert (
-        all(step["train/value_loss"] > 0 for step in found) and found[-1]["train/value_mean"] != 0
+        all(step["train/value_loss"] > 0 for step in steps) and steps[-1]["train/value_mean"] != 0
     )
     before, first = (
         model_after(critic_run, 0, inputs / "untied", tmp_path),
@@ -915,7 +984,7 @@ def test_the_critic_learns_alone_while_it_warms_up_and_its_learning_rate_is_its_
 def test_the_exported_critic_is_a_classifier_of_transformers_and_another_run_starts_from_it(
     critic_run, inputs
 ):
-    """A value is the score at the position before its token: those of transformers make the next run's advantages."""
+    """The value of a token is the score at the previous position, in msrl and transformers."""
     from transformers import AutoModelForSequenceClassification
 
     config = with_critic(inputs, "ppo3")
@@ -935,10 +1004,10 @@ def test_the_exported_critic_is_a_classifier_of_transformers_and_another_run_sta
             torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
         ).last_hidden_state
         values.append(model.score(hidden)[0, len(row["prompt_ids"]) - 1 : -1, 0].double().numpy())
-    (found,) = metrics(inputs / "runs" / "ppo3")
+    (values_row,) = metrics(inputs / "runs" / "ppo3")
     assert (
-        found["train/value_mean"] == pytest.approx(np.concatenate(values).mean(), rel=1e-4)
-        and abs(found["train/value_mean"]) > 1e-3
+        values_row["train/value_mean"] == pytest.approx(np.concatenate(values).mean(), rel=1e-4)
+        and abs(values_row["train/value_mean"]) > 1e-3
     )
     estimated = [
         _gae_by_a_loop(row["reward"], mine, 0.98, 0.95)
@@ -950,11 +1019,11 @@ def test_the_exported_critic_is_a_classifier_of_transformers_and_another_run_sta
 
 
 def _gae_by_a_loop(reward: float, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """From the last token backwards; the reference is still the policy, so that there is no penalty."""
+    """Return advantages; there is no KL penalty because the reference is still the policy."""
     advantages, after, following = np.zeros(len(values)), 0.0, 0.0
     for t in reversed(range(len(values))):
-        got = reward if t == len(values) - 1 else 0.0
-        after = got + gamma * following - values[t] + gamma * lam * after
+        reward_t = reward if t == len(values) - 1 else 0.0
+        after = reward_t + gamma * following - values[t] + gamma * lam * after
         advantages[t], following = after, values[t]
     return advantages
 

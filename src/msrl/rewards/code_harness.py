@@ -3,8 +3,8 @@
 The harness prints a secret word after all assertions pass. It reads the word before the program
 starts and then empties standard input, so a program cannot pass by printing what it reads. The
 assertions run with the original `exec`, and `==` in them does not trust classes that claim to be
-equal to numbers or text. A program that searches the frames and objects of its own process for the
-word can still find it.
+equal to numbers or text. A program that searches the frames and objects of the process for the word
+can still find it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def run(
     """Run a program once per input, as `sandbox.run` does.
 
     Raises:
-        RemoteError: The server does not respond, or reports an error of its own.
+        RemoteError: The server does not respond, or reports an internal error.
     """
     end = time.monotonic() + limits.total_s
     cases: list[Case] = []

@@ -36,7 +36,7 @@ class Item:
     answer: str = ""
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def with_prompt_of(self, column: str) -> Item:
+    def use_prompt_column(self, column: str) -> Item:
         """Return the item with an extra column of its row, such as the bare question, as the
         prompt.
 
@@ -121,7 +121,7 @@ class Remote:
 
     def score(self, items: Sequence[Item]) -> list[CallResult]:
         """Return the score of every item, or the reason why it has none."""
-        items = [item.with_prompt_of(self._prompt_column) for item in items]
+        items = [item.use_prompt_column(self._prompt_column) for item in items]
         batches = [items[i : i + self._batch] for i in range(0, len(items), self._batch)]
         self._num_failed, self._has_answered = 0, False
         with ThreadPoolExecutor(self._concurrency) as threads:
@@ -168,8 +168,10 @@ class Remote:
         return [self._result(reward) for reward in rewards]
 
     def _result(self, reward: object) -> CallResult:
-        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-        if is_number and abs(reward) <= sys.float_info.max:
-            return CallResult(float(reward))
         detail = f"{self._server.url}: the reward {str(reward)[:200]} is not a finite number"
+        if not isinstance(reward, int | float) or isinstance(reward, bool):
+            return CallResult(None, "error", detail)
+        # The comparison also rejects NaN and integers that are too large for a float.
+        if abs(reward) <= sys.float_info.max:
+            return CallResult(float(reward))
         return CallResult(None, "error", detail)

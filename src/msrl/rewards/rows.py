@@ -27,7 +27,7 @@ class RowSources:
         for prompt in prompts:
             for number in self.select(prompt):
                 column = str(self._sources[number].options.get("prompt_column", ""))
-                Item("", "", "", prompt.extra).with_prompt_of(column)
+                Item("", "", "", prompt.extra).use_prompt_column(column)
 
     def select(self, prompt: Prompt) -> list[int]:
         """Return the numbers of the sources that score a row.

@@ -17,21 +17,21 @@ from msrl.types import Prompt, ScoredGroup
 class Judge:
     """Correctness of answers by the score of one source.
 
-    `wanted` is the label of the source. Without it, the first source of the row that compares with
+    `source` is the label of the source. Without it, the first source of the row that compares with
     a ground truth decides, or else the first verifier or function. Servers and models decide only
-    if `wanted` names them, because their scores do not state correctness. An answer is right from a
+    if `source` names them, because their scores do not state correctness. An answer is right from a
     score of `right_from` on.
     """
 
     sources: tuple[Source, ...]
-    wanted: str | None = None
+    source: str | None = None
     right_from: float = 1.0
 
     def source_for(self, prompt: Prompt) -> str | None:
         """Return the label of the source that decides on answers to a prompt, or None."""
         sources = [source for source in self.sources if source.applies_to(prompt.extra)]
-        if self.wanted is not None:
-            return self.wanted if self.wanted in {source.label for source in sources} else None
+        if self.source is not None:
+            return self.source if self.source in {source.label for source in sources} else None
         deciding = [source for source in sources if source.in_pool]
         deciding.sort(key=lambda source: not source.needs_answer)
         return deciding[0].label if deciding else None

@@ -60,10 +60,10 @@ def extract_part(response: str, part: Part) -> str | None:
     return text
 
 
-def in_order(text: str, parts: Sequence[str]) -> bool:
-    """Return True if `parts` occur in `text` in this order, with any text between them."""
+def in_order(text: str, substrings: Sequence[str]) -> bool:
+    """Return True if `substrings` occur in `text` in this order, with any text between them."""
     end = 0
-    for expected in parts:
+    for expected in substrings:
         start = text.find(expected, end)
         if start < 0:
             return False

@@ -93,7 +93,7 @@ class RankModel:
         """Return the score of every item, or the reason why it has none."""
         assert self._rank_score is not None, "the ranks have not been started"
         limit = self._max_tokens or self.shape.max_position_embeddings
-        sequences = [self._token_ids(item.with_prompt_of(self._prompt_column)) for item in items]
+        sequences = [self._token_ids(item.use_prompt_column(self._prompt_column)) for item in items]
         fitting = [number for number, ids in enumerate(sequences) if 0 < len(ids) <= limit]
         results: list[CallResult] = []
         for ids in sequences:

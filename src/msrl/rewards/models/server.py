@@ -87,7 +87,7 @@ class RewardModel:
         Raises:
             MsrlError: The model cannot be loaded.
         """
-        texts = [item.with_prompt_of(self._prompt_column) for item in items]
+        texts = [item.use_prompt_column(self._prompt_column) for item in items]
         pairs = [(item.prompt, item.response) for item in texts]
         # Batches of similar lengths need less padding.
         order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][0]) + len(pairs[n][1]))
