@@ -532,7 +532,7 @@ def test_a_ground_truth_that_tests_nothing_is_refused_and_pays_for_nothing(answe
     rows = RowSources([Source("code")])
     rows.check([group(answer=STDIN).prompt])
     with pytest.raises(
-        MsrlError, match=r"reward.sources\[0\].verifier=code: .*row 7 of the data tests nothing"
+        MsrlError, match=r"reward.sources\[0\].verifier=code: .*row 7 .*tests nothing"
     ):
         rows.check([group(answer=answer, index=7).prompt])
 

@@ -791,7 +791,7 @@ def test_a_reward_function_that_always_raises_ends_an_evaluation_too(inputs):
     command = fail_with(inputs, "judged", "raises", eval={"every_steps": 2, "at_start": True})
     assert command.wait() == 2, command.output()
     assert (
-        "of the evaluation of step 0" in command.output()
+        "evaluation of step 0" in command.output()
         and "KeyError: 'no such column'" in command.output()
     )
 

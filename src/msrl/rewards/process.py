@@ -51,8 +51,7 @@ class RewardSteps:
         The `algo` section defines the steps after that: KL penalty, returns, whitening and clipping
         of advantages.
         """
-        rows = [[reward.total for reward in group.rewards] for group in groups]
-        totals = np.array(rows, dtype=np.float64)
+        totals = _totals(groups)
         shaping = self._shaping(groups, totals)
         shaped = totals + sum(shaping.values(), start=np.zeros_like(totals))
         clip = self._config.clip
@@ -70,7 +69,7 @@ class RewardSteps:
         terms: dict[str, Reals] = {}
         lengths = _lengths(groups)
         if config.format_penalty:
-            texts = [[item.text for item in group.rollout.completions] for group in groups]
+            texts = [_texts(group) for group in groups]
             terms["format_penalty"] = format_penalty(texts, penalty=config.format_penalty)
         if config.length.coef:
             is_right = totals > config.length.right_above
@@ -98,8 +97,19 @@ class RewardSteps:
         return {name: float(value) for name, value in metrics.items()}
 
 
+def _totals(groups: Sequence[ScoredGroup]) -> Reals:  # [P, G]
+    rows: list[list[float]] = []
+    for group in groups:
+        rows.append([reward.total for reward in group.rewards])
+    return np.array(rows, dtype=np.float64)
+
+
 def _lengths(groups: Sequence[ScoredGroup]) -> Reals:  # [P, G] response tokens
     rows: list[list[int]] = []
     for group in groups:
         rows.append([len(completion.token_ids) for completion in group.rollout.completions])
     return np.array(rows, dtype=np.float64)
+
+
+def _texts(group: ScoredGroup) -> list[str]:
+    return [completion.text for completion in group.rollout.completions]

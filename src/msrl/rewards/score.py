@@ -164,7 +164,9 @@ class Scorer:
     ) -> _CallResults:
         """Call all sources. Servers and models run concurrently with the pool."""
         results: dict[_CallKey, CallResult] = {}
-        client_keys = {s: [key for key in keys if key[2] == s] for s in self._clients}
+        client_keys: dict[int, list[_CallKey]] = {}
+        for s in self._clients:
+            client_keys[s] = [key for key in keys if key[2] == s]
         with ThreadPoolExecutor(max(1, len(self._clients))) as threads:
             running: dict[int, Future[list[CallResult]]] = {}
             for s, own_keys in client_keys.items():
@@ -209,7 +211,9 @@ class Scorer:
         scores: dict[int, list[float]] = {}
         for s in sources:
             scores[s] = self._fill_scores(self._sources[s], [results[g, c, s] for c in count])
-        rewards = [self._reward({s: scores[s][c] for s in sources}) for c in count]
+        rewards: list[Reward] = []
+        for c in count:
+            rewards.append(self._reward({s: scores[s][c] for s in sources}))
         return ScoredGroup(group, tuple(rewards))
 
     @staticmethod
