@@ -1,4 +1,4 @@
-"""Functions that misbehave in every way that a verifier can; the pool's tests run them in its processes."""
+"""Misbehaving verifiers that the tests of the pool run in its processes."""
 
 import os
 import signal

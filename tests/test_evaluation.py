@@ -65,7 +65,7 @@ def test_the_first_verifier_that_knows_the_truth_decides_and_its_full_score_is_r
     assert judge.source_for(prompt()) == "acc"
     assert judge.verdicts(group) == [True, False, False]
     assert Judge(judge.sources, right_from=-0.5).verdicts(group) == [True, True, False]
-    assert Judge(judge.sources, wanted="reward_model").verdicts(group) == [True, True, True]
+    assert Judge(judge.sources, source="reward_model").verdicts(group) == [True, True, True]
     assert Judge((Source("step"), Source(url="http://a"))).source_for(prompt()) == "step"
 
 
@@ -83,7 +83,7 @@ def test_every_row_is_judged_by_a_source_for_its_tag_and_no_model_is_unless_it_i
         None,
     ]
     assert judge.verdicts(scored(prompt(tag="talk"), {"reward_model": 3.0})) is None
-    assert Judge(judge.sources, wanted="acc").source_for(prompt(tag="choice")) is None
+    assert Judge(judge.sources, source="acc").source_for(prompt(tag="choice")) is None
 
 
 def test_the_best_evaluation_is_the_lowest_loss_or_the_highest_of_anything_else_and_never_nan():

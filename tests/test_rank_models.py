@@ -93,7 +93,7 @@ def test_texts_are_tokenized_with_the_reward_models_tokenizer_and_scores_keep_th
 
     model = RankModel(str(folder / "mcore"), batch=3)
     model.connect(score)
-    results = model.outcomes(
+    outcomes = model.score(
         [Item("Q: ", "abc"), Item("", "x" * 25), Item("", ""), Item("", "<|im_start|>é")]
     )
     ids = make_tokenizer()("Q: abc")["input_ids"]
@@ -103,7 +103,7 @@ def test_texts_are_tokenized_with_the_reward_models_tokenizer_and_scores_keep_th
     assert [result.score for result in results] == [6.0, None, None, 3.0]
     assert_mentions(results[1].detail, "25 tokens", "reward model", 24)
     model.connect(lambda ids, batch: [float("nan")] * len(ids))
-    assert model.outcomes([Item("", "a")])[0].failure == "error"
+    assert model.score([Item("", "a")])[0].failure == "error"
 
 
 def test_a_reward_model_must_support_the_policys_layout_and_its_weights_count(

@@ -1,4 +1,7 @@
-"""Reward models: transformers' sequence classifiers with one label <-> MindSpeed's `rm_head`, and what real ranks score."""
+"""Reward models: conversion between transformers and MindSpeed, and scores of real ranks.
+
+A sequence classifier with one label in transformers is an `rm_head` in MindSpeed.
+"""
 
 from __future__ import annotations
 
@@ -29,65 +32,108 @@ from test_convert import run
 
 TIED = {"tie_word_embeddings": True}
 ROWS = {
-    "llama": families.LLAMA, "qwen2": families.QWEN2 | TIED, "gemma2": families.GEMMA2, "mistral": families.MISTRAL, "qwen3 moe": QWEN3_MOE,
-}  # fmt: skip
+    "llama": families.LLAMA,
+    "qwen2": families.QWEN2 | TIED,
+    "gemma2": families.GEMMA2,
+    "mistral": families.MISTRAL,
+    "qwen3 moe": QWEN3_MOE,
+}
 PAD = 5
 LAYOUTS = {
-    "whole": Layout(), "tp2": Layout(tp=2), "tp2 sp pp2": Layout(tp=2, pp=2, sp=True), "tp2 pp2 vpp": Layout(tp=2, pp=2, vpp=1),
-    "pp2, uneven": Layout(pp=2, num_layer_list=(3, 1)), "pp2, empty layers": Layout(pp=2, noop_layers=(0, 5)),
-}  # fmt: skip
+    "whole": Layout(),
+    "tp2": Layout(tp=2),
+    "tp2 sp pp2": Layout(tp=2, pp=2, sp=True),
+    "tp2 pp2 vpp": Layout(tp=2, pp=2, vpp=1),
+    "pp2, uneven": Layout(pp=2, num_layer_list=(3, 1)),
+    "pp2, empty layers": Layout(pp=2, noop_layers=(0, 5)),
+}
 
 
 def save(folder: Path, row: str, **changes: Any) -> dict[str, Tensor]:
-    """A small random reward model as a Hugging Face folder, its score head large enough to tell scores apart; returns its weights."""
+    """Save a small random reward model with distinguishable scores and return its weights."""
     base = ROWS[row]
     name = base["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
-    config = {**base, "architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": PAD, **changes}
+    config = {
+        **base,
+        "architectures": [name],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": PAD,
+        **changes,
+    }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    weights = {key: tensor for key, tensor in families.weights(base).items() if key != "lm_head.weight"}
+    weights = {
+        key: tensor for key, tensor in families.weights(base).items() if key != "lm_head.weight"
+    }
     weights["score.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(3))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
 
 
-def ranks(folder: Path, cut: ParallelLayout) -> dict[Coords, dict[str, Tensor]]:
-    return {at: torch.load(mcore.rank_file(folder, 1, cut, at), weights_only=False)["model"] for at in cut.ranks()}
+def ranks(folder: Path, layout: ParallelLayout) -> dict[Coords, dict[str, Tensor]]:
+    return {
+        at: torch.load(mcore.rank_file(folder, 1, layout, at), weights_only=False)["model"]
+        for at in layout.ranks()
+    }
 
 
-def test_a_score_head_is_cut_along_hidden_and_its_bias_is_zero_on_every_rank(tmp_path: Path) -> None:
+def test_a_score_head_is_split_along_hidden_and_its_bias_is_zero_on_every_rank(
+    tmp_path: Path,
+) -> None:
     hf = save(tmp_path / "hf", "qwen2")
-    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2, 2)))
-    found = ranks(tmp_path / "mcore", ParallelLayout(2, 2))
+    write_mcore(
+        open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2, 2))
+    )
+    tensors = ranks(tmp_path / "mcore", ParallelLayout(2, 2))
     for tp_rank in (0, 1):
-        last = found[Coords(tp_rank, 1)]
-        assert torch.equal(last["rm_head.weight"], hf["score.weight"][:, 32 * tp_rank : 32 * tp_rank + 32])
-        assert torch.equal(last["rm_head.bias"], torch.zeros(1)) and "output_layer.weight" not in last
-        assert "rm_head.weight" not in found[Coords(tp_rank, 0)]
+        last = tensors[Coords(tp_rank, 1)]
+        assert torch.equal(
+            last["rm_head.weight"], hf["score.weight"][:, 32 * tp_rank : 32 * tp_rank + 32]
+        )
+        assert (
+            torch.equal(last["rm_head.bias"], torch.zeros(1)) and "output_layer.weight" not in last
+        )
+        assert "rm_head.weight" not in tensors[Coords(tp_rank, 0)]
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_reward_model_comes_back_bit_for_bit_from_another_cut(tmp_path: Path, row: str) -> None:
+def test_a_reward_model_comes_back_bit_for_bit_from_another_layout(
+    tmp_path: Path, row: str
+) -> None:
     hf = save(tmp_path / "hf", row)
-    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "first", McoreTarget(ParallelLayout(2, 2), vocab_multiple=8))
-    write_mcore(open_weights(tmp_path / "first"), tmp_path / "second", McoreTarget(ParallelLayout(1, 4)))
+    write_mcore(
+        open_weights(tmp_path / "hf"),
+        tmp_path / "first",
+        McoreTarget(ParallelLayout(2, 2), vocab_multiple=8),
+    )
+    write_mcore(
+        open_weights(tmp_path / "first"), tmp_path / "second", McoreTarget(ParallelLayout(1, 4))
+    )
     write_hf(open_weights(tmp_path / "second"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == hf.keys() and all(same_bits(back[name], hf[name]) for name in hf)
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (tmp_path / "hf" / "config.json").read_text()
+    )
 
 
-def rewritten(folder: Path, cut: ParallelLayout, **added: Tensor) -> None:
-    """Put tensors into the last stage's files, as another system would have written them."""
-    for at in cut.ranks():
-        if at.pp == cut.pp - 1:
-            path = mcore.rank_file(folder, 1, cut, at)
+def rewritten(folder: Path, layout: ParallelLayout, **added: Tensor) -> None:
+    """Add tensors to the last stage's files as another system would have written them."""
+    for at in layout.ranks():
+        if at.pp == layout.pp - 1:
+            path = mcore.rank_file(folder, 1, layout, at)
             contents = mcore.read_rank_file(path, mmap=False)
-            model = {**contents["model"], **{name.replace("__", "."): tensor for name, tensor in added.items()}}
+            model = {
+                **contents["model"],
+                **{name.replace("__", "."): tensor for name, tensor in added.items()},
+            }
             mcore.write_rank_file(path, model, contents["args"], 1)
 
 
-def test_an_output_layer_that_a_reward_model_does_not_use_is_left_out_and_said(tmp_path: Path) -> None:
+def test_an_output_layer_that_a_reward_model_does_not_use_is_dropped_and_reported(
+    tmp_path: Path,
+) -> None:
     hf = save(tmp_path / "hf", "llama")
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2)))
     rewritten(tmp_path / "mcore", ParallelLayout(2), output_layer__weight=torch.randn(100, 64))
@@ -100,12 +146,18 @@ def test_a_bias_that_transformers_has_no_place_for_is_refused(tmp_path: Path) ->
     save(tmp_path / "hf", "llama")
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2)))
     rewritten(tmp_path / "mcore", ParallelLayout(2), rm_head__bias=torch.ones(1))
-    with pytest.raises(MsrlError, match=mentions("rm_head.bias", "zero", "LlamaForSequenceClassification")):
+    with pytest.raises(
+        MsrlError, match=mentions("rm_head.bias", "zero", "LlamaForSequenceClassification")
+    ):
         open_weights(tmp_path / "mcore")
 
 
-@pytest.mark.parametrize(("labels", "message"), [({"0": "a", "1": "b", "2": "c"}, "3 scores"), (None, "2 scores")])
-def test_a_classifier_with_other_than_one_score_is_refused(tmp_path: Path, labels: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("labels", "message"), [({"0": "a", "1": "b", "2": "c"}, "3 scores"), (None, "2 scores")]
+)
+def test_a_classifier_with_other_than_one_score_is_refused(
+    tmp_path: Path, labels: Any, message: str
+) -> None:
     save(tmp_path / "hf", "llama", id2label=labels)
     with pytest.raises(MsrlError, match=mentions("id2label", message, "num_labels")):
         open_weights(tmp_path / "hf")
@@ -116,7 +168,9 @@ def test_a_reward_model_is_not_trained_or_asked_for_text(tmp_path: Path) -> None
     from msrl.plan.derived import model_shape
 
     save(tmp_path / "hf", "llama")
-    with pytest.raises((MsrlError, ManyErrors), match=mentions("LlamaForSequenceClassification", "scores")):
+    with pytest.raises(
+        (MsrlError, ManyErrors), match=mentions("LlamaForSequenceClassification", "scores")
+    ):
         model_shape(Config(model=ModelConfig(path=str(tmp_path / "hf"))))
 
 
@@ -126,25 +180,38 @@ def test_scores_of_real_ranks_are_those_of_transformers_at_every_layout(tmp_path
 
     for row in ROWS:
         save(tmp_path / row, row)
-    cases = [Case(f"{row}, {cut}", tmp_path / row, layout) for cut, layout in LAYOUTS.items() for row in ROWS]
-    found = parity_ranks.logits_of(cases)
+    cases = [
+        Case(f"{row}, {name}", tmp_path / row, layout)
+        for name, layout in LAYOUTS.items()
+        for row in ROWS
+    ]
+    scores = parity_ranks.logits_of(cases)
     ids = parity_ranks.sequences(199)
     ends = np.cumsum([len(row) for row in ids]) - 1
     for row in ROWS:
-        model_class = getattr(transformers, json.loads((tmp_path / row / "config.json").read_text())["architectures"][0])
-        model = model_class.from_pretrained(tmp_path / row, dtype=torch.float32, attn_implementation="eager").eval()
-        with torch.inference_mode():  # the model's own forward pass: the score of a sequence is that of its last token
-            expected = torch.cat([model(torch.from_numpy(tokens)[None]).logits for tokens in ids]).numpy()
+        model_class = getattr(
+            transformers,
+            json.loads((tmp_path / row / "config.json").read_text())["architectures"][0],
+        )
+        model = model_class.from_pretrained(
+            tmp_path / row, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with (
+            torch.inference_mode()
+        ):  # the model's own forward pass: the score of a sequence is that of its last token
+            expected = torch.cat(
+                [model(torch.from_numpy(tokens)[None]).logits for tokens in ids]
+            ).numpy()
         assert all(tokens[-1] != PAD for tokens in ids)
         assert expected.shape == (len(ids), 1) and expected.std() > 0.3
-        for cut in LAYOUTS:
-            assert np.abs(found[f"{row}, {cut}"][ends] - expected).max() < 1e-4, (row, cut)
+        for name in LAYOUTS:
+            assert np.abs(scores[f"{row}, {name}"][ends] - expected).max() < 1e-4, (row, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [True, False])
-def test_the_conversion_of_a_reward_model_is_proven_by_its_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, whole: bool
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_conversion_of_a_reward_model_is_verified_by_its_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
     from msrl.verification import report as convert_proof
 
@@ -152,5 +219,9 @@ def test_the_conversion_of_a_reward_model_is_proven_by_its_scores(
     save(tmp_path / "hf", "qwen2")
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back")
-    said = capsys.readouterr().out
-    assert said.count("scores, fp32") == 2 and said.count("64 positions x 1") == 2 and "distributions" not in said
+    output = capsys.readouterr().out
+    assert (
+        output.count("scores, fp32") == 2
+        and output.count("64 positions x 1") == 2
+        and "distributions" not in output
+    )

@@ -1,4 +1,4 @@
-"""Reward models with a scalar head: real small models in the real process, scores against a plain forward of transformers."""
+"""Small reward models in the real process, compared with a forward pass of transformers."""
 
 import json
 
@@ -16,30 +16,45 @@ TEXTS = ("a short one", "and this is a rather longer one, with many more words i
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Qwen2 reward model with the true tokenizer, random weights and no padding token of its own."""
+    """Save a random Qwen2 reward model with a real tokenizer and without a padding token."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("reward_model")
-    AutoTokenizer.from_pretrained(shared_data("tokenizers", "qwen2.5-0.5b-instruct")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(
+        shared_data("tokenizers", "qwen2.5-0.5b-instruct")
+    ).save_pretrained(folder)
     config = Qwen2Config(
-        vocab_size=151665, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=64, num_labels=1, pad_token_id=None, bos_token_id=None, eos_token_id=None, initializer_range=0.5,
-    )  # fmt: skip
+        vocab_size=151665,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        num_labels=1,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.5,
+    )
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     return folder
 
 
 def expected(folder, texts):
-    """One text at a time, without padding: the head at the last token."""
+    """Return the score at the last token of each text, computed without padding."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.inference_mode():
-        return [model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item() for text in texts]
+        return [
+            model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item()
+            for text in texts
+        ]
 
 
 def test_a_model_scores_in_batches_as_one_by_one(folder):
@@ -47,11 +62,11 @@ def test_a_model_scores_in_batches_as_one_by_one(folder):
     with Scorer(sources, 1, prompt_text=lambda _: "Q: ") as scorer:
         scores = scorer.score([group(*TEXTS), group("x<|im_end|><|endoftext|>")])
         again = scorer.score([group(*TEXTS)])
-    wanted = expected(folder, [*(f"Q: {text}" for text in TEXTS), "Q: x<|im_end|><|endoftext|>"])
-    got = [r.scores["reward_model"] for g in scores.groups for r in g.rewards]
-    assert got == pytest.approx(wanted, abs=1e-5)
-    assert max(wanted) - min(wanted) > 0.01
-    assert totals(again)[0] == pytest.approx([2 * score for score in wanted[:3]], abs=1e-5)
+    reference = expected(folder, [*(f"Q: {text}" for text in TEXTS), "Q: x<|im_end|><|endoftext|>"])
+    scored = [r.scores["reward_model"] for g in scores.groups for r in g.rewards]
+    assert scored == pytest.approx(reference, abs=1e-5)
+    assert max(reference) - min(reference) > 0.01
+    assert totals(again)[0] == pytest.approx([2 * score for score in reference[:3]], abs=1e-5)
 
 
 def test_a_model_reads_questions_by_its_own_template(folder):
@@ -59,21 +74,26 @@ def test_a_model_reads_questions_by_its_own_template(folder):
     with Scorer([Source(model=str(folder), options=options)], 1) as scorer:
         scores = scorer.score([group("4", question="2+2?")])
     system = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-    turns = (("system", system), ("user", "2+2?"), ("assistant", "4"))
-    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+    messages = (("system", system), ("user", "2+2?"), ("assistant", "4"))
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
     assert totals(scores)[0] == pytest.approx(expected(folder, [text]), abs=1e-5)
-    (found,) = mistakes([Source(model=str(folder), options={"template": "chat"})])
-    assert_mentions(found[2], "options.prompt_column")
+    (mistake,) = mistakes([Source(model=str(folder), options={"template": "chat"})])
+    assert_mentions(mistake[2], "options.prompt_column")
 
 
-def test_what_a_model_cannot_score_is_said_and_never_cut(folder):
+def test_texts_that_a_model_cannot_score_are_reported_and_never_truncated(folder):
     with Scorer([Source(model=str(folder), on_failure="undecided"), Source("step")], 1) as scorer:
         scores = scorer.score([group("x", "word " * 100)])
     assert scores.failures == {"reward_model/error": 1}
     assert_mentions(scores.notes[0], "101 tokens", "reward model", "64")
-    with Scorer([Source(model=str(folder))], 1) as scorer, pytest.raises(MsrlError, match=mentions("reward_model", "error", "prompt 0")):
+    with (
+        Scorer([Source(model=str(folder))], 1) as scorer,
+        pytest.raises(MsrlError, match=mentions("reward_model", "error", "prompt 0")),
+    ):
         scorer.score([group("word " * 100)])
-    with Scorer([Source(model=str(folder), timeout_s=1e-4, on_failure="wrong", wrong=-1.0)], 1) as scorer:
+    with Scorer(
+        [Source(model=str(folder), timeout_s=1e-4, on_failure="wrong", wrong=-1.0)], 1
+    ) as scorer:
         scores = scorer.score([group("x")])
     assert (totals(scores), scores.failures) == ([[-1.0]], {"reward_model/timeout": 1})
 
@@ -86,7 +106,10 @@ def test_a_head_that_was_never_trained_is_refused(folder, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["score.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with Scorer([Source(model=str(tmp_path))], 1) as scorer, pytest.raises(MsrlError, match=mentions(tmp_path, "score.weight")):
+    with (
+        Scorer([Source(model=str(tmp_path))], 1) as scorer,
+        pytest.raises(MsrlError, match=mentions(tmp_path, "score.weight")),
+    ):
         scorer.score([group("x")])
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]

@@ -1,4 +1,7 @@
-"""Verifiers that hang, crash, eat memory or raise: real processes, killed and replaced, the other scores unharmed and in order."""
+"""Verifiers that hang, crash, exhaust memory or raise, in real processes.
+
+Workers are killed and replaced, and all other scores arrive in order.
+"""
 
 import os
 import subprocess
@@ -28,24 +31,32 @@ def calls(*responses, function=0):
 
 
 def children():
-    """The processes whose parent is this one, zombies included."""
-    listing = [(path.parent.name, path.read_text()) for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
-    return {int(pid) for pid, text in listing if int(text.rpartition(")")[2].split()[1]) == os.getpid()}
+    """Return the ids of the child processes of this process, including zombies."""
+    listing = [
+        (path.parent.name, path.read_text())
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if path.exists()
+    ]
+    return {
+        int(pid) for pid, text in listing if int(text.rpartition(")")[2].split()[1]) == os.getpid()
+    }
 
 
 def test_results_come_in_the_order_of_the_calls():
     with pool("length", num_workers=2) as workers:
-        assert [o.score for o in workers.map(calls(*("x" * n for n in range(500))))] == [float(n) for n in range(500)]
+        assert [o.score for o in workers.map(calls(*("x" * n for n in range(500))))] == [
+            float(n) for n in range(500)
+        ]
         assert workers.map([]) == ()
         assert workers.map(calls("again")) == (CallResult(5.0),)
 
 
 @pytest.mark.parametrize("name", ["sleep_forever", "spin_in_c"])
 def test_a_stuck_verifier_is_killed_alone_and_the_next_call_works(name):
-    others = children()
+    existing = children()
     with pool(name, timeout_s=0.7) as workers:
         assert workers.map(calls("fine")) == (CallResult(1.0),)
-        before = children() - others
+        before = children() - existing
         start = time.monotonic()
         outcomes = workers.map(calls("a", "b", "stuck", "c", "d"))
         assert [o.failure for o in outcomes] == [None, None, "timeout", None, None]
@@ -65,7 +76,13 @@ def test_a_stuck_worker_is_killed_although_another_one_is_always_busy():
 
 def test_a_crash_fails_its_own_call_only():
     with pool("crash") as workers:
-        assert [o.failure for o in workers.map(calls("a", "crash", "b", "crash", "c"))] == [None, "crash", None, "crash", None]
+        assert [o.failure for o in workers.map(calls("a", "crash", "b", "crash", "c"))] == [
+            None,
+            "crash",
+            None,
+            "crash",
+            None,
+        ]
 
 
 def test_a_memory_hog_meets_its_limit_and_not_the_machine():
@@ -77,7 +94,12 @@ def test_a_memory_hog_meets_its_limit_and_not_the_machine():
 
 @pytest.mark.parametrize(
     ("response", "reason"),
-    [("raise", "no such thing"), ("exit", "SystemExit"), ("nan", "finite"), ("text", "could not convert")],
+    [
+        ("raise", "no such thing"),
+        ("exit", "SystemExit"),
+        ("nan", "finite"),
+        ("text", "could not convert"),
+    ],
 )
 def test_what_a_verifier_raises_is_an_error_with_its_reason(response, reason):
     with pool("misbehave") as workers:
@@ -96,9 +118,9 @@ def test_a_worker_that_died_between_two_rounds_costs_no_score():
         pid = int(workers.map(calls("a"))[0].score)
         os.kill(pid, 9)
         time.sleep(0.2)
-        (outcome,) = workers.map(calls("a"))
-        assert outcome.failure is None
-        assert int(outcome.score) != pid
+        (result,) = workers.map(calls("a"))
+        assert result.failure is None
+        assert int(result.score) != pid
 
 
 def test_closing_leaves_no_process_and_no_zombie():
@@ -127,7 +149,9 @@ def test_a_function_that_does_not_exist_is_reported_at_the_start(capfd):
 def test_a_pool_works_in_a_thread():
     results = []
     with pool("sleep_forever", timeout_s=0.5) as workers:
-        thread = threading.Thread(target=lambda: results.extend(workers.map(calls("a", "stuck", "b"))))
+        thread = threading.Thread(
+            target=lambda: results.extend(workers.map(calls("a", "stuck", "b")))
+        )
         thread.start()
         thread.join(60)
     assert [o.failure for o in results] == [None, "timeout", None]
@@ -136,11 +160,15 @@ def test_a_pool_works_in_a_thread():
 def test_workers_end_with_a_parent_that_was_killed():
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from msrl.rewards.pool import *; from msrl.rewards.worker import Function; import os, signal\n"
+        "from msrl.rewards.pool import *; from msrl.rewards.worker import Function\n"
+        "import os, signal\n"
         "p = Pool([Function('bad_verifiers', 'own_process', {}, 9.0)], 1)\n"
-        "print(int(p.map([Call(0, '', '')])[0].score), flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(int(p.map([Call(0, '', '')])[0].score), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
     deadline = time.monotonic() + 30
     while running(int(done.stdout)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -152,7 +180,17 @@ def running(pid):
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.parametrize("boxed", ["9**9**9", "9^{9^{9^{9}}}", "1" * 10**7, "\\frac{1}{" * 2000, "2^{2^{2^{2^{2^{2}}}}}!", "(" * 3000])
+@pytest.mark.parametrize(
+    "boxed",
+    [
+        "9**9**9",
+        "9^{9^{9^{9}}}",
+        "1" * 10**7,
+        "\\frac{1}{" * 2000,
+        "2^{2^{2^{2^{2^{2}}}}}!",
+        "(" * 3000,
+    ],
+)
 def test_hostile_answers_are_wrong_within_the_limit(boxed):
     with Scorer([Source("acc", timeout_s=2.0)], 1) as scorer:
         start = time.monotonic()
@@ -164,7 +202,12 @@ def test_hostile_answers_are_wrong_within_the_limit(boxed):
 
 def group(answer, *texts, index=0):
     empty = np.zeros(0, np.int64)
-    completions = tuple(Completion(empty, np.zeros(0, np.float32), finish_reason="stop", policy_version=0, text=text) for text in texts)
+    completions = tuple(
+        Completion(
+            empty, np.zeros(0, np.float32), finish_reason="stop", policy_version=0, text=text
+        )
+        for text in texts
+    )
     return RolloutGroup(Prompt(index, empty, answer), completions)
 
 
@@ -174,13 +217,21 @@ def test_thousands_of_easy_calls_a_second():
         scorer.score([group("132", response)])
         start = time.monotonic()
         scores = scorer.score([group("132", *[response] * 8) for _ in range(512)])
-        assert 2 * 8 * 512 / (time.monotonic() - start) > 500  # a process or a parse each would be a tenth of that
+        # One process or one parse per call would reach a tenth of this rate.
+        assert 2 * 8 * 512 / (time.monotonic() - start) > 500
     assert {r.total for g in scores.groups for r in g.rewards} == {1.1}
 
 
 def test_a_total_is_the_weighted_sum_and_names_its_parts():
     good, right, wrong = r"<think>a</think><answer>\boxed{4}</answer>", r"\boxed{4}", r"\boxed{5}"
-    with Scorer([Source("acc", weight=0.5), Source("format", weight=0.1), Source("strict_format", weight=2.0)], 2) as scorer:
+    with Scorer(
+        [
+            Source("acc", weight=0.5),
+            Source("format", weight=0.1),
+            Source("strict_format", weight=2.0),
+        ],
+        2,
+    ) as scorer:
         scores = scorer.score([group("4", good, right, index=3), group("4", wrong, index=9)])
     assert [[r.total for r in g.rewards] for g in scores.groups] == [
         pytest.approx([0.5 + 0.1 + 2.0, 0.5 - 1.0]),
@@ -194,7 +245,9 @@ def test_a_total_is_the_weighted_sum_and_names_its_parts():
 def test_a_timeout_scores_as_wrong_is_counted_and_is_said():
     stuck = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
     with Scorer([Source("acc", timeout_s=0.3)], 1) as scorer:
-        scores = scorer.score([group("x^{7}+\\sqrt{y}", stuck, "\\boxed{x^{7}+\\sqrt{y}}", index=5)])
+        scores = scorer.score(
+            [group("x^{7}+\\sqrt{y}", stuck, "\\boxed{x^{7}+\\sqrt{y}}", index=5)]
+        )
     assert [r.total for r in scores.groups[0].rewards] == [-0.5, 1.0]
     assert scores.failures == {"acc/timeout": 1}
     assert_each_mentions(scores.notes, ("acc/timeout: 1 ", "wrong", "prompt 5", "0.3 s"))
@@ -204,9 +257,12 @@ def test_a_timeout_scores_as_wrong_is_counted_and_is_said():
     ("sources", "fragments"),
     [
         ([Source("acc"), Source("base_ac")], ("reward.sources[1].verifier=base_ac", "'base_acc'")),
-        ([Source("acc", options={"tolerence": 1})], ("reward.sources[0].options.tolerence", "'tolerance'")),
+        (
+            [Source("acc", options={"tolerence": 1})],
+            ("reward.sources[0].options.tolerence", "'tolerance'"),
+        ),
         ([Source("acc", timeout_s=0)], ("reward.sources[0].timeout_s=0",)),
-        ([Source("acc"), Source("acc")], ("reward.sources[1]", "acc", "twice")),
+        ([Source("acc"), Source("acc")], ("reward.sources[1]", "acc", "duplicate")),
         ([], ("reward.sources", "missing")),
     ],
 )
@@ -220,7 +276,10 @@ def test_wrong_sources_are_refused_before_any_process_starts(sources, fragments)
 def test_a_row_without_a_ground_truth_is_refused_where_one_is_compared_with():
     with Scorer([Source("format")], 1) as scorer:
         assert scorer.score([group("", "x")]).groups[0].rewards[0].total == 0.0
-    with Scorer([Source("acc")], 1) as scorer, pytest.raises(MsrlError, match=mentions("row 7", "acc", "ground truth")):
+    with (
+        Scorer([Source("acc")], 1) as scorer,
+        pytest.raises(MsrlError, match=mentions("row 7", "acc", "ground truth")),
+    ):
         scorer.score([group("4", "x"), group(" ", "x", index=7)])
 
 
@@ -236,6 +295,11 @@ def test_a_scorer_works_inside_a_ray_actor():
                 scores = scorer.score([group("132", "\\boxed{132}", "\\boxed{9^{9^{9^9}}}")])
             return [r.total for r in scores.groups[0].rewards]
 
-    with ray_session(None, num_devices=1, resource_name="msrl_device", env={"PYTHONPATH": str(Path(__file__).parent)}):
+    with ray_session(
+        None,
+        num_devices=1,
+        resource_name="msrl_device",
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    ):
         driver = ray.remote(num_cpus=0)(Driver).remote()
         assert ray.get(driver.totals.remote(), timeout=120) == [1.0, -0.5]

@@ -1,4 +1,8 @@
-"""Shaping, cutting and normalising: golden values by hand from the papers' formulas; running moments against numpy."""
+"""Shaping, clipping and normalization of rewards.
+
+Golden values are calculated by hand from the papers' formulas. Running moments are compared with
+numpy.
+"""
 
 import json
 
@@ -6,9 +10,9 @@ import numpy as np
 import pytest
 
 from msrl.config.schema import LengthConfig, OverlongConfig, RewardConfig, RewardNormConfig
-from msrl.rewards.normalize import Moments, normalised
+from msrl.rewards.normalize import Moments, normalize
 from msrl.rewards.process import RewardSteps
-from msrl.rewards.shaping import form_penalty, overlong, shortness
+from msrl.rewards.shaping import format_penalty, length_reward, overlong_penalty
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
 
 EPS = 1e-6
@@ -16,14 +20,18 @@ NONE = Moments()
 
 
 def scored(totals, lengths=None, texts=None):
-    """Groups with these totals [P, G], response lengths and texts."""
+    """Return groups with these totals [P, G], response lengths and texts."""
     groups = []
     for p, row in enumerate(totals):
         completions = []
         for g in range(len(row)):
             length = lengths[p][g] if lengths else 1
             text = texts[p][g] if texts else ""
-            completions.append(Completion(np.zeros(length, np.int64), np.zeros(length, np.float32), "stop", 0, text))
+            completions.append(
+                Completion(
+                    np.zeros(length, np.int64), np.zeros(length, np.float32), "stop", 0, text
+                )
+            )
         rollout = RolloutGroup(Prompt(p, np.zeros(1, np.int64)), tuple(completions))
         groups.append(ScoredGroup(rollout, tuple(Reward(total, {"acc": total}) for total in row)))
     return groups
@@ -31,21 +39,25 @@ def scored(totals, lengths=None, texts=None):
 
 def test_overlong_is_punished_as_in_dapo():
     lengths = np.array([[0, 12, 16, 18, 20, 25]], dtype=float)
-    assert overlong(lengths, limit=20, buffer=4, factor=1.0).tolist() == [[0, 0, 0, -0.5, -1, -1]]
-    assert overlong(lengths, limit=20, buffer=20, factor=0.5).tolist() == [[0, -0.3, -0.4, -0.45, -0.5, -0.5]]
-    assert overlong(lengths, limit=20, buffer=0, factor=1.0).tolist() == [[0] * 6]
+    assert overlong_penalty(lengths, limit=20, buffer=4, factor=1.0).tolist() == [
+        [0, 0, 0, -0.5, -1, -1]
+    ]
+    assert overlong_penalty(lengths, limit=20, buffer=20, factor=0.5).tolist() == [
+        [0, -0.3, -0.4, -0.45, -0.5, -0.5]
+    ]
+    assert overlong_penalty(lengths, limit=20, buffer=0, factor=1.0).tolist() == [[0] * 6]
 
 
 def test_short_responses_are_rewarded_as_in_kimi():
     lengths = np.array([[10, 20, 30], [5, 5, 5]], dtype=float)
     right = np.array([[True, True, True], [True, True, True]])
-    assert shortness(lengths, right, coef=1.0).tolist() == [[0.5, 0, -0.5], [0, 0, 0]]
-    assert shortness(lengths, ~right, coef=2.0).tolist() == [[0, 0, -1.0], [0, 0, 0]]
+    assert length_reward(lengths, right, coef=1.0).tolist() == [[0.5, 0, -0.5], [0, 0, 0]]
+    assert length_reward(lengths, ~right, coef=2.0).tolist() == [[0, 0, -1.0], [0, 0, 0]]
 
 
 def test_a_response_out_of_form_is_punished():
     good = "<think>a</think><answer>b</answer>"
-    assert form_penalty([[good, "b"]], penalty=0.5).tolist() == [[0, -0.5]]
+    assert format_penalty([[good, "b"]], penalty=0.5).tolist() == [[0, -0.5]]
 
 
 REWARDS = np.array([[1.0, 3.0], [5.0, 7.0]])
@@ -67,24 +79,34 @@ REWARDS = np.array([[1.0, 3.0], [5.0, 7.0]])
 )
 def test_mean_and_deviation_are_chosen_apart(center, scale, expected):
     running = Moments(5, 10.0, 16.0)
-    np.testing.assert_allclose(normalised(REWARDS, center=center, scale=scale, eps=EPS, running=running), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        normalize(REWARDS, center=center, scale=scale, eps=EPS, running=running),
+        expected,
+        rtol=1e-12,
+    )
 
 
 @pytest.mark.parametrize("scope", ["batch", "group", "running"])
 def test_equal_rewards_and_single_ones_are_finite_and_not_blown_up(scope):
     equal = np.full((2, 4), 0.7)
     running = NONE.with_more(equal)
-    np.testing.assert_allclose(normalised(equal, center="none", scale=scope, eps=EPS, running=running), equal)
-    np.testing.assert_allclose(normalised(equal, center=scope, scale=scope, eps=EPS, running=running), 0.0, atol=1e-15)
-    one = np.array([[3.0]])
-    assert normalised(one, center="none", scale=scope, eps=EPS, running=NONE.with_more(one)).tolist() == [[3.0]]
+    np.testing.assert_allclose(
+        normalize(equal, center="none", scale=scope, eps=EPS, running=running), equal
+    )
+    np.testing.assert_allclose(
+        normalize(equal, center=scope, scale=scope, eps=EPS, running=running), 0.0, atol=1e-15
+    )
+    single = np.array([[3.0]])
+    assert normalize(
+        single, center="none", scale=scope, eps=EPS, running=NONE.with_more(single)
+    ).tolist() == [[3.0]]
 
 
-def test_running_moments_are_those_of_all_rewards_however_they_were_cut_into_steps():
+def test_running_moments_are_those_of_all_rewards_however_they_are_split_into_steps():
     values = np.random.default_rng(0).normal(1e3, 2.0, size=240)
-    for cuts in ([240], [1, 1, 238], [60, 60, 60, 60]):
+    for sizes in ([240], [1, 1, 238], [60, 60, 60, 60]):
         moments, start = NONE, 0
-        for size in cuts:
+        for size in sizes:
             moments, start = moments.with_more(values[start : start + size]), start + size
         assert moments.count == 240
         assert moments.mean == pytest.approx(values.mean(), rel=1e-12)
@@ -103,26 +125,41 @@ def test_the_steps_come_in_the_order_of_their_description():
     groups = scored([[1.0, 0.0], [1.0, 1.0]], [[10, 20], [15, 15]], [[form, "x"], [form, form]])
     processed = RewardSteps(config, 20, {}).apply(groups)
     shaped = np.array([[1.0 + 0.5 + 0.0, 0.0 - 0.5 - 0.5 - 2.0], [1.0 - 1.0, 1.0 - 1.0]])
-    cut = shaped.clip(-1.2, 1.2)
-    np.testing.assert_allclose(processed.rewards, (cut - cut.mean(axis=1, keepdims=True)) / (cut.std(ddof=1) + EPS))
+    clipped = shaped.clip(-1.2, 1.2)
+    np.testing.assert_allclose(
+        processed.rewards,
+        (clipped - clipped.mean(axis=1, keepdims=True)) / (clipped.std(ddof=1) + EPS),
+    )
     assert processed.metrics == pytest.approx(
-        {"format_penalty": -0.125, "length_reward": 0.0, "overlong_penalty": -1.0, "shaped_reward": -0.375, "clipped_rewards": 0.5}
+        {
+            "format_penalty": -0.125,
+            "length_reward": 0.0,
+            "overlong_penalty": -1.0,
+            "shaped_reward": -0.375,
+            "clipped_rewards": 0.5,
+        }
     )
     assert [[r.total for r in g.rewards] for g in groups] == [[1.0, 0.0], [1.0, 1.0]]
 
 
-def test_with_no_step_switched_on_the_sum_of_the_sources_is_learnt_from():
+def test_without_processing_steps_the_sum_of_the_sources_is_the_training_reward():
     processed = RewardSteps(RewardConfig(), 20, {}).apply(scored([[0.25, 1e9]]))
     assert (processed.rewards.tolist(), processed.metrics) == ([[0.25, 1e9]], {})
 
 
 def test_running_moments_go_through_a_checkpoint():
     config = RewardConfig(norm=RewardNormConfig(center="running", scale="running"))
-    whole, rng = RewardSteps(config, 20, {}), np.random.default_rng(1)
+    steps, rng = RewardSteps(config, 20, {}), np.random.default_rng(1)
     first, second = (scored(rng.normal(size=(3, 4)).tolist()) for _ in range(2))
-    whole.apply(first)
-    resumed = RewardSteps(config, 20, json.loads(json.dumps(whole.state())))
-    a, b = whole.apply(second), resumed.apply(second)
+    steps.apply(first)
+    resumed = RewardSteps(config, 20, json.loads(json.dumps(steps.state())))
+    a, b = steps.apply(second), resumed.apply(second)
     np.testing.assert_array_equal(a.rewards, b.rewards)
-    assert a.metrics == b.metrics == pytest.approx({"running_mean": whole.state()["mean"], "running_std": a.metrics["running_std"]})
+    assert (
+        a.metrics
+        == b.metrics
+        == pytest.approx(
+            {"running_mean": steps.state()["mean"], "running_std": a.metrics["running_std"]}
+        )
+    )
     assert not np.array_equal(RewardSteps(config, 20, {}).apply(second).rewards, b.rewards)

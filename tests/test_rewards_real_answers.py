@@ -1,4 +1,7 @@
-"""Real answers of MATH-500, GSM8K and DAPO: each is its own and hardly ever another's; and many scorings with bad ones among them."""
+"""Real answers of MATH-500, GSM8K and DAPO, and many scorings with failing calls among them.
+
+Each answer equals itself and hardly ever the answer of another problem.
+"""
 
 import ast
 import re
@@ -22,34 +25,56 @@ def cells(row):
 @pytest.mark.full
 def test_every_true_answer_is_right_for_its_own_problem_and_not_for_another():
     rows = [cells(agreement_row(*data, num_workers=2)) for data in data_sets(shared_data("math"))]
-    assert [(row[0], row[2]) for row in rows] == [("MATH-500", "500")] * 2 + [("GSM8K", "8792")] + [("DAPO-17k", "17917")] * 2
+    assert [(row[0], row[2]) for row in rows] == [("MATH-500", "500")] * 2 + [("GSM8K", "8792")] + [
+        ("DAPO-17k", "17917")
+    ] * 2
     assert [row[3] for row in rows] == ["100.00%"] * 5
     assert all(float(row[4].rstrip("%")) < 1.0 for row in rows), rows
 
 
 def true_answers():
-    """The ground truths of MATH-500, GSM8K, DAPO-17k and DeepScaleR that are more than a plain number."""
-    import pyarrow.parquet as parquet
+    """Return the ground truths of four datasets that are not plain numbers."""
+    from pyarrow import parquet
 
     folder = shared_data("math")
-    scaler = parquet.read_table(folder / "deepscaler_1209.parquet", columns=["reward_model"])["reward_model"].to_pylist()
+    scaler = parquet.read_table(folder / "deepscaler_1209.parquet", columns=["reward_model"])[
+        "reward_model"
+    ].to_pylist()
     named = {name: answers for name, _, answers in data_sets(folder)}
-    named["DeepScaleR"] = [(row if isinstance(row, dict) else ast.literal_eval(row))["ground_truth"] for row in scaler]
-    return {answer for answers in named.values() for answer in answers if answer.strip() and not re.fullmatch(r"-?[\d,.]+", answer)}
+    named["DeepScaleR"] = [
+        (row if isinstance(row, dict) else ast.literal_eval(row))["ground_truth"] for row in scaler
+    ]
+    return {
+        answer
+        for answers in named.values()
+        for answer in answers
+        if answer.strip() and not re.fullmatch(r"-?[\d,.]+", answer)
+    }
 
 
 @pytest.mark.slow
 def test_every_true_answer_equals_itself_whatever_its_looks_are():
     answers = true_answers()
-    looks = [str, lambda text: text.replace("\\frac", "\\dfrac"), lambda text: text.replace(" ", ""), lambda text: f"{{{text}}}"]
-    missed = [(answer, look(answer)) for answer in sorted(answers) for look in looks if not equal(answer, look(answer))]
-    # A fraction whose brace is not closed (twice), a time of day, and "$a$ or $b$" without the spaces around the word.
+    looks = [
+        str,
+        lambda text: text.replace("\\frac", "\\dfrac"),
+        lambda text: text.replace(" ", ""),
+        lambda text: f"{{{text}}}",
+    ]
+    missed = [
+        (answer, look(answer))
+        for answer in sorted(answers)
+        for look in looks
+        if not equal(answer, look(answer))
+    ]
+    # The misses are a fraction with an unclosed brace (twice), a time of day, and "$a$ or $b$"
+    # without the spaces around the word.
     assert len(answers) > 500 and len(missed) <= 4, missed
     assert not any(answer == text for answer, text in missed)
 
 
 @pytest.mark.slow
 def test_of_ten_thousand_scorings_with_hanging_and_crashing_ones_none_is_lost():
-    row = cells(speed_row(num_workers=2, trouble=3))
+    row = cells(speed_row(num_workers=2, num_failures=3))
     assert NUM_SCORINGS == 10_000
     assert row[2:] == ["0", "3", "3", "3"]

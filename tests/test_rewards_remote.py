@@ -1,4 +1,4 @@
-"""Remote sandboxes and reward servers, against real HTTP servers on this machine that answer, fail, stall and lie."""
+"""Remote sandboxes and reward servers on real HTTP servers that answer, fail, stall and lie."""
 
 import contextlib
 import json
@@ -23,7 +23,10 @@ from test_rewards_sources import group, totals
 
 @contextlib.contextmanager
 def served(answer):
-    """A server on a free port; `answer(number, payload)` gives (status, headers, body bytes). Yields its URL and the payloads it got."""
+    """Start a server on a free port and yield its URL and the received payloads.
+
+    `answer(number, payload)` returns (status, headers, body bytes).
+    """
     payloads, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -32,7 +35,9 @@ def served(answer):
             with lock:
                 payloads.append(payload)
                 number = len(payloads)
-            status, headers, body = answer(number, {**payload, "path": self.path, "token": self.headers.get("Authorization")})
+            status, headers, body = answer(
+                number, {**payload, "path": self.path, "token": self.headers.get("Authorization")}
+            )
             with contextlib.suppress(OSError):
                 self.send_response(status)
                 for name, value in {"Content-Length": str(len(body)), **headers}.items():
@@ -54,7 +59,7 @@ def served(answer):
         server.server_close()
 
 
-def told(value, status=200, **headers):
+def json_answer(value, status=200, **headers):
     return status, headers, json.dumps(value).encode()
 
 
@@ -63,13 +68,19 @@ def quick(url, timeout_s=10.0, **options):
 
 
 def test_an_attempt_that_may_pass_is_made_again():
-    with served(lambda n, _: told({"n": n}, 200 if n > 3 else [500, 503, 429][n - 1])) as (url, payloads):
+    with served(lambda n, _: json_answer({"n": n}, 200 if n > 3 else [500, 503, 429][n - 1])) as (
+        url,
+        payloads,
+    ):
         assert post_json(quick(url), {"a": 1}) == ({"n": 4}, 3)
         assert payloads == [{"a": 1}] * 4
 
 
 def test_a_server_may_say_how_long_to_wait():
-    with served(lambda n, _: told(n, 429 if n == 1 else 200, **{"Retry-After": "1"})) as (url, _):
+    with served(lambda n, _: json_answer(n, 429 if n == 1 else 200, **{"Retry-After": "1"})) as (
+        url,
+        _,
+    ):
         start = time.monotonic()
         assert post_json(quick(url), {}) == (2, 1)
         assert time.monotonic() - start >= 1.0
@@ -78,8 +89,11 @@ def test_a_server_may_say_how_long_to_wait():
 @pytest.mark.parametrize(
     ("answer", "fragments"),
     [
-        (lambda n, _: told("no such user", 401), ("status 401 Unauthorized", "no such user")),
-        (lambda n, _: told({}, 302, Location="http://127.0.0.1:1/"), ("status 302",)),
+        (
+            lambda n, _: json_answer("no such user", 401),
+            ("status 401 Unauthorized", "no such user"),
+        ),
+        (lambda n, _: json_answer({}, 302, Location="http://127.0.0.1:1/"), ("status 302",)),
         (lambda n, _: (200, {}, b"<html>"), ("JSON", "b'<html>'")),
     ],
 )
@@ -92,7 +106,11 @@ def test_what_will_not_pass_is_final(answer, fragments):
 
 
 @pytest.mark.parametrize(
-    ("answer", "attempts"), [(lambda n, _: told(n, 500), 3), (lambda n, _: (200, {"Content-Length": "100"}, b"short"), 3)]
+    ("answer", "attempts"),
+    [
+        (lambda n, _: json_answer(n, 500), 3),
+        (lambda n, _: (200, {"Content-Length": "100"}, b"short"), 3),
+    ],
 )
 def test_attempts_are_counted_out(answer, attempts):
     with served(answer) as (url, payloads):
@@ -103,7 +121,10 @@ def test_attempts_are_counted_out(answer, attempts):
 
 @contextlib.contextmanager
 def reset_after(answer):
-    """A server that answers every request with these bytes and then resets the connection, as overloaded proxies do. Yields its URL."""
+    """Start a server that sends these bytes and resets the connection; yield its URL.
+
+    Overloaded proxies behave like this.
+    """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -115,7 +136,9 @@ def reset_after(answer):
                     connection.recv(1 << 16)
                     connection.sendall(answer)
                     time.sleep(0.1)  # the answer's head arrives, then the reset
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
                     connection.close()
 
         thread = threading.Thread(target=serve)
@@ -129,13 +152,16 @@ def reset_after(answer):
     ("answer", "fragments"),
     [
         (b"HTTP/1.1 503 Full\r\nContent-Length: 100\r\n\r\nbus", ("2 attempts", "status 503 Full")),
-        (b"HTTP/1.1 500 Oh\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", ("2 attempts", "status 500 Oh")),
+        (
+            b"HTTP/1.1 500 Oh\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            ("2 attempts", "status 500 Oh"),
+        ),
         (b"HTTP/1.1 429 Slow\r\nRetry-After: \xb2\r\n\r\n", ("2 attempts", "status 429 Slow")),
         (b"HTTP/1.1 404 No\r\nContent-Length: 100\r\n\r\n", ("status 404 No",)),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000, ("JSON", "b'[[[")),
     ],
 )
-def test_a_refusal_whose_text_does_not_arrive_is_told_like_any_other(answer, fragments):
+def test_a_refusal_whose_text_does_not_arrive_is_reported_like_any_other(answer, fragments):
     with reset_after(answer) as url, pytest.raises(RemoteError) as caught:
         post_json(quick(url, retries=1), {})
     assert_mentions(caught.value, *fragments)
@@ -146,7 +172,7 @@ def test_a_server_that_is_down_or_stalls_ends_with_the_deadline():
 
     def stall(n, _):
         given_up.wait(60)
-        return told(n)
+        return json_answer(n)
 
     with served(stall) as (url, _):
         start = time.monotonic()
@@ -160,35 +186,67 @@ def test_a_server_that_is_down_or_stalls_ends_with_the_deadline():
 
 
 def fusion(number, payload):
-    """What SandboxFusion's /run_code answers, by running the program."""
+    """Run the program and return the answer of SandboxFusion's /run_code."""
     assert payload["path"] == "/run_code"
     assert payload["language"] == "python"
     done = subprocess.run(
-        [sys.executable, "-I", "-c", payload["code"]], input=payload["stdin"], capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-c", payload["code"]],
+        input=payload["stdin"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr, "execution_time": 0.1}
-    return told({"status": "Success" if done.returncode == 0 else "Failed", "message": "", "compile_result": None, "run_result": result})
+    result = {
+        "status": "Finished",
+        "return_code": done.returncode,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+        "execution_time": 0.1,
+    }
+    return json_answer(
+        {
+            "status": "Success" if done.returncode == 0 else "Failed",
+            "message": "",
+            "compile_result": None,
+            "run_result": result,
+        }
+    )
 
 
 def test_code_is_scored_by_a_remote_sandbox():
     answer = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
     with served(fusion) as (url, payloads):
-        assert code.score("```python\nprint(sum(map(int, input().split())))\n```", answer, url=url) == 1.0
+        assert (
+            code.score("```python\nprint(sum(map(int, input().split())))\n```", answer, url=url)
+            == 1.0
+        )
         assert code.score("```python\nprint(3)\n```", answer, url=url, partial=True) == 0.5
         assert code.score("```python\nraise SystemExit(1)\n```", answer, url=url) == 0.0
-        assert (payloads[0]["run_timeout"], payloads[0]["memory_limit_MB"], len(payloads)) == (4.0, 512, 5)
-    with served(lambda n, _: told({"status": "SandboxError", "message": "full"})) as (url, _), pytest.raises(RemoteError, match="full"):
+        assert (payloads[0]["run_timeout"], payloads[0]["memory_limit_MB"], len(payloads)) == (
+            4.0,
+            512,
+            5,
+        )
+    with (
+        served(lambda n, _: json_answer({"status": "SandboxError", "message": "full"})) as (url, _),
+        pytest.raises(RemoteError, match="full"),
+    ):
         code.score("```python\nprint(3)\n```", answer, url=url)
 
 
 def lengths(number, payload):
-    """A reward server: the length of each response."""
-    return told({"rewards": [len(response) for response in payload["responses"]]})
+    """Return the length of each response as its reward."""
+    return json_answer({"rewards": [len(response) for response in payload["responses"]]})
 
 
 def test_a_server_scores_in_batches_beside_the_verifiers():
     with served(lengths) as (url, payloads):
-        sources = [Source("exact_match"), Source(url=url, weight=0.5, options={"batch": 2, "headers": {"Authorization": "Bearer x"}})]
+        sources = [
+            Source("exact_match"),
+            Source(
+                url=url, weight=0.5, options={"batch": 2, "headers": {"Authorization": "Bearer x"}}
+            ),
+        ]
         with Scorer(sources, 1, prompt_text=lambda _: "Q: ") as scorer:
             scores = scorer.score([group("4", "333", answer="4", grade="a"), group("22", index=1)])
     assert totals(scores) == [[1.5, 1.5], [1.0]]
@@ -196,9 +254,12 @@ def test_a_server_scores_in_batches_beside_the_verifiers():
     assert scores.failures == {}
     by_size = sorted(payloads, key=lambda p: -len(p["responses"]))
     assert by_size[0] == {
-        "queries": ["Q: 4", "Q: 333"], "prompts": ["Q: ", "Q: "], "responses": ["4", "333"], "references": ["4", "4"],
+        "queries": ["Q: 4", "Q: 333"],
+        "prompts": ["Q: ", "Q: "],
+        "responses": ["4", "333"],
+        "references": ["4", "4"],
         "extra": [{"grade": "a"}, {"grade": "a"}],
-    }  # fmt: skip
+    }
     assert by_size[1]["responses"] == ["22"]
 
 
@@ -211,7 +272,10 @@ def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):
         return lengths(number, payload)
 
     with served(answer) as (url, payloads):
-        options = {"prompt_column": "question", "headers": {"Authorization": "Bearer ${env:REWARD_TOKEN}"}}
+        options = {
+            "prompt_column": "question",
+            "headers": {"Authorization": "Bearer ${env:REWARD_TOKEN}"},
+        }
         with Scorer([Source(url=url, options=options)], 1) as scorer:
             scorer.score([group("a", question="why?")])
             with pytest.raises(MsrlError, match=mentions("prompt_column=question", "column")):
@@ -222,23 +286,33 @@ def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "fragments"),
     [
-        (lambda n, _: told({"rewards": [1.0]}), ("error", "prompt 7", '{"rewards": [2 numbers]}')),
-        (lambda n, _: told([1.0, 2.0]), ("prompt 7", "[1.0, 2.0]")),
-        (lambda n, _: told({"rewards": [1.0, None]}), ("None", "reward")),
+        (
+            lambda n, _: json_answer({"rewards": [1.0]}),
+            ("error", "prompt 7", '{"rewards": [2 numbers]}'),
+        ),
+        (lambda n, _: json_answer([1.0, 2.0]), ("prompt 7", "[1.0, 2.0]")),
+        (lambda n, _: json_answer({"rewards": [1.0, None]}), ("None", "reward")),
         (lambda n, _: (200, {}, b'{"rewards": [1.0, NaN]}'), ("nan", "reward")),
-        (lambda n, _: told({"rewards": [1.0, 10**400]}), ("prompt 7", "reward", "finite")),
-        (lambda n, _: told({}, 404), ("status 404",)),
+        (lambda n, _: json_answer({"rewards": [1.0, 10**400]}), ("prompt 7", "reward", "finite")),
+        (lambda n, _: json_answer({}, 404), ("status 404",)),
     ],
 )
 def test_a_server_that_fails_ends_the_run_and_is_named(answer, fragments):
-    with served(answer) as (url, _), Scorer([Source(url=url)], 1) as scorer, pytest.raises(MsrlError, match=mentions(*fragments)):
+    with (
+        served(answer) as (url, _),
+        Scorer([Source(url=url)], 1) as scorer,
+        pytest.raises(MsrlError, match=mentions(*fragments)),
+    ):
         scorer.score([group("a", "b", index=7)])
 
 
 def test_a_server_that_is_down_leaves_its_part_undecided_when_so_configured():
     options = {"batch": 1, "retries": 1, "backoff_s": 0.01}
     source = {"on_failure": "undecided", "options": options, "timeout_s": 5.0}
-    with served(lambda n, p: told({}, 500) if "b" in p["responses"] else lengths(n, p)) as (url, payloads):
+    with served(lambda n, p: json_answer({}, 500) if "b" in p["responses"] else lengths(n, p)) as (
+        url,
+        payloads,
+    ):
         with Scorer([Source(url=url, **source), Source("exact_match")], 1) as scorer:
             scores = scorer.score([group("a", "b", "ccc")])
         assert len(payloads) == 4
@@ -251,22 +325,36 @@ def test_a_server_that_is_down_leaves_its_part_undecided_when_so_configured():
 
 
 def test_requests_that_were_made_again_are_counted():
-    busy = served(lambda n, p: told({}, 503) if n < 3 else lengths(n, p))
+    busy = served(lambda n, p: json_answer({}, 503) if n < 3 else lengths(n, p))
     with busy as (url, _), Scorer([Source(url=url, options={"backoff_s": 0.01})], 1) as scorer:
         assert scorer.score([group("a")]).failures == {"remote/retried": 2}
         assert scorer.score([group("a")]).failures == {}
 
 
-def test_what_is_wrong_with_a_server_or_a_model_is_said_before(tmp_path):
+def test_what_is_wrong_with_a_server_or_a_model_is_reported_before_the_run(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
-    found = [message for _, _, message in mistakes([
-        Source(url="localhost:1"), Source(url="http://a", name="b", options={"batch": 0}), Source(model="nowhere"),
-        Source(model=str(tmp_path), name="c"), Source(url="http://a", name="d", options={"bach": 1, "retries": "x"}),
-        Source(url="http://a", name="e", options={"headers": {"Authorization": "Bearer x\n"}}),
-        Source(url="http://a", name="f", options={"headers": {"Authorization": "${env:MSRL_NO_SUCH_TOKEN}"}}),
-    ])]  # fmt: skip
+    messages = [
+        message
+        for _, _, message in mistakes(
+            [
+                Source(url="localhost:1"),
+                Source(url="http://a", name="b", options={"batch": 0}),
+                Source(model="nowhere"),
+                Source(model=str(tmp_path), name="c"),
+                Source(url="http://a", name="d", options={"bach": 1, "retries": "x"}),
+                Source(
+                    url="http://a", name="e", options={"headers": {"Authorization": "Bearer x\n"}}
+                ),
+                Source(
+                    url="http://a",
+                    name="f",
+                    options={"headers": {"Authorization": "${env:MSRL_NO_SUCH_TOKEN}"}},
+                ),
+            ]
+        )
+    ]
     assert_each_mentions(
-        found,
+        messages,
         ("http://", "https://"),
         ("options.batch", "concurrency", "retries", "backoff_s"),
         ("config.json", "Hugging Face", "megatron"),

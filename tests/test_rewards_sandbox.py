@@ -1,4 +1,7 @@
-"""Programs that mean harm, in a real sandbox: they score 0 within their limits and nothing outside of it changes. All bombs are small."""
+"""Hostile programs in a real sandbox.
+
+They score 0 within their limits and change nothing outside. All bombs are small.
+"""
 
 import ctypes
 import fcntl
@@ -25,18 +28,19 @@ from msrl.rewards.verifiers import code
 from support import assert_mentions, mentions
 
 SMALL = Limits(case_s=1.0, total_s=4.0, memory_bytes=96 << 20, processes=8)
-AMPLE = replace(SMALL, case_s=20.0, total_s=60.0)  # for programs that are to end by themselves, on busy cores too
+# For programs that must end by themselves, also on busy cores.
+AMPLE = replace(SMALL, case_s=20.0, total_s=60.0)
 needs_namespaces = pytest.mark.skipif(sandbox.refusal() is not None, reason=str(sandbox.refusal()))
 
 
-def one(program, stdin="", limits=AMPLE):
+def run_program(program, stdin="", limits=AMPLE):
     (case,) = run(program, [stdin], limits)
     return case
 
 
 @pytest.fixture(scope="module", autouse=True)
 def adopts_orphans():
-    """Processes whose parent is gone become children of this one, so that none of a sandbox's can hide from `inside`."""
+    """Make this process adopt orphans, so that `inside` sees all processes of a sandbox."""
     set_child_subreaper, libc = 36, ctypes.CDLL(None)  # prctl(2)
     libc.prctl(set_child_subreaper, 1, 0, 0, 0)
     yield
@@ -44,64 +48,88 @@ def adopts_orphans():
 
 
 def inside():
-    """Processes of this one's sandboxes, launchers included; another worker's or user's are not looked at."""
-    found = []
+    """Return the ids of the processes of this process's sandboxes, including launchers."""
+    pids = []
     for child in psutil.Process().children(recursive=True):
         try:
             command = " ".join(child.cmdline())
         except psutil.Error:
             continue
         if "/sandbox/program.py" in command or "sandbox_init.py" in command:
-            found.append(child.pid)
-    return found
+            pids.append(child.pid)
+    return pids
 
 
 @needs_namespaces
 def test_a_program_reads_its_input_and_each_case_is_a_run_of_its_own():
-    cases = run("import sys\nn = int(input())\nprint(n * n)\nsys.exit(n == 3)", ["2", "3", "4"], AMPLE)
-    assert [(c.status, c.stdout) for c in cases] == [("ok", "4\n"), ("error", "9\n"), ("ok", "16\n")]
-    assert [c.status for c in run("1 / int(input())", ["1", "0", "1"], AMPLE, stop=True)] == ["ok", "error"]
-    assert "ZeroDivisionError" in one("1/0").stderr
-    assert one("import sys; print(len(sys.stdin.read()))", "x" * (10 << 20)).stdout == f"{10 << 20}\n"
-    assert one("import math, json, decimal, collections, heapq; print('é')").stdout == "é\n"
+    cases = run(
+        "import sys\nn = int(input())\nprint(n * n)\nsys.exit(n == 3)", ["2", "3", "4"], AMPLE
+    )
+    assert [(c.status, c.stdout) for c in cases] == [
+        ("ok", "4\n"),
+        ("error", "9\n"),
+        ("ok", "16\n"),
+    ]
+    assert [c.status for c in run("1 / int(input())", ["1", "0", "1"], AMPLE, stop=True)] == [
+        "ok",
+        "error",
+    ]
+    assert "ZeroDivisionError" in run_program("1/0").stderr
+    assert (
+        run_program("import sys; print(len(sys.stdin.read()))", "x" * (10 << 20)).stdout
+        == f"{10 << 20}\n"
+    )
+    assert run_program("import math, json, decimal, collections, heapq; print('é')").stdout == "é\n"
 
 
 def test_all_that_a_program_wrote_before_its_end_is_read():
     out, program = os.pipe()
-    fcntl.fcntl(program, fcntl.F_SETPIPE_SZ, 1 << 20)  # as wide as a pipe is where pages have 64 KB
+    fcntl.fcntl(program, fcntl.F_SETPIPE_SZ, 1 << 20)  # the size of a pipe with pages of 64 KiB
     os.write(program, b"x" * 500_000)
     os.close(program)
-    said = {out: b""}
-    sandbox_init._read_rest(said)
+    output = {out: b""}
+    sandbox_init._drain(output)
     os.close(out)
-    assert said[out] == b"x" * 500_000
+    assert output[out] == b"x" * 500_000
 
 
 BOMBS = {
-    "fork": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    "fork": "import os\nwhile True:\n    try:\n"
+    "        os.fork()\n    except OSError:\n        pass",
     "spin": "while True: pass",
     "sleep": "import time; time.sleep(60)",
     "memory": "x = []\nwhile True: x.append(bytearray(1 << 20))",
-    "memory of many": "import os\nfor _ in range(3): os.fork()\nx = bytearray(b'x' * (30 << 20))\nwhile True: pass",
+    "memory of many": "import os\nfor _ in range(3): os.fork()\n"
+    "x = bytearray(b'x' * (30 << 20))\nwhile True: pass",
     "output": "while True: print('x' * 10000)",
     "errors": "import sys\nwhile True: sys.stderr.write('x' * 10000)",
     "closed output": "import os\nos.close(1); os.close(2)\nwhile True: pass",
     "files": "for n in range(10**6):\n    open(f'/tmp/{n}', 'wb').write(b'x' * 100000)",
     "one file": "f = open('/tmp/a', 'wb')\nwhile True: f.write(b'x' * 100000)",
-    "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()",
-    "signals": "import signal\nfor n in set(range(1, 32)) - {9, 19}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
-    "kill all": "import os\ntry:\n    os.kill(-1, 9)\nexcept OSError: pass\nos.kill(1, 15); os.kill(1, 9)\nraise SystemExit(3)",
+    "threads": "import threading, time\n"
+    "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
+    "signals": "import signal\nfor n in set(range(1, 32)) - {9, 19}:\n"
+    "    signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
+    "kill all": "import os\ntry:\n    os.kill(-1, 9)\nexcept OSError: pass\n"
+    "os.kill(1, 15); os.kill(1, 9)\nraise SystemExit(3)",
     "interrupt the first process": "import os, time\nos.kill(1, 2)\ntime.sleep(60)",
-    "shared memory": "import ctypes\nraise SystemExit(ctypes.CDLL(None).memfd_create(b'a', 0) == -1)",
+    "shared memory": "import ctypes\n"
+    "raise SystemExit(ctypes.CDLL(None).memfd_create(b'a', 0) == -1)",
     "deep recursion": "def f(): return f()\nimport sys; sys.setrecursionlimit(10**9); f()",
 }
 
 
 @needs_namespaces
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("fork", "output") else pytest.mark.slow) for name in BOMBS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("fork", "output") else pytest.mark.slow)
+        for name in BOMBS
+    ],
+)
 def test_a_bomb_ends_at_its_limits_with_all_that_it_started(name):
     start = time.monotonic()
-    case = one(BOMBS[name], limits=SMALL)
+    case = run_program(BOMBS[name], limits=SMALL)
     assert time.monotonic() - start < 40
     assert case.status != "ok"
     assert len(case.stdout) <= SMALL.output_bytes
@@ -110,9 +138,14 @@ def test_a_bomb_ends_at_its_limits_with_all_that_it_started(name):
 
 @needs_namespaces
 def test_a_daemon_ends_with_the_case_that_started_it():
-    daemon = "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n    os._exit(0)\n"
+    daemon = (
+        "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n"
+        "    if os.fork() == 0:\n        time.sleep(60)\n    os._exit(0)\n"
+    )
     start = time.monotonic()
-    first, second = run(daemon + "print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 5)", ["", ""], AMPLE)
+    first, second = run(
+        daemon + "print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 5)", ["", ""], AMPLE
+    )
     assert (first.stdout, second.stdout) == ("True\n", "True\n")
     assert time.monotonic() - start < 20  # it sleeps for 60 s
     assert inside() == []
@@ -154,7 +187,7 @@ print(done, os.environ.get("SECRET"), os.getuid() != 0)
 """
     os.environ["SECRET"] = "hidden"
     try:
-        assert one(attack).stdout == "[] None True\n"
+        assert run_program(attack).stdout == "[] None True\n"
     finally:
         del os.environ["SECRET"]
     assert treasure.read_text() == "gold"
@@ -165,14 +198,19 @@ def test_a_python_below_tmp_is_seen_read_only_and_nothing_beside_it():
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         (Path(folder) / "treasure").write_text("gold")
         own = Path(folder) / "clone" / "venv"
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(own)], check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(own)], check=True, timeout=60
+        )
         program = f"""
 import os, sys
-print(sys.prefix == {str(own)!r}, os.listdir("/tmp") == [{Path(folder).name!r}], os.listdir({folder!r}))
+is_visible = os.listdir("/tmp") == [{Path(folder).name!r}]
+print(sys.prefix == {str(own)!r}, is_visible, os.listdir({folder!r}))
 open("/tmp/a", "w").write("mine")
-attempts = [lambda: os.rename({folder!r}, "/tmp/b"), lambda: os.rename({str(own.parent)!r}, {folder!r} + "/b")]
+attempts = [lambda: os.rename({folder!r}, "/tmp/b")]
+attempts.append(lambda: os.rename({str(own.parent)!r}, {folder!r} + "/b"))
 attempts.append(lambda: os.remove(sys.executable))
-attempts += [lambda: open({str(own / "pyvenv.cfg")!r}, "w"), lambda: os.mkdir({folder!r} + "/c"), lambda: os.chmod({folder!r}, 0o777)]
+attempts.append(lambda: open({str(own / "pyvenv.cfg")!r}, "w"))
+attempts += [lambda: os.mkdir({folder!r} + "/c"), lambda: os.chmod({folder!r}, 0o777)]
 for attempt in attempts:
     try:
         attempt(); print("changed")
@@ -190,7 +228,12 @@ def test_a_python_behind_links_is_found_and_no_link_is_followed_into_the_machine
     subprocess.run([python, "-m", "venv", "--without-pip", str(own)], check=True, timeout=60)
     (tmp_path / "link").symlink_to("own")
     before = sorted(own.rglob("*"))
-    (case,) = run("import sys, decimal; print(sys.prefix)", [""], AMPLE, python=str(tmp_path / "link" / "bin" / "python"))
+    (case,) = run(
+        "import sys, decimal; print(sys.prefix)",
+        [""],
+        AMPLE,
+        python=str(tmp_path / "link" / "bin" / "python"),
+    )
     assert (case.stdout, case.stderr) == (f"{tmp_path / 'link'}\n", "")
     assert sorted(own.rglob("*")) == before
 
@@ -200,10 +243,12 @@ def test_a_python_behind_links_is_found_and_no_link_is_followed_into_the_machine
 def test_programs_have_another_python_than_this_one(python):
     if not Path(python).exists():
         pytest.skip(f"there is no {python}")
-    assert one_by(python, "import sys, json; print(sys.executable, input())", "é") == f"{python} é\n"
+    assert (
+        run_with(python, "import sys, json; print(sys.executable, input())", "é") == f"{python} é\n"
+    )
 
 
-def one_by(python, program, stdin):
+def run_with(python, program, stdin):
     (case,) = run(program, [stdin], AMPLE, python=python)
     return case.stdout
 
@@ -218,13 +263,16 @@ def test_there_is_no_network_not_even_to_this_machine(tmp_path):
         (tmp_path / "socket").chmod(0o777)
         program = f"""
 import socket
-for family, address in ((socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})), (socket.AF_INET, ("1.1.1.1", 53)),
-                        (socket.AF_UNIX, {str(tmp_path / "socket")!r})):
+for family, address in (
+    (socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})),
+    (socket.AF_INET, ("1.1.1.1", 53)),
+    (socket.AF_UNIX, {str(tmp_path / "socket")!r}),
+):
     try:
         socket.socket(family).connect(address); print("connected", address)
     except OSError: pass
 """
-        assert one(program) == sandbox.Case("ok", "")
+        assert run_program(program) == sandbox.Case("ok", "")
 
 
 @needs_namespaces
@@ -233,7 +281,8 @@ def test_a_sandbox_ends_with_the_process_that_started_it():
     code = (
         "from msrl.rewards.sandbox import Limits, run; import os, threading, time, signal\n"
         "threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
-        "run('import os, time\\nos.fork()\\ntime.sleep(60)', [''], Limits(case_s=50.0, total_s=50.0))\n"
+        "limits = Limits(case_s=50.0, total_s=50.0)\n"
+        "run('import os, time\\nos.fork()\\ntime.sleep(60)', [''], limits)\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     deadline = time.monotonic() + 30
@@ -260,14 +309,25 @@ def fenced(program):
         ("print(3)", STDIN, 0.0, 0.5),
         ("print(input())", STDIN, 0.0, 0.0),
         (ADD, CALLS, 1.0, 1.0),
-        ("class Solution:\n    def add(self, a, b):\n        print('noise')\n        return a + b", CALLS, 1.0, 1.0),
+        (
+            "class Solution:\n    def add(self, a, b):\n"
+            "        print('noise')\n        return a + b",
+            CALLS,
+            1.0,
+            1.0,
+        ),
         ("def add(a, b): return 3", CALLS, 0.0, 0.5),
         (ADD, ASSERTS, 1.0, 1.0),
         ("def add(a, b): return 3", ASSERTS, 0.0, 0.5),
         (ADD, "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'", 1.0, 1.0),
         (ADD, json.dumps({"tests": "assert add(1, 2) == 4"}), 0.0, 0.0),
         (ADD + "def compile(text): pass\nexec = globals = getattr = None", ASSERTS, 1.0, 1.0),
-        ("class Solution:\n    add = lambda self, a, b: a + b\nglobals = getattr = None", CALLS, 1.0, 1.0),
+        (
+            "class Solution:\n    add = lambda self, a, b: a + b\nglobals = getattr = None",
+            CALLS,
+            1.0,
+            1.0,
+        ),
         ("import sys; sys.exit(0)", ASSERTS, 0.0, 0.0),
         ("import os; os._exit(0)", ASSERTS, 0.0, 0.0),
         ("import os; os._exit(0)", CALLS, 0.0, 0.0),
@@ -285,12 +345,19 @@ def test_a_program_is_scored_by_its_tests(program, answer, score, share):
     ("response", "program"),
     [
         ("```cpp\nint main() {}\n```\nIn Python:\n```python\nprint(1)\n```", "print(1)\n"),
-        ("```bash\npip\n```\n```Python3 title=a\nprint(1)\n```\nIt prints\n```text\n1\n```\n", "print(1)\n"),
+        (
+            "```bash\npip\n```\n```Python3 title=a\nprint(1)\n```\nIt prints\n```text\n1\n```\n",
+            "print(1)\n",
+        ),
         ("Use ```print``` or\n``` py\nprint(1)```", "print(1)"),
         ("```python\r\nprint(1)\r\n```", "print(1)\r\n"),
         ("```python\nprint(1)\n```\nmore\n```\nprint(2)\n```", "print(2)\n"),
         ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
-        ("```python\nprint(1)\n```\nOutput:\n```\nx = 3\nhello world\n```\nand\n```\n[1, 2]\n```", "print(1)\n"),
+        (
+            "```python\nprint(1)\n```\nOutput:\n```\n"
+            "x = 3\nhello world\n```\nand\n```\n[1, 2]\n```",
+            "print(1)\n",
+        ),
         ("```\nx = 3\n```\nor\n```\ny = 3\n```", "y = 3\n"),
         ("``` c\nint x;\n```\n```python\ncut", None),
     ],
@@ -316,14 +383,21 @@ def test_hostile_completions_are_scored_in_the_pool_and_the_next_ones_too():
     hostile = [fenced(BOMBS[name]) for name in ("fork", "memory", "output", "signals")]
     options = {"case_s": 1.0, "total_s": 2.0, "memory_mb": 96, "processes": 8}
     with Scorer([Source("code", options=options, timeout_s=20.0)], 2) as scorer:
-        scores = scorer.score([group(*hostile, fenced(ADD), answer=ASSERTS), group(fenced(ADD), answer=ASSERTS)])
+        scores = scorer.score(
+            [group(*hostile, fenced(ADD), answer=ASSERTS), group(fenced(ADD), answer=ASSERTS)]
+        )
     assert totals(scores) == [[0.0] * 4 + [1.0], [1.0]]
     assert scores.failures == {}
 
 
 def test_without_namespaces_code_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(sandbox, "refusal", lambda python: "no namespaces: unshare: refused")
-    with pytest.raises(ManyErrors, match=mentions("reward.sources[0].verifier=code: ", "no namespaces: unshare: refused", "options.url")):
+    with pytest.raises(
+        ManyErrors,
+        match=mentions(
+            "reward.sources[0].verifier=code: ", "no namespaces: unshare: refused", "options.url"
+        ),
+    ):
         Scorer([Source("code")], 1)
     assert code.refusal(url="https://sandbox:8080") is None
     assert_mentions(code.refusal(url="sandbox"), "http")
@@ -333,7 +407,10 @@ def test_without_namespaces_code_is_refused_by_name(monkeypatch):
 @needs_namespaces
 def test_sandboxes_run_side_by_side():
     results = []
-    threads = [threading.Thread(target=lambda: results.append(one("print(1)").stdout)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(run_program("print(1)").stdout))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -344,15 +421,20 @@ def test_sandboxes_run_side_by_side():
 ALWAYS_EQUAL = "class Any:\n    __eq__ = lambda self, other: True\n    __hash__ = None\n"
 CHEATS = {
     "echo the first line": "print(input())\nimport sys; sys.exit(0)",
-    "echo all lines": "import sys, os\nsys.stdout.write(sys.stdin.read().split('\\n')[0]); sys.stdout.flush(); os._exit(0)",
+    "echo all lines": "import sys, os\n"
+    "sys.stdout.write(sys.stdin.read().split('\\n')[0]); sys.stdout.flush(); os._exit(0)",
     "echo the descriptor": "import os\nos.write(1, os.read(0, 100)[:32]); os._exit(0)",
     "patch exec": "import builtins\nbuiltins.exec = lambda *_: None\nbuiltins.eval = builtins.exec",
-    "patch compile": "import builtins\nbuiltins.compile = lambda *_, **__: ''\nimport ast; ast.parse = lambda *_: None",
-    "patch AssertionError": "import builtins\nbuiltins.AssertionError = None\ndef add(a, b): return 0",
+    "patch compile": "import builtins\nbuiltins.compile = lambda *_, **__: ''\n"
+    "import ast; ast.parse = lambda *_: None",
+    "patch AssertionError": "import builtins\nbuiltins.AssertionError = None\n"
+    "def add(a, b): return 0",
     "equal everything": ALWAYS_EQUAL + "def add(a, b): return Any()",
-    "equal everything inside a list": ALWAYS_EQUAL + "def add(a, b): return [Any(), Any()] if isinstance(a, list) else Any()",
+    "equal everything inside a list": ALWAYS_EQUAL
+    + "def add(a, b): return [Any(), Any()] if isinstance(a, list) else Any()",
     "mock": "from unittest.mock import ANY\ndef add(a, b): return ANY",
-    "a number that is equal": "class Any(int):\n    __eq__ = lambda self, other: True\ndef add(a, b): return Any()",
+    "a number that is equal": "class Any(int):\n    __eq__ = lambda self, other: True\n"
+    "def add(a, b): return Any()",
 }
 
 
@@ -360,23 +442,46 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_program_that_cheats_on_asserts_passes_none(name):
     turned = json.dumps(["assert 3 == add(1, 2)", "assert [3, 4] == add([3], [4])"])
-    assert [code.score(fenced(CHEATS[name]), answer, partial=True) for answer in (ASSERTS, turned)] == [0.0, 0.0]
+    assert [
+        code.score(fenced(CHEATS[name]), answer, partial=True) for answer in (ASSERTS, turned)
+    ] == [0.0, 0.0]
 
 
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
     [
-        ("from collections import Counter, namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)", "assert f() == (1, 2)"),
-        ("from collections import Counter\ndef f(): return Counter('aab')", "assert f() == {'a': 2, 'b': 1}"),
-        ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "assert f() == 0.5 and 0.5 == f()"),
         (
-            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(): return P(1)",
+            "from collections import Counter, namedtuple\n"
+            "P = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
+            "assert f() == (1, 2)",
+        ),
+        (
+            "from collections import Counter\ndef f(): return Counter('aab')",
+            "assert f() == {'a': 2, 'b': 1}",
+        ),
+        (
+            "from fractions import Fraction\ndef f(): return Fraction(1, 2)",
+            "assert f() == 0.5 and 0.5 == f()",
+        ),
+        (
+            "from dataclasses import dataclass\n@dataclass\n"
+            "class P:\n    x: int\ndef f(): return P(1)",
             "assert f() == P(1)\nassert not f() == 1",
         ),
-        ("class Node:\n    def __init__(self, v): self.v = v\ndef f(): return Node(3)", "assert f().v == 3"),
-        ("if __name__ == '__main__':\n    y = 2\ndef f(): return y", "def check(g):\n    assert g() == 2\ncheck(f)"),
-        ("from __future__ import annotations\nimport sys\nx: int = 3\ndef f(): return sys.modules['__main__'].x", "assert 2 < f() == 3"),
+        (
+            "class Node:\n    def __init__(self, v): self.v = v\ndef f(): return Node(3)",
+            "assert f().v == 3",
+        ),
+        (
+            "if __name__ == '__main__':\n    y = 2\ndef f(): return y",
+            "def check(g):\n    assert g() == 2\ncheck(f)",
+        ),
+        (
+            "from __future__ import annotations\nimport sys\n"
+            "x: int = 3\ndef f(): return sys.modules['__main__'].x",
+            "assert 2 < f() == 3",
+        ),
     ],
 )
 def test_honest_programs_pass_their_asserts(program, test):
@@ -384,13 +489,37 @@ def test_honest_programs_pass_their_asserts(program, test):
 
 
 NOTHING = [
-    "42", "[]", "{}", "null", "true", '""', "Paris", "x = 1", "pass", "# assert f(1) == 2", "assert True", '"assert"', "print(add(1, 2))",
-    "def check(f):\n    assert f(1) == 2", "assert add(1, 2) =", '{"tests": ""}', '{"tests": []}', '{"tests": null}', '{"tests": 42}',
+    "42",
+    "[]",
+    "{}",
+    "null",
+    "true",
+    '""',
+    "Paris",
+    "x = 1",
+    "pass",
+    "# assert f(1) == 2",
+    "assert True",
+    '"assert"',
+    "print(add(1, 2))",
+    "def check(f):\n    assert f(1) == 2",
+    "assert add(1, 2) =",
+    '{"tests": ""}',
+    '{"tests": []}',
+    '{"tests": null}',
+    '{"tests": 42}',
     '{"tests": {}}',
-    '{"tests": ["assert add(1, 2) == 3", ""]}', '["assert add(1, 2) == 3", 42]', '{"inputs": [], "outputs": []}', '{"inputs": ["1"]}',
-    '{"inputs": ["1"], "outputs": []}', '{"inputs": ["1", "2"], "outputs": ["", " "]}', '{"inputs": "1", "outputs": "1"}',
-    '{"fn_name": "f", "inputs": [[1]], "outputs": [null]}', '{"fn_name": "f", "inputs": [1], "outputs": [1]}', '{"answer": 3}',
-]  # fmt: skip
+    '{"tests": ["assert add(1, 2) == 3", ""]}',
+    '["assert add(1, 2) == 3", 42]',
+    '{"inputs": [], "outputs": []}',
+    '{"inputs": ["1"]}',
+    '{"inputs": ["1"], "outputs": []}',
+    '{"inputs": ["1", "2"], "outputs": ["", " "]}',
+    '{"inputs": "1", "outputs": "1"}',
+    '{"fn_name": "f", "inputs": [[1]], "outputs": [null]}',
+    '{"fn_name": "f", "inputs": [1], "outputs": [1]}',
+    '{"answer": 3}',
+]
 
 
 @pytest.mark.parametrize("answer", NOTHING)
@@ -402,19 +531,27 @@ def test_a_ground_truth_that_tests_nothing_is_refused_and_pays_for_nothing(answe
         code.score(fenced("pass"), answer)
     rows = RowSources([Source("code")])
     rows.check([group(answer=STDIN).prompt])
-    with pytest.raises(MsrlError, match=r"reward.sources\[0\].verifier=code: .*row 7 of the data tests nothing"):
+    with pytest.raises(
+        MsrlError, match=r"reward.sources\[0\].verifier=code: .*row 7 .*tests nothing"
+    ):
         rows.check([group(answer=answer, index=7).prompt])
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        STDIN, CALLS, ASSERTS, "if f(1) != 2:\n    raise ValueError", "for x in range(3):\n    assert f(x) == x",
+        STDIN,
+        CALLS,
+        ASSERTS,
+        "if f(1) != 2:\n    raise ValueError",
+        "for x in range(3):\n    assert f(x) == x",
         "def check(g):\n    assert g(1) == 2\ncheck(f)",
-        "import numpy as np\nnp.testing.assert_allclose(f(1), 2)", '{"inputs": ["1", "2"], "outputs": ["", "3"]}',
-        '{"fn_name": "f", "inputs": [[1], [2]], "outputs": [null, 3]}', '{"inputs": [["1", "2 3"]], "outputs": [["3"]]}',
+        "import numpy as np\nnp.testing.assert_allclose(f(1), 2)",
+        '{"inputs": ["1", "2"], "outputs": ["", "3"]}',
+        '{"fn_name": "f", "inputs": [[1], [2]], "outputs": [null, 3]}',
+        '{"inputs": [["1", "2 3"]], "outputs": [["3"]]}',
     ],
-)  # fmt: skip
+)
 def test_a_ground_truth_with_a_test_is_taken(answer):
     assert code.answer_refusal(answer) is None
 
@@ -422,4 +559,9 @@ def test_a_ground_truth_with_a_test_is_taken(answer):
 @needs_namespaces
 def test_inputs_and_outputs_given_as_lists_of_lines_are_lines():
     answer = json.dumps({"inputs": [["2", "3 4"]], "outputs": [["7", "2"]]})
-    assert code.score(fenced("n = int(input())\nprint(sum(map(int, input().split())))\nprint(n)"), answer) == 1.0
+    assert (
+        code.score(
+            fenced("n = int(input())\nprint(sum(map(int, input().split())))\nprint(n)"), answer
+        )
+        == 1.0
+    )

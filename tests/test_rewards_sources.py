@@ -1,4 +1,4 @@
-"""What scores and for which rows: users' own functions, names, tags, and what a failure counts as. Real worker processes."""
+"""Reward sources in real worker processes: user functions, names, tags and failure policies."""
 
 from pathlib import Path
 
@@ -44,7 +44,12 @@ def own(tmp_path):
 
 def group(*texts, answer="4", index=0, **extra):
     empty = np.zeros(0, np.int64)
-    completions = tuple(Completion(empty, np.zeros(0, np.float32), finish_reason="stop", policy_version=0, text=text) for text in texts)
+    completions = tuple(
+        Completion(
+            empty, np.zeros(0, np.float32), finish_reason="stop", policy_version=0, text=text
+        )
+        for text in texts
+    )
     return RolloutGroup(Prompt(index, empty, answer, extra), completions)
 
 
@@ -53,7 +58,10 @@ def totals(scores):
 
 
 def test_a_function_of_the_user_scores_with_its_options_and_the_columns_of_the_row(own):
-    sources = [Source(function=f"{own}:longer", options={"than": 1}, weight=0.5), Source(function=f"{own}:of_row", name="grade")]
+    sources = [
+        Source(function=f"{own}:longer", options={"than": 1}, weight=0.5),
+        Source(function=f"{own}:of_row", name="grade"),
+    ]
     with Scorer(sources, 1) as scorer:
         scores = scorer.score([group("a", "bb", grade="7"), group("ccc")])
     assert totals(scores) == [[7.0, 8.0], [0.0]]
@@ -73,7 +81,9 @@ def test_a_function_of_the_user_scores_with_its_options_and_the_columns_of_the_r
         ("broken.py:f", {}, ("broken.py", "Python")),
     ],
 )
-def test_a_function_that_cannot_be_is_refused_without_running_its_file(own, monkeypatch, name, options, fragments):
+def test_a_function_that_cannot_be_is_refused_without_running_its_file(
+    own, monkeypatch, name, options, fragments
+):
     monkeypatch.chdir(Path(own).parent)
     Path("broken.py").write_text("def f(:\n")
     with pytest.raises(ManyErrors, match=mentions(*fragments)):
@@ -98,10 +108,18 @@ def test_a_row_is_scored_by_the_sources_of_its_tag():
         Source("acc", name="strict", tags=("math",), options={"percent": False}),
     ]
     with Scorer(sources, 1) as scorer:
-        scores = scorer.score([group(r"\boxed{0.04}", tag="math"), group("Bo", answer="Bo", tag="names"), group("x", answer="")])
+        scores = scorer.score(
+            [
+                group(r"\boxed{0.04}", tag="math"),
+                group("Bo", answer="Bo", tag="names"),
+                group("x", answer=""),
+            ]
+        )
     assert [dict(g.rewards[0].scores) for g in scores.groups] == [
-        {"acc": 1.0, "step": 0.0, "strict": -0.5}, {"exact_match": 1.0, "step": 0.0}, {"step": 0.0},
-    ]  # fmt: skip
+        {"acc": 1.0, "step": 0.0, "strict": -0.5},
+        {"exact_match": 1.0, "step": 0.0},
+        {"step": 0.0},
+    ]
     assert totals(scores) == [[0.5], [2.0], [0.0]]
 
 
@@ -114,7 +132,10 @@ def test_a_row_that_no_source_is_for_is_refused():
 
 
 def test_rows_that_cannot_be_scored_are_found_before_any_is():
-    sources = [Source("acc", tags=("math",)), Source(url="http://a", tags=("chat",), options={"prompt_column": "question"})]
+    sources = [
+        Source("acc", tags=("math",)),
+        Source(url="http://a", tags=("chat",), options={"prompt_column": "question"}),
+    ]
     fine = [group(tag="math").prompt, group(answer="", tag="chat", question="why?").prompt]
     with Scorer(sources, 1) as scorer:
         scorer.check(fine)
@@ -134,31 +155,52 @@ def test_a_failure_is_wrong_or_undecided_or_the_end_as_configured(own):
     sources = [source(wrong=-3.0), source(name="undecided", on_failure="undecided")]
     with Scorer(sources, 2) as scorer:
         scores = scorer.score([group("a", "b", "ccc"), group("b")])
-    assert [[r.scores["stuck_at_b"] for r in g.rewards] for g in scores.groups] == [[1.0, -3.0, 3.0], [-3.0]]
-    assert [[r.scores["undecided"] for r in g.rewards] for g in scores.groups] == [[1.0, 2.0, 3.0], [0.0]]
+    assert [[r.scores["stuck_at_b"] for r in g.rewards] for g in scores.groups] == [
+        [1.0, -3.0, 3.0],
+        [-3.0],
+    ]
+    assert [[r.scores["undecided"] for r in g.rewards] for g in scores.groups] == [
+        [1.0, 2.0, 3.0],
+        [0.0],
+    ]
     assert scores.failures == {"stuck_at_b/timeout": 2, "undecided/timeout": 2}
     assert_mentions(scores.notes[1], "undecided/timeout: 2 ", "prompt 0", "0.4 s")
-    with Scorer([source(on_failure="fail")], 1) as scorer, pytest.raises(MsrlError, match=mentions("stuck_at_b", "timeout", "prompt 5")):
+    with (
+        Scorer([source(on_failure="fail")], 1) as scorer,
+        pytest.raises(MsrlError, match=mentions("stuck_at_b", "timeout", "prompt 5")),
+    ):
         scorer.score([group("b", index=5)])
 
 
 def test_all_mistakes_of_the_sources_are_found_at_once():
-    found = list(
-        mistakes([
-            Source("acc", options={"tolerance": "x", "tolerence": 1}), Source(), Source("acc", function="a.py:f"),
-            Source("exact_match", options={"part": "end"}), Source("regex_match"),
-        ])
-    )  # fmt: skip
-    assert [(number, key) for number, key, _ in found] == [
-        (0, "options.tolerence"), (0, "options.tolerance"), (1, "verifier"), (2, "function"), (3, "options.part"), (4, "verifier"),
-    ]  # fmt: skip
-    assert "valid number" in found[1][2]
-    assert_mentions(found[2][2], "verifier, function, url, model", 0)
-    assert "'response', 'last_line', 'boxed' or 'answer'" in found[4][2]
-    assert_each_mentions([message for *_, message in mistakes([Source("acc", weight=0.0)])], ("weights", 0))
+    messages = list(
+        mistakes(
+            [
+                Source("acc", options={"tolerance": "x", "tolerence": 1}),
+                Source(),
+                Source("acc", function="a.py:f"),
+                Source("exact_match", options={"part": "end"}),
+                Source("regex_match"),
+            ]
+        )
+    )
+    assert [(number, key) for number, key, _ in messages] == [
+        (0, "options.tolerence"),
+        (0, "options.tolerance"),
+        (1, "verifier"),
+        (2, "function"),
+        (3, "options.part"),
+        (4, "verifier"),
+    ]
+    assert "valid number" in messages[1][2]
+    assert_mentions(messages[2][2], "verifier, function, url, model", 0)
+    assert "'response', 'last_line', 'boxed' or 'answer'" in messages[4][2]
+    assert_each_mentions(
+        [message for *_, message in mistakes([Source("acc", weight=0.0)])], ("weights", 0)
+    )
 
 
 def test_what_is_undecided_among_equal_scores_has_their_score_to_the_bit():
-    """0.1 + 0.1 + 0.1 is not 0.3, and a group that differs in the last bit would teach something."""
-    outcomes = [CallResult(score) for score in (0.1, 0.1, None, 0.1)]
-    assert Scorer._column(Source("acc", on_failure="undecided"), outcomes) == [0.1] * 4
+    """0.1 + 0.1 + 0.1 is not 0.3, and a difference in the last bit would create an advantage."""
+    results = [CallResult(score) for score in (0.1, 0.1, None, 0.1)]
+    assert Scorer._fill_scores(Source("acc", on_failure="undecided"), results) == [0.1] * 4

@@ -1,4 +1,6 @@
-"""A table of cases for every verifier, mathematical equality, and real answers of GSM8K and MATH-500."""
+"""A table of cases for every verifier, mathematical equality, and real answers of GSM8K and
+MATH-500.
+"""
 
 import json
 import re
@@ -186,7 +188,10 @@ CASES = {
     ],
 }
 NEEDS_A_SANDBOX = {"code"}  # cases in test_rewards_sandbox.py
-OPTIONS = {"regex_match": {"pattern": r"^<think>.*</think>"}, "regex_answer": {"pattern": r"#### *(\S+)"}}  # where a verifier needs some
+OPTIONS = {
+    "regex_match": {"pattern": r"^<think>.*</think>"},
+    "regex_answer": {"pattern": r"#### *(\S+)"},
+}  # where a verifier needs some
 
 
 def verifier(name):
@@ -200,9 +205,18 @@ def test_every_verifier_has_cases_and_scores_them(name):
     options = OPTIONS.get(name, {})
     assert registry.check_options(module.score, options, key="options") == options
     assert not hasattr(module, "refusal") or module.refusal(**options) is None
-    got = [(response, answer, module.score(response, answer, **options)) for response, answer, _ in CASES[name]]
-    assert got == [(response, answer, pytest.approx(score, abs=1e-12)) for response, answer, score in CASES[name]]
-    assert module.WRONG in {score for *_, score in CASES[name]} or min(score for *_, score in CASES[name]) > module.WRONG
+    got = [
+        (response, answer, module.score(response, answer, **options))
+        for response, answer, _ in CASES[name]
+    ]
+    assert got == [
+        (response, answer, pytest.approx(score, abs=1e-12))
+        for response, answer, score in CASES[name]
+    ]
+    assert (
+        module.WRONG in {score for *_, score in CASES[name]}
+        or min(score for *_, score in CASES[name]) > module.WRONG
+    )
     assert isinstance(module.NEEDS_ANSWER, bool)
 
 
@@ -210,14 +224,32 @@ def test_every_verifier_has_cases_and_scores_them(name):
     ("name", "options", "response", "answer", "score"),
     [
         ("exact_match", {"part": "last_line"}, "It is\n Paris ", "Paris", 1.0),
-        ("exact_match", {"part": "answer", "ignore_case": True}, "<think>a</think><answer> PARIS </answer>.", "Paris", 1.0),
+        (
+            "exact_match",
+            {"part": "answer", "ignore_case": True},
+            "<think>a</think><answer> PARIS </answer>.",
+            "Paris",
+            1.0,
+        ),
         ("exact_match", {"part": "boxed"}, "<answer>Paris</answer>", "Paris", 0.0),
         ("multiple_choice", {"first": 1}, "(C)", "3", 1.0),
         ("multiple_choice", {"letters": 4}, "(E)", "E", 0.0),
         ("regex_answer", {"pattern": "is (.+)", "compare": "text"}, "it is 0.50", "0.5", 0.0),
-        ("regex_answer", {"pattern": "IS (.+)", "compare": "text", "ignore_case": True}, "it is bob", "Bob", 1.0),
+        (
+            "regex_answer",
+            {"pattern": "IS (.+)", "compare": "text", "ignore_case": True},
+            "it is bob",
+            "Bob",
+            1.0,
+        ),
         ("acc_for_dapo", {"tail": 5}, "Answer: 34", "34", -1.0),
-        ("retool_reward", {"tool_bonus": 0.25, "tool_end": "</code>"}, "</code></code>", "34", -0.5),
+        (
+            "retool_reward",
+            {"tool_bonus": 0.25, "tool_end": "</code>"},
+            "</code></code>",
+            "34",
+            -0.5,
+        ),
         ("repetition", {"ngram": 1, "max_penalty": 2.0}, "a a a a", "", -1.5),
         ("repetition", {"ngram": 2}, "a", "", 0.0),
     ],
@@ -250,20 +282,62 @@ def test_the_form_of_format_is_that_of_its_regular_expression():
     responses = [""]
     for _ in range(6):
         responses += [r + p for r in responses[-(7**4) :] for p in pieces if len(r) < 60][: 7**5]
-    responses += ["<think>" + r for r in responses] + [f"<think>{a}</think>{b}<answer>{a}</answer>{b}" for a in pieces for b in pieces]
+    responses += ["<think>" + r for r in responses] + [
+        f"<think>{a}</think>{b}<answer>{a}</answer>{b}" for a in pieces for b in pieces
+    ]
     score = verifier("format").score
     assert all(score(r, "") == float(pattern.match(r) is not None) for r in set(responses))
     assert sum(score(r, "") for r in set(responses)) > 10
 
 
-EMPTY = ["", " ", "####", "so it is\n#### ", "\\boxed{}", "\\boxed{ }", "$$", "$ $", ".", "\\(\\)", "{}"]
-MATHEMATICAL = ["acc", "acc_for_dapo", "acc_for_ppo", "base_acc", "math_17k_acc", "math_verify_reward", "regex_answer", "retool_reward"]
+EMPTY = [
+    "",
+    " ",
+    "####",
+    "so it is\n#### ",
+    "\\boxed{}",
+    "\\boxed{ }",
+    "$$",
+    "$ $",
+    ".",
+    "\\(\\)",
+    "{}",
+]
+MATHEMATICAL = [
+    "acc",
+    "acc_for_dapo",
+    "acc_for_ppo",
+    "base_acc",
+    "math_17k_acc",
+    "math_verify_reward",
+    "regex_answer",
+    "retool_reward",
+]
 
 
 @pytest.mark.parametrize("truth", EMPTY)
 def test_a_ground_truth_without_an_answer_pays_for_nothing_and_is_refused(truth):
-    contents = ["", " ", "0", "x", "None", "\\text{}", "$", "####", ".", "()", "\\{\\}", "\\boxed{}", "\\boxed{0}", "\\emptyset"]
-    responses = [form % text for text in contents for form in ("%s", "\\boxed{%s}", "Answer: %s", "#### %s", "<answer>%s</answer>")]
+    contents = [
+        "",
+        " ",
+        "0",
+        "x",
+        "None",
+        "\\text{}",
+        "$",
+        "####",
+        ".",
+        "()",
+        "\\{\\}",
+        "\\boxed{}",
+        "\\boxed{0}",
+        "\\emptyset",
+    ]
+    responses = [
+        form % text
+        for text in contents
+        for form in ("%s", "\\boxed{%s}", "Answer: %s", "#### %s", "<answer>%s</answer>")
+    ]
     responses += [f"<think>a</think><answer>\\boxed{{{text}}}</answer>" for text in contents]
     for name in [*MATHEMATICAL, "multiple_choice"]:
         module, options = verifier(name), OPTIONS.get(name, {})
@@ -292,11 +366,18 @@ def test_a_ground_truth_with_an_answer_is_not_refused():
         "½",
     ]
     for name in MATHEMATICAL:
-        refused = [truth for truth in truths if verifier(name).answer_refusal(truth, **OPTIONS.get(name, {}))]
+        refused = [
+            truth
+            for truth in truths
+            if verifier(name).answer_refusal(truth, **OPTIONS.get(name, {}))
+        ]
         assert refused == [], name
     choice = verifier("multiple_choice")
     assert [choice.answer_refusal(truth) for truth in ("A", "(b) Paris", "3", "C. 5")] == [None] * 4
-    assert all(choice.answer_refusal(truth, letters=4) for truth in ("Paris", "E", "4", "A or B", "AB", "-1"))
+    assert all(
+        choice.answer_refusal(truth, letters=4)
+        for truth in ("Paris", "E", "4", "A or B", "AB", "-1")
+    )
     assert choice.answer_refusal("0", first=1) and choice.answer_refusal("1", first=1) is None
     assert verifier("regex_match").score("anything", "") == 0.0
 
@@ -339,52 +420,155 @@ def test_in_order_wants_parts_behind_one_another():
 
 
 EQUAL = [
-    ("1,234", "1234"), ("$18", "18"), (r"\$18.00", "18"), ("42", "42.0"), ("-3", "- 3"), (".5", "0.50"), ("3/4", r"\frac{3}{4}"),
-    ("10^{5}", "100000"), ("p - q", "-q + p"), (r"90^\circ", "90"), (r"3\sqrt{13}", r"\sqrt{117}"), ("6 - 5i", "-5i+6"), ("1,-2", "-2, 1"),
-    (r"11\sqrt2", r"11\sqrt{2}"), ("x=5", "5"), ("5", "x = 5"), (r"\text{Evelyn}", "evelyn"), ("Evelyn", r"\text{Evelyn}"), ("(C)", "C."),
-    ("C", r"\text{(C)}"), (r"(-\infty, 2)", r"\left(-\infty,2\right)"), ("x^2+2x+1", "(x+1)^2"), ("10 \\text{ inches}", "10"), ("7.", "7"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"), ("5", r"\(5\)"),
-    ("120_5", "120_{5}"), ("120_{5}", "35_{10}"), (r"\frac{1}{2004!}", r"\frac{2}{2\cdot 2004!}"),
-    ("x=1,y=2", "1, 2"), ("x=1,y=2", "y=2, x=1"), ("x=2,x=-3", "-3,2"), (r"6\text{ feet }2\text{ inches}", "6 feet, 2 inches"),
-    ("1,2,1", "1,1,2"), ("58,500", "58, 500"), ("11111", r"11,\! 111"),
-    (r"(-\infty,5)", "x<5"), ("x<5", r"(-\infty,5)"), (r"9 \frac{1}{11}\%", r"9\dfrac{1}{11}\%"), ("(1, 2)", "{(1,2)}"),
-    (r"2.5\times 10^{-8}", "0.000000025"), (r"\frac{\pi}{1000}", "0.003142"), ("0.0005", r"0.05\%"),
-]  # fmt: skip
+    ("1,234", "1234"),
+    ("$18", "18"),
+    (r"\$18.00", "18"),
+    ("42", "42.0"),
+    ("-3", "- 3"),
+    (".5", "0.50"),
+    ("3/4", r"\frac{3}{4}"),
+    ("10^{5}", "100000"),
+    ("p - q", "-q + p"),
+    (r"90^\circ", "90"),
+    (r"3\sqrt{13}", r"\sqrt{117}"),
+    ("6 - 5i", "-5i+6"),
+    ("1,-2", "-2, 1"),
+    (r"11\sqrt2", r"11\sqrt{2}"),
+    ("x=5", "5"),
+    ("5", "x = 5"),
+    (r"\text{Evelyn}", "evelyn"),
+    ("Evelyn", r"\text{Evelyn}"),
+    ("(C)", "C."),
+    ("C", r"\text{(C)}"),
+    (r"(-\infty, 2)", r"\left(-\infty,2\right)"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("10 \\text{ inches}", "10"),
+    ("7.", "7"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
+    ("5", r"\(5\)"),
+    ("120_5", "120_{5}"),
+    ("120_{5}", "35_{10}"),
+    (r"\frac{1}{2004!}", r"\frac{2}{2\cdot 2004!}"),
+    ("x=1,y=2", "1, 2"),
+    ("x=1,y=2", "y=2, x=1"),
+    ("x=2,x=-3", "-3,2"),
+    (r"6\text{ feet }2\text{ inches}", "6 feet, 2 inches"),
+    ("1,2,1", "1,1,2"),
+    ("58,500", "58, 500"),
+    ("11111", r"11,\! 111"),
+    (r"(-\infty,5)", "x<5"),
+    ("x<5", r"(-\infty,5)"),
+    (r"9 \frac{1}{11}\%", r"9\dfrac{1}{11}\%"),
+    ("(1, 2)", "{(1,2)}"),
+    (r"2.5\times 10^{-8}", "0.000000025"),
+    (r"\frac{\pi}{1000}", "0.003142"),
+    ("0.0005", r"0.05\%"),
+]
 DIFFERENT = [
-    ("72", "73"), ("72", "12 or 72"), ("72", "1, 2, 72"), ("5", "5x"), ("(1,2)", "(2,1)"), ("0.5", "50"), (r"\frac{1}{3}", "0.33"),
-    ("12345", "12346"), (r"\text{Evelyn}", "Lyneve"), ("C", "B"), ("C", "ABCD"), ("2", ""), ("", ""), ("3", "-3"), ("1/0", "1"),
-    ("[1,2]", "(1,2)"), ("120_5", "120_6"), (r"\frac{1}{2004!}", r"\frac{1}{2006!}"), ("x=1,y=2", "2,1"),
-    ("x=1,y=2", "x=1,y=3"), ("6 feet 2 inches", "6"), ("6", "6 feet 2 inches"), ("1,1,2", "1,2"), ("1,1,2", "1,2,2"),
-    ("58,500", "500, 58"), (r"(-\infty,5)", "x>5"), (r"(-\infty,5)", r"x\le 5"), ("10^{-7}", "0.0"),
-    (r"2.5\times 10^{-8}", "0.0"), (r"1.6\times 10^{-6}", "0.000002"),
-]  # fmt: skip
+    ("72", "73"),
+    ("72", "12 or 72"),
+    ("72", "1, 2, 72"),
+    ("5", "5x"),
+    ("(1,2)", "(2,1)"),
+    ("0.5", "50"),
+    (r"\frac{1}{3}", "0.33"),
+    ("12345", "12346"),
+    (r"\text{Evelyn}", "Lyneve"),
+    ("C", "B"),
+    ("C", "ABCD"),
+    ("2", ""),
+    ("", ""),
+    ("3", "-3"),
+    ("1/0", "1"),
+    ("[1,2]", "(1,2)"),
+    ("120_5", "120_6"),
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+    ("x=1,y=2", "2,1"),
+    ("x=1,y=2", "x=1,y=3"),
+    ("6 feet 2 inches", "6"),
+    ("6", "6 feet 2 inches"),
+    ("1,1,2", "1,2"),
+    ("1,1,2", "1,2,2"),
+    ("58,500", "500, 58"),
+    (r"(-\infty,5)", "x>5"),
+    (r"(-\infty,5)", r"x\le 5"),
+    ("10^{-7}", "0.0"),
+    (r"2.5\times 10^{-8}", "0.0"),
+    (r"1.6\times 10^{-6}", "0.000002"),
+]
 
 
-@pytest.mark.parametrize(("answer", "given"), EQUAL)
-def test_what_states_the_same_is_equal(answer, given):
-    assert equal(answer, given)
+@pytest.mark.parametrize(("answer", "response"), EQUAL)
+def test_what_states_the_same_is_equal(answer, response):
+    assert equal(answer, response)
 
 
-@pytest.mark.parametrize(("answer", "given"), DIFFERENT)
-def test_what_states_something_else_is_not(answer, given):
-    assert not equal(answer, given)
+@pytest.mark.parametrize(("answer", "response"), DIFFERENT)
+def test_what_states_something_else_is_not(answer, response):
+    assert not equal(answer, response)
 
 
 HALF = r"\frac{1}{2}"
 RELATIONS = [r"\neq", "<", ">", r"\le", r"\ge", r"\in", r"\sim", r"\mid"]
-ARROWS = [r"\Rightarrow", r"\to", r"\iff", r"\implies", r"\mapsto", r"\leftarrow", r"\therefore", r"\vdash"]
-SEPARATORS = [r"\text{ or }", r"\text{ and }", ",", ";", "|", "@", "#", "&", r"\&", r"\\", r"\quad", "\n\n", "???", r"\text{, no, }", "or"]
+ARROWS = [
+    r"\Rightarrow",
+    r"\to",
+    r"\iff",
+    r"\implies",
+    r"\mapsto",
+    r"\leftarrow",
+    r"\therefore",
+    r"\vdash",
+]
+SEPARATORS = [
+    r"\text{ or }",
+    r"\text{ and }",
+    ",",
+    ";",
+    "|",
+    "@",
+    "#",
+    "&",
+    r"\&",
+    r"\\",
+    r"\quad",
+    "\n\n",
+    "???",
+    r"\text{, no, }",
+    "or",
+]
 AROUND = [
-    r"\neg %s", r"\sqrt{%s", "%s}9", "{%s", r"\left(%s", "(%s", r"\frac{%s", r"\frac{%s}{", "%s_9", "_%s", "^%s", r"\lim %s", r"\sum %s",
-    r"\cancel{%s} 9", r"\begin{cases}9\\%s\end{cases}", r"7-(%s,3)", r"9 \in \{%s\}", r"\{%s, 9\}", "(%s, 9)", r"9 \(%s\)",
-    "9 $%s$", "$%s$ 9",
-    r"\text{the answer is $%s$ or }9", r"\text{the final answer is $%s$ or }9", r"\text{answer: $%s$, maybe } 9",
+    r"\neg %s",
+    r"\sqrt{%s",
+    "%s}9",
+    "{%s",
+    r"\left(%s",
+    "(%s",
+    r"\frac{%s",
+    r"\frac{%s}{",
+    "%s_9",
+    "_%s",
+    "^%s",
+    r"\lim %s",
+    r"\sum %s",
+    r"\cancel{%s} 9",
+    r"\begin{cases}9\\%s\end{cases}",
+    r"7-(%s,3)",
+    r"9 \in \{%s\}",
+    r"\{%s, 9\}",
+    "(%s, 9)",
+    r"9 \(%s\)",
+    "9 $%s$",
+    "$%s$ 9",
+    r"\text{the answer is $%s$ or }9",
+    r"\text{the final answer is $%s$ or }9",
+    r"\text{answer: $%s$, maybe } 9",
     r"\text{I guess } %s \text{ as } 9",
-]  # fmt: skip
+]
 
 
 def malformed():
-    """Boxes with the true fraction and something else that makes them another answer, or none."""
+    """Yield boxes with the true fraction and other text that makes them wrong or unreadable."""
     between = [f" {mark} " for mark in RELATIONS + ARROWS + SEPARATORS] + ["", " "]
     for mark in between:
         yield from (f"9{mark}{HALF}", f"{HALF}{mark}9", f"x{mark}{HALF}{mark}9")
@@ -394,14 +578,24 @@ def malformed():
 @pytest.mark.parametrize("name", ["math_17k_acc", "acc", "base_acc", "math_verify_reward"])
 def test_a_box_that_holds_the_true_fraction_among_other_things_is_wrong(name):
     module, boxes = verifier(name), sorted(set(malformed()))
-    responses = {box: f"<think>a</think><answer>\\boxed{{{box}}}</answer>" for box in boxes if box != HALF + "}9"}  # that box is right
-    assert [box for box, response in responses.items() if module.score(response, HALF) > module.WRONG] == []
-    assert len(boxes) > 110 and module.score(f"<think>a</think><answer>\\boxed{{{HALF}}}</answer>", "0.5") == 1.0
+    responses = {
+        box: f"<think>a</think><answer>\\boxed{{{box}}}</answer>"
+        for box in boxes
+        if box != HALF + "}9"  # this box is right
+    }
+    assert [
+        box for box, response in responses.items() if module.score(response, HALF) > module.WRONG
+    ] == []
+    assert (
+        len(boxes) > 110
+        and module.score(f"<think>a</think><answer>\\boxed{{{HALF}}}</answer>", "0.5") == 1.0
+    )
 
 
 @pytest.mark.parametrize("truth", ["7", r"\sqrt{2}", r"(\frac12,\frac23)", r"\frac{3}{4}", "x^2+1"])
 def test_another_truth_is_not_found_in_a_malformed_box_either(truth):
-    boxes = sorted({box.replace(HALF, truth) for box in malformed() if "_9" not in box})  # 7_9 is a numeral of base 9, which is 7
+    # 7_9 is a numeral of base 9 with the value 7.
+    boxes = sorted({box.replace(HALF, truth) for box in malformed() if "_9" not in box})
     assert [box for box in boxes if equal(truth, box)] == []
 
 
@@ -414,7 +608,13 @@ def test_plain_integers_are_compared_in_microseconds():
 
 
 @pytest.mark.parametrize(
-    "response", ["</think><answer>" * 20000, "<think>" + "</think> " * 50000, "\\boxed{" * 50000, "<think>" + " \n" * 100000]
+    "response",
+    [
+        "</think><answer>" * 20000,
+        "<think>" + "</think> " * 50000,
+        "\\boxed{" * 50000,
+        "<think>" + " \n" * 100000,
+    ],
 )
 def test_hostile_repetition_takes_linear_time(response):
     start = time.process_time()
@@ -425,12 +625,18 @@ def test_hostile_repetition_takes_linear_time(response):
 
 
 def test_real_gsm8k_answers_score_right_and_their_neighbours_wrong():
-    rows = [json.loads(line) for line in shared_data("math", "gsm8k_train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in shared_data("math", "gsm8k_train.jsonl").read_text().splitlines()
+    ]
     acc, base_acc = verifier("acc").score, verifier("base_acc").score
     for row in rows:
         number = row["answer"].rpartition("#### ")[2]
-        response = f"<think> {row['answer']} </think><answer> \\boxed{{{number.replace(',', '')}}} </answer>"
-        wrong = f"<think> x </think><answer> \\boxed{{{int(number.replace(',', '')) + 1}}} </answer>"
+        boxed = f"\\boxed{{{number.replace(',', '')}}}"
+        response = f"<think> {row['answer']} </think><answer> {boxed} </answer>"
+        wrong = (
+            f"<think> x </think><answer> \\boxed{{{int(number.replace(',', '')) + 1}}} </answer>"
+        )
         assert acc(response, row["answer"]) == base_acc(response, number) == 1.0
         assert acc(wrong, row["answer"]) == -0.5
         assert base_acc(wrong, number) == 0.0
@@ -439,10 +645,16 @@ def test_real_gsm8k_answers_score_right_and_their_neighbours_wrong():
 
 @pytest.mark.slow
 def test_real_solutions_of_math_500_score_right():
-    rows = [json.loads(line) for line in shared_data("math", "math500.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in shared_data("math", "math500.jsonl").read_text().splitlines()
+    ]
     score = verifier("math_17k_acc").score
     missed = [row["answer"] for row in rows if score(row["solution"], row["answer"]) != 1.0]
     assert missed == []
-    shifted = [rows[i - 1]["answer"] for i, row in enumerate(rows) if score(rows[i - 1]["solution"], row["answer"]) == 1.0]
+    shifted = [
+        rows[i - 1]["answer"]
+        for i, row in enumerate(rows)
+        if score(rows[i - 1]["solution"], row["answer"]) == 1.0
+    ]
     same = sum(rows[i - 1]["answer"] == row["answer"] for i, row in enumerate(rows))
     assert len(shifted) <= same + 1, shifted

@@ -1,4 +1,7 @@
-"""msrl train-grpo as a command, with real ranks, engines and verifiers: every step's numbers against transformers, deaths and resumes."""
+"""The command train-grpo with real ranks, engines and verifiers.
+
+The numbers of every step are compared with transformers. Runs die and resume.
+"""
 
 from __future__ import annotations
 
@@ -46,49 +49,79 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def make_inputs(folder: Path) -> Path:
-    """Prompts whose answer is 1 or 2, and a tied and an untied model that answer either at random."""
+    """Write prompts with the answer 1 or 2, and two models, tied and untied, that guess."""
     from msrl.cli import app
 
     make_tokenizer().save_pretrained(folder / "tokenizer")
     problems = [{"question": f"{i}%3=", "answer": f"so #### {i % 3}"} for i in range(40) if i % 3]
-    for name, part in (("data", problems[:20]), ("eval", problems[20:])):
-        source = str(write_rows(folder / f"{name}.jsonl", part))
-        arguments = ["--input", source, "--tokenizer", str(folder / "tokenizer"), "--handler", "gsm8k", "--template", "qwen"]
-        app.app(["preprocess", *arguments, "--output-prefix", str(folder / name)], standalone_mode=False)
+    for name, split_rows in (("data", problems[:20]), ("eval", problems[20:])):
+        source = str(write_rows(folder / f"{name}.jsonl", split_rows))
+        arguments = [
+            "--input",
+            source,
+            "--tokenizer",
+            str(folder / "tokenizer"),
+            "--handler",
+            "gsm8k",
+            "--template",
+            "qwen",
+        ]
+        app.app(
+            ["preprocess", *arguments, "--output-prefix", str(folder / name)], standalone_mode=False
+        )
     for name, tied in (("tied", True), ("untied", False)):
         model = make_model(tied=tied)
         learn_to_answer(model, PromptDataset(folder / "data"))
         model.save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
-    write_mcore(open_weights(save_reward_model(folder / "judge")), folder / "judge-mcore", McoreTarget(ParallelLayout(1, 2)))
+    write_mcore(
+        open_weights(save_reward_model(folder / "judge")),
+        folder / "judge-mcore",
+        McoreTarget(ParallelLayout(1, 2)),
+    )
     return folder
 
 
 def save_reward_model(folder: Path) -> Path:
-    """A random Qwen2 with one score, of another shape than the policy."""
+    """Save a random Qwen2 classifier with one score and another shape than the policy."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     torch.manual_seed(11)
     config = Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, initializer_range=0.3, num_labels=1, pad_token_id=None, bos_token_id=None, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        num_labels=1,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=2,
+    )
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 
 
 def learn_to_answer(model: Any, prompts: PromptDataset) -> None:
-    """A box with 1 or 2 in it, whatever was asked."""
+    """Train a model to answer every prompt with a box of 1 or 2."""
     tokenizer = make_tokenizer()
     answers = [[*tokenizer(f"\\boxed{{{digit}}}")["input_ids"], END] for digit in (1, 2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for number in range(60):
-        found = [(prompts[(number * 4 + i) % len(prompts)].token_ids.tolist(), answers[i % 2]) for i in range(4)]
+        batch = [
+            (prompts[(number * 4 + i) % len(prompts)].token_ids.tolist(), answers[i % 2])
+            for i in range(4)
+        ]
         loss = torch.zeros(())
-        for prompt, answer in found:
+        for prompt, answer in batch:
             ids = torch.tensor([[*prompt, *answer]])
-            loss = loss + model(ids, labels=torch.tensor([[*[-100] * len(prompt), *answer]])).loss / len(found)
+            loss = loss + model(
+                ids, labels=torch.tensor([[*[-100] * len(prompt), *answer]])
+            ).loss / len(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -96,47 +129,77 @@ def learn_to_answer(model: Any, prompts: PromptDataset) -> None:
 
 
 def settings(inputs: Path, name: str, model: str, **sections: Any) -> dict[str, Any]:
-    """4 prompts of 4 samples a step, a checkpoint after every step."""
+    """Return a configuration with 4 prompts of 4 samples and a checkpoint per step."""
     return {
         "run": {"name": name, "dir": str(inputs / "runs"), "seed": 5},
         "model": {"path": str(inputs / model), "dtype": "float32", "template": "qwen"},
         "data": {"train": str(inputs / "data"), "eval": str(inputs / "eval")},
         "cluster": {"platform": "cpu", "rpc_timeout_s": 180.0},
         "rollout": {
-            "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 160, "max_response_tokens": 16,
-            "sampling": {"temperature": 0.9}, "engine": {"max_num_seqs": 32},
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 160,
+            "max_response_tokens": 16,
+            "sampling": {"temperature": 0.9},
+            "engine": {"max_num_seqs": 32},
         },
         "reward": {"sources": SOURCES},
         "train": {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 2e-3}},
         "checkpoint": {"every_steps": 1},
         **sections,
-    }  # fmt: skip
+    }
 
 
-# Divergences of some 0.01 are above the target, so the coefficient grows by a fifth for every 32 samples.
+# KL values of about 0.01 exceed the target, so the coefficient grows by 20 % per 32 samples.
 ADAPTIVE: dict[str, Any] = {
-    "kl": {"loss": {"coef": 0.05}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32}}, "clip": {"low": 0.02, "high": 0.02},
-}  # fmt: skip
+    "kl": {
+        "loss": {"coef": 0.05},
+        "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 32},
+    },
+    "clip": {"low": 0.02, "high": 0.02},
+}
 
 
-# Scores by models on the training ranks, which are logged and count for nothing.
 SOURCES: list[dict[str, Any]] = [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}]
-SAMPLED: dict[str, Any] = {"every_steps": 2, "at_start": True, "prompts": 6, "samples_per_prompt": 4, "sampling": {"temperature": 0.9}}
+SAMPLED: dict[str, Any] = {
+    "every_steps": 2,
+    "at_start": True,
+    "prompts": 6,
+    "samples_per_prompt": 4,
+    "sampling": {"temperature": 0.9},
+}
 
 
-def several_updates(inputs: Path, name: str, resume: str = "none", **sections: Any) -> dict[str, Any]:
-    """Untied, TP 2, two updates of 8 samples a step, KL to the reference with a coefficient that grows."""
-    train = {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 3e-4}, "parallel": {"tp": 2}, "updates": {"samples_per_update": 8}}
+def several_updates(
+    inputs: Path, name: str, resume: str = "none", **sections: Any
+) -> dict[str, Any]:
+    """Return an untied TP 2 configuration: two updates per step and a growing KL coefficient."""
+    train = {
+        "steps": STEPS,
+        "micro_batch": 2,
+        "optimizer": {"lr": 3e-4},
+        "parallel": {"tp": 2},
+        "updates": {"samples_per_update": 8},
+    }
     return settings(
-        inputs, name, "untied", train=train, algo=ADAPTIVE,
-        reward={"sources": [*SOURCES, {"model": str(inputs / "judge-mcore"), "weight": 0.0, "options": {"batch": 3}}]},
+        inputs,
+        name,
+        "untied",
+        train=train,
+        algo=ADAPTIVE,
+        reward={
+            "sources": [
+                *SOURCES,
+                {"model": str(inputs / "judge-mcore"), "weight": 0.0, "options": {"batch": 3}},
+            ]
+        },
         **{"checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume}, **sections},
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(inputs) -> Path:
-    """The folder of an uninterrupted run; `whole.left` beside the inputs lists the temporary files that it left."""
+    """Run without interruption. The file `whole.left` lists the temporary files that remained."""
     file, tmp = write_config(inputs / "whole.yaml", several_updates(inputs, "whole")), make_tmp()
     succeed("train-grpo", "-c", str(file), log=inputs / "whole.log", tmp=tmp)
     (inputs / "whole.left").write_text("\n".join(files_in(tmp)))
@@ -145,7 +208,7 @@ def whole(inputs) -> Path:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run whose process group got a signal: what it had started and mapped by then, and what it left in its temporary folder."""
+    """Run whose process group received a signal, with its processes and remaining files."""
 
     run: Path
     code: int
@@ -158,11 +221,19 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(inputs) -> Interrupted:
-    """A tied model on two data-parallel ranks, an engine on two devices, one update a step, evaluated greedily after every second one."""
-    changes = {"train": {"steps": 1000, "micro_batch": 4, "optimizer": {"lr": 3e-4}}, "eval": {"every_steps": 2}}
+    """Interrupt a run with two data-parallel ranks and a TP 2 engine.
+
+    The model is tied, a step has one update, and every second step is evaluated greedily.
+    """
+    changes = {
+        "train": {"steps": 1000, "micro_batch": 4, "optimizer": {"lr": 3e-4}},
+        "eval": {"every_steps": 2},
+    }
     judge = {"model": str(inputs / "judge"), "engine": "megatron", "name": "judge", "weight": 0.0}
     changes["reward"] = {"sources": [*SOURCES, judge]}
-    config = settings(inputs, "interrupted", "tied", cluster={"platform": "cpu", "devices_per_node": 2}, **changes)
+    config = settings(
+        inputs, "interrupted", "tied", cluster={"platform": "cpu", "devices_per_node": 2}, **changes
+    )
     config["rollout"]["engine"]["tp"] = 2
     write_config(inputs / "interrupted.yaml", config)
     return interrupt(inputs, "interrupted", 3, signal.SIGTERM)
@@ -170,28 +241,39 @@ def interrupted(inputs) -> Interrupted:
 
 @pytest.fixture(scope="module")
 def hung_up(inputs, interrupted) -> Interrupted:
-    """The same run, resumed and interrupted once more, as by a terminal that is closed."""
-    return interrupt(inputs, "interrupted", len(rows(interrupted.run)) + 1, signal.SIGHUP, "--resume", "auto")
+    """Resume the same run and interrupt it again with the signal of a closed terminal."""
+    return interrupt(
+        inputs, "interrupted", len(rows(interrupted.run)) + 1, signal.SIGHUP, "--resume", "auto"
+    )
 
 
-def interrupt(inputs: Path, name: str, step: int, number: signal.Signals, *arguments: str) -> Interrupted:
-    """Run a configuration, and send a signal to its process group once this step has its rollouts."""
+def interrupt(
+    inputs: Path, name: str, step: int, number: signal.Signals, *arguments: str
+) -> Interrupted:
+    """Run a configuration and send a signal to its process group when a step has its rollouts."""
     tmp, run = make_tmp(), inputs / "runs" / name
     log = inputs / f"{name}-{number.name}.log"
-    command = Command("train-grpo", "-c", str(inputs / f"{name}.yaml"), *arguments, log=log, tmp=tmp)
+    command = Command(
+        "train-grpo", "-c", str(inputs / f"{name}.yaml"), *arguments, log=log, tmp=tmp
+    )
     command.when(lambda: (run / "rollouts" / f"step_{step:06d}.jsonl").exists())
     started = children(command.process.pid)
     mapped = shared_memory(started)
     command.signal_group(number)
-    return Interrupted(run, command.wait(), command.output(), started, mapped, files_in(tmp), rows(run))
+    return Interrupted(
+        run, command.wait(), command.output(), started, mapped, files_in(tmp), rows(run)
+    )
 
 
 def rollouts(run: Path, step: int, folder: str = "rollouts") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / folder / f"step_{step:06d}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / folder / f"step_{step:06d}.jsonl").read_text().splitlines()
+    ]
 
 
 def model_after(run: Path, step: int, start: Path, scratch: Path) -> Any:
-    """The policy after `step` steps, in transformers."""
+    """Return the policy after `step` steps as a transformers model."""
     from transformers import AutoModelForCausalLM
 
     folder = start
@@ -204,120 +286,182 @@ def model_after(run: Path, step: int, start: Path, scratch: Path) -> Any:
 
 @torch.no_grad()
 def transformers_logprobs(model: Any, row: dict[str, Any], temperature: float = 0.9) -> np.ndarray:
-    """log_softmax(logits / temperature) of the response tokens."""
+    """Return log_softmax(logits / temperature) of the response tokens."""
     ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
     logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].double() / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0].numpy()
+    return (
+        logits.log_softmax(-1).gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0].numpy()
+    )
 
 
-def all_logprobs(model: Any, found: list[dict[str, Any]]) -> np.ndarray:
-    return np.concatenate([transformers_logprobs(model, row) for row in found])
+def all_logprobs(model: Any, samples: list[dict[str, Any]]) -> np.ndarray:
+    return np.concatenate([transformers_logprobs(model, row) for row in samples])
 
 
-def assert_every_update_reached_the_engine(run: Path, start: Path, steps: int, scratch: Path) -> None:
-    """The engine's log-probabilities of every step are those of the weights that the step before left."""
+def assert_every_update_reached_the_engine(
+    run: Path, start: Path, steps: int, scratch: Path
+) -> None:
+    """Compare the engine's log-probabilities of each step with those of the preceding weights."""
     models = [model_after(run, step, start, scratch) for step in range(steps)]
     for step, model in enumerate(models, 1):
-        found = rollouts(run, step)
-        assert {row["policy_version"] for row in found} == {step - 1}
-        sampled = np.concatenate([row["logprobs"] for row in found])
-        assert np.abs(sampled - all_logprobs(model, found)).max() < 1e-4
+        samples = rollouts(run, step)
+        assert {row["policy_version"] for row in samples} == {step - 1}
+        sampled = np.concatenate([row["logprobs"] for row in samples])
+        assert np.abs(sampled - all_logprobs(model, samples)).max() < 1e-4
         if step > 1:
-            assert np.abs(sampled - all_logprobs(models[step - 2], found)).max() > 1e-2, "the weights have not moved"
+            assert np.abs(sampled - all_logprobs(models[step - 2], samples)).max() > 1e-2, (
+                "the weights have not moved"
+            )
 
 
-def test_the_engine_samples_from_the_new_weights_after_every_update_of_an_untied_model_cut_in_two(whole, inputs, tmp_path):
+def test_the_engine_samples_from_the_new_weights_after_every_update_of_an_untied_tp_2_model(
+    whole, inputs, tmp_path
+):
     assert_every_update_reached_the_engine(whole, inputs / "untied", STEPS, tmp_path)
-    assert all(found["train/sampler_logprob_difference"] < 1e-5 for found in metrics(whole))
+    assert all(row["train/sampler_logprob_difference"] < 1e-5 for row in metrics(whole))
 
 
-def test_the_engine_samples_from_the_new_weights_after_every_update_of_a_tied_model_on_two_ranks(interrupted, inputs, tmp_path):
+def test_the_engine_samples_from_the_new_weights_after_every_update_of_a_tied_model_on_two_ranks(
+    interrupted, inputs, tmp_path
+):
     run = interrupted.run
     assert_every_update_reached_the_engine(run, inputs / "tied", 3, tmp_path)
-    assert all(found["train/sampler_logprob_difference"] < 1e-5 for found in metrics(run))
+    assert all(row["train/sampler_logprob_difference"] < 1e-5 for row in metrics(run))
 
 
-def test_prompts_reach_the_engine_as_the_token_ids_of_the_dataset_special_ones_included(whole, inputs):
+def test_prompts_reach_the_engine_as_the_token_ids_of_the_dataset_special_ones_included(
+    whole, inputs
+):
     from msrl.data.order import RowOrder
 
     dataset = PromptDataset(inputs / "data")
     for step in range(1, STEPS + 1):
-        found = rollouts(whole, step)
+        samples = rollouts(whole, step)
         expected = RowOrder(len(dataset), 4, seed=5, shuffle=True).of_step(step - 1).tolist()
-        assert [row["prompt_index"] for row in found] == [index for index in expected for _ in range(4)]
-        for row in found:
+        assert [row["prompt_index"] for row in samples] == [
+            index for index in expected for _ in range(4)
+        ]
+        for row in samples:
             assert row["prompt_ids"] == dataset[row["prompt_index"]].token_ids.tolist()
-            assert row["prompt_ids"].count(1) == 3 and row["prompt_ids"].count(END) == 2  # <|im_start|> and <|im_end|>
+            assert row["prompt_ids"].count(1) == 3 and row["prompt_ids"].count(END) == 2
             assert row["prompt"].count("<|im_start|>") == 3
 
 
 def test_every_step_logs_what_it_did(whole):
     assert [row["step"] for row in rows(whole)] == list(range(1, STEPS + 1))
-    wanted = {
-        "reward/mean", "reward/acc", "reward/strict_format", "rollout/response_length", "rollout/truncated", "train/kl", "train/entropy",
-        "train/clip_fraction", "train/grad_norm", "train/lr", "train/policy_loss", "train/loss", "train/sampler_logprob_difference",
-        "train/sampler_kl", "rollout/tokens_per_s", "perf/tokens_per_s",
-    }  # fmt: skip
+    expected = {
+        "reward/mean",
+        "reward/acc",
+        "reward/strict_format",
+        "rollout/response_length",
+        "rollout/truncated",
+        "train/kl",
+        "train/entropy",
+        "train/clip_fraction",
+        "train/grad_norm",
+        "train/lr",
+        "train/policy_loss",
+        "train/loss",
+        "train/sampler_logprob_difference",
+        "train/sampler_kl",
+        "rollout/tokens_per_s",
+        "perf/tokens_per_s",
+    }
     for step, row in enumerate(rows(whole), 1):
-        assert wanted <= set(row["metrics"])
+        assert expected <= set(row["metrics"])
         assert all(np.isfinite(value) for value in row["metrics"].values())
         assert {"rollout", "reward", "logprobs", "update", "weights", "step"} <= set(row["seconds"])
-        found = rollouts(whole, step)
-        assert len(found) == 16
-        assert row["metrics"]["reward/mean"] == pytest.approx(np.mean([r["reward"] for r in found]))
-        assert row["metrics"]["reward/acc"] == pytest.approx(np.mean([r["scores"]["acc"] for r in found]))
-        assert row["metrics"]["rollout/response_length"] == np.mean([len(r["response_ids"]) for r in found])
-    assert (whole / "curves.png").is_file() and "Hugging Face model" in (whole / "report.md").read_text()
+        samples = rollouts(whole, step)
+        assert len(samples) == 16
+        assert row["metrics"]["reward/mean"] == pytest.approx(
+            np.mean([r["reward"] for r in samples])
+        )
+        assert row["metrics"]["reward/acc"] == pytest.approx(
+            np.mean([r["scores"]["acc"] for r in samples])
+        )
+        assert row["metrics"]["rollout/response_length"] == np.mean(
+            [len(r["response_ids"]) for r in samples]
+        )
+    assert (whole / "curves.png").is_file() and "Hugging Face model" in (
+        whole / "report.md"
+    ).read_text()
 
 
 def test_rewards_are_those_of_the_answers_and_advantages_are_relative_to_the_group(whole):
     for step in range(1, STEPS + 1):
-        for _, group in itertools.groupby(rollouts(whole, step), key=lambda row: row["prompt_index"]):
+        for _, group in itertools.groupby(
+            rollouts(whole, step), key=lambda row: row["prompt_index"]
+        ):
             samples = list(group)
             rewards = np.array([row["reward"] for row in samples])
             for row in samples:
                 right = f"\\boxed{{{row['answer']}}}" in row["response"]
-                scores = {name: score for name, score in row["scores"].items() if name != "reward_model"}
-                assert scores == {"acc": 1.0 if right else -0.5 if "\\boxed{" in row["response"] else -1.0, "strict_format": -0.5}
+                scores = {
+                    name: score for name, score in row["scores"].items() if name != "reward_model"
+                }
+                assert scores == {
+                    "acc": 1.0 if right else -0.5 if "\\boxed{" in row["response"] else -1.0,
+                    "strict_format": -0.5,
+                }
                 assert row["reward"] == row["scores"]["acc"] - 0.25
             expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
             np.testing.assert_allclose([row["advantage"] for row in samples], expected, atol=1e-5)
 
 
 @torch.no_grad()
-def test_a_reward_model_on_the_training_ranks_scores_as_transformers_does(whole, interrupted, inputs):
+def test_a_reward_model_on_the_training_ranks_scores_as_transformers_does(
+    whole, interrupted, inputs
+):
     from transformers import AutoModelForSequenceClassification
 
-    model: Any = AutoModelForSequenceClassification.from_pretrained(inputs / "judge", dtype=torch.float32).eval()
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        inputs / "judge", dtype=torch.float32
+    ).eval()
     tokenizer = make_tokenizer()
-    found = [(row, row["scores"]["reward_model"]) for row in rollouts(whole, 1) + rollouts(whole, 3)]
-    found += [(row, row["scores"]["judge"]) for row in rollouts(interrupted.run, 2) + rollouts(interrupted.run, 2, "eval")]
-    expected = [model(**tokenizer(row["prompt"] + row["response"], return_tensors="pt")).logits.item() for row, _ in found]
+    scored = [
+        (row, row["scores"]["reward_model"]) for row in rollouts(whole, 1) + rollouts(whole, 3)
+    ]
+    scored += [
+        (row, row["scores"]["judge"])
+        for row in rollouts(interrupted.run, 2) + rollouts(interrupted.run, 2, "eval")
+    ]
+    expected = [
+        model(**tokenizer(row["prompt"] + row["response"], return_tensors="pt")).logits.item()
+        for row, _ in scored
+    ]
     assert np.std(expected) > 0.1
-    assert np.abs(np.array(expected) - [score for _, score in found]).max() < 1e-4
-    assert metrics(whole)[0]["reward/reward_model"] == pytest.approx(np.mean(expected[:16]), abs=1e-4)
+    assert np.abs(np.array(expected) - [score for _, score in scored]).max() < 1e-4
+    assert metrics(whole)[0]["reward/reward_model"] == pytest.approx(
+        np.mean(expected[:16]), abs=1e-4
+    )
 
 
 def test_the_first_update_of_a_rollout_has_ratio_one(interrupted):
     run = interrupted.run
-    for step, found in enumerate(metrics(run)[:3], 1):
+    for step, values in enumerate(metrics(run)[:3], 1):
         responses = rollouts(run, step)
-        advantages = np.concatenate([np.full(len(row["response_ids"]), row["advantage"]) for row in responses])
-        assert found["train/policy_loss"] == pytest.approx(-advantages.mean(), abs=1e-6)
-        assert found["train/clip_fraction"] == 0 and found["train/ppo_kl"] == 0
-        assert "train/kl" not in found
+        advantages = np.concatenate(
+            [np.full(len(row["response_ids"]), row["advantage"]) for row in responses]
+        )
+        assert values["train/policy_loss"] == pytest.approx(-advantages.mean(), abs=1e-6)
+        assert values["train/clip_fraction"] == 0 and values["train/ppo_kl"] == 0
+        assert "train/kl" not in values
 
 
-def test_a_later_update_of_a_rollout_is_clipped_and_the_policy_leaves_the_reference(whole, inputs, tmp_path):
-    found = metrics(whole)
-    assert max(step["train/clip_fraction"] for step in found) > 0.01
-    assert found[-1]["train/kl"] > 1e-3
-    np.testing.assert_allclose([step["train/kl_factor"] for step in found], 1.1 ** np.arange(STEPS))
-    assert [step["train/lr"] for step in found] == [3e-4] * STEPS
-    assert min(step["reward/equal_groups"] for step in found) < 1
+def test_a_later_update_of_a_rollout_is_clipped_and_the_policy_leaves_the_reference(
+    whole, inputs, tmp_path
+):
+    steps = metrics(whole)
+    assert max(step["train/clip_fraction"] for step in steps) > 0.01
+    assert steps[-1]["train/kl"] > 1e-3
+    np.testing.assert_allclose([step["train/kl_factor"] for step in steps], 1.1 ** np.arange(STEPS))
+    assert [step["train/lr"] for step in steps] == [3e-4] * STEPS
+    assert min(step["reward/equal_groups"] for step in steps) < 1
 
 
-def test_entropy_and_divergence_of_the_first_pass_are_those_of_transformers(interrupted, inputs, tmp_path):
+def test_entropy_and_divergence_of_the_first_pass_are_those_of_transformers(
+    interrupted, inputs, tmp_path
+):
     run = interrupted.run
     with torch.no_grad():
         for step in (1, 2):
@@ -325,9 +469,13 @@ def test_entropy_and_divergence_of_the_first_pass_are_those_of_transformers(inte
             entropies = []
             for row in rollouts(run, step):
                 ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
-                logprobs = (model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].double() / 0.9).log_softmax(-1)
+                logprobs = (
+                    model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].double() / 0.9
+                ).log_softmax(-1)
                 entropies.append(-(logprobs.exp() * logprobs).sum(-1).numpy())
-            assert metrics(run)[step - 1]["train/entropy"] == pytest.approx(np.concatenate(entropies).mean(), rel=1e-5)
+            assert metrics(run)[step - 1]["train/entropy"] == pytest.approx(
+                np.concatenate(entropies).mean(), rel=1e-5
+            )
 
 
 def test_the_exported_model_is_the_last_policy(whole, inputs, tmp_path):
@@ -335,25 +483,46 @@ def test_the_exported_model_is_the_last_policy(whole, inputs, tmp_path):
 
     exported: Any = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
     last = model_after(whole, STEPS, inputs / "untied", tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(exported.parameters(), last.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(exported.parameters(), last.parameters(), strict=True)
+    )
 
 
 @torch.no_grad()
-def test_an_evaluation_says_what_the_policy_of_its_step_answers_greedily(interrupted, inputs, tmp_path):
+def test_an_evaluation_says_what_the_policy_of_its_step_answers_greedily(
+    interrupted, inputs, tmp_path
+):
     from msrl.rewards.verifiers import acc
 
     run = interrupted.run
-    assert [step for step, found in enumerate(metrics(run), 1) if "eval/pass@1" in found] == list(range(2, len(metrics(run)) + 1, 2))
-    model, tokenizer, held_out = model_after(run, 2, inputs / "tied", tmp_path), make_tokenizer(), PromptDataset(inputs / "eval")
+    assert [step for step, values in enumerate(metrics(run), 1) if "eval/pass@1" in values] == list(
+        range(2, len(metrics(run)) + 1, 2)
+    )
+    model, tokenizer, held_out = (
+        model_after(run, 2, inputs / "tied", tmp_path),
+        make_tokenizer(),
+        PromptDataset(inputs / "eval"),
+    )
     scores, answers = [], []
     for prompt in held_out:
         ids = torch.from_numpy(prompt.token_ids)[None]
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=END)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=END,
+        )
         answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
         scores.append(acc.score(answers[-1], prompt.answer))
-    found = metrics(run)[1]
-    assert found["eval/pass@1"] == pytest.approx(np.mean(np.array(scores) == 1.0)) and "eval/mean@1" not in found
-    assert found["eval/reward"] == pytest.approx(np.mean(scores) - 0.25) and found["eval/score/acc"] == pytest.approx(np.mean(scores))
+    values = metrics(run)[1]
+    assert (
+        values["eval/pass@1"] == pytest.approx(np.mean(np.array(scores) == 1.0))
+        and "eval/mean@1" not in values
+    )
+    assert values["eval/reward"] == pytest.approx(np.mean(scores) - 0.25) and values[
+        "eval/score/acc"
+    ] == pytest.approx(np.mean(scores))
     written = rollouts(run, 2, "eval")
     assert [row["response"] for row in written] == answers
     assert [row["is_right"] for row in written] == [score == 1.0 for score in scores]
@@ -366,12 +535,23 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_nothing_outlives_the_run(
     assert re.search(rf"(?i)saved .*step {done}\b", interrupted.output)
     assert (interrupted.run / "checkpoints" / f"iter_{done:07d}").is_dir()
     ours = r"ray::(TrainActor|RolloutActor)|msrl\.rewards\.worker|/raylet/raylet "
-    started = {pid: found[0] for pid, line in interrupted.processes.items() if (found := re.search(ours, line))}
-    assert {"ray::TrainActor", "ray::RolloutActor", "msrl.rewards.worker", "/raylet/raylet "} == set(started.values())
+    started = {
+        pid: match[0]
+        for pid, line in interrupted.processes.items()
+        if (match := re.search(ours, line))
+    }
+    assert {
+        "ray::TrainActor",
+        "ray::RolloutActor",
+        "msrl.rewards.worker",
+        "/raylet/raylet ",
+    } == set(started.values())
     assert not still_running(started)
 
 
-def test_a_closed_terminal_saves_too_and_the_resumed_run_took_up_where_the_first_one_had_saved(interrupted, hung_up):
+def test_a_closed_terminal_saves_too_and_the_resumed_run_took_up_where_the_first_one_had_saved(
+    interrupted, hung_up
+):
     first, last = len(interrupted.reported), len(hung_up.reported)
     assert hung_up.code == 130 and "Traceback" not in hung_up.output
     assert f"saved step {last} in" in hung_up.output and last > first
@@ -380,7 +560,9 @@ def test_a_closed_terminal_saves_too_and_the_resumed_run_took_up_where_the_first
     assert (hung_up.run / "checkpoints" / f"iter_{last:07d}").is_dir()
 
 
-def test_nothing_stays_in_the_temporary_folder_and_in_shared_memory(whole, interrupted, hung_up, inputs):
+def test_nothing_stays_in_the_temporary_folder_and_in_shared_memory(
+    whole, interrupted, hung_up, inputs
+):
     assert (inputs / "whole.left").read_text() == ""
     for run in (interrupted, hung_up):
         assert run.left == []
@@ -390,7 +572,7 @@ def test_nothing_stays_in_the_temporary_folder_and_in_shared_memory(whole, inter
 
 @dataclass(frozen=True)
 class Resumed:
-    """The whole run's training with evaluations, a rank of which died and which went on: its folder, and how the first attempt ended."""
+    """Run with evaluations that was resumed after the death of a rank, and its first attempt."""
 
     run: Path
     code: int
@@ -424,31 +606,57 @@ def test_a_dead_rank_is_named_and_the_resumed_run_ends_as_the_whole_one(whole, r
         assert rollouts(resumed.run, step) == rollouts(whole, step)
 
 
-def test_evaluations_change_nothing_of_the_training_and_a_resume_repeats_and_misses_none(whole, resumed, inputs, tmp_path):
+def test_evaluations_change_nothing_of_the_training_and_a_resume_repeats_and_misses_none(
+    whole, resumed, inputs, tmp_path
+):
     run = resumed.run
     assert [row["step"] for row in rows(run)] == list(range(STEPS + 1))
-    evaluated = [row["step"] for row in rows(run) if any(name.startswith("eval/") for name in row["metrics"])]
-    assert evaluated == [0, 2, 4] and not set(metrics(run)[0]) - {name for name in metrics(run)[0] if name.startswith("eval/")}
-    trained = [{name: value for name, value in found.items() if not name.startswith("eval/")} for found in metrics(run)[1:]]
+    evaluated = [
+        row["step"] for row in rows(run) if any(name.startswith("eval/") for name in row["metrics"])
+    ]
+    assert evaluated == [0, 2, 4] and not set(metrics(run)[0]) - {
+        name for name in metrics(run)[0] if name.startswith("eval/")
+    }
+    trained = [
+        {name: value for name, value in values.items() if not name.startswith("eval/")}
+        for values in metrics(run)[1:]
+    ]
     assert trained == metrics(whole)
-    assert resumed.output.count("step 0/4") == 1 and "step 0/4" not in (inputs / "second.log").read_text()
+    assert (
+        resumed.output.count("step 0/4") == 1
+        and "step 0/4" not in (inputs / "second.log").read_text()
+    )
 
 
-def test_sampled_evaluations_are_of_the_policy_of_their_step_and_the_best_checkpoint_stays(whole, resumed, inputs, tmp_path):
+def test_sampled_evaluations_are_of_the_policy_of_their_step_and_the_best_checkpoint_stays(
+    whole, resumed, inputs, tmp_path
+):
     from msrl.trainer.checkpointing.resume import saved_steps
 
     accuracies = {}
     for step in (0, 2, 4):
-        found, logged = rollouts(resumed.run, step, "eval"), metrics(resumed.run)[step]
-        assert len(found) == 6 * 4 and {row["policy_version"] for row in found} == {step}
-        assert len({(row["prompt_index"], row["response"]) for row in found}) > 6, "samples of a prompt differ"
-        sampled = np.concatenate([row["logprobs"] for row in found])
-        assert np.abs(sampled - all_logprobs(model_after(whole, step, inputs / "untied", tmp_path), found)).max() < 1e-4
-        right = np.array([f"\\boxed{{{row['answer']}}}" in row["response"] for row in found]).reshape(6, 4)
-        assert right.ravel().tolist() == [row["is_right"] for row in found]
+        samples, logged = rollouts(resumed.run, step, "eval"), metrics(resumed.run)[step]
+        assert len(samples) == 6 * 4 and {row["policy_version"] for row in samples} == {step}
+        assert len({(row["prompt_index"], row["response"]) for row in samples}) > 6, (
+            "samples of a prompt differ"
+        )
+        sampled = np.concatenate([row["logprobs"] for row in samples])
+        assert (
+            np.abs(
+                sampled
+                - all_logprobs(model_after(whole, step, inputs / "untied", tmp_path), samples)
+            ).max()
+            < 1e-4
+        )
+        right = np.array(
+            [f"\\boxed{{{row['answer']}}}" in row["response"] for row in samples]
+        ).reshape(6, 4)
+        assert right.ravel().tolist() == [row["is_right"] for row in samples]
         pairs = [right[:, [a, b]].any(axis=1) for a, b in itertools.combinations(range(4), 2)]
         assert logged["eval/pass@1"] == logged["eval/mean@4"] == pytest.approx(right.mean())
-        assert logged["eval/pass@2"] == pytest.approx(np.mean(pairs)) and logged["eval/pass@4"] == pytest.approx(right.any(axis=1).mean())
+        assert logged["eval/pass@2"] == pytest.approx(np.mean(pairs)) and logged[
+            "eval/pass@4"
+        ] == pytest.approx(right.any(axis=1).mean())
         accuracies[step] = logged["eval/pass@1"]
     best = 2 if accuracies[2] >= accuracies[4] else 4
     assert saved_steps(resumed.run / "checkpoints") == sorted({best, STEPS})
@@ -456,31 +664,61 @@ def test_sampled_evaluations_are_of_the_policy_of_their_step_and_the_best_checkp
 
 @pytest.fixture(scope="module")
 def adapted(inputs) -> Path:
-    """Three steps that train adapters on two tensor-parallel ranks, with a divergence from the reference; one evaluation at the end."""
-    changes = settings(inputs, "adapted", "untied", algo={"kl": {"loss": {"coef": 0.05}}}, checkpoint={"export_hf": True})
-    changes["train"] = {"steps": 3, "micro_batch": 2, "optimizer": {"lr": 5e-3}, "parallel": {"tp": 2}, "lora": {"rank": 4, "alpha": 8.0}}
+    """Train adapters for three steps on two TP ranks with a KL loss; evaluate at the end."""
+    changes = settings(
+        inputs,
+        "adapted",
+        "untied",
+        algo={"kl": {"loss": {"coef": 0.05}}},
+        checkpoint={"export_hf": True},
+    )
+    changes["train"] = {
+        "steps": 3,
+        "micro_batch": 2,
+        "optimizer": {"lr": 5e-3},
+        "parallel": {"tp": 2},
+        "lora": {"rank": 4, "alpha": 8.0},
+    }
     changes["eval"] = {"every_steps": 3, "sampling": {"temperature": 0.9}}
     changes["rollout"]["engine"]["tp"], tmp = 2, make_tmp()
-    succeed("train-grpo", "-c", str(write_config(inputs / "adapted.yaml", changes)), log=inputs / "adapted.log", tmp=tmp)
+    succeed(
+        "train-grpo",
+        "-c",
+        str(write_config(inputs / "adapted.yaml", changes)),
+        log=inputs / "adapted.log",
+        tmp=tmp,
+    )
     assert files_in(tmp) == []
     return inputs / "runs" / "adapted"
 
 
 @pytest.mark.full
-def test_adapters_are_reinforced_and_their_reference_is_the_model_without_them(adapted, inputs, tmp_path):
+def test_adapters_are_reinforced_and_their_reference_is_the_model_without_them(
+    adapted, inputs, tmp_path
+):
     from transformers import AutoModelForCausalLM
 
     base = model_after(adapted, 0, inputs / "untied", tmp_path)
-    for step, found in enumerate(metrics(adapted), 1):
+    for step, values in enumerate(metrics(adapted), 1):
         responses = rollouts(adapted, step)
-        sampled, reference = np.concatenate([row["logprobs"] for row in responses]), all_logprobs(base, responses)
+        sampled, reference = (
+            np.concatenate([row["logprobs"] for row in responses]),
+            all_logprobs(base, responses),
+        )
         k3 = np.exp(reference - sampled) - 1 + sampled - reference
-        assert found["train/kl"] == pytest.approx(k3.mean(), abs=1e-6, rel=1e-3), step
-        assert found["train/sampler_logprob_difference"] < 1e-5
-    assert abs(metrics(adapted)[0]["train/kl"]) < 1e-6 < 1e-4 < metrics(adapted)[2]["train/kl"]
+        assert values["train/kl"] == pytest.approx(k3.mean(), abs=1e-6, rel=1e-3), step
+        assert values["train/sampler_logprob_difference"] < 1e-5
+    assert abs(metrics(adapted)[0]["train/kl"]) < 1e-6
+    assert metrics(adapted)[2]["train/kl"] > 1e-4
     exported: Any = AutoModelForCausalLM.from_pretrained(adapted / "hf", dtype=torch.float32)
     evaluated = rollouts(adapted, 3, "eval")
-    assert np.abs(np.concatenate([row["logprobs"] for row in evaluated]) - all_logprobs(exported, evaluated)).max() < 1e-4
+    assert (
+        np.abs(
+            np.concatenate([row["logprobs"] for row in evaluated])
+            - all_logprobs(exported, evaluated)
+        ).max()
+        < 1e-4
+    )
     assert np.abs(all_logprobs(base, evaluated) - all_logprobs(exported, evaluated)).max() > 1e-2
 
 
@@ -500,19 +738,33 @@ def scores_calls(response, answer, *, file, count):
 
 
 def fail_with(inputs: Path, name: str, function: str, **sections: Any) -> Command:
-    """A run whose second reward source is `function`, which is asked beside a verifier."""
+    """Start a run whose second reward source, next to a verifier, is `function`."""
     (inputs / "failing.py").write_text(FAILING)
-    options = {"file": str(inputs / f"{name}.calls"), "count": 16} if function == "scores_calls" else {}
-    sources = [{"verifier": "acc"}, {"function": f"{inputs}/failing.py:{function}", "options": options}]
+    options = (
+        {"file": str(inputs / f"{name}.calls"), "count": 16} if function == "scores_calls" else {}
+    )
+    sources = [
+        {"verifier": "acc"},
+        {"function": f"{inputs}/failing.py:{function}", "options": options},
+    ]
     config = settings(inputs, name, "tied", reward={"sources": sources}, **sections)
-    return Command("train-grpo", "-c", str(write_config(inputs / f"{name}.yaml", config)), log=inputs / f"{name}.log")
+    return Command(
+        "train-grpo",
+        "-c",
+        str(write_config(inputs / f"{name}.yaml", config)),
+        log=inputs / f"{name}.log",
+    )
 
 
 def test_a_reward_function_that_always_raises_ends_the_run_at_its_first_step_with_the_cause(inputs):
     command = fail_with(inputs, "raises", "raises")
     assert command.wait() == 2, command.output()
     message = command.output().strip().splitlines()[-1]
-    for text in (f"reward.sources[1].function={inputs}/failing.py:raises", "all 16 calls of step 1", "KeyError: 'no such column'"):
+    for text in (
+        f"reward.sources[1].function={inputs}/failing.py:raises",
+        "all 16 calls of step 1",
+        "KeyError: 'no such column'",
+    ):
         assert text in message
     assert "Traceback" not in command.output() and rows(inputs / "runs" / "raises") == []
 
@@ -520,9 +772,15 @@ def test_a_reward_function_that_always_raises_ends_the_run_at_its_first_step_wit
 def test_a_reward_function_that_fails_later_leaves_the_checkpoints_saved_before_it(inputs):
     from msrl.trainer.checkpointing.resume import saved_steps
 
-    command = fail_with(inputs, "later", "scores_calls", checkpoint={"every_steps": 1, "async": True})
+    command = fail_with(
+        inputs, "later", "scores_calls", checkpoint={"every_steps": 1, "async": True}
+    )
     assert command.wait() == 2, command.output()
-    for text in ("all 16 calls of step 2", "ConnectionError: the judge has gone away", "--resume auto"):
+    for text in (
+        "all 16 calls of step 2",
+        "ConnectionError: the judge has gone away",
+        "--resume auto",
+    ):
         assert text in command.output()
     run = inputs / "runs" / "later"
     assert len(rows(run)) == 1 and saved_steps(run / "checkpoints") == [1]
@@ -532,138 +790,240 @@ def test_a_reward_function_that_fails_later_leaves_the_checkpoints_saved_before_
 def test_a_reward_function_that_always_raises_ends_an_evaluation_too(inputs):
     command = fail_with(inputs, "judged", "raises", eval={"every_steps": 2, "at_start": True})
     assert command.wait() == 2, command.output()
-    assert "of the evaluation of step 0" in command.output() and "KeyError: 'no such column'" in command.output()
+    assert (
+        "evaluation of step 0" in command.output()
+        and "KeyError: 'no such column'" in command.output()
+    )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "gspo": {"train": {"updates": {"samples_per_update": 8}}, "algo": {"mismatch": {"weight": "sequence", "filter": "token"}}},
-    "dr_grpo": {"algo": {"kl": {"loss": {"coef": 0.05, "estimator": "full"}}, "sample_weight": {"length": True}}},
+    "gspo": {
+        "train": {"updates": {"samples_per_update": 8}},
+        "algo": {"mismatch": {"weight": "sequence", "filter": "token"}},
+    },
+    "dr_grpo": {
+        "algo": {
+            "kl": {"loss": {"coef": 0.05, "estimator": "full"}},
+            "sample_weight": {"length": True},
+        }
+    },
     "reinforce_pp": {
         "rollout": {"samples_per_prompt": 1, "prompts_per_step": 8, "max_response_tokens": 10},
         "algo": {
-            "mask": {"truncated": True}, "advantage": {"gamma": 0.99}, "sft": {"coef": 0.01},
-            "kl": {"reward": {"coef": 0.05, "estimator": "k3"}, "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 16}},
+            "mask": {"truncated": True},
+            "advantage": {"gamma": 0.99},
+            "sft": {"coef": 0.01},
+            "kl": {
+                "reward": {"coef": 0.05, "estimator": "k3"},
+                "controller": {"kind": "adaptive", "target": 1e-9, "horizon": 16},
+            },
         },
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=sorted(PRESETS))
 def preset_run(request, inputs) -> tuple[str, Path]:
-    """Three steps of a preset."""
+    """Run three steps of a preset."""
     name = request.param
     base, changes = settings(inputs, name, "tied"), PRESETS[name]
-    base["train"] = {"steps": 3, "micro_batch": 2, "optimizer": {"lr": 3e-4}, **changes.get("train", {})}
+    base["train"] = {
+        "steps": 3,
+        "micro_batch": 2,
+        "optimizer": {"lr": 3e-4},
+        **changes.get("train", {}),
+    }
     base["algo"] = {"preset": name, **changes["algo"]}
     base["rollout"] |= changes.get("rollout", {})
-    succeed("train-grpo", "-c", str(write_config(inputs / f"{name}.yaml", base)), log=inputs / f"{name}.log")
+    succeed(
+        "train-grpo",
+        "-c",
+        str(write_config(inputs / f"{name}.yaml", base)),
+        log=inputs / f"{name}.log",
+    )
     return name, inputs / "runs" / name
 
 
 @pytest.mark.full
 def test_presets_run_and_their_first_step_is_the_one_of_their_formula(preset_run):
     name, run = preset_run
-    found, samples = metrics(run), rollouts(run, 1)
-    assert len(found) == 3 and all(np.isfinite(value) for step in found for value in step.values())
+    steps, samples = metrics(run), rollouts(run, 1)
+    assert len(steps) == 3 and all(np.isfinite(value) for step in steps for value in step.values())
     rewards = np.array([row["reward"] for row in samples])
     advantages = np.array([row["advantage"] for row in samples])
     lengths = np.array([len(row["response_ids"]) for row in samples])
     if name == "gspo":
         groups = rewards.reshape(-1, 4)
-        expected = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+        expected = (groups - groups.mean(1, keepdims=True)) / (
+            groups.std(1, ddof=1, keepdims=True) + 1e-6
+        )
         np.testing.assert_allclose(advantages, expected.ravel(), atol=1e-5)
-        assert max(step["train/clip_fraction"] for step in found) > 0
-        assert found[0]["train/mismatch_weight"] == pytest.approx(1.0, abs=1e-3) and found[0]["train/mismatch_filtered"] == 0
+        assert max(step["train/clip_fraction"] for step in steps) > 0
+        assert (
+            steps[0]["train/mismatch_weight"] == pytest.approx(1.0, abs=1e-3)
+            and steps[0]["train/mismatch_filtered"] == 0
+        )
     if name == "dr_grpo":
         weights = 1.5 - (lengths - lengths.min()) / max(lengths.max() - lengths.min(), 1)
         groups = rewards.reshape(-1, 4)
-        np.testing.assert_allclose(advantages, (groups - groups.mean(1, keepdims=True)).ravel() * weights / weights.mean(), atol=1e-5)
-        assert found[0]["train/policy_loss"] == pytest.approx(-(advantages * lengths).sum() / (16 * 16), abs=1e-6)
-        assert abs(found[0]["train/kl"]) < 1e-6 < found[2]["train/kl"]
+        np.testing.assert_allclose(
+            advantages,
+            (groups - groups.mean(1, keepdims=True)).ravel() * weights / weights.mean(),
+            atol=1e-5,
+        )
+        assert steps[0]["train/policy_loss"] == pytest.approx(
+            -(advantages * lengths).sum() / (16 * 16), abs=1e-6
+        )
+        assert abs(steps[0]["train/kl"]) < 1e-6 < steps[2]["train/kl"]
     if name == "reinforce_pp":
         is_trained = [row["is_learnt"] for row in samples]
         assert is_trained == [row["finish_reason"] == "stop" for row in samples]
-        assert found[0].get("train/masked", 0.0) == pytest.approx(1 - np.mean(is_trained))
+        assert steps[0].get("train/masked", 0.0) == pytest.approx(1 - np.mean(is_trained))
         assert (advantages * lengths).sum() == pytest.approx(0, abs=1e-4), "z-scores over tokens"
-        assert abs(found[0]["train/reward_kl"]) < 1e-6 < found[2]["train/reward_kl"]
-        assert [step["train/kl_factor"] for step in found] == pytest.approx([1.0, 0.9, 0.99]), "no divergence yet, then some"
+        assert abs(steps[0]["train/reward_kl"]) < 1e-6 < steps[2]["train/reward_kl"]
+        assert [step["train/kl_factor"] for step in steps] == pytest.approx([1.0, 0.9, 0.99]), (
+            "no divergence yet, then some"
+        )
 
 
 CRITIC: dict[str, Any] = {
-    "preset": "ppo", "value": {"warmup_steps": 1}, "kl": {"reward": {"coef": 0.05, "estimator": "k1"}}, "advantage": {"gamma": 0.98},
-}  # fmt: skip
+    "preset": "ppo",
+    "value": {"warmup_steps": 1},
+    "kl": {"reward": {"coef": 0.05, "estimator": "k1"}},
+    "advantage": {"gamma": 0.98},
+}
 
 
 def with_critic(inputs: Path, name: str, resume: str = "none") -> dict[str, Any]:
-    """Untied, TP 2, two updates of 8 samples a step, a critic with a learning rate of its own that learns alone in the first step."""
-    cluster = {"platform": "cpu", "rpc_timeout_s": 180.0, "roles": {"critic": {"optimizer": {"lr": 1e-3, "schedule": "linear"}}}}
-    train = {"steps": 3, "micro_batch": 2, "optimizer": {"lr": 3e-4}, "parallel": {"tp": 2}, "updates": {"samples_per_update": 8}}
+    """Return an untied TP 2 configuration with two updates of 8 samples per step and a critic.
+
+    The critic has a separate learning rate and is trained alone in the first step.
+    """
+    cluster = {
+        "platform": "cpu",
+        "rpc_timeout_s": 180.0,
+        "roles": {"critic": {"optimizer": {"lr": 1e-3, "schedule": "linear"}}},
+    }
+    train = {
+        "steps": 3,
+        "micro_batch": 2,
+        "optimizer": {"lr": 3e-4},
+        "parallel": {"tp": 2},
+        "updates": {"samples_per_update": 8},
+    }
     checkpoint = {"every_steps": 1, "resume": resume, "async": True, "export_hf": True}
-    return settings(inputs, name, "untied", algo=CRITIC, cluster=cluster, train=train, checkpoint=checkpoint)
+    return settings(
+        inputs, name, "untied", algo=CRITIC, cluster=cluster, train=train, checkpoint=checkpoint
+    )
 
 
 @pytest.fixture(scope="module")
 def critic_run(inputs) -> Path:
-    succeed("train-grpo", "-c", str(write_config(inputs / "ppo.yaml", with_critic(inputs, "ppo"))), log=inputs / "ppo.log")
+    succeed(
+        "train-grpo",
+        "-c",
+        str(write_config(inputs / "ppo.yaml", with_critic(inputs, "ppo"))),
+        log=inputs / "ppo.log",
+    )
     return inputs / "runs" / "ppo"
 
 
 @pytest.mark.full
 def test_a_critic_of_zeros_makes_the_advantages_of_the_first_step_discounted_returns(critic_run):
-    """With values and divergences of 0, A_t = (gamma lambda)^(n - 1 - t) R, whitened over the tokens of the step; returns are the same."""
-    samples, found = rollouts(critic_run, 1), metrics(critic_run)
-    rows_of_tokens = [(0.98 * 0.95) ** np.arange(len(row["response_ids"]))[::-1] * row["reward"] for row in samples]
+    """Values and KL of 0 give A_t = (gamma lambda)^(n - 1 - t) R, whitened over the step's tokens.
+
+    The returns are the same before whitening.
+    """
+    samples, steps = rollouts(critic_run, 1), metrics(critic_run)
+    rows_of_tokens = [
+        (0.98 * 0.95) ** np.arange(len(row["response_ids"]))[::-1] * row["reward"]
+        for row in samples
+    ]
     tokens = np.concatenate(rows_of_tokens)
-    expected = [((row - tokens.mean()) / (tokens.std(ddof=1) + 1e-6)).mean() for row in rows_of_tokens]
+    expected = [
+        ((row - tokens.mean()) / (tokens.std(ddof=1) + 1e-6)).mean() for row in rows_of_tokens
+    ]
     np.testing.assert_allclose([row["advantage"] for row in samples], expected, atol=1e-4)
-    assert found[0]["train/value_mean"] == 0 and found[0]["train/value_explained_variance"] == pytest.approx(0)
-    assert found[0]["train/return_mean"] == pytest.approx(tokens.mean(), abs=1e-5)
+    assert steps[0]["train/value_mean"] == 0 and steps[0][
+        "train/value_explained_variance"
+    ] == pytest.approx(0)
+    assert steps[0]["train/return_mean"] == pytest.approx(tokens.mean(), abs=1e-5)
 
 
 @pytest.mark.full
-def test_the_critic_learns_alone_while_it_warms_up_and_its_learning_rate_is_its_own(critic_run, inputs, tmp_path):
-    found = metrics(critic_run)
-    assert "train/policy_loss" not in found[0] and {"train/policy_loss", "train/clip_fraction"} <= set(found[1])
-    assert [step["train/value_lr"] for step in found] == pytest.approx([1e-3 * (1 - k / 6) for k in (1, 3, 5)])
-    assert [step["train/lr"] for step in found[1:]] == [3e-4, 3e-4]
-    assert all(step["train/value_loss"] > 0 for step in found) and found[-1]["train/value_mean"] != 0
-    before, first = model_after(critic_run, 0, inputs / "untied", tmp_path), model_after(critic_run, 1, inputs / "untied", tmp_path)
+def test_the_critic_learns_alone_while_it_warms_up_and_its_learning_rate_is_its_own(
+    critic_run, inputs, tmp_path
+):
+    steps = metrics(critic_run)
+    assert "train/policy_loss" not in steps[0] and {
+        "train/policy_loss",
+        "train/clip_fraction",
+    } <= set(steps[1])
+    assert [step["train/value_lr"] for step in steps] == pytest.approx(
+        [1e-3 * (1 - k / 6) for k in (1, 3, 5)]
+    )
+    assert [step["train/lr"] for step in steps[1:]] == [3e-4, 3e-4]
+    assert (
+        all(step["train/value_loss"] > 0 for step in steps) and steps[-1]["train/value_mean"] != 0
+    )
+    before, first = (
+        model_after(critic_run, 0, inputs / "untied", tmp_path),
+        model_after(critic_run, 1, inputs / "untied", tmp_path),
+    )
     second = model_after(critic_run, 2, inputs / "untied", tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), first.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.parameters(), first.parameters(), strict=True)
+    )
+    assert not all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 @pytest.mark.full
 @torch.no_grad()
-def test_the_exported_critic_is_a_classifier_of_transformers_and_another_run_starts_from_it(critic_run, inputs):
-    """A value is the score at the position before its token: those of transformers make the next run's advantages."""
+def test_the_exported_critic_is_a_classifier_of_transformers_and_another_run_starts_from_it(
+    critic_run, inputs
+):
+    """The value of a token is the score at the previous position, in msrl and transformers."""
     from transformers import AutoModelForSequenceClassification
 
     config = with_critic(inputs, "ppo3")
     config["cluster"]["roles"]["critic"]["load"] = str(critic_run / "hf_critic")
     config["algo"] = {**CRITIC, "value": {"warmup_steps": 0}}
     config["train"]["steps"] = 1
-    succeed("train-grpo", "-c", str(write_config(inputs / "ppo3.yaml", config)), log=inputs / "ppo3.log")
-    model: Any = AutoModelForSequenceClassification.from_pretrained(critic_run / "hf_critic", dtype=torch.float32)
+    succeed(
+        "train-grpo", "-c", str(write_config(inputs / "ppo3.yaml", config)), log=inputs / "ppo3.log"
+    )
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        critic_run / "hf_critic", dtype=torch.float32
+    )
     assert type(model).__name__ == "Qwen2ForSequenceClassification" and model.config.num_labels == 1
     samples, values = rollouts(inputs / "runs" / "ppo3", 1), []
     for row in samples:
-        hidden = model.model(torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])).last_hidden_state
+        hidden = model.model(
+            torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+        ).last_hidden_state
         values.append(model.score(hidden)[0, len(row["prompt_ids"]) - 1 : -1, 0].double().numpy())
-    (found,) = metrics(inputs / "runs" / "ppo3")
-    assert found["train/value_mean"] == pytest.approx(np.concatenate(values).mean(), rel=1e-4) and abs(found["train/value_mean"]) > 1e-3
-    estimated = [_gae_by_a_loop(row["reward"], mine, 0.98, 0.95) for row, mine in zip(samples, values, strict=True)]
+    (values_row,) = metrics(inputs / "runs" / "ppo3")
+    assert (
+        values_row["train/value_mean"] == pytest.approx(np.concatenate(values).mean(), rel=1e-4)
+        and abs(values_row["train/value_mean"]) > 1e-3
+    )
+    estimated = [
+        _gae_by_a_loop(row["reward"], mine, 0.98, 0.95)
+        for row, mine in zip(samples, values, strict=True)
+    ]
     tokens = np.concatenate(estimated)
     expected = [((mine - tokens.mean()) / (tokens.std(ddof=1) + 1e-6)).mean() for mine in estimated]
     np.testing.assert_allclose([row["advantage"] for row in samples], expected, atol=1e-4)
 
 
 def _gae_by_a_loop(reward: float, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """From the last token backwards; the reference is still the policy, so that there is no penalty."""
+    """Return advantages; there is no KL penalty because the reference is still the policy."""
     advantages, after, following = np.zeros(len(values)), 0.0, 0.0
     for t in reversed(range(len(values))):
-        got = reward if t == len(values) - 1 else 0.0
-        after = got + gamma * following - values[t] + gamma * lam * after
+        reward_t = reward if t == len(values) - 1 else 0.0
+        after = reward_t + gamma * following - values[t] + gamma * lam * after
         advantages[t], following = after, values[t]
     return advantages
 
@@ -673,7 +1033,14 @@ def test_a_run_with_a_critic_goes_on_to_the_bit_and_not_without_it(critic_run, i
     first = str(critic_run / "checkpoints" / "iter_0000001")
     file = write_config(inputs / "ppo2.yaml", with_critic(inputs, "ppo2", first))
     command = Command(
-        "train-grpo", "-c", str(file), "--set", "algo.preset=grpo", "--set", "algo.value.warmup_steps=0", log=inputs / "no.log"
+        "train-grpo",
+        "-c",
+        str(file),
+        "--set",
+        "algo.preset=grpo",
+        "--set",
+        "algo.value.warmup_steps=0",
+        log=inputs / "no.log",
     )
     assert command.wait() == 2 and "cluster.roles.critic.optimizer.lr=0.001: " in command.output()
     succeed("train-grpo", "-c", str(file), log=inputs / "ppo2.log")

@@ -1,8 +1,10 @@
-"""The program that runs a program of a response and then asserts of its row, as text: `harness` puts the program into it.
+"""Source text of the program that runs a response's program and then the assertions of its row.
 
-The word that says that the asserts were passed is read before the program starts, and the program's input is empty then: a program that
-prints what it reads says nothing. The asserts run with Python's own `exec`, and `==` in them does not trust a class that calls itself
-equal to a number or a text. A program that searches the frames and objects of its own process for the word can still find it.
+The harness prints a secret word after all assertions pass. It reads the word before the program
+starts and then empties standard input, so a program cannot pass by printing what it reads. The
+assertions run with the original `exec`, and `==` in them does not trust classes that claim to be
+equal to numbers or text. A program that searches the frames and objects of the process for the word
+can still find it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ def _start(_source):
     os.close(null)
     sys.stdin = open(0, closefd=False)
     slots = (types.WrapperDescriptorType, types.MethodDescriptorType)
-    trusted = {"fractions", "decimal", "collections", "datetime", "pathlib", "enum", "numpy", "pandas", "sympy", "torch"}
+    trusted = {
+        "fractions", "decimal", "collections", "datetime", "pathlib", "enum",
+        "numpy", "pandas", "sympy", "torch",
+    }
     plain_types = (int, float, complex, str, bytes, bool, kind(None))
 
     def is_plain(value, depth=0):
@@ -32,7 +37,8 @@ def _start(_source):
         if isinstance_(value, (list, tuple_, set, frozenset)):
             return all_([is_plain(item, depth + 1) for item in value])
         if isinstance_(value, dict):
-            return all_([is_plain(item, depth + 1) for pair in dict.items(value) for item in pair])
+            items = [*dict.keys(value), *dict.values(value)]
+            return all_([is_plain(item, depth + 1) for item in items])
         return True
 
     def same(left, right):
@@ -45,7 +51,8 @@ def _start(_source):
             self.generic_visit(node)
             if len_(node.ops) != 1 or not isinstance_(node.ops[0], ast.Eq):
                 return node
-            call = ast.Call(ast.Name("_same_" + word, ast.Load()), [node.left, node.comparators[0]], [])
+            operands = [node.left, node.comparators[0]]
+            call = ast.Call(ast.Name("_same_" + word, ast.Load()), operands, [])
             return ast.copy_location(call, node)
 
     tree = ast.fix_missing_locations(Equalities().visit(ast.parse(tests, "tests")))
@@ -63,5 +70,5 @@ _start(SOURCE)
 
 
 def harness(program: str) -> str:
-    """Return a program that reads a word and tests, runs `program` and the tests, and writes the word if they pass."""
+    """Return a program that reads a word and tests and prints the word if `program` passes."""
     return _HARNESS.replace("SOURCE", repr(program))

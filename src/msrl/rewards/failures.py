@@ -1,4 +1,7 @@
-"""Failed calls of reward sources, counted by source, and the error that ends a run when a source gives no score at all."""
+"""Counts of failed calls per reward source.
+
+A source that returns no score at all in a step ends the run with `RewardSourceError`.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,21 @@ MAX_ERROR_CHARACTERS = 300
 _REMEDIES = {
     "verifier": "Check the ground truths of the data, or raise timeout_s of this source",
     "function": "Fix the function, or raise timeout_s of this source",
-    "url": "Check that the server answers, or raise timeout_s of this source",
+    "url": "Check that the server responds, or raise timeout_s of this source",
     "model": "Check the reward model and its options",
 }
 
 
 class RewardSourceError(MsrlError):
-    """A reward source that gave no score at all where it was asked."""
+    """A reward source returned no score for any of its calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceCalls:
-    """The calls of one reward source. `failures` counts the failed ones by kind, `last_error` is one line."""
+    """Calls of one reward source.
+
+    `failures` counts the failed calls by kind. `last_error` is the last error as one line.
+    """
 
     setting: str
     remedy: str
@@ -35,7 +41,7 @@ class SourceCalls:
 
     @property
     def num_failed(self) -> int:
-        """Calls without a score, skipped ones included."""
+        """Number of calls without a score, including skipped calls."""
         return sum(self.failures.values())
 
     @property
@@ -44,57 +50,79 @@ class SourceCalls:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether calls were skipped because those before them failed."""
+        """True if calls were skipped because earlier calls failed."""
         return self.failures.get("skipped", 0) > 0
 
     def joined(self, other: SourceCalls) -> SourceCalls:
-        """Return the calls of both."""
+        """Return the sum of two counts of the same source."""
         failures = Counter(self.failures) + Counter(other.failures)
-        return SourceCalls(self.setting, self.remedy, self.num_calls + other.num_calls, dict(failures), other.last_error or self.last_error)
+        return SourceCalls(
+            self.setting,
+            self.remedy,
+            self.num_calls + other.num_calls,
+            dict(failures),
+            other.last_error or self.last_error,
+        )
 
 
-def count_calls(number: int, source: Source, outcomes: Sequence[CallResult]) -> SourceCalls:
-    """Count the outcomes of `reward.sources[number]`."""
-    failed = [outcome for outcome in outcomes if outcome.failure]
-    made = [outcome for outcome in failed if outcome.failure != "skipped"]
-    failures = Counter(str(outcome.failure) for outcome in failed)
+def count_calls(number: int, source: Source, results: Sequence[CallResult]) -> SourceCalls:
+    """Count the call results of `reward.sources[number]`."""
+    failed = [result for result in results if result.failure]
+    errors = [result.detail for result in failed if result.failure != "skipped"]
+    failures = Counter(str(result.failure) for result in failed)
     setting = f"reward.sources[{number}].{source.kind}={getattr(source, source.kind)}"
-    setting += f" (name={source.name})" if source.name is not None else ""
-    return SourceCalls(setting, _REMEDIES[source.kind], len(outcomes), dict(failures), error_line(made[-1].detail) if made else "")
+    if source.name is not None:
+        setting += f" (name={source.name})"
+    last_error = error_line(errors[-1]) if errors else ""
+    return SourceCalls(setting, _REMEDIES[source.kind], len(results), dict(failures), last_error)
 
 
-def join_calls(first: Mapping[str, SourceCalls], second: Mapping[str, SourceCalls]) -> dict[str, SourceCalls]:
-    """Return the calls of both by source."""
-    both = dict(first)
+def join_calls(
+    first: Mapping[str, SourceCalls], second: Mapping[str, SourceCalls]
+) -> dict[str, SourceCalls]:
+    """Return the sum of two counts, by the label of the source."""
+    total = dict(first)
     for label, calls in second.items():
-        both[label] = both[label].joined(calls) if label in both else calls
-    return both
+        total[label] = total[label].joined(calls) if label in total else calls
+    return total
 
 
-def require_scores(calls: Mapping[str, SourceCalls], where: str, *, only_stopped: bool = False) -> None:
-    """Raise RewardSourceError if a source gave no score at all; with `only_stopped`, if its calls were also skipped for that."""
-    silent = [source for source in calls.values() if source.has_no_score and (source.was_stopped or not only_stopped)]
+def require_scores(
+    calls: Mapping[str, SourceCalls], where: str, *, only_stopped: bool = False
+) -> None:
+    """Raise RewardSourceError if a source returned no score at all.
+
+    Args:
+        calls: Counts by the label of the source.
+        where: Step or evaluation for the error message.
+        only_stopped: Ignore sources that did not yet fail often enough to have calls skipped.
+    """
+    silent = [source for source in calls.values() if source.has_no_score]
+    if only_stopped:
+        silent = [source for source in silent if source.was_stopped]
     if silent:
         raise RewardSourceError("\n".join(_message(source, where) for source in silent))
 
 
 def error_line(detail: str) -> str:
-    """Return the last error of a traceback in one line, without the stack; other text as one line."""
-    _, mark, last = detail.rpartition("Traceback (most recent call last):\n")
+    """Return the last error of a traceback, or any other text, as one line without the stack."""
+    _, header, last = detail.rpartition("Traceback (most recent call last):\n")
     lines = last.splitlines()
-    if mark:
-        first = next((number for number, line in enumerate(lines) if line and not line[0].isspace()), 0)
-        lines = lines[first:]
+    if header:
+        unindented = (number for number, line in enumerate(lines) if line and not line[0].isspace())
+        lines = lines[next(unindented, 0) :]
     text = " ".join(" ".join(lines).split())
     return text if len(text) <= MAX_ERROR_CHARACTERS else text[: MAX_ERROR_CHARACTERS - 3] + "..."
 
 
 def _message(source: SourceCalls, where: str) -> str:
     skipped = source.failures.get("skipped", 0)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in source.failures.items() if kind != "skipped")
-    rest = f"; the other {skipped} were skipped" if skipped else ""
-    number = "the only call" if source.num_calls == 1 else f"all {source.num_failed - skipped} calls"
+    made = {kind: count for kind, count in source.failures.items() if kind != "skipped"}
+    kinds = ", ".join(f"{count} {kind}" for kind, count in made.items())
+    remainder = f"; the other {skipped} were skipped" if skipped else ""
+    number = "the only call" if source.num_calls == 1 else f"all {sum(made.values())} calls"
     return (
-        f"{source.setting}: {number} of {where} failed ({kinds}){rest}. Last error: {source.last_error}. "
-        f"{source.remedy}; then run again, with --resume auto to continue from the last checkpoint."
+        f"{source.setting}: {number} of {where} failed ({kinds}){remainder}. "
+        f"Last error: {source.last_error}. {source.remedy}; "
+        "then run again, with --resume auto to continue from the last checkpoint."
     )

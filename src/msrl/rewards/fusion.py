@@ -1,4 +1,7 @@
-"""A remote sandbox that speaks SandboxFusion's protocol (bytedance.github.io/SandboxFusion): `POST URL/run_code`, a call for each input."""
+"""Client of a remote SandboxFusion server (bytedance.github.io/SandboxFusion).
+
+Each input is one `POST URL/run_code`.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,28 @@ from msrl.rewards.sandbox import Case, Limits, Status
 _STATUS: dict[str, Status] = {"Finished": "ok", "TimeLimitExceeded": "timeout", "Error": "error"}
 
 
-def run(url: str, program: str, inputs: Sequence[str], limits: Limits, *, stop: bool = False) -> tuple[Case, ...]:
-    """As `sandbox.run`. Raises RemoteError when the server gives no answer, or reports that it is itself at fault."""
-    end, cases = time.monotonic() + limits.total_s, list[Case]()
+def run(
+    url: str, program: str, inputs: Sequence[str], limits: Limits, *, stop: bool = False
+) -> tuple[Case, ...]:
+    """Run a program once per input, as `sandbox.run` does.
+
+    Raises:
+        RemoteError: The server does not respond, or reports an internal error.
+    """
+    end = time.monotonic() + limits.total_s
+    cases: list[Case] = []
     for text in inputs:
-        remaining = end - time.monotonic()
-        cases.append(_run_one(url, program, text, limits, remaining) if remaining > 0 else Case("timeout", ""))
+        remaining_s = end - time.monotonic()
+        if remaining_s > 0:
+            cases.append(_run_case(url, program, text, limits, remaining_s))
+        else:
+            cases.append(Case("timeout", ""))
         if stop and cases[-1].status != "ok":
             break
     return tuple(cases)
 
 
-def _run_one(url: str, program: str, text: str, limits: Limits, remaining_s: float) -> Case:
+def _run_case(url: str, program: str, text: str, limits: Limits, remaining_s: float) -> Case:
     job = {
         "code": program,
         "language": "python",
@@ -33,10 +46,18 @@ def _run_one(url: str, program: str, text: str, limits: Limits, remaining_s: flo
     }
     server = Server(f"{url.rstrip('/')}/run_code", timeout_s=remaining_s + limits.case_s)
     answer, _ = post_json(server, job)
-    if not isinstance(answer, dict) or answer.get("status") == "SandboxError" or not isinstance(answer.get("run_result"), dict):
+    result = _run_result(answer)
+    if result is None:
         raise RemoteError(f"{server.url}: the sandbox failed: {str(answer)[:300]}", "error")
-    result: dict[str, Any] = answer["run_result"]
     status = _STATUS.get(str(result.get("status")), "error")
     if status == "ok" and result.get("return_code") != 0:
         status = "error"
     return Case(status, str(result.get("stdout") or ""), str(result.get("stderr") or "")[-4000:])
+
+
+def _run_result(answer: Any) -> dict[str, Any] | None:
+    """Return the result of a run, or None if the server failed."""
+    if not isinstance(answer, dict) or answer.get("status") == "SandboxError":
+        return None
+    result = answer.get("run_result")
+    return result if isinstance(result, dict) else None

@@ -1,8 +1,10 @@
-"""JSON to a server and back, with retries and one deadline for all of it. Only the standard library: the pool's workers use it too.
+"""JSON requests over HTTP with retries and one deadline for all attempts.
 
-Tried again are refused and broken connections and the statuses that say "later" (408, 425, 429, 500, 502 to 504), after a pause that
-doubles and is spread at random, or that the server asks for (Retry-After). What a server means otherwise (other statuses, redirections, no
-JSON) is final.
+Refused and broken connections and temporary statuses (408, 425, 429, 500, 502 to 504) are retried
+after a pause with exponential backoff and random jitter, or the pause that the server requests in
+Retry-After. All other errors are final: other statuses, redirections and answers that are not JSON.
+
+Only the standard library is imported because the workers of the pool use this module too.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from typing import Any, Literal
 
 MAX_PAUSE_S = 30.0
 MAX_ANSWER_BYTES = 256 << 20
-LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
+RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteError(Exception):
-    """A server gave no usable answer; `kind` is "timeout" when the deadline ended the attempts."""
+    """A server returned no usable answer; `kind` is "timeout" if the deadline was reached."""
 
     def __init__(self, message: str, kind: Literal["timeout", "error"]) -> None:
         super().__init__(message)
@@ -32,7 +34,7 @@ class RemoteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to post, and how persistently. `timeout_s` is for one post with all its attempts."""
+    """Address and retry policy of a server; `timeout_s` limits all attempts of a request."""
 
     url: str
     timeout_s: float
@@ -41,8 +43,8 @@ class Server:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-class _LaterError(Exception):
-    """An attempt failed in a way that may pass; `pause_s` is what the server asked for."""
+class _TemporaryError(Exception):
+    """An attempt failed and may be repeated; `pause_s` is the pause that the server requested."""
 
     def __init__(self, message: str, pause_s: float | None = None) -> None:
         super().__init__(message)
@@ -50,9 +52,14 @@ class _LaterError(Exception):
 
 
 class _AnyStatus(urllib.request.HTTPErrorProcessor):
-    """An answer is an answer whatever its status; a redirection is not followed, since a POST would arrive as an empty GET."""
+    """Processor that returns responses of every status.
 
-    def http_response(self, request: urllib.request.Request, response: http.client.HTTPResponse) -> http.client.HTTPResponse:
+    It follows no redirection because urllib would turn the POST into an empty GET.
+    """
+
+    def http_response(
+        self, request: urllib.request.Request, response: http.client.HTTPResponse
+    ) -> http.client.HTTPResponse:
         return response
 
     https_response = http_response
@@ -62,64 +69,85 @@ _opener = urllib.request.build_opener(_AnyStatus)
 
 
 def post_json(server: Server, payload: object) -> tuple[Any, int]:
-    """The server's answer to `payload`, and how many attempts failed before. Raises RemoteError."""
+    """Post `payload` and return the server's answer and the number of failed attempts before it.
+
+    Raises:
+        RemoteError: The server returned no usable answer in time.
+    """
     deadline = time.monotonic() + server.timeout_s
     body = json.dumps(payload).encode()
     for attempt in range(server.retries + 1):
         try:
             return _attempt(server, body, deadline), attempt
-        except _LaterError as error:
-            pause = min(MAX_PAUSE_S, server.backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
-            pause = pause if error.pause_s is None else error.pause_s
-            if time.monotonic() + pause >= deadline:
-                told = f"{server.url}: no answer within {server.timeout_s:g} s, {attempt + 1} attempts; the last: {error}"
-                raise RemoteError(told, "timeout") from error
+        except _TemporaryError as error:
+            pause_s = _pause_s(server, attempt, error)
+            last = f"{attempt + 1} attempts failed; the last error: {error}"
+            if time.monotonic() + pause_s >= deadline:
+                message = f"{server.url}: no answer within {server.timeout_s:g} s; {last}"
+                raise RemoteError(message, "timeout") from error
             if attempt == server.retries:
-                raise RemoteError(f"{server.url}: {attempt + 1} attempts failed; the last: {error}", "error") from error
-        time.sleep(pause)
+                raise RemoteError(f"{server.url}: {last}", "error") from error
+        time.sleep(pause_s)
     raise AssertionError("unreachable")
 
 
+def _pause_s(server: Server, attempt: int, error: _TemporaryError) -> float:
+    """Return the seconds to wait after a failed attempt, counted from 0."""
+    if error.pause_s is not None:
+        return error.pause_s
+    return min(MAX_PAUSE_S, server.backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
+
+
 def _attempt(server: Server, body: bytes, deadline: float) -> Any:
-    """One post. Raises _LaterError where another attempt may help, RemoteError where none does."""
+    """Post once and return the decoded answer.
+
+    Raises:
+        _TemporaryError: Another attempt may succeed.
+        RemoteError: The error is final.
+    """
     headers = {"Content-Type": "application/json", **server.headers}
     request = urllib.request.Request(server.url, data=body, headers=headers, method="POST")
     try:
         with _opener.open(request, timeout=max(0.001, deadline - time.monotonic())) as answer:
             if not 200 <= answer.status < 300:
-                raise _refusal(server, answer)
+                raise _status_error(server, answer)
             data = _read(answer, deadline)
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
-        raise _LaterError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error
+        reason = getattr(error, "reason", "") or error or type(error).__name__
+        raise _TemporaryError(str(reason)) from error
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise RemoteError(f"{server.url}: the answer is no JSON: {data[:100]!r}", "error") from error
+        message = f"{server.url}: the answer is not JSON: {data[:100]!r}"
+        raise RemoteError(message, "error") from error
 
 
-def _refusal(server: Server, answer: http.client.HTTPResponse) -> _LaterError | RemoteError:
-    """What a status other than success means, with the beginning of the text that comes with it, if that arrives."""
+def _status_error(
+    server: Server, answer: http.client.HTTPResponse
+) -> _TemporaryError | RemoteError:
+    """Return the error for an unsuccessful status, with the beginning of the body if it arrives."""
     text = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         text = answer.read1(300)
-    told = f"status {answer.status} {answer.reason}: {text.decode('utf-8', 'replace').strip()}"
-    if answer.status in LATER:
-        return _LaterError(told, _retry_after(answer.headers.get("Retry-After")))
-    return RemoteError(f"{server.url}: {told}", "error")
+    body = text.decode("utf-8", "replace").strip()
+    message = f"status {answer.status} {answer.reason}: {body}"
+    if answer.status in RETRIED_STATUSES:
+        return _TemporaryError(message, _retry_after(answer.headers.get("Retry-After")))
+    return RemoteError(f"{server.url}: {message}", "error")
 
 
 def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The whole answer, however slowly it drips, up to the deadline."""
+    """Return the complete body; the deadline also applies to a body that arrives slowly."""
     data = bytearray()
     while chunk := answer.read1(1 << 16):
         data += chunk
         if time.monotonic() > deadline or len(data) > MAX_ANSWER_BYTES:
-            raise _LaterError(f"the answer is not complete after {len(data)} bytes")
-    if answer.length:  # what Content-Length promised beyond that
-        raise _LaterError(f"the answer ended {answer.length} bytes early")
+            raise _TemporaryError(f"the answer is incomplete after {len(data)} bytes")
+    if answer.length:  # bytes of Content-Length that did not arrive
+        raise _TemporaryError(f"the answer ended {answer.length} bytes early")
     return bytes(data)
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds that a server asked to wait; None where it did not, or gave a date."""
+    """Return the seconds of a Retry-After header; None without the header or if it is a date."""
     return float(value) if value is not None and value.strip().isdecimal() else None

@@ -1,8 +1,11 @@
-"""Processes that run verifiers, each call under a hard wall-clock limit.
+"""Pool of processes that run verifiers with a hard wall-clock limit per call.
 
-A worker that does not answer in time is killed (SIGKILL) and replaced; so is one that crashed. The call it was at fails alone: the
-others of its batch run again elsewhere. Workers are plain processes with pipes, not those of `multiprocessing`: they import neither
-the parent's main module nor torch, start in a few tenths of a second, and work under Ray, in threads and in interactive sessions.
+A worker that exceeds the limit is killed (SIGKILL) and replaced, and so is a worker that crashed.
+Only the running call fails: the other calls of its batch run again in another worker.
+
+Workers are plain processes with pipes instead of `multiprocessing` processes. They import neither
+the parent's main module nor torch, start in a few tenths of a second, and work under Ray, in
+threads and in interactive sessions.
 """
 
 from __future__ import annotations
@@ -28,13 +31,16 @@ from msrl.rewards.worker import HEADER, READY, SCORED, Function, Setup
 MAX_BATCH = 64
 START_LIMIT_S = 120.0
 DEFAULT_MEMORY_BYTES = 4 << 30
-MIN_LOST_LIMITS = 8  # time limits that a function may use up without one score before its remaining calls are skipped
-CRASH_SHARE = 0.1  # of the time limit: the least that a crash counts, because a new process has to start
+# Remaining calls of a function are skipped once its failed calls have used up this many time limits
+# and it has returned no score.
+MIN_LOST_LIMITS = 8
+# Minimum cost of a crash as a share of the time limit, because a new process must start.
+CRASH_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run function number `function` of the pool on one response."""
+    """Call of function number `function` of the pool on one response."""
 
     function: int
     response: str
@@ -44,9 +50,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What became of a call: a score, or why there is none, with the end of the traceback in `detail`.
+    """Score of a call, or the kind of its failure with the end of the traceback in `detail`.
 
-    `skipped`: the call was not made, because its function had failed too often without one score.
+    A `skipped` call was not made because its function failed too often without returning a score.
     """
 
     score: float | None
@@ -55,16 +61,26 @@ class CallResult:
 
 
 class Pool:
-    """`num_workers` processes that run `functions`; a context manager. `memory_bytes` limits each one's address space (0: no limit).
+    """Context manager of `num_workers` processes that run `functions`.
 
-    A call that hits its function's `timeout_s` is a "timeout"; one whose process died (a segmentation fault, the kernel's
-    out-of-memory killer) a "crash"; one that raised, MemoryError included, an "error". Calls from several threads take turns.
+    `memory_bytes` limits the address space of each process; 0 disables the limit. Calls from
+    several threads run one after another. A call fails in one of these ways:
 
-    A function that hangs on every call must not take hours: once the calls of one `map` have used up several time limits without one
-    score, the remaining calls of this function are "skipped".
+    - "timeout": it exceeded the `timeout_s` of its function.
+    - "crash": its process died, for example by a segmentation fault or the out-of-memory killer.
+    - "error": it raised an exception, including MemoryError.
+    - "skipped": the failed calls of the function in this `map` used up several time limits without
+      one score, so its remaining calls are not made. Otherwise a function that hangs on every call
+      would take hours.
     """
 
-    def __init__(self, functions: Sequence[Function], num_workers: int, *, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Function],
+        num_workers: int,
+        *,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    ) -> None:
         self._setup = Setup(tuple(functions), tuple(sys.path), memory_bytes)
         self._lock = threading.Lock()
         self._workers = [_Worker(self._setup) for _ in range(num_workers)]
@@ -77,42 +93,55 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Kill and reap all workers. May be called again."""
+        """Kill and reap all workers. Repeated calls have no effect."""
         self._finalizer()
 
     def map(self, calls: Iterable[Call]) -> tuple[CallResult, ...]:
-        """The outcomes in the order of the calls. An interruption closes the pool, as does a worker that cannot start
-        (RuntimeError; MsrlError where a user's file is to blame)."""
+        """Make the calls and return their results in the same order.
+
+        An interruption or a worker that cannot start closes the pool.
+
+        Raises:
+            RuntimeError: The pool is closed, or a worker cannot start.
+            MsrlError: A user's file cannot be loaded.
+        """
         with self._lock:
             if not self._finalizer.alive:
                 raise RuntimeError("this pool of verifiers is closed")
             try:
-                return _Run(tuple(calls), self._workers, self._setup).result()
-            except BaseException:  # Ctrl-C, say: workers must not be left with answers that nobody reads
+                return _MapRun(tuple(calls), self._workers, self._setup).run()
+            except BaseException:  # for example Ctrl-C: workers would keep unread answers
                 self.close()
                 raise
 
 
 class _Worker:
-    """A process with the calls that it was given and has not answered (the first of them is running)."""
+    """Worker process with its pending calls, of which the first one is running."""
 
     def __init__(self, setup: Setup) -> None:
         command = [sys.executable, "-m", "msrl.rewards.worker"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in setup.path if p), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True)
+        module_path = os.pathsep.join(folder for folder in setup.path if folder)
+        environment = {**os.environ, "PYTHONPATH": module_path, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
         self.pending: deque[int] = deque()
         self.ready = False
-        self.since = time.monotonic()  # when it started, or last answered or was given calls
+        self.since = time.monotonic()  # time of the start, the last answer or the last submission
         self._received = bytearray()
         self._send(setup)
 
-    def give(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
+    def submit(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
         self.pending.extend(numbers)
         self.since = time.monotonic()
-        self._send([(c.function, c.response, c.answer, c.extra) for c in calls])
+        self._send([(call.function, call.response, call.answer, call.extra) for call in calls])
 
     def receive(self) -> list[tuple[int, float, str]] | None:
-        """The messages (kind, score, detail) that have arrived since; None at the end of the output, which is the end of the process."""
+        """Return the new messages (kind, score, detail), or None at the end of the output."""
         data = os.read(self.fileno(), 1 << 16)
         if not data:
             return None
@@ -128,7 +157,8 @@ class _Worker:
             end = start + HEADER.size + length
             if len(self._received) < end:
                 break
-            messages.append((kind, score, self._received[start + HEADER.size : end].decode("utf-8", "replace")))
+            detail = self._received[start + HEADER.size : end].decode("utf-8", "replace")
+            messages.append((kind, score, detail))
             start = end
         del self._received[:start]
         return messages
@@ -138,7 +168,7 @@ class _Worker:
         return self.process.stdout.fileno()
 
     def kill(self) -> None:
-        """End it and what it started by force, close its pipes and reap it."""
+        """Kill the process and its children, close its pipes and reap it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for pipe in (self.process.stdin, self.process.stdout):
@@ -148,92 +178,94 @@ class _Worker:
         self.process.wait()
 
     def exit_code(self) -> int | None:
-        """That of a process whose output has ended, so that it is about to; None if it still is not."""
+        """Return the exit code of a process that ended its output, or None if it keeps running."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(timeout=5.0)
         return None
 
     def _send(self, message: object) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died: its output ends too, which is where that is dealt with
+        # If the process died, its output ends too, and `receive` reports it.
+        with contextlib.suppress(BrokenPipeError):
             protocol.send(self.process.stdin, message)
 
 
-class _Run:
-    """One `map`: hands out calls in batches, collects answers, kills and replaces."""
+class _MapRun:
+    """Execution of one `Pool.map`: submits calls in batches, collects results, replaces workers."""
 
     def __init__(self, calls: Sequence[Call], workers: list[_Worker], setup: Setup) -> None:
         self.calls = calls
         self.workers = workers
         self.setup = setup
         self.waiting = deque(range(len(calls)))
-        self.outcomes: dict[int, CallResult] = {}
+        self.results: dict[int, CallResult] = {}
         self.batch = max(1, min(MAX_BATCH, -(-len(calls) // (4 * len(workers)))))
         self.max_lost_limits = max(MIN_LOST_LIMITS, 2 * len(workers))
-        self.lost_s: dict[int, float] = defaultdict(float)  # by function: seconds of failed calls
-        self.scored: set[int] = set()  # functions that have given a score
-        self.hopeless: set[int] = set()  # functions whose remaining calls are skipped
+        self.lost_s: dict[int, float] = defaultdict(float)  # seconds of failed calls by function
+        self.scored: set[int] = set()  # functions that returned a score
+        self.stopped: set[int] = set()  # functions whose remaining calls are skipped
         self.selector = selectors.DefaultSelector()
 
-    def result(self) -> tuple[CallResult, ...]:
+    def run(self) -> tuple[CallResult, ...]:
         with self.selector:
             for number, worker in enumerate(self.workers):
                 self.selector.register(worker, selectors.EVENT_READ, number)
-            while len(self.outcomes) < len(self.calls):
+            while len(self.results) < len(self.calls):
                 self._step()
-        return tuple(self.outcomes[number] for number in range(len(self.calls)))
+        return tuple(self.results[number] for number in range(len(self.calls)))
 
     def _step(self) -> None:
         for worker in self.workers:
             self._feed(worker)
-        if len(self.outcomes) == len(self.calls):
+        if len(self.results) == len(self.calls):
             return
         limits = [self._deadline(worker) for worker in self.workers]
         events = self.selector.select(min(max(0.0, min(limits) - time.monotonic()), START_LIMIT_S))
         now = time.monotonic()
-        heard = {key.data for key, _ in events}
-        for number in heard:
+        ready = {key.data for key, _ in events}
+        for number in ready:
             self._collect(number)
         for number, worker in enumerate(self.workers):
-            if number not in heard and self._deadline(worker) <= now:
-                self._late(number)
-        self._stop_hopeless_calls()
+            if number not in ready and self._deadline(worker) <= now:
+                self._handle_timeout(number)
+        self._stop_running_calls()
 
     def _feed(self, worker: _Worker) -> None:
         if worker.ready and not worker.pending and self.waiting and worker.process.poll() is None:
             numbers = self._next_batch()
             if numbers:
-                worker.give(numbers, [self.calls[n] for n in numbers])
+                worker.submit(numbers, [self.calls[n] for n in numbers])
 
     def _next_batch(self) -> list[int]:
-        """Return the next calls to make; calls of hopeless functions are skipped on the way."""
+        """Return the numbers of the next calls; record calls of stopped functions as skipped."""
         numbers: list[int] = []
         while self.waiting and len(numbers) < self.batch:
             number = self.waiting.popleft()
-            if self.calls[number].function in self.hopeless:
-                self.outcomes[number] = CallResult(None, "skipped", "not called: the calls before it failed and took too long")
+            if self.calls[number].function in self.stopped:
+                detail = "not called: earlier calls failed and took too long"
+                self.results[number] = CallResult(None, "skipped", detail)
             else:
                 numbers.append(number)
         return numbers
 
-    def _record(self, number: int, outcome: CallResult, seconds: float) -> None:
-        """Store an outcome. A function becomes hopeless when failed calls alone have used up `max_lost_limits` time limits."""
-        self.outcomes[number] = outcome
+    def _record(self, number: int, result: CallResult, seconds: float) -> None:
+        """Store a result, and stop a function whose failed calls took too long without a score."""
+        self.results[number] = result
         function = self.calls[number].function
-        if outcome.score is not None:
+        if result.score is not None:
             self.scored.add(function)
             return
         self.lost_s[function] += seconds
         limit_s = self.max_lost_limits * self.setup.functions[function].timeout_s
         if function not in self.scored and self.lost_s[function] >= limit_s:
-            self.hopeless.add(function)
+            self.stopped.add(function)
 
-    def _stop_hopeless_calls(self) -> None:
-        """Replace workers that still hold calls of a hopeless function; their other calls run again."""
-        if not self.hopeless:
+    def _stop_running_calls(self) -> None:
+        """Replace workers with pending calls of a stopped function; their other calls run again."""
+        if not self.stopped:
             return
         for number, worker in enumerate(self.workers):
-            if any(self.calls[n].function in self.hopeless for n in worker.pending):
+            if any(self.calls[n].function in self.stopped for n in worker.pending):
                 self._replace(number)
 
     def _deadline(self, worker: _Worker) -> float:
@@ -248,7 +280,7 @@ class _Run:
         since = worker.since
         messages = worker.receive()
         if messages is None:
-            self._died(number)
+            self._handle_crash(number)
             return
         seconds = (worker.since - since) / max(1, len(messages))
         for kind, score, detail in messages:
@@ -256,34 +288,38 @@ class _Run:
                 worker.ready = True
             elif not worker.ready:
                 raise MsrlError(detail)
+            elif kind == SCORED:
+                self._record(worker.pending.popleft(), CallResult(score), seconds)
             else:
-                outcome = CallResult(score) if kind == SCORED else CallResult(None, "error", detail)
-                self._record(worker.pending.popleft(), outcome, seconds)
+                self._record(worker.pending.popleft(), CallResult(None, "error", detail), seconds)
 
-    def _late(self, number: int) -> None:
+    def _handle_timeout(self, number: int) -> None:
         worker = self.workers[number]
         if not worker.ready:
-            raise RuntimeError(f"a process for verifiers did not start within {START_LIMIT_S:g} s")
+            raise RuntimeError(f"a verifier process did not start within {START_LIMIT_S:g} s")
         function = self.setup.functions[self.calls[worker.pending[0]].function]
-        self._fail(number, CallResult(None, "timeout", f"no answer within {function.timeout_s:g} s"), function.timeout_s)
+        result = CallResult(None, "timeout", f"no answer within {function.timeout_s:g} s")
+        self._fail(number, result, function.timeout_s)
 
-    def _died(self, number: int) -> None:
+    def _handle_crash(self, number: int) -> None:
         worker = self.workers[number]
         if not worker.ready:
-            raise RuntimeError(f"a process for verifiers ended at its start with exit code {worker.exit_code()}; see its traceback above")
-        self._fail(number, CallResult(None, "crash", "the process of the verifier died"), time.monotonic() - worker.since)
+            message = f"a verifier process failed to start with exit code {worker.exit_code()}"
+            raise RuntimeError(f"{message}; see its traceback above")
+        result = CallResult(None, "crash", "the process of the verifier died")
+        self._fail(number, result, time.monotonic() - worker.since)
 
-    def _fail(self, number: int, outcome: CallResult, seconds: float) -> None:
-        """Record the failure of the call that a worker was at, and replace the worker."""
+    def _fail(self, number: int, result: CallResult, seconds: float) -> None:
+        """Record the failure of a worker's running call, and replace the worker."""
         worker = self.workers[number]
         if worker.pending:
             call = worker.pending.popleft()
             limit_s = self.setup.functions[self.calls[call].function].timeout_s
-            self._record(call, outcome, max(seconds, CRASH_SHARE * limit_s))
+            self._record(call, result, max(seconds, CRASH_SHARE * limit_s))
         self._replace(number)
 
     def _replace(self, number: int) -> None:
-        """Start a new worker; the calls that the old one has not answered go to the front of the queue."""
+        """Replace a worker and move its pending calls to the front of the queue."""
         worker = self.workers[number]
         self.selector.unregister(worker)
         worker.kill()
@@ -293,6 +329,6 @@ class _Run:
 
 
 def _close_all(workers: Sequence[_Worker], owner: int) -> None:
-    if os.getpid() == owner:  # a fork of the owner has these objects too, but not these children
+    if os.getpid() == owner:  # a fork inherits these objects, but the workers are not its children
         for worker in workers:
             worker.kill()

@@ -1,4 +1,4 @@
-"""From what the sources say to what is learnt from: `RewardSteps.apply` is the order of all steps on rewards. P prompts, G completions."""
+"""Processing of source scores into training rewards. P prompts, G completions."""
 
 from __future__ import annotations
 
@@ -9,67 +9,107 @@ from typing import Any
 import numpy as np
 
 from msrl.config.schema import RewardConfig
-from msrl.rewards.normalize import Moments, Reals, normalised
-from msrl.rewards.shaping import form_penalty, overlong, shortness
+from msrl.rewards.normalize import Moments, Reals, normalize
+from msrl.rewards.shaping import format_penalty, length_reward, overlong_penalty
 from msrl.types import ScoredGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """The rewards to learn from, and what the steps did to them, by name."""
+    """Processed rewards and metrics of the processing steps."""
 
     rewards: Reals  # [P, G]
     metrics: Mapping[str, float]
 
 
 class RewardSteps:
-    """The steps of the `reward` section. Their one state is the moments of `running`."""
+    """Steps of the `reward` section. Their only state is the moments of the scope `running`."""
 
-    def __init__(self, config: RewardConfig, max_response_tokens: int, state: Mapping[str, float]) -> None:
-        """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
-        self._config, self._limit, self._running = config, max_response_tokens, Moments.of(state)
+    def __init__(
+        self, config: RewardConfig, max_response_tokens: int, state: Mapping[str, float]
+    ) -> None:
+        """Restore the steps from `state()` of the checkpoint to resume from, or from an empty
+        state.
+        """
+        self._config, self._max_tokens = config, max_response_tokens
+        self._running = Moments.of(state)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint has to hold."""
+        """Return the state to save in a checkpoint."""
         return self._running.state()
 
     def apply(self, groups: Sequence[ScoredGroup]) -> Processed:
-        """In this order: the weighted sum of the sources (the totals of `groups`), plus shaping (form, length, overlong), cut at +-`clip`,
-        normalised (minus the mean, over the deviation).
+        """Return the training rewards of scored groups.
 
-        What follows is the `algo` section's: the penalty of the KL divergence, returns, whitening, the cut of advantages.
+        The steps are applied in this order:
+
+        1. The weighted sum of the sources, which is the total of each reward in `groups`.
+        2. Shaping: format penalty, length reward and overlong penalty are added.
+        3. Clipping to [-`clip`, `clip`].
+        4. Normalization: subtract the mean and divide by the standard deviation.
+
+        The `algo` section defines the steps after that: KL penalty, returns, whitening and clipping
+        of advantages.
         """
-        totals = np.array([[reward.total for reward in group.rewards] for group in groups], dtype=np.float64)
-        shapes = self._shapes(groups, totals)
-        shaped = totals + sum(shapes.values(), start=np.zeros_like(totals))
+        totals = _totals(groups)
+        shaping = self._shaping(groups, totals)
+        shaped = totals + sum(shaping.values(), start=np.zeros_like(totals))
         clip = self._config.clip
-        cut = shaped if clip is None else shaped.clip(-clip, clip)
-        self._running = self._running.with_more(cut)
+        clipped = shaped if clip is None else shaped.clip(-clip, clip)
+        self._running = self._running.with_more(clipped)
         norm = self._config.norm
-        rewards = normalised(cut, center=norm.center, scale=norm.scale, eps=norm.eps, running=self._running)
-        return Processed(rewards, self._metrics(shapes, shaped, cut))
+        rewards = normalize(
+            clipped, center=norm.center, scale=norm.scale, eps=norm.eps, running=self._running
+        )
+        return Processed(rewards, self._metrics(shaping, shaped, clipped))
 
-    def _shapes(self, groups: Sequence[ScoredGroup], totals: Reals) -> dict[str, Reals]:
-        """What shaping adds, by its name, each [P, G]; only what is switched on."""
-        config, found = self._config, dict[str, Reals]()
-        completions = [group.rollout.completions for group in groups]
-        lengths = np.array([[len(c.token_ids) for c in group] for group in completions], dtype=np.float64)
+    def _shaping(self, groups: Sequence[ScoredGroup], totals: Reals) -> dict[str, Reals]:
+        """Return the enabled shaping terms by metric name, each [P, G]."""
+        config = self._config
+        terms: dict[str, Reals] = {}
+        lengths = _lengths(groups)
         if config.format_penalty:
-            found["format_penalty"] = form_penalty([[c.text for c in group] for group in completions], penalty=config.format_penalty)
+            texts = [_texts(group) for group in groups]
+            terms["format_penalty"] = format_penalty(texts, penalty=config.format_penalty)
         if config.length.coef:
-            found["length_reward"] = shortness(lengths, totals > config.length.right_above, coef=config.length.coef)
+            is_right = totals > config.length.right_above
+            terms["length_reward"] = length_reward(lengths, is_right, coef=config.length.coef)
         if config.overlong.buffer:
-            found["overlong_penalty"] = overlong(
-                lengths, limit=self._limit, buffer=config.overlong.buffer, factor=config.overlong.factor
-            )  # fmt: skip
-        return found
+            terms["overlong_penalty"] = overlong_penalty(
+                lengths,
+                limit=self._max_tokens,
+                buffer=config.overlong.buffer,
+                factor=config.overlong.factor,
+            )
+        return terms
 
-    def _metrics(self, shapes: Mapping[str, Reals], shaped: Reals, cut: Reals) -> dict[str, float]:
-        metrics: dict[str, Any] = {name: values.mean() for name, values in shapes.items()}
-        if shapes:
+    def _metrics(
+        self, shaping: Mapping[str, Reals], shaped: Reals, clipped: Reals
+    ) -> dict[str, float]:
+        metrics: dict[str, Any] = {name: values.mean() for name, values in shaping.items()}
+        if shaping:
             metrics["shaped_reward"] = shaped.mean()
         if self._config.clip is not None:
-            metrics["clipped_rewards"] = (shaped != cut).mean()
+            metrics["clipped_rewards"] = (shaped != clipped).mean()
         if "running" in (self._config.norm.center, self._config.norm.scale):
-            metrics |= {"running_mean": self._running.mean, "running_std": self._running.std}
+            metrics["running_mean"] = self._running.mean
+            metrics["running_std"] = self._running.std
         return {name: float(value) for name, value in metrics.items()}
+
+
+def _totals(groups: Sequence[ScoredGroup]) -> Reals:  # [P, G]
+    rows: list[list[float]] = []
+    for group in groups:
+        rows.append([reward.total for reward in group.rewards])
+    return np.array(rows, dtype=np.float64)
+
+
+def _lengths(groups: Sequence[ScoredGroup]) -> Reals:  # [P, G] response tokens
+    rows: list[list[int]] = []
+    for group in groups:
+        rows.append([len(completion.token_ids) for completion in group.rollout.completions])
+    return np.array(rows, dtype=np.float64)
+
+
+def _texts(group: ScoredGroup) -> list[str]:
+    return [completion.text for completion in group.rollout.completions]

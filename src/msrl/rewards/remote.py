@@ -1,7 +1,13 @@
-"""Rewards of a server: `POST url` with a batch of completions, `{"rewards": [...]}` back; LightRFT's form, with two more lists.
+"""Client of a reward server: `POST url` with a batch of completions returns `{"rewards": [...]}`.
 
-A request is `{"queries", "prompts", "responses", "references", "extra"}`, lists of equal length: prompt and response as one text, each of
-the two, the ground truth, the further columns of the row. A reward of null is undecided. `http.py` says what is tried again.
+The format is LightRFT's with two additional lists. A request has these lists of equal length:
+
+- `queries`: prompt and response as one text.
+- `prompts` and `responses`: the two texts separately.
+- `references`: the ground truths.
+- `extra`: the extra columns of the rows.
+
+A reward of null is undecided. `http.py` defines which errors are retried.
 """
 
 from __future__ import annotations
@@ -23,85 +29,120 @@ _HEADER = re.compile(r"[\t -~\xa0-\xff]*")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One completion to score: the prompt as the policy saw it, special tokens included, and what goes with it."""
+    """Completion to score. `prompt` is the text that the policy received, with special tokens."""
 
     prompt: str
     response: str
     answer: str = ""
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def with_prompt_of(self, column: str) -> Item:
-        """Itself with the prompt of a further column of the row (the bare question, say). Raises MsrlError where the row has none."""
+    def use_prompt_column(self, column: str) -> Item:
+        """Return the item with an extra column of its row, such as the bare question, as the
+        prompt.
+
+        An empty `column` keeps the prompt.
+
+        Raises:
+            MsrlError: The row has no such column.
+        """
         if not column:
             return self
         if column not in self.extra:
             raise MsrlError(
-                f"reward.sources: options.prompt_column={column}: a row has no such column; add it with "
-                f"preprocess.map_keys: {{extra.{column}: COLUMN}}"
+                f"reward.sources: options.prompt_column={column}: a row has no such column. "
+                f"Add it with preprocess.map_keys: {{extra.{column}: COLUMN}}."
             )
         return Item(self.extra[column], self.response, self.answer, self.extra)
 
 
-def _in_force(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Headers as they are sent. Raises KeyError for an environment variable that is not set."""
+def _resolve_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the headers with environment variables resolved. Raises KeyError for an unset one."""
     return {name: with_environment(value) for name, value in (headers or {}).items()}
 
 
 class Remote:
-    """A reward server. `timeout_s` is the deadline of one request with all its attempts.
+    """Client of a reward server.
 
-    `batch`: completions of a request; `concurrency`: requests at a time; `retries` after the first attempt, with pauses from `backoff_s` on
-    that double; `headers`: of every request, `${env:NAME}` in them read here alone; `prompt_column`: column to send as the prompt.
+    Args:
+        url: Address of the server.
+        timeout_s: Deadline of one request with all its attempts.
+        batch: Completions per request.
+        concurrency: Number of concurrent requests.
+        retries: Attempts after the first one.
+        backoff_s: First pause between attempts; it doubles with each attempt.
+        headers: Headers of every request. `${env:NAME}` is resolved only here.
+        prompt_column: Extra column to send as the prompt.
     """
 
     def __init__(
-        self, url: str, timeout_s: float, *, batch: int = 64, concurrency: int = 4, retries: int = 5, backoff_s: float = 0.5,
-        headers: Mapping[str, str] | None = None, prompt_column: str = "",
-    ) -> None:  # fmt: skip
-        self._server = Server(url, timeout_s, retries, backoff_s, _in_force(headers))
+        self,
+        url: str,
+        timeout_s: float,
+        *,
+        batch: int = 64,
+        concurrency: int = 4,
+        retries: int = 5,
+        backoff_s: float = 0.5,
+        headers: Mapping[str, str] | None = None,
+        prompt_column: str = "",
+    ) -> None:
+        self._server = Server(url, timeout_s, retries, backoff_s, _resolve_headers(headers))
         self._batch, self._concurrency, self._prompt_column = batch, concurrency, prompt_column
-        self._retried = 0
-        self._num_failed, self._has_answered = 0, False  # requests of the present `outcomes`
+        self._num_retried = 0
+        self._num_failed, self._has_answered = 0, False  # requests of the current `score`
 
     @staticmethod
     def refusal(
-        url: str, *, batch: int = 64, concurrency: int = 4, retries: int = 5, backoff_s: float = 0.5,
-        headers: Mapping[str, str] | None = None, **_: Any,
-    ) -> str | None:  # fmt: skip
-        """What is wrong with these options."""
+        url: str,
+        *,
+        batch: int = 64,
+        concurrency: int = 4,
+        retries: int = 5,
+        backoff_s: float = 0.5,
+        headers: Mapping[str, str] | None = None,
+        **_: Any,
+    ) -> str | None:
+        """Return the reason why these options cannot be used, or None."""
         if not url.startswith(("http://", "https://")):
             return "must begin with http:// or https://"
         try:
-            broken = [name for name, value in _in_force(headers).items() if not _HEADER.fullmatch(f"{name}{value}")]
+            resolved = _resolve_headers(headers)
         except KeyError as error:
-            return f"options.headers: the environment variable {error.args[0]} is not set"
-        if broken:
-            return f"options.headers.{broken[0]} has to be one line of Latin letters; look for a line feed at its end"
-        wrong = min(batch, concurrency) < 1 or retries < 0 or backoff_s < 0
-        return "options.batch and concurrency have to be 1 or more, retries and backoff_s 0 or more" if wrong else None
+            return f"options.headers: environment variable {error.args[0]} is not set"
+        invalid = [name for name in resolved if not _HEADER.fullmatch(name + resolved[name])]
+        if invalid:
+            limits = "must be a single line of Latin-1 characters"
+            return f"options.headers.{invalid[0]} {limits}; check for a line feed at its end"
+        if min(batch, concurrency) < 1 or retries < 0 or backoff_s < 0:
+            return (
+                "options.batch and concurrency must be at least 1, retries and backoff_s at least 0"
+            )
+        return None
 
-    def outcomes(self, items: Sequence[Item]) -> list[CallResult]:
-        """A score for every item, or why there is none."""
-        items = [item.with_prompt_of(self._prompt_column) for item in items]
-        parts = [items[start : start + self._batch] for start in range(0, len(items), self._batch)]
+    def score(self, items: Sequence[Item]) -> list[CallResult]:
+        """Return the score of every item, or the reason why it has none."""
+        items = [item.use_prompt_column(self._prompt_column) for item in items]
+        batches = [items[i : i + self._batch] for i in range(0, len(items), self._batch)]
         self._num_failed, self._has_answered = 0, False
         with ThreadPoolExecutor(self._concurrency) as threads:
-            answers = list(threads.map(self._part, parts))
-        self._retried += sum(retried for _, retried in answers)
-        return [outcome for outcomes, _ in answers for outcome in outcomes]
+            answers = list(threads.map(self._score_batch, batches))
+        self._num_retried += sum(num_retried for _, num_retried in answers)
+        return [result for results, _ in answers for result in results]
 
     def take_retried(self) -> int:
-        """Attempts that failed and were made again, since this was last asked."""
-        retried, self._retried = self._retried, 0
-        return retried
+        """Return the number of attempts that were retried since the previous call."""
+        num_retried, self._num_retried = self._num_retried, 0
+        return num_retried
 
     def close(self) -> None:
-        """Nothing stays open between two requests."""
+        """Do nothing: no connection stays open between requests."""
 
-    def _part(self, items: Sequence[Item]) -> tuple[list[CallResult], int]:
-        # A server that never answers must not take its deadline for every request.
+    def _score_batch(self, items: Sequence[Item]) -> tuple[list[CallResult], int]:
+        """Return the results of one request and the number of its retries."""
+        # A server that never answers must not use up the deadline of every request.
         if self._num_failed >= 2 * self._concurrency and not self._has_answered:
-            return [CallResult(None, "skipped", "not sent: the requests before it failed")] * len(items), 0
+            skipped = CallResult(None, "skipped", "not sent: earlier requests failed")
+            return [skipped] * len(items), 0
         request = {
             "queries": [item.prompt + item.response for item in items],
             "prompts": [item.prompt for item in items],
@@ -110,10 +151,10 @@ class Remote:
             "extra": [dict(item.extra) for item in items],
         }
         try:
-            answer, retried = post_json(self._server, request)
-            outcomes = self._read(answer, len(items))
+            answer, num_retried = post_json(self._server, request)
+            results = self._read(answer, len(items))
             self._has_answered = True
-            return outcomes, retried
+            return results, num_retried
         except RemoteError as error:
             self._num_failed += 1
             return [CallResult(None, error.kind, str(error))] * len(items), 0
@@ -121,10 +162,16 @@ class Remote:
     def _read(self, answer: Any, count: int) -> list[CallResult]:
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != count:
-            raise RemoteError(f'{self._server.url}: wanted {{"rewards": [{count} numbers]}}, got {str(answer)[:200]}', "error")
-        return [self._outcome(reward) for reward in rewards]
+            expected = f'{{"rewards": [{count} numbers]}}'
+            message = f"{self._server.url}: expected {expected}, got {str(answer)[:200]}"
+            raise RemoteError(message, "error")
+        return [self._result(reward) for reward in rewards]
 
-    def _outcome(self, reward: object) -> CallResult:
-        if isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= sys.float_info.max:
+    def _result(self, reward: object) -> CallResult:
+        detail = f"{self._server.url}: the reward {str(reward)[:200]} is not a finite number"
+        if not isinstance(reward, int | float) or isinstance(reward, bool):
+            return CallResult(None, "error", detail)
+        # The comparison also rejects NaN and integers that are too large for a float.
+        if abs(reward) <= sys.float_info.max:
             return CallResult(float(reward))
-        return CallResult(None, "error", f"{self._server.url}: gave {str(reward)[:200]} as a reward, no finite number")
+        return CallResult(None, "error", detail)

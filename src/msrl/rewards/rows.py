@@ -1,4 +1,4 @@
-"""Which sources score a row of the data, and whether each of them can."""
+"""Assignment of reward sources to the rows of the data, and checks of their ground truths."""
 
 from __future__ import annotations
 
@@ -11,34 +11,48 @@ from msrl.types import Prompt
 
 
 class RowSources:
-    """Finds the sources of a row; a ground truth is looked at once for each source."""
+    """Assignment of sources to rows; each ground truth is checked once per source."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
         self._checked: set[tuple[int, int, int]] = set()  # source, row, hash of the ground truth
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Raise MsrlError for the first row that cannot be scored: no source is for its tag, its ground truth or a column is missing."""
-        for prompt in prompts:
-            for number in self.of_prompt(prompt):
-                Item("", "", "", prompt.extra).with_prompt_of(str(self._sources[number].options.get("prompt_column", "")))
+        """Check that every row can be scored.
 
-    def of_prompt(self, prompt: Prompt) -> list[int]:
-        """Return the numbers of the sources for a row. Raises MsrlError where there is none, or one cannot use the ground truth."""
-        mine = [number for number, source in enumerate(self._sources) if source.applies_to(prompt.extra)]
-        if not mine:
-            tags = sorted({tag for source in self._sources for tag in source.tags})
-            tag = prompt.extra.get(TAG)
-            raise MsrlError(
-                f"reward.sources: none is for row {prompt.index} of the data, whose tag is {tag}; they are for {', '.join(tags)}; "
-                f"map the column of tags with preprocess.map_keys: {{extra.{TAG}: COLUMN}}, or add a source without tags"
-            )
-        for number in mine:
+        Raises:
+            MsrlError: No source applies to the tag of a row, a source cannot use its ground truth,
+                or a column is missing.
+        """
+        for prompt in prompts:
+            for number in self.select(prompt):
+                column = str(self._sources[number].options.get("prompt_column", ""))
+                Item("", "", "", prompt.extra).use_prompt_column(column)
+
+    def select(self, prompt: Prompt) -> list[int]:
+        """Return the numbers of the sources that score a row.
+
+        Raises:
+            MsrlError: No source applies to the row, or one cannot use its ground truth.
+        """
+        sources = enumerate(self._sources)
+        numbers = [number for number, source in sources if source.applies_to(prompt.extra)]
+        if not numbers:
+            raise MsrlError(self._no_source_message(prompt))
+        for number in numbers:
             key = (number, prompt.index, hash(prompt.answer))
             if key not in self._checked:
                 _check_answer(number, self._sources[number], prompt)
                 self._checked.add(key)
-        return mine
+        return numbers
+
+    def _no_source_message(self, prompt: Prompt) -> str:
+        tags = sorted({tag for source in self._sources for tag in source.tags})
+        return (
+            f"reward.sources: no source applies to row {prompt.index} of the data with tag "
+            f"{prompt.extra.get(TAG)}; the sources have the tags {', '.join(tags)}. Map the tags "
+            f"with preprocess.map_keys: {{extra.{TAG}: COLUMN}}, or add a source without tags."
+        )
 
 
 def _check_answer(number: int, source: Source, prompt: Prompt) -> None:
@@ -46,11 +60,12 @@ def _check_answer(number: int, source: Source, prompt: Prompt) -> None:
         return
     if not prompt.answer.strip():
         raise MsrlError(
-            f"reward.sources: {source.label} compares with the ground truth, but row {prompt.index} of the data has none; "
-            "map the column of answers in preprocess.map_keys and preprocess again"
+            f"reward.sources: {source.label} needs the ground truth, but row {prompt.index} of the "
+            "data has none. Map the column of answers in preprocess.map_keys and preprocess again."
         )
     if reason := source.answer_refusal(prompt.answer):
         raise MsrlError(
-            f"reward.sources[{number}].verifier={source.verifier}: the ground truth of row {prompt.index} of the data {reason}. "
+            f"reward.sources[{number}].verifier={source.verifier}: "
+            f"the ground truth of row {prompt.index} of the data {reason}. "
             "Remove the row or correct its ground truth, and preprocess again."
         )

@@ -1,8 +1,10 @@
-"""Programs that nobody has read, run where they can do no harm: `run` and, before that, `refusal`, why this machine cannot.
+"""Sandbox for untrusted Python programs.
 
-A program sees a read-only /usr and Python, a /tmp of its own in memory (empty, but for a Python that lies below /tmp), and nothing else of
-the machine: no other files, no network, no other processes, no privileges. It, and all that it starts, ends at the limits of `Limits`.
-`sandbox_init.py` is the inside.
+`run` runs a program, and `refusal` returns the reason if this machine cannot run a sandbox. A
+program sees a read-only /usr and Python and a private, empty /tmp in memory (an interpreter below
+/tmp is visible there). It sees nothing else of the machine: no other files, no network, no other
+processes, no privileges. The program and its child processes are killed at the limits of `Limits`.
+`sandbox_init.py` is the process inside the sandbox.
 """
 
 from __future__ import annotations
@@ -21,18 +23,31 @@ from pathlib import Path
 from typing import Literal
 
 GRACE_S = 5.0
-_MAX_LINKS = 40  # as many as the kernel follows
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_MAX_LINKS = 40  # the kernel's limit
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+)
 Status = Literal["ok", "error", "timeout", "memory", "output"]
 
 
 class SandboxRefusedError(RuntimeError):
-    """This machine gives no sandbox; the message says which step it refused."""
+    """This machine does not support the sandbox; the message names the step that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may take. `case_s` is for one input, `total_s` for all, by the clock; `memory_bytes` is for all its processes."""
+    """Limits of one program.
+
+    `case_s` is the wall-clock limit of one input, `total_s` that of all inputs. `memory_bytes`
+    limits the memory of all its processes together.
+    """
 
     case_s: float = 4.0
     total_s: float = 20.0
@@ -44,37 +59,70 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What became of one input. `ok` is an exit code of 0; `output` and `memory` name the limit that was passed."""
+    """Result of one input.
+
+    The status `ok` means exit code 0; `output` and `memory` name the exceeded limit.
+    """
 
     status: Status
     stdout: str
     stderr: str = ""
 
 
-def run(program: str, inputs: Sequence[str], limits: Limits, *, stop: bool = False, python: str | None = None) -> tuple[Case, ...]:
-    """Run a Python program once for each standard input. With `stop`, the cases end with the first that is not ok.
+def run(
+    program: str,
+    inputs: Sequence[str],
+    limits: Limits,
+    *,
+    stop: bool = False,
+    python: str | None = None,
+) -> tuple[Case, ...]:
+    """Run a Python program once for each standard input.
 
-    The cases share the program's /tmp. `python`: the interpreter; unset: this one. Raises SandboxRefusedError.
+    Args:
+        program: Source text.
+        inputs: Standard input of each case. The cases share the program's /tmp.
+        limits: Limits of time, memory, processes and output.
+        stop: Stop after the first case that is not ok.
+        python: Interpreter; None uses this one.
+
+    Raises:
+        SandboxRefusedError: This machine does not support the sandbox.
     """
     python = _absolute(python) if python else sys.executable
     job = {
-        "program": program, "inputs": list(inputs), "stop": stop, "python": python, "binds": _binds(python), "case_s": limits.case_s,
-        "total_s": limits.total_s, "memory_bytes": limits.memory_bytes, "processes": limits.processes, "files_bytes": limits.files_bytes,
+        "program": program,
+        "inputs": list(inputs),
+        "stop": stop,
+        "python": python,
+        "binds": _binds(python),
+        "case_s": limits.case_s,
+        "total_s": limits.total_s,
+        "memory_bytes": limits.memory_bytes,
+        "processes": limits.processes,
+        "files_bytes": limits.files_bytes,
         "output_bytes": limits.output_bytes,
-    }  # fmt: skip
-    answer = _launched(json.dumps(job), limits.total_s + GRACE_S)
+    }
+    answer = _launch(json.dumps(job), limits.total_s + GRACE_S)
     if answer is None:
         return (Case("timeout", ""),)
     if "refused" in answer:
         raise SandboxRefusedError(answer["refused"])
-    return tuple(Case(c["status"], base64.b64decode(c["stdout"]).decode("utf-8", "replace"), c["stderr"]) for c in answer["cases"])
+    return tuple(map(_decode_case, answer["cases"]))
 
 
-def _launched(job: str, timeout_s: float) -> dict | None:
-    """What the inside answered; None if it did not in time and was killed, with all in it."""
+def _decode_case(case: dict) -> Case:
+    stdout = base64.b64decode(case["stdout"]).decode("utf-8", "replace")
+    return Case(case["status"], stdout, case["stderr"])
+
+
+def _launch(job: str, timeout_s: float) -> dict | None:
+    """Return the answer of the sandbox process, or None if it was killed at the timeout."""
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox_init.py"))]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env={"LANG": "C.UTF-8"}, cwd="/") as process:
+    pipe, environment = subprocess.PIPE, {"LANG": "C.UTF-8"}
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd="/"
+    ) as process:
         try:
             out, err = process.communicate(job.encode("utf-8", "surrogatepass"), timeout_s)
         except subprocess.TimeoutExpired:
@@ -82,52 +130,60 @@ def _launched(job: str, timeout_s: float) -> dict | None:
         finally:
             process.kill()
     if not out:
-        raise SandboxRefusedError(f"it ended without an answer: {err.decode('utf-8', 'replace')[-500:].strip()}")
+        tail = err.decode("utf-8", "replace")[-500:].strip()
+        raise SandboxRefusedError(f"the sandbox process ended without an answer: {tail}")
     return json.loads(out)
 
 
 @functools.cache
 def refusal(python: str | None = None) -> str | None:
-    """Why no program can be run safely here, found out by running one; None where it can."""
+    """Run a test program; return the reason if no sandbox is available here, else None."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return f"there is no sandbox for {sys.platform} on {platform.machine()}"
+        return f"the sandbox does not support {sys.platform} on {platform.machine()}"
     try:
         (case,) = run("print(6 * 7)", [""], Limits(case_s=20.0), python=python)
     except (SandboxRefusedError, OSError) as error:
-        return f"this machine gives no namespaces for a sandbox: {error}"
-    return None if case.stdout == "42\n" else f"the sandbox cannot run {python or sys.executable}: {case.stderr.strip() or case.status}"
+        return f"this machine allows no namespaces: {error}"
+    if case.stdout == "42\n":
+        return None
+    reason = case.stderr.strip() or case.status
+    return f"the sandbox cannot run {python or sys.executable}: {reason}"
 
 
 def _binds(python: str) -> list[str]:
-    """The system's programs and libraries and the interpreter's folders, none inside another; a link to a folder stands for it."""
+    """Return the folders of the system and of the interpreter to show inside the sandbox.
+
+    No path is inside another one. Links to folders are returned as links.
+    """
     folders = _prefixes(python)
-    own = {*_hops(python), *folders, *map(os.path.realpath, folders)}
-    wanted = sorted({path for path in (*_SYSTEM, *own) if os.path.lexists(path)}, key=len)
-    chosen: list[str] = []
-    for path in wanted:
-        if not any(path.startswith(parent.rstrip("/") + "/") for parent in chosen):
-            chosen.append(path)
-    return chosen
+    interpreter = {*_resolve_links(python), *folders, *map(os.path.realpath, folders)}
+    existing = {path for path in (*_SYSTEM, *interpreter) if os.path.lexists(path)}
+    binds: list[str] = []
+    for path in sorted(existing, key=len):
+        if not any(path.startswith(parent.rstrip("/") + "/") for parent in binds):
+            binds.append(path)
+    return binds
 
 
 def _absolute(python: str) -> str:
-    """Where an interpreter is that may be given by its name alone, or from here; links stay."""
+    """Return the absolute path of an interpreter from its name or path, without resolving links."""
     return os.path.normpath(Path(shutil.which(python) or python).absolute())
 
 
-def _hops(path: str) -> list[str]:
-    """A file and those that it leads to, link by link, to the last that is none."""
-    hops = [Path(path)]
-    while hops[-1].is_symlink() and len(hops) <= _MAX_LINKS:
-        hops.append(Path(os.path.normpath(hops[-1].parent / hops[-1].readlink())))
-    return [*map(str, hops), os.path.realpath(path)]
+def _resolve_links(path: str) -> list[str]:
+    """Return a path, the targets of its chain of links in order, and its real path."""
+    chain = [Path(path)]
+    while chain[-1].is_symlink() and len(chain) <= _MAX_LINKS:
+        chain.append(Path(os.path.normpath(chain[-1].parent / chain[-1].readlink())))
+    return [*map(str, chain), os.path.realpath(path)]
 
 
 @functools.cache
 def _prefixes(python: str) -> tuple[str, ...]:
-    """Where the interpreter's libraries are: its environment's and its base's."""
+    """Return the prefixes of an interpreter's environment and of its base installation."""
     if python == sys.executable:
         return (sys.prefix, sys.base_prefix)
     code = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
-    done = subprocess.run([python, "-I", "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60.0)
+    command = [python, "-I", "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=60.0)
     return tuple(done.stdout.split("\n")[:2]) if done.returncode == 0 else ()

@@ -1,14 +1,20 @@
-"""The inside of `sandbox.py`: a program of its own, started as `python -I -S sandbox_init.py`, with nothing but the standard library.
+"""Process inside the sandbox of `sandbox.py`, started as `python -I -S sandbox_init.py`.
 
-The job comes as JSON on standard input, the results leave as JSON on standard output. Between the two: new namespaces (pid, network,
-mount, ipc, uts, user), a root of read-only pieces, a private /tmp in memory, an unprivileged user without capabilities, a seccomp filter,
-limits of resources, and a first process that watches time, memory and output and ends everything that was started. Once the root is
-changed, this process imports nothing more (a codec is a module too): its own library is there only if the program's interpreter shares it.
+It uses only the standard library, reads the job as JSON from standard input and writes the results
+as JSON to standard output. It sets up:
+
+- new namespaces (pid, network, mount, ipc, uts, user),
+- a root of read-only mounts with a private /tmp in memory,
+- an unprivileged user without capabilities, a seccomp filter and resource limits,
+- a first process that watches time, memory and output and kills all processes at the end.
+
+After the root is changed, this process must not import anything (codecs are modules too): its own
+library is visible only if the program's interpreter shares it.
 Manual pages: namespaces(7), user_namespaces(7), pivot_root(2), seccomp(2), prctl(2).
 """
 
 # ruff: noqa: PTH103, PTH112, PTH114, PTH115, PTH120, PTH123, PTH208, PTH211
-# os.path alone: this starts for every program, and pathlib is slow to import.
+# os.path only: this process starts for every program, and pathlib is slow to import.
 
 from __future__ import annotations
 
@@ -26,36 +32,56 @@ import struct
 import sys
 import time
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS, NEWUTS, NEWIPC = 0x20000, 0x4000000, 0x8000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
-KEPT = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}  # a remount must name them
+# Mount options that a remount must repeat.
+MOUNT_FLAGS = {
+    "ro": 1,
+    "nosuid": 2,
+    "nodev": 4,
+    "noexec": 8,
+    "noatime": 1024,
+    "nodiratime": 2048,
+    "relatime": 1 << 21,
+}
 PDEATHSIG, DUMPABLE, NO_NEW_PRIVS, SECCOMP, DETACH = 1, 4, 38, 22, 2
 NOBODY = 65534
-NEW_ROOT = "/sys"  # any folder that is there and of which nothing is wanted inside
+NEW_ROOT = "/sys"  # any existing folder that the sandbox does not need
 PRIVATE_TMP = NEW_ROOT + "/tmp"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 POLL_S = 0.02
 MAX_STDERR = 4000
-# Refused system calls, by machine: memory that belongs to no process, and doors into the kernel that no program of an exercise needs:
-# memfd_create shmget msgget semget unshare setns mount ptrace process_vm_readv/writev add_key request_key keyctl bpf perf_event_open
-# userfaultfd io_uring_setup/enter/register memfd_secret open_by_handle_at
-REFUSED = {
-    "x86_64": (0xC000003E, (319, 29, 68, 64, 272, 308, 165, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425, 426, 427, 447, 304)),
-    "aarch64": (0xC00000B7, (279, 194, 186, 190, 97, 268, 40, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425, 426, 427, 447, 265)),
+# Denied system calls by machine. They create memory that belongs to no process, or reach parts of
+# the kernel that exercise programs do not need: memfd_create shmget msgget semget unshare setns
+# mount ptrace process_vm_readv/writev add_key request_key keyctl bpf perf_event_open userfaultfd
+# io_uring_setup/enter/register memfd_secret open_by_handle_at
+# fmt: off
+DENIED_CALLS = {
+    "x86_64": (0xC000003E, (
+        319, 29, 68, 64, 272, 308, 165, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425, 426, 427,
+        447, 304,
+    )),
+    "aarch64": (0xC00000B7, (
+        279, 194, 186, 190, 97, 268, 40, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425, 426, 427,
+        447, 265,
+    )),
 }
+# fmt: on
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Read the job, build the sandbox, run the cases, write what came of them; or write why there can be no sandbox here."""
+    """Read the job, build the sandbox, run the cases and write the results or the refusal."""
     job = json.load(sys.stdin)
     try:
         _call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         is_root = os.geteuid() == 0
         user, group = os.geteuid(), os.getegid()
-        _call("unshare", NEWPID | NEWNET | NEWNS | NEWIPC | NEWUTS | (0 if is_root else NEWUSER))
+        namespaces = NEWPID | NEWNET | NEWNS | NEWIPC | NEWUTS
+        _call("unshare", namespaces if is_root else namespaces | NEWUSER)
         if not is_root:
-            _map_to(user, group)
+            _map_user(user, group)
     except OSError as error:
         _answer({"refused": str(error)})
         return
@@ -63,7 +89,9 @@ def main() -> None:
     if child:
         os.waitpid(child, 0)
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of what a first process does not handle the kernel lets nothing through to it
+    # The kernel delivers only handled signals to the first process of a namespace, so with the
+    # default action SIGINT does not reach it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _build_root(job)
@@ -71,7 +99,7 @@ def main() -> None:
     except OSError as error:
         _answer({"refused": str(error)})
         return
-    _answer({"cases": _cases(job)})
+    _answer({"cases": _run_cases(job)})
 
 
 def _answer(message: object) -> None:
@@ -80,40 +108,49 @@ def _answer(message: object) -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """A function of the C library that returns 0. Raises OSError that names it."""
+    """Call a function of the C library. Raises OSError with its name if it does not return 0."""
     if getattr(libc, name)(*arguments) != 0:
         code = ctypes.get_errno()
-        told = " ".join(a.decode() if isinstance(a, bytes) else str(a) for a in arguments[:3])
-        raise OSError(code, f"{name}({told}): {os.strerror(code)}")
+        texts = [item.decode() if isinstance(item, bytes) else str(item) for item in arguments[:3]]
+        raise OSError(code, f"{name}({' '.join(texts)}): {os.strerror(code)}")
 
 
-def _map_to(user: int, group: int) -> None:
-    """The one user and group that the new user namespace knows, under the same numbers; never root's."""
-    for file, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+def _map_user(user: int, group: int) -> None:
+    """Map only this user and group, never root, into the new user namespace with the same ids."""
+    maps = {
+        "setgroups": "deny",
+        "uid_map": f"{user} {user} 1",
+        "gid_map": f"{group} {group} 1",
+    }
+    for file, text in maps.items():
         with open(f"/proc/self/{file}", "w", encoding="utf-8") as stream:
             stream.write(text)
 
 
-# --- what is seen inside ------------------------------------------------------------------------------------------------------------
+# --- File system inside the sandbox ---------------------------------------------------------------
 
 
 def _build_root(job: dict) -> None:
-    """A root in memory with read-only pieces of the machine, /dev, /proc and /tmp; the machine's own root is gone afterwards."""
+    """Build a root of read-only mounts, /dev, /proc and /tmp, and detach the old root."""
+    root_bytes = len(job["program"].encode()) + (1 << 20)
+    tmp_options = f"size={job['files_bytes']},nr_inodes=4096,mode=1777"
     _mount(None, "/", None, REC | PRIVATE)
-    _mount("tmpfs", NEW_ROOT, "tmpfs", NOSUID | NODEV, f"size={len(job['program'].encode()) + (1 << 20)},mode=755")
+    _mount("tmpfs", NEW_ROOT, "tmpfs", NOSUID | NODEV, f"size={root_bytes},mode=755")
     os.makedirs(PRIVATE_TMP)
-    _mount("tmpfs", PRIVATE_TMP, "tmpfs", NOSUID | NODEV, f"size={job['files_bytes']},nr_inodes=4096,mode=1777")
+    _mount("tmpfs", PRIVATE_TMP, "tmpfs", NOSUID | NODEV, tmp_options)
     for path in job["binds"]:
-        _hold_parents(path)
+        _protect_parents(path)
         _bind(path)
     os.makedirs(f"{NEW_ROOT}/dev", exist_ok=True)
     for device in DEVICES:
         _bind(f"/dev/{device}")
-    for target, link in (("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"), ("fd/2", "stderr")):
+    links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+    for link, target in links.items():
         os.symlink(target, f"{NEW_ROOT}/dev/{link}")
     for folder in ("proc", "sandbox"):
         os.makedirs(f"{NEW_ROOT}/{folder}", exist_ok=True)
-    with open(f"{NEW_ROOT}/sandbox/program.py", "w", encoding="utf-8", errors="surrogatepass") as stream:
+    program = f"{NEW_ROOT}/sandbox/program.py"
+    with open(program, "w", encoding="utf-8", errors="surrogatepass") as stream:
         stream.write(job["program"])
     _make_read_only()
     _mount("proc", f"{NEW_ROOT}/proc", "proc", NOSUID | NODEV | NOEXEC)
@@ -123,21 +160,22 @@ def _build_root(job: dict) -> None:
     os.chdir("/tmp")
 
 
-def _hold_parents(path: str) -> None:
-    """An interpreter below /tmp stands in a read-only folder of its own there: nothing above it can be moved or replaced."""
+def _protect_parents(path: str) -> None:
+    """Mount a read-only folder above an interpreter in /tmp, so it cannot be replaced."""
     if not path.startswith("/tmp/"):
         return
-    first, _, rest = path.removeprefix("/tmp/").partition("/")
-    holder = f"{PRIVATE_TMP}/{first}"
-    if rest and not os.path.ismount(holder):
-        os.makedirs(holder, exist_ok=True)
-        _mount("tmpfs", holder, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    first, _, remainder = path.removeprefix("/tmp/").partition("/")
+    parent = f"{PRIVATE_TMP}/{first}"
+    if remainder and not os.path.ismount(parent):
+        os.makedirs(parent, exist_ok=True)
+        _mount("tmpfs", parent, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
 
 
 def _bind(path: str) -> None:
-    """Show a file or folder of the machine inside, what a link to a folder leads to in the link's place; a link to a file is copied.
+    """Mount a file or folder of the machine at the same path in the new root.
 
-    So no link to a folder stands in the new root, where this process, which still sees the machine, would follow it out.
+    A link to a folder becomes a mount of its target, and a link to a file is copied. The new root
+    therefore has no links to folders, which this process could follow back into the machine's root.
     """
     inside = NEW_ROOT + path
     os.makedirs(os.path.dirname(inside), exist_ok=True)
@@ -152,60 +190,75 @@ def _bind(path: str) -> None:
 
 
 def _make_read_only() -> None:
-    """The new root and every mount in it but the private /tmp, each with the flags that it has already."""
+    """Remount the new root and all mounts in it except /tmp read-only, with their other flags."""
     with open("/proc/self/mountinfo", encoding="utf-8") as stream:
         rows = [line.split(" ") for line in stream]
     inside = {next(row[0] for row in reversed(rows) if row[4] == NEW_ROOT)}
-    for number, parent, _, _, place, options, *_ in rows:  # a parent comes before its children
-        if parent in inside or number in inside:
-            inside.add(number)
-            kept = sum(KEPT.get(option, 0) for option in options.split(",") if option not in ("ro", "nosuid"))
-            path = place.encode().decode("unicode_escape").encode("latin-1").decode()
-            if path != PRIVATE_TMP:
-                _mount(None, path, None, REMOUNT | BIND | RDONLY | NOSUID | kept)
+    for number, parent, _, _, mount_point, options, *_ in rows:  # parents precede their children
+        if parent not in inside and number not in inside:
+            continue
+        inside.add(number)
+        path = mount_point.encode().decode("unicode_escape").encode("latin-1").decode()
+        if path != PRIVATE_TMP:
+            flags = {MOUNT_FLAGS.get(option, 0) for option in options.split(",")}
+            _mount(None, path, None, REMOUNT | BIND | sum(flags | {RDONLY, NOSUID}))
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
     texts = [text.encode() if text is not None else None for text in (source, target, kind, data)]
     _call("mount", texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
 
 
 def _become_unprivileged(is_root: bool) -> None:
-    """Nobody, and that in a user namespace of its own: limits of processes count there, and this process cannot be traced from inside."""
+    """Become the user nobody in a separate user namespace.
+
+    Process limits are counted per namespace, and programs inside cannot trace this process.
+    """
     if is_root:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        _call("prctl", DUMPABLE, 1, 0, 0, 0)  # its own files in /proc, which are root's after the change of user
+        # After the change of user, root owns the /proc files of this process until it is dumpable.
+        _call("prctl", DUMPABLE, 1, 0, 0, 0)
         _call("unshare", NEWUSER)
-        _map_to(NOBODY, NOBODY)
+        _map_user(NOBODY, NOBODY)
     with open("/proc/sys/user/max_user_namespaces", "w", encoding="utf-8") as stream:
-        stream.write("0")  # none below this one
+        stream.write("0")  # forbids nested user namespaces
     _call("prctl", DUMPABLE, 0, 0, 0, 0)
-    _call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user forgets it
+    _call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the change of user cleared it
 
 
-# --- running ------------------------------------------------------------------------------------------------------------------------
+# --- Execution ------------------------------------------------------------------------------------
 
 
-def _cases(job: dict) -> list[dict]:
-    """One result per input, as far as the time of all of them goes; with `stop`, none behind the first that did not end well."""
+def _run_cases(job: dict) -> list[dict]:
+    """Return one result per input; with `stop`, end after the first case that is not ok."""
     end, results = time.monotonic() + job["total_s"], []
     for text in job["inputs"]:
-        limit = min(time.monotonic() + job["case_s"], end)
-        status, stdout, stderr = _case(job, text, limit) if time.monotonic() < end else ("timeout", b"", b"")
-        results.append({"status": status, "stdout": base64.b64encode(stdout).decode(), "stderr": stderr.decode("utf-8", "replace")})
+        start = time.monotonic()
+        status, stdout, stderr = "timeout", b"", b""
+        if start < end:
+            status, stdout, stderr = _run_case(job, text, min(start + job["case_s"], end))
+        encoded = base64.b64encode(stdout).decode()
+        message = stderr.decode("utf-8", "replace")
+        results.append({"status": status, "stdout": encoded, "stderr": message})
         if status != "ok" and job["stop"]:
             break
     return results
 
 
-def _case(job: dict, text: str, end: float) -> tuple[str, bytes, bytes]:
-    """Run the program once. Returns how it ended (ok, error, timeout, memory, output) and what it said."""
+def _run_case(job: dict, text: str, end: float) -> tuple[str, bytes, bytes]:
+    """Run the program once.
+
+    Returns:
+        The status (ok, error, timeout, memory, output), standard output and standard error.
+    """
     data = os.memfd_create("input")
-    rest = memoryview(text.encode("utf-8", "surrogatepass"))
-    while rest:
-        rest = rest[os.write(data, rest) :]
+    unwritten = memoryview(text.encode("utf-8", "surrogatepass"))
+    while unwritten:
+        unwritten = unwritten[os.write(data, unwritten) :]
     os.lseek(data, 0, os.SEEK_SET)
     out, err = os.pipe(), os.pipe()
     child = os.fork()
@@ -213,53 +266,54 @@ def _case(job: dict, text: str, end: float) -> tuple[str, bytes, bytes]:
         _become_program(job, (data, out[1], err[1]))
     for number in (data, out[1], err[1]):
         os.close(number)
-    said = {out[0]: b"", err[0]: b""}
-    status = _watch(job, child, said, out[0], end)
-    _end_all()
-    _read_rest(said)
-    for number in said:
+    output = {out[0]: b"", err[0]: b""}
+    status = _watch(job, child, output, out[0], end)
+    _kill_all()
+    _drain(output)
+    for number in output:
         os.close(number)
-    return status, said[out[0]][: job["output_bytes"]], said[err[0]][-MAX_STDERR:]
+    return status, output[out[0]][: job["output_bytes"]], output[err[0]][-MAX_STDERR:]
 
 
-def _watch(job: dict, child: int, said: dict[int, bytes], out: int, end: float) -> str:
-    """Wait for the end of the program, or for the first limit that it goes beyond."""
+def _watch(job: dict, child: int, output: dict[int, bytes], out: int, end: float) -> str:
+    """Wait until the program ends or exceeds a limit, and return its status."""
     while True:
-        _read(said, POLL_S)
-        if len(said[out]) > job["output_bytes"]:
+        _read(output, POLL_S)
+        if len(output[out]) > job["output_bytes"]:
             return "output"
-        for number in said:
-            said[number] = said[number] if number == out else said[number][-MAX_STDERR:]
-        ended = _reap(child)
-        if ended is not None:
-            return "ok" if ended == 0 else "error"
+        for number in output:
+            if number != out:
+                output[number] = output[number][-MAX_STDERR:]
+        exit_status = _reap(child)
+        if exit_status is not None:
+            return "ok" if exit_status == 0 else "error"
         if time.monotonic() > end:
             return "timeout"
         if _resident_bytes() > job["memory_bytes"]:
             return "memory"
 
 
-def _read_rest(said: dict[int, bytes]) -> None:
-    """All that the pipes still hold; nobody writes any more."""
-    while _read(said, 0.0):
+def _drain(output: dict[int, bytes]) -> None:
+    """Read the remaining data of the pipes after all writers have ended."""
+    while _read(output, 0.0):
         pass
 
 
-def _read(said: dict[int, bytes], timeout_s: float) -> bool:
-    """What the pipes hold now, at most 64 KB of each, and whether that was anything; waits up to `timeout_s` for the first."""
+def _read(output: dict[int, bytes], timeout_s: float) -> bool:
+    """Read up to 64 KiB from each pipe; wait up to `timeout_s` and return True if data arrived."""
     poll = select.poll()
-    for number in said:
+    for number in output:
         poll.register(number, select.POLLIN)
     ready = [number for number, event in poll.poll(timeout_s * 1000) if event & select.POLLIN]
     for number in ready:
-        said[number] += os.read(number, 1 << 16)
+        output[number] += os.read(number, 1 << 16)
     if not ready and timeout_s:
         time.sleep(POLL_S / 10)  # closed pipes are always ready
     return bool(ready)
 
 
 def _reap(child: int) -> int | None:
-    """The status of the program if it has ended; whatever else has ended is reaped."""
+    """Reap all ended processes; return the status of the program, or None if it is running."""
     with contextlib.suppress(ChildProcessError):
         while True:
             number, status = os.waitpid(-1, os.WNOHANG)
@@ -271,17 +325,18 @@ def _reap(child: int) -> int | None:
 
 
 def _resident_bytes() -> int:
-    """Memory of all processes inside but this one."""
+    """Return the memory of all processes inside except this one."""
     pages = 0
     for name in os.listdir("/proc"):
-        if name.isdigit() and name != "1":
-            with contextlib.suppress(OSError), open(f"/proc/{name}/statm", encoding="utf-8") as stream:
-                pages += int(stream.read().split()[1])
+        if not name.isdigit() or name == "1":
+            continue
+        with contextlib.suppress(OSError), open(f"/proc/{name}/statm", encoding="utf-8") as stream:
+            pages += int(stream.read().split()[1])
     return pages * resource.getpagesize()
 
 
-def _end_all() -> None:
-    """Kill and reap everything inside but this process; what forks meanwhile is met by the next round."""
+def _kill_all() -> None:
+    """Kill and reap all other processes inside; repeat for processes that fork meanwhile."""
     for _ in range(1000):
         try:
             os.kill(-1, signal.SIGKILL)
@@ -294,7 +349,7 @@ def _end_all() -> None:
 
 
 def _become_program(job: dict, files: tuple[int, int, int]) -> None:
-    """In the child: its files, limits and filter, then the program itself."""
+    """Set up files, limits and the filter in the child process, then execute the program."""
     try:
         os.setsid()
         for number, file in enumerate(files):
@@ -304,8 +359,15 @@ def _become_program(job: dict, files: tuple[int, int, int]) -> None:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
         _call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
         _filter_calls()
-        environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        os.execve(job["python"], [job["python"], "-I", "-B", "/sandbox/program.py"], environment)
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": "/tmp",
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        command = [job["python"], "-I", "-B", "/sandbox/program.py"]
+        os.execve(job["python"], command, environment)
     except BaseException as error:
         os.write(2, f"the sandbox cannot start the program: {error}".encode())
     finally:
@@ -326,14 +388,17 @@ def _limits(job: dict) -> dict[str, int]:
 
 
 def _filter_calls() -> None:
-    """REFUSED fails with EPERM; another architecture's calls (32 bits, x32) end the process."""
-    architecture, refused = REFUSED[platform.machine()]
+    """Install the seccomp filter.
+
+    DENIED_CALLS fail with EPERM. A call of another architecture (32 bits, x32) kills the process.
+    """
+    architecture, denied = DENIED_CALLS[platform.machine()]
     kill, allow, deny = 0x80000000, 0x7FFF0000, 0x00050001
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, kill)]
-    steps += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, kill)]
-    steps += [(equal, len(refused) - i, 0, number) for i, number in enumerate(refused)]
-    steps += [(give, 0, 0, allow), (give, 0, 0, deny)]
+    load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06
+    steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (ret, 0, 0, kill)]
+    steps += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (ret, 0, 0, kill)]
+    steps += [(equal, len(denied) - i, 0, number) for i, number in enumerate(denied)]
+    steps += [(ret, 0, 0, allow), (ret, 0, 0, deny)]
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(buffer))

@@ -1,15 +1,23 @@
-"""From rollouts to rewards: every source scores every completion that it is for, a completion's total is the weighted sum.
+"""Scoring of rollouts: the reward of a completion is the weighted sum of its sources' scores.
 
-What times out, crashes or raises is counted and said. By the source's `on_failure` it scores as wrong; or stays undecided, which is the
-mean of the source's other scores in the group (0.0 where there is none), so that it teaches nothing; or ends the run (MsrlError).
-A source that gives no score at all in a step or an evaluation always ends the run (`Scores.require_scores`).
+Calls that time out, crash or raise are counted and reported. The source's `on_failure` decides how
+they score:
+
+- `wrong`: as a wrong response.
+- `undecided`: as the mean of the source's other scores in the group (0.0 if there are none), so
+  that
+  the completion contributes no advantage from this source.
+- `fail`: the run ends with an MsrlError.
+
+A source that returns no score at all in a step or an evaluation always ends the run
+(`Scores.require_scores`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from msrl.errors import MsrlError
@@ -22,17 +30,21 @@ from msrl.rewards.sources import Source, checked
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
 __all__ = ["Scorer", "Scores", "Source"]
-_Place = tuple[int, int, int]  # group, completion, source
-_Outcomes = Mapping[_Place, CallResult]
+_CallKey = tuple[int, int, int]  # group, completion, source
+_CallResults = Mapping[_CallKey, CallResult]
+_POLICY_TEXTS = {"wrong": "scored as wrong", "undecided": "left undecided"}
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored groups in the order of the rollouts; `failures` counts `source/timeout`, `source/crash`, `source/error`,
-    `source/skipped`, calls that were not made because those before them failed, and `source/retried`, requests that a server had to get
-    again.
+    """Scored groups in the order of the rollouts, and the failures of their calls.
 
-    `notes` has one message for each kind of failure that occurred, with the first one's row and reason. `calls` counts by source.
+    Attributes:
+        groups: Scored groups.
+        failures: Counts of `SOURCE/timeout`, `SOURCE/crash`, `SOURCE/error`, `SOURCE/skipped`
+            (calls not made because earlier calls failed) and `SOURCE/retried` (repeated requests).
+        notes: One message per kind of failure, with the row and reason of the first one.
+        calls: Counts of calls by the label of the source.
     """
 
     groups: tuple[ScoredGroup, ...]
@@ -41,29 +53,40 @@ class Scores:
     calls: Mapping[str, SourceCalls] = field(default_factory=dict[str, SourceCalls])
 
     def joined(self, other: Scores) -> Scores:
-        """Return the scores of both, `other`'s groups behind these."""
+        """Return the concatenated groups and notes and the summed counts of two scorings."""
         failures = Counter[str](self.failures) + Counter[str](other.failures)
-        return Scores(self.groups + other.groups, dict(failures), self.notes + other.notes, join_calls(self.calls, other.calls))
+        return Scores(
+            self.groups + other.groups,
+            dict(failures),
+            self.notes + other.notes,
+            join_calls(self.calls, other.calls),
+        )
 
     def require_scores(self, where: str, *, only_stopped: bool = False) -> None:
-        """Raise RewardSourceError if all calls of a source failed; with `only_stopped`, if some were also skipped for that."""
+        """Raise RewardSourceError if all calls of a source failed. See `failures`."""
         require_scores(self.calls, where, only_stopped=only_stopped)
 
     def means(self) -> dict[str, float]:
-        """Each source's mean score over the completions that it was for."""
+        """Return the mean score of each source over the completions that it scored."""
         scores: dict[str, list[float]] = defaultdict(list)
-        for group in self.groups:
-            for reward in group.rewards:
-                for name, score in reward.scores.items():
-                    scores[name].append(score)
+        rewards = [reward for group in self.groups for reward in group.rewards]
+        for reward in rewards:
+            for name, score in reward.scores.items():
+                scores[name].append(score)
         return {name: sum(values) / len(values) for name, values in scores.items()}
 
 
 class Scorer:
-    """Scores completions with `sources`, verifiers and functions in `num_workers` processes; a context manager.
+    """Context manager that scores completions with reward sources.
 
-    `prompt_text` decodes prompts for servers and models. Raises ManyErrors, before any process starts, for everything that
-    `sources.mistakes` finds.
+    Args:
+        sources: Entries of `reward.sources`.
+        num_workers: Number of processes for verifiers and functions.
+        memory_bytes: Limit of the address space of each process; 0 disables the limit.
+        prompt_text: Function that decodes prompts for servers and models.
+
+    Raises:
+        ManyErrors: `sources.mistakes` finds mistakes. No process is started.
     """
 
     def __init__(
@@ -75,11 +98,12 @@ class Scorer:
         prompt_text: Callable[[Ints], str] | None = None,
     ) -> None:
         self._sources = checked(sources)
-        self._in_pool = [number for number, source in enumerate(self._sources) if source.in_pool]
-        self._clients = {number: source.client() for number, source in enumerate(self._sources) if not source.in_pool}
+        numbers = range(len(self._sources))
+        self._in_pool = [s for s in numbers if self._sources[s].in_pool]
+        self._clients = {s: self._sources[s].client() for s in numbers if s not in self._in_pool}
         self._rows = RowSources(self._sources)
         self._prompt_text = prompt_text or (lambda _: "")
-        functions = [self._sources[number].worker_function(number) for number in self._in_pool]
+        functions = [self._sources[s].worker_function(s) for s in self._in_pool]
         self._pool = Pool(functions, num_workers, memory_bytes=memory_bytes) if functions else None
 
     def __enter__(self) -> Scorer:
@@ -90,93 +114,159 @@ class Scorer:
 
     @property
     def rank_models(self) -> dict[str, RankModel]:
-        """The reward models that stand on the training ranks, by the names of their sources; they wait to be connected."""
-        return {self._sources[s].label: client for s, client in self._clients.items() if isinstance(client, RankModel)}
+        """Reward models on the training ranks by the label of their source, to be connected."""
+        models: dict[str, RankModel] = {}
+        for s, client in self._clients.items():
+            if isinstance(client, RankModel):
+                models[self._sources[s].label] = client
+        return models
 
     def close(self) -> None:
-        """End the processes."""
-        for end in (self._pool, *self._clients.values()):
-            if end is not None:
-                end.close()
+        """Close the pool and the clients."""
+        if self._pool is not None:
+            self._pool.close()
+        for client in self._clients.values():
+            client.close()
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Raise MsrlError for the first row that cannot be scored, before any is."""
+        """Raise MsrlError for the first row that cannot be scored."""
         self._rows.check(prompts)
 
     def score(self, groups: Sequence[RolloutGroup]) -> Scores:
-        """The rewards of all completions, by their decoded text and their prompt's answer.
+        """Score the decoded text of all completions against the ground truth of their prompts.
 
-        Raises MsrlError when a source cannot use the ground truth of a prompt, when no source is for a prompt's tag, and when a source
-        with `on_failure: fail` fails.
+        Raises:
+            MsrlError: A source cannot use the ground truth of a prompt, no source applies to the
+            tag
+                of a prompt, or a source with `on_failure: fail` failed.
         """
-        of_group = [self._rows.of_prompt(group.prompt) for group in groups]
-        places = [(g, c, s) for g, group in enumerate(groups) for c in range(len(group.completions)) for s in of_group[g]]
-        outcomes = self._outcomes(groups, places)
-        failures, notes = self._failures(outcomes, groups)
-        scored = tuple(self._scored(g, group, of_group[g], outcomes) for g, group in enumerate(groups))
-        return Scores(scored, failures, notes, self._count(outcomes))
+        sources = [self._rows.select(group.prompt) for group in groups]
+        keys: list[_CallKey] = []
+        for g, group in enumerate(groups):
+            keys += [(g, c, s) for c in range(len(group.completions)) for s in sources[g]]
+        results = self._call_sources(groups, keys)
+        failures, notes = self._failures(results, groups)
+        scored = [self._score_group(g, groups[g], sources[g], results) for g in range(len(groups))]
+        return Scores(tuple(scored), failures, notes, self._count_calls(results))
 
-    def _count(self, outcomes: _Outcomes) -> dict[str, SourceCalls]:
-        """The calls of every source that was asked, by its label."""
-        of_source: dict[int, list[CallResult]] = defaultdict(list)
-        for (_, _, s), outcome in outcomes.items():
-            of_source[s].append(outcome)
-        return {self._sources[s].label: count_calls(s, self._sources[s], mine) for s, mine in of_source.items()}
+    def _count_calls(self, results: _CallResults) -> dict[str, SourceCalls]:
+        """Return the counts of calls by the label of the source."""
+        by_source: dict[int, list[CallResult]] = defaultdict(list)
+        for (_, _, s), result in results.items():
+            by_source[s].append(result)
+        counts: dict[str, SourceCalls] = {}
+        for s, calls in by_source.items():
+            counts[self._sources[s].label] = count_calls(s, self._sources[s], calls)
+        return counts
 
-    def _outcomes(self, groups: Sequence[RolloutGroup], places: Sequence[_Place]) -> _Outcomes:
-        """What became of every call: servers and models work beside the pool."""
-        outcomes: dict[_Place, CallResult] = {}
+    def _call_sources(
+        self, groups: Sequence[RolloutGroup], keys: Sequence[_CallKey]
+    ) -> _CallResults:
+        """Call all sources. Servers and models run concurrently with the pool."""
+        results: dict[_CallKey, CallResult] = {}
+        client_keys: dict[int, list[_CallKey]] = {}
+        for s in self._clients:
+            client_keys[s] = [key for key in keys if key[2] == s]
         with ThreadPoolExecutor(max(1, len(self._clients))) as threads:
-            of_client = {s: [place for place in places if place[2] == s] for s in self._clients}
-            running = {s: threads.submit(self._clients[s].outcomes, self._items(groups, mine)) for s, mine in of_client.items() if mine}
-            # One completion of every prompt after the other: a prompt on which a source always hangs does not hold up its first calls.
-            mine = sorted((place for place in places if place[2] in self._in_pool), key=lambda place: place[1])
-            if self._pool is not None:
-                outcomes.update(zip(mine, self._pool.map(self._calls(groups, mine)), strict=True))
-            for s, answers in running.items():
-                outcomes.update(zip(of_client[s], answers.result(), strict=True))
-        return {place: outcomes[place] for place in places}
+            running: dict[int, Future[list[CallResult]]] = {}
+            for s, own_keys in client_keys.items():
+                if own_keys:
+                    items = self._items(groups, own_keys)
+                    running[s] = threads.submit(self._clients[s].score, items)
+            results.update(self._call_pool(groups, keys))
+            for s, future in running.items():
+                results.update(zip(client_keys[s], future.result(), strict=True))
+        return {key: results[key] for key in keys}
 
-    def _calls(self, groups: Sequence[RolloutGroup], places: Iterable[_Place]) -> list[Call]:
-        position = {number: i for i, number in enumerate(self._in_pool)}
-        return [
-            Call(position[s], groups[g].completions[c].text, groups[g].prompt.answer, groups[g].prompt.extra) for g, c, s in places
-        ]  # fmt: skip
+    def _call_pool(self, groups: Sequence[RolloutGroup], keys: Sequence[_CallKey]) -> _CallResults:
+        if self._pool is None:
+            return {}
+        pool_keys = [key for key in keys if key[2] in self._in_pool]
+        # Score the first completion of every prompt, then the second, and so on. A prompt on which
+        # a source always hangs then does not delay the source's first calls of other prompts.
+        pool_keys.sort(key=lambda key: key[1])
+        results = self._pool.map(self._calls(groups, pool_keys))
+        return dict(zip(pool_keys, results, strict=True))
 
-    def _items(self, groups: Sequence[RolloutGroup], places: Iterable[_Place]) -> list[Item]:
-        prompts = [(self._prompt_text(group.prompt.token_ids), group.prompt) for group in groups]
-        return [Item(prompts[g][0], groups[g].completions[c].text, prompts[g][1].answer, prompts[g][1].extra) for g, c, _ in places]
+    def _calls(self, groups: Sequence[RolloutGroup], keys: Iterable[_CallKey]) -> list[Call]:
+        calls: list[Call] = []
+        for g, c, s in keys:
+            prompt, completion = groups[g].prompt, groups[g].completions[c]
+            function = self._in_pool.index(s)
+            calls.append(Call(function, completion.text, prompt.answer, prompt.extra))
+        return calls
 
-    def _scored(self, g: int, group: RolloutGroup, numbers: Sequence[int], outcomes: _Outcomes) -> ScoredGroup:
-        count = len(group.completions)
-        columns = {s: self._column(self._sources[s], [outcomes[g, c, s] for c in range(count)]) for s in numbers}
-        return ScoredGroup(group, tuple(self._reward({s: column[c] for s, column in columns.items()}) for c in range(count)))
+    def _items(self, groups: Sequence[RolloutGroup], keys: Iterable[_CallKey]) -> list[Item]:
+        prompt_texts = [self._prompt_text(group.prompt.token_ids) for group in groups]
+        items: list[Item] = []
+        for g, c, _ in keys:
+            prompt, completion = groups[g].prompt, groups[g].completions[c]
+            items.append(Item(prompt_texts[g], completion.text, prompt.answer, prompt.extra))
+        return items
+
+    def _score_group(
+        self, g: int, group: RolloutGroup, sources: Sequence[int], results: _CallResults
+    ) -> ScoredGroup:
+        count = range(len(group.completions))
+        scores: dict[int, list[float]] = {}
+        for s in sources:
+            scores[s] = self._fill_scores(self._sources[s], [results[g, c, s] for c in count])
+        rewards: list[Reward] = []
+        for c in count:
+            rewards.append(self._reward({s: scores[s][c] for s in sources}))
+        return ScoredGroup(group, tuple(rewards))
 
     @staticmethod
-    def _column(source: Source, outcomes: Sequence[CallResult]) -> list[float]:
-        """One source's scores of a group, those that it could not decide filled in."""
-        decided = [outcome.score for outcome in outcomes if outcome.score is not None]
-        # The mean of equal numbers is not always that number in floating point, and would teach something.
-        neutral = (decided[0] if len(set(decided)) == 1 else sum(decided) / len(decided)) if decided else 0.0
-        missing = neutral if source.policy == "undecided" else source.wrong_score
-        return [missing if outcome.score is None else outcome.score for outcome in outcomes]
+    def _fill_scores(source: Source, results: Sequence[CallResult]) -> list[float]:
+        """Return the scores of one source in a group, with values for the failed calls."""
+        if source.policy == "undecided":
+            missing = _mean([result.score for result in results if result.score is not None])
+        else:
+            missing = source.wrong_score
+        return [missing if result.score is None else result.score for result in results]
 
     def _reward(self, scores: Mapping[int, float]) -> Reward:
         total = sum(self._sources[s].weight * score for s, score in scores.items())
         return Reward(total, {self._sources[s].label: score for s, score in scores.items()})
 
-    def _failures(self, outcomes: _Outcomes, groups: Sequence[RolloutGroup]) -> tuple[dict[str, int], tuple[str, ...]]:
+    def _failures(
+        self, results: _CallResults, groups: Sequence[RolloutGroup]
+    ) -> tuple[dict[str, int], tuple[str, ...]]:
+        """Return the counts of failures and one note per kind."""
         counts: Counter[tuple[int, str]] = Counter()
         first: dict[tuple[int, str], str] = {}
-        for (g, _, s), outcome in outcomes.items():
-            if outcome.failure:
-                what = f"prompt {groups[g].prompt.index}: {outcome.detail.strip()}"
-                if self._sources[s].policy == "fail":
-                    raise MsrlError(f"reward.sources: {self._sources[s].label} failed ({outcome.failure}) at {what}")
-                counts[s, outcome.failure] += 1
-                first.setdefault((s, outcome.failure), what)
-        names = {key: f"{self._sources[key[0]].label}/{key[1]}" for key in counts}
-        said = {"wrong": "scored as wrong", "undecided": "left undecided"}
-        notes = tuple(f"{names[k]}: {counts[k]} {said[self._sources[k[0]].policy]}; first at {first[k]}" for k in counts)
-        retried = {f"{self._sources[s].label}/retried": client.take_retried() for s, client in self._clients.items()}
-        return {**{names[key]: count for key, count in counts.items()}, **{k: n for k, n in retried.items() if n}}, notes
+        for (g, _, s), result in results.items():
+            if result.failure is None:
+                continue
+            source = self._sources[s]
+            text = f"prompt {groups[g].prompt.index}: {result.detail.strip()}"
+            if source.policy == "fail":
+                message = f"{source.label} failed ({result.failure}) at {text}"
+                raise MsrlError(f"reward.sources: {message}")
+            counts[s, result.failure] += 1
+            first.setdefault((s, result.failure), text)
+        failures: dict[str, int] = {}
+        notes: list[str] = []
+        for (s, kind), count in counts.items():
+            name = f"{self._sources[s].label}/{kind}"
+            failures[name] = count
+            effect = _POLICY_TEXTS[self._sources[s].policy]
+            notes.append(f"{name}: {count} {effect}; first at {first[s, kind]}")
+        return {**failures, **self._take_retried()}, tuple(notes)
+
+    def _take_retried(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for s, client in self._clients.items():
+            if num_retried := client.take_retried():
+                counts[f"{self._sources[s].label}/retried"] = num_retried
+        return counts
+
+
+def _mean(scores: Sequence[float]) -> float:
+    """Return the mean of scores, or 0.0 if there are none."""
+    if not scores:
+        return 0.0
+    # In floating point the mean of equal numbers may differ from them and create an advantage.
+    if len(set(scores)) == 1:
+        return scores[0]
+    return sum(scores) / len(scores)

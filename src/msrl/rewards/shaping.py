@@ -1,4 +1,4 @@
-"""What is added to the scores of the sources: overlong punishment, reward of shortness, penalty of form. P prompts, G completions."""
+"""Shaping terms that are added to source scores. P prompts, G completions."""
 
 from __future__ import annotations
 
@@ -7,42 +7,49 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.rewards.verifiers import format as form
+from msrl.rewards.verifiers import format as format_verifier
 
 Reals = NDArray[np.float64]
 
 
-def overlong(
+def overlong_penalty(
     lengths: Reals,  # [P, G] response tokens
     *,
     limit: int,
     buffer: int,
     factor: float,
 ) -> Reals:  # [P, G]
-    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): 0 up to `limit` - `buffer` tokens, from there down to -1 at `limit`,
-    never lower; times `factor`. A buffer of 0 is off.
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), times `factor`.
+
+    It is 0 up to `limit` - `buffer` tokens, falls linearly to -1 at `limit` and never below. A
+    buffer of 0 disables it.
     """
     if buffer == 0:
         return np.zeros_like(lengths)
     return -factor * ((lengths - (limit - buffer)) / buffer).clip(0.0, 1.0)
 
 
-def shortness(
+def length_reward(
     lengths: Reals,  # [P, G] response tokens
-    right: NDArray[np.bool_],  # [P, G]
+    is_right: NDArray[np.bool_],  # [P, G]
     *,
     coef: float,
 ) -> Reals:  # [P, G]
-    """Kimi k1.5's reward of length (arXiv:2501.12599, section 2.3.3): 0.5 for the shortest of a group to -0.5 for the longest.
+    """Return Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), times `coef`.
 
-    A response that is not right gets no more than 0. Times `coef`; a group of equal lengths gets 0.
+    It falls from 0.5 for the shortest response of a group to -0.5 for the longest. A wrong response
+    gets at most 0. All responses get 0 in a group of equal lengths.
     """
     low, high = lengths.min(axis=1, keepdims=True), lengths.max(axis=1, keepdims=True)
     reward = 0.5 - (lengths - low) / np.maximum(high - low, 1.0)
-    reward = np.where(right, reward, np.minimum(reward, 0.0))
+    reward = np.where(is_right, reward, np.minimum(reward, 0.0))
     return coef * np.where(high > low, reward, 0.0)
 
 
-def form_penalty(responses: Sequence[Sequence[str]], *, penalty: float) -> Reals:  # [P, G]
-    """-`penalty` for every response that is not of the form of the verifier `format`."""
-    return np.array([[0.0 if form.score(text, "") == 1.0 else -penalty for text in group] for group in responses])
+def format_penalty(responses: Sequence[Sequence[str]], *, penalty: float) -> Reals:  # [P, G]
+    """Return -`penalty` for every response that the verifier `format` rejects, else 0."""
+    rows: list[list[float]] = []
+    for group in responses:
+        scores = [format_verifier.score(text, "") for text in group]
+        rows.append([0.0 if score == 1.0 else -penalty for score in scores])
+    return np.array(rows)

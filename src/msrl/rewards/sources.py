@@ -1,4 +1,4 @@
-"""What a completion is scored by: the entries of `reward.sources`, what is wrong with them, and which rows they are for."""
+"""Reward sources: the entries of `reward.sources`, their checks and the rows they apply to."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ KINDS = ("verifier", "function", "url", "model")
 TAG = "tag"
 OnFailure = Literal["wrong", "undecided", "fail"]
 Client = Remote | RewardModel | RankModel
-Mistake = tuple[int | None, str, str]  # entry (None: all of them), field of it, what is wrong
+Mistake = tuple[int | None, str, str]  # entry (None: all entries), field, message
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One entry of `reward.sources`: exactly one of `verifier`, `function`, `url` (a server) and `model` (a folder) says what scores.
+    """Entry of `reward.sources`.
 
-    `engine`: what runs a model, transformers (`hf`) or the training ranks (`megatron`); unset, by the folder's format. `tags`: only rows
-    whose column `tag` (`Prompt.extra`) is one of them; empty: all rows. `wrong`: the score of what could not be decided (unset: the
-    verifier's own, 0.0 for anything else). `on_failure`: what that means, see `score.py`.
+    Exactly one of `verifier`, `function`, `url` (a server) and `model` (a folder) is set.
+
+    Attributes:
+        engine: Engine of a model: transformers (`hf`) or the training ranks (`megatron`). None
+            selects it by the format of the folder.
+        tags: Score only rows whose column `tag` (`Prompt.extra`) is one of these; empty: all rows.
+        wrong: Score of a failed call under `on_failure: wrong`. None uses the verifier's score of
+            wrong responses, and 0.0 for other kinds of sources.
+        on_failure: Effect of a failed call, see `score.py`.
     """
 
     verifier: str | None = None
@@ -49,8 +55,9 @@ class Source:
 
     @classmethod
     def of(cls, section: object) -> Source:
-        """The source that a section of the configuration describes."""
-        return cls(**{f.name: getattr(section, f.name) for f in fields(cls) if hasattr(section, f.name)})
+        """Return the source that a section of the configuration describes."""
+        names = [field.name for field in fields(cls) if hasattr(section, field.name)]
+        return cls(**{name: getattr(section, name) for name in names})
 
     @property
     def kind(self) -> str:
@@ -58,7 +65,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Its name in metrics and rollouts."""
+        """Name of the source in metrics and rollouts."""
         if self.name is not None:
             return self.name
         if self.function is not None:
@@ -67,12 +74,18 @@ class Source:
 
     @property
     def policy(self) -> OnFailure:
-        """What a failure means; unset, a server or a model that fails ends the run: nothing would be learnt from what it did not say."""
-        return self.on_failure or ("wrong" if self.in_pool else "fail")
+        """Effect of a failed call.
+
+        By default, failures of a server or model end the run: they are not the policy's fault, and
+        a missing score carries no training signal.
+        """
+        if self.on_failure is not None:
+            return self.on_failure
+        return "wrong" if self.in_pool else "fail"
 
     @property
     def wrong_score(self) -> float:
-        """The score of a completion that the source could not decide on, where it counts as wrong."""
+        """Score of a failed call that counts as wrong."""
         if self.wrong is not None:
             return self.wrong
         return float(self.module.WRONG) if self.verifier is not None else 0.0
@@ -82,13 +95,15 @@ class Source:
         return self.verifier is not None and bool(self.module.NEEDS_ANSWER)
 
     def answer_refusal(self, answer: str) -> str | None:
-        """Return why the verifier can score no response by this ground truth, None where it can."""
-        refusal = getattr(self.module, "answer_refusal", None) if self.verifier is not None else None
+        """Return the reason why the verifier cannot use this ground truth, or None."""
+        if self.verifier is None:
+            return None
+        refusal = getattr(self.module, "answer_refusal", None)
         return refusal(answer, **self.options) if refusal else None
 
     @property
     def module(self) -> ModuleType:
-        """The verifier's. Raises MsrlError when there is none of this name."""
+        """Module of the verifier. Raises MsrlError if no verifier has this name."""
         assert self.verifier is not None
         return _verifier(self.verifier)
 
@@ -97,31 +112,38 @@ class Source:
 
     @property
     def limit_s(self) -> float:
-        """Seconds for one call of a verifier or function, one batch of a server or model."""
-        return self.timeout_s if self.timeout_s is not None else 10.0 if self.in_pool else 120.0
+        """Seconds for one call of a verifier or function, or one batch of a server or model."""
+        if self.timeout_s is not None:
+            return self.timeout_s
+        return 10.0 if self.in_pool else 120.0
 
     @property
     def in_pool(self) -> bool:
-        """Whether the workers of the pool run it; else it has a client of its own."""
+        """True if the workers of the pool run the source, False if it has a client."""
         return self.kind not in ("url", "model")
 
     @property
     def on_ranks(self) -> bool:
-        """Whether the training ranks hold and run its model."""
+        """True if the training ranks run the model of the source."""
         return runs_on_ranks(self.model, self.engine)
 
     @property
     def client_class(self) -> type[Client]:
-        return Remote if self.kind == "url" else RankModel if self.on_ranks else RewardModel
+        if self.kind == "url":
+            return Remote
+        return RankModel if self.on_ranks else RewardModel
 
     def client(self) -> Client:
-        """The client of a server or a model; nothing is started by that."""
-        if self.model is not None and self.on_ranks:
+        """Return the client of a server or a model, without starting it."""
+        if self.url is not None:
+            return Remote(self.url, self.limit_s, **self.options)
+        assert self.model is not None
+        if self.on_ranks:
             return RankModel(self.model, **self.options)
-        return (Remote if self.kind == "url" else RewardModel)(getattr(self, self.kind), self.limit_s, **self.options)
+        return RewardModel(self.model, self.limit_s, **self.options)
 
     def worker_function(self, number: int) -> Function:
-        """What the workers of the pool run for this source."""
+        """Return the function that the workers of the pool run for this source."""
         if self.verifier is not None:
             return Function(self.module.__name__, "score", dict(self.options), self.limit_s)
         assert self.function is not None
@@ -135,54 +157,68 @@ def _verifier(name: str) -> ModuleType:
 
 
 def checked(sources: Sequence[Source]) -> tuple[Source, ...]:
-    """The sources, if everything about them is in order. Raises ManyErrors with one line for each thing that is not."""
-    lines = [_line(mistake, sources) for mistake in mistakes(sources)]
+    """Return the sources. Raises ManyErrors with one line per mistake."""
+    lines = [_mistake_line(mistake, sources) for mistake in mistakes(sources)]
     if lines:
         raise ManyErrors(lines)
     return tuple(sources)
 
 
-def _line(mistake: Mistake, sources: Sequence[Source]) -> str:
+def _mistake_line(mistake: Mistake, sources: Sequence[Source]) -> str:
     number, key, message = mistake
     if number is None:
         return f"reward.sources: {message}"
     value = getattr(sources[number], key, None)
-    return f"reward.sources[{number}].{key}{'' if value is None or value == {} else f'={value}'}: {message}"
+    setting = f"reward.sources[{number}].{key}"
+    if value is not None and value != {}:
+        setting += f"={value}"
+    return f"{setting}: {message}"
 
 
 def mistakes(sources: Sequence[Source]) -> Iterator[Mistake]:
-    """All that is wrong with the sources and can be known before a process starts."""
+    """Yield the mistakes of the sources that are detectable before a process starts."""
     if not sources:
-        yield None, "", "is missing; name at least one, as in reward: {sources: [{verifier: acc}]}"
+        yield None, "", "is missing; set at least one, as in reward: {sources: [{verifier: acc}]}"
     elif not any(source.weight for source in sources):
-        yield None, "", "all weights are 0, so that every completion scores the same; set one"
+        yield None, "", "all weights are 0, so every completion scores the same; set one"
     labels = [source.label for source in sources]
     for number, source in enumerate(sources):
-        yield from ((number, key, message) for key, message in _mistakes_of(source))
+        yield from ((number, key, message) for key, message in _source_mistakes(source))
         if source.label in labels[:number]:
             key = "name" if source.name is not None else source.kind
-            yield number, key, "is named twice; add the two weights, or tell them apart by name"
+            yield number, key, "is a duplicate; add up the weights, or set different names"
 
 
-def _mistakes_of(source: Source) -> Iterator[tuple[str, str]]:
-    given = [kind for kind in KINDS if getattr(source, kind) is not None]
-    if len(given) != 1:
-        yield given[-1] if given else "verifier", f"exactly one of {', '.join(KINDS)} says what scores; there are {len(given)}"
+def _source_mistakes(source: Source) -> Iterator[tuple[str, str]]:
+    kinds = [kind for kind in KINDS if getattr(source, kind) is not None]
+    if len(kinds) != 1:
+        message = f"set exactly one of {', '.join(KINDS)}, not {len(kinds)}"
+        yield kinds[-1] if kinds else "verifier", message
         return
     if source.engine is not None and source.model is None:
-        yield "engine", "is for a model"
+        yield "engine", "applies only to a model"
     if source.limit_s <= 0:
-        yield "timeout_s", f"the limit of {source.label} has to be positive"
+        yield "timeout_s", f"the limit of {source.label} must be positive"
     if source.function is not None:
         message = functions.mistake(source.function, source.options)
-        yield from [("function", message)] if message else []
+        if message:
+            yield "function", message
     elif source.verifier is not None:
         yield from _verifier_mistakes(source)
     else:
-        client, place = source.client_class, getattr(source, source.kind)
-        if source.on_ranks and source.timeout_s is not None:
-            yield "timeout_s", "is not for a model on the training ranks; cluster.rpc_timeout_s is their limit"
-        yield from _plugin_mistakes(source, client.__init__, lambda **options: client.refusal(place, **options))
+        yield from _client_mistakes(source)
+
+
+def _client_mistakes(source: Source) -> Iterator[tuple[str, str]]:
+    client, address = source.client_class, getattr(source, source.kind)
+    if source.on_ranks and source.timeout_s is not None:
+        message = "does not apply to a model on the training ranks; set cluster.rpc_timeout_s"
+        yield "timeout_s", message
+
+    def refusal(**options: Any) -> str | None:
+        return client.refusal(address, **options)
+
+    yield from _plugin_mistakes(source, client.__init__, refusal)
 
 
 def _verifier_mistakes(source: Source) -> Iterator[tuple[str, str]]:
@@ -194,16 +230,20 @@ def _verifier_mistakes(source: Source) -> Iterator[tuple[str, str]]:
     yield from _plugin_mistakes(source, module.score, getattr(module, "refusal", None))
 
 
-def _plugin_mistakes(source: Source, main: Callable[..., Any], refusal: Callable[..., str | None] | None) -> Iterator[tuple[str, str]]:
-    """Options that `main` does not take, or not with such a value; else what the source's own `refusal` says of them."""
+def _plugin_mistakes(
+    source: Source, main: Callable[..., Any], refusal: Callable[..., str | None] | None
+) -> Iterator[tuple[str, str]]:
+    """Yield unknown options of `main` and wrong values, or else the reason of `refusal`."""
     known = registry.plugin_options(main)
     unknown = [name for name in source.options if name not in known]
-    yield from ((f"options.{name}", _no_option(name, known)) for name in unknown)
-    wrong = registry.wrong_values(main, {n: v for n, v in source.options.items() if n not in unknown})
+    yield from ((f"options.{name}", _unknown_option(name, known)) for name in unknown)
+    valid_names = {name: value for name, value in source.options.items() if name in known}
+    wrong = registry.wrong_values(main, valid_names)
     yield from ((f"options.{name}", message) for name, message in wrong.items())
     if not unknown and not wrong and refusal and (reason := refusal(**source.options)):
         yield source.kind, reason
 
 
-def _no_option(name: str, known: Mapping[str, object]) -> str:
-    return f"not an option here; {registry.nearest(name, known) if known else 'it takes none'}"
+def _unknown_option(name: str, known: Mapping[str, object]) -> str:
+    hint = registry.nearest(name, known) if known else "it takes no options"
+    return f"unknown option; {hint}"

@@ -1,6 +1,7 @@
-"""Which answers are right: what one source of a row says, held against a score from which on an answer is.
+"""Correctness of answers: the score of one source of a row, compared with a threshold.
 
-The scores of verifiers are kinds of right and wrong (acc gives 1, -0.5 and -1), and the weighted sum of several sources is none.
+Verifiers use different scores for right and wrong (acc: 1, -0.5 and -1), and the weighted sum of
+several sources does not tell whether an answer is right.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ from msrl.types import Prompt, ScoredGroup
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Tells right from wrong by the source named `wanted`.
+    """Correctness of answers by the score of one source.
 
-    Unnamed, it is the first one for the row of those that compare with a ground truth, else the first verifier or function: servers and
-    models give no score that means right, unless they are named.
+    `source` is the label of the source. Without it, the first source of the row that compares with
+    a ground truth decides, or else the first verifier or function. Servers and models decide only
+    if `source` names them, because their scores do not state correctness. An answer is right from a
+    score of `right_from` on.
     """
 
     sources: tuple[Source, ...]
-    wanted: str | None = None
+    source: str | None = None
     right_from: float = 1.0
 
     def source_for(self, prompt: Prompt) -> str | None:
-        """The name of the source that decides on answers to a prompt; None where there is none."""
-        mine = [source for source in self.sources if source.applies_to(prompt.extra)]
-        if self.wanted is not None:
-            return next((source.label for source in mine if source.label == self.wanted), None)
-        decided = [source for source in mine if source.in_pool]
-        return next((source.label for source in sorted(decided, key=lambda source: not source.needs_answer)), None)
+        """Return the label of the source that decides on answers to a prompt, or None."""
+        sources = [source for source in self.sources if source.applies_to(prompt.extra)]
+        if self.source is not None:
+            return self.source if self.source in {source.label for source in sources} else None
+        deciding = [source for source in sources if source.in_pool]
+        deciding.sort(key=lambda source: not source.needs_answer)
+        return deciding[0].label if deciding else None
 
     def verdicts(self, group: ScoredGroup) -> Sequence[bool] | None:
-        """Whether each answer is right; None where no source decides."""
-        name = self.source_for(group.rollout.prompt)
-        return None if name is None else [reward.scores[name] >= self.right_from for reward in group.rewards]
+        """Return for each answer of a group whether it is right, or None if no source decides."""
+        label = self.source_for(group.rollout.prompt)
+        if label is None:
+            return None
+        return [reward.scores[label] >= self.right_from for reward in group.rewards]

@@ -1,9 +1,11 @@
-"""One process that runs verifiers for `pool.py`: `python -m msrl.rewards.worker`, calls on standard input, results on standard output.
+"""Worker process of `pool.py`, started as `python -m msrl.rewards.worker`.
 
-Messages in are pickled and prefixed by their length (8 bytes): first a Setup, then lists of calls (function, response, answer, extra).
-Messages out: HEADER (kind, score, length of the detail) and the detail in UTF-8; one READY (or one RAISED, where a user's file cannot be
-loaded), then one for each call in order.
-What a verifier prints goes to standard error. The process ends with its input.
+Input messages on standard input are pickled and prefixed by their length (8 bytes): first a Setup,
+then lists of calls (function, response, answer, extra).
+
+Output messages on standard output are a HEADER (kind, score, length of the detail) and the detail
+in UTF-8: first READY, or RAISED if a user's file cannot be loaded, then one message per call in
+order. Output that a verifier prints goes to standard error. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -33,18 +35,19 @@ READY, SCORED, RAISED = 0, 1, 2
 MAX_DETAIL_BYTES = 4000
 GRACE_S = 5.0
 
-_Verifier = Callable[[str, str, Mapping[str, str]], float]
+_VerifierCall = Callable[[str, str, Mapping[str, str]], float]
 
 
 class _NotLoadedError(Exception):
-    """A user's function that this process cannot find; the message says why."""
+    """A user's function cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A verifier as a worker finds it: `attribute` of `module`, called as `(response, answer, **options)`.
+    """Location and options of a verifier: `attribute` of `module`.
 
-    With a `file`, the module is that file, under this name. A function with a parameter `extra` gets the further columns of the row.
+    It is called as `(response, answer, **options)`. With a `file`, the module is loaded from that
+    file under this name. A function with a parameter `extra` receives the extra columns of the row.
     """
 
     module: str
@@ -56,31 +59,31 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker needs to know before the first call."""
+    """First message to a worker."""
 
     functions: tuple[Function, ...]
     path: tuple[str, ...]  # sys.path of the parent
-    memory_bytes: int  # address space; 0 leaves it unlimited
+    memory_bytes: int  # limit of the address space; 0 disables it
 
 
 def main() -> None:
     """Serve calls until the input ends."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     setup: Setup = _read(source)
     sys.path[:] = setup.path
     try:
-        functions = [_loaded(function) for function in setup.functions]
+        functions = [_load(function) for function in setup.functions]
     except _NotLoadedError as error:
-        sink.write(_raised(str(error)))
+        sink.write(_error_message(str(error)))
         return
     _limit_memory(setup.memory_bytes)
     sink.write(HEADER.pack(READY, 0.0, 0))
     while (calls := _read(source)) is not None:
         for index, response, answer, extra in calls:
-            _limit(setup.functions[index].timeout_s)
-            sink.write(_run(functions[index], response, answer, extra))
+            _start_alarm(setup.functions[index].timeout_s)
+            sink.write(_call(functions[index], response, answer, extra))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
@@ -92,24 +95,30 @@ def send(stream: IO[bytes], message: object) -> None:
 
 
 def _read(source: IO[bytes]) -> Any:
-    """The next message, None at the end of the input."""
+    """Return the next message, or None at the end of the input."""
     prefix = source.read(LENGTH.size)
-    return pickle.loads(source.read(LENGTH.unpack(prefix)[0])) if len(prefix) == LENGTH.size else None
+    if len(prefix) < LENGTH.size:
+        return None
+    return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
 
 
-def _loaded(function: Function) -> _Verifier:
-    """The function with its options. Raises _NotLoadedError for a user's file that cannot be run, or that has no such function."""
+def _load(function: Function) -> _VerifierCall:
+    """Return the function with its options.
+
+    Raises:
+        _NotLoadedError: A user's file cannot be executed or does not define the function.
+    """
     if function.file is None:
         target = getattr(importlib.import_module(function.module), function.attribute)
     else:
-        target = _from_file(function.file, function.module, function.attribute)
+        target = _load_file(function.file, function.module, function.attribute)
     verifier = partial(target, **function.options)
     if "extra" in inspect.signature(target).parameters:
         return lambda response, answer, extra: verifier(response, answer, extra=extra)
     return lambda response, answer, _: verifier(response, answer)
 
 
-def _from_file(file: str, module_name: str, attribute: str) -> Callable[..., float]:
+def _load_file(file: str, module_name: str, attribute: str) -> Callable[..., float]:
     try:
         spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec is not None and spec.loader is not None
@@ -119,7 +128,8 @@ def _from_file(file: str, module_name: str, attribute: str) -> Callable[..., flo
         spec.loader.exec_module(module)
         return getattr(module, attribute)
     except BaseException as error:
-        raise _NotLoadedError(f"{file}:{attribute}: cannot be loaded: {traceback.format_exc(limit=-2)[-MAX_DETAIL_BYTES:]}") from error
+        detail = traceback.format_exc(limit=-2)[-MAX_DETAIL_BYTES:]
+        raise _NotLoadedError(f"{file}:{attribute}: cannot be loaded: {detail}") from error
 
 
 def _limit_memory(memory_bytes: int) -> None:
@@ -129,36 +139,38 @@ def _limit_memory(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _limit(timeout_s: float) -> None:
-    """The kernel ends this process some time after the parent should have: a parent that is gone leaves no worker spinning."""
+def _start_alarm(timeout_s: float) -> None:
+    """Let the kernel kill this process after the parent's limit, in case the parent is gone."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + GRACE_S)
 
 
-def _run(function: _Verifier, response: str, answer: str, extra: Mapping[str, str]) -> bytes:
+def _call(function: _VerifierCall, response: str, answer: str, extra: Mapping[str, str]) -> bytes:
+    """Call a verifier and return the output message."""
     try:
         value = function(response, answer, extra)
         score = _number(value)
         if score is None:
-            detail = f"could not convert the score {reprlib.repr(value)} ({type(value).__name__}) to a number"
+            text = f"{reprlib.repr(value)} ({type(value).__name__})"
+            detail = f"could not convert the score {text} to a number"
         elif math.isfinite(score):
             return HEADER.pack(SCORED, score, 0)
         else:
             detail = f"the score is {score}, not a finite number"
-    except BaseException:  # whatever a verifier raises is reported, and the next call still runs
+    except BaseException:  # report any exception of a verifier, and continue with the next call
         detail = traceback.format_exc(limit=-4)
-    return _raised(detail)
+    return _error_message(detail)
 
 
 def _number(value: Any) -> float | None:
-    """Return a score as a number, None for anything that is no number. The error of `float` would repeat the whole text."""
+    """Return a score as a number, or None. The error of `float` would repeat the complete text."""
     try:
         return float(value)
     except (TypeError, ValueError):
         return None
 
 
-def _raised(detail: str) -> bytes:
+def _error_message(detail: str) -> bytes:
     data = detail.encode("utf-8", "replace")[-MAX_DETAIL_BYTES:]
     return HEADER.pack(RAISED, 0.0, len(data)) + data
 

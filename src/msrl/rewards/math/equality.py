@@ -1,7 +1,7 @@
-"""Whether two mathematical answers are the same: cheap comparisons of text and numbers first, then math-verify's symbolic one.
+"""Equality of mathematical answers: text and numbers first, then math-verify's symbolic comparison.
 
-The symbolic comparison may take any time and memory; it runs in the workers of `pool.py`, which are killed at their limits, so
-math-verify's own timeouts (signals) are off.
+The symbolic comparison may take unlimited time and memory. It runs in the workers of `pool.py`,
+which are killed at their limits, so math-verify's timeouts (signals) are disabled.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +18,7 @@ from mpmath.libmp import to_rational
 
 MAX_CHARACTERS = 4096
 MAX_AMOUNT_CHARACTERS = 100
-_SMALL = Fraction(1, 1000)  # from here on six decimals are three digits
+_SMALL = Fraction(1, 1000)  # below this, six decimals are less than three significant digits
 
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)(?:\s*/\s*(\d+))?")
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
@@ -25,53 +26,71 @@ _MATH_MODE = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[!,;: ]")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|texttt|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _BOX = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
-_SPACES = re.compile(r"\s+(?!\w)|(?<!\w)\s+")  # those that separate no two words or numbers
+_SPACES = re.compile(r"\s+(?!\w)|(?<!\w)\s+")  # spaces that do not separate words or numbers
 _SPACED_THOUSANDS = re.compile(r"(?<=\d),\s+(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"\d,\d{3}(?!\d)")
 _NUMERAL = re.compile(r"([0-9A-Za-z]+)_(?:\{\s*(\d+)\s*\}|(\d))")
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\w|_\{\w+\})?)\s*=\s*([^=]+)")
 _SEPARATOR = re.compile(r";|\\text\s*\{\s*,?\s*and\s*\}|\band\b")
 _AMOUNT = r"\d[\d./]*\s?(?!and\b)[A-Za-z]{2,}\.?"
-_AMOUNTS = re.compile(rf"{_AMOUNT}(?:(?:\s?,\s?(?:and\s)?|\sand\s|\s?){_AMOUNT})+")  # 6 feet 2 inches
-_MAX_EXPONENT = 1 << 20  # bits; a number beyond would take all memory as a fraction
+# For example 6 feet 2 inches.
+_AMOUNTS = re.compile(rf"{_AMOUNT}(?:(?:\s?,\s?(?:and\s)?|\sand\s|\s?){_AMOUNT})+")
+_AMOUNT_COMMANDS = re.compile(r"\\[a-z]+\s*\{|[{}~]|\\[ ,;]|\\quad")
+_MAX_EXPONENT = 1 << 20  # bits; a larger number would exhaust the memory as a fraction
 _WORDS = re.compile(r"\(?[A-Z]\)?|[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*")
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, which they are on purpose
+# math-verify warns that its timeouts are disabled, which is intended here.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def equal(answer: str, given: str, *, tolerance: float = 0.0, percent: bool = False) -> bool:
-    """Whether `given` states the same as the ground truth `answer`.
+def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool = False) -> bool:
+    """Return True if the answer in `response` equals the ground truth `answer`.
 
-    Plain integers, decimals and fractions are compared exactly, words and choice letters as text without regard to case, everything else by
-    math-verify (sets without order, tuples and intervals in order, units dropped, `x=5` taken as 5). An answer that math-verify cannot
-    parse as a whole is different, whatever is in it. `tolerance` is the relative error that is accepted where one of two numbers is no
-    integer; `percent` also accepts a hundredth or a hundredfold.
-    A given answer of more than 4096 characters that is not literally the true one is taken as different without a look at its mathematics.
+    Plain integers, decimals and fractions are compared exactly; words and choice letters as text,
+    ignoring case; everything else by math-verify. math-verify ignores the order of sets but not of
+    tuples and intervals, drops units, and reads `x=5` as 5. A response that it cannot parse
+    completely is different.
+
+    Args:
+        answer: Ground truth.
+        response: Answer of the response. If it has more than 4096 characters, it must be identical.
+        tolerance: Accepted relative error if at least one of two numbers is not an integer.
+        percent: Also accept a hundredth or a hundred times the ground truth.
     """
-    if answer == given:
+    if answer == response:
         return bool(answer.strip())
-    if len(given) > MAX_CHARACTERS:
+    if len(response) > MAX_CHARACTERS:
         return False
-    answer, given = _plain(answer), _plain(given)
-    if _compact(answer) == _compact(given):
+    answer, response = _plain(answer), _plain(response)
+    if _compact(answer) == _compact(response):
         return bool(answer)
     if _WORDS.fullmatch(answer):
-        return answer.strip("()").casefold() == given.strip("().: ").casefold()
+        return answer.strip("()").casefold() == response.strip("().: ").casefold()
+    return _equal_values(answer, response, tolerance, percent)
+
+
+def _equal_values(answer: str, response: str, tolerance: float, percent: bool) -> bool:
     true = _number(answer)
-    claimed = _number(given if true is None else _SPACED_THOUSANDS.sub(",", given))
+    claimed = _number(response if true is None else _SPACED_THOUSANDS.sub(",", response))
     if true is not None and claimed is not None:
         return _same_number(true, claimed, tolerance, percent)
-    compared = _compare_parts(answer, given, tolerance, percent)
-    return _symbolically_equal(answer, given, tolerance, percent) if compared is None else compared
+    compared = _compare_compound(answer, response, tolerance, percent)
+    if compared is not None:
+        return compared
+    return _symbolically_equal(answer, response, tolerance, percent)
 
 
 def _plain(text: str) -> str:
-    """Return the text without braces around it, math mode, sizes, thin spaces and full stop; text commands go where they are all of it."""
+    """Return the text without enclosing braces, math mode, sizes, thin spaces and full stop.
+
+    A text command that encloses the complete text is removed too.
+    """
     text = text.strip()
     if text.startswith("{") and text.endswith("}") and _is_balanced(text[1:-1]):
         text = text[1:-1].strip()
     for opening, closing in _MATH_MODE:
-        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
+        is_enclosed = text.startswith(opening) and text.endswith(closing)
+        if is_enclosed and len(text) > len(opening) + len(closing):
             text = text[len(opening) : -len(closing)]
     text = _SIZES.sub("", text).strip().removesuffix(".")
     words = _TEXT.fullmatch(text)
@@ -79,12 +98,13 @@ def _plain(text: str) -> str:
 
 
 def _compact(text: str) -> str:
-    """Return the text without what changes its looks alone: spaces, case and the size of fractions."""
-    return _SPACES.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").casefold()
+    """Return the text without differences in spaces, case and the size of fractions."""
+    text = _SPACES.sub("", text)
+    return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").casefold()
 
 
 def _is_balanced(text: str) -> bool:
-    """Return True if every brace that is opened is closed, and no other; escaped braces do not count."""
+    """Return True if opening and closing braces match; escaped braces do not count."""
     depth, escaped = 0, False
     for character in text:
         if not escaped and character in "{}":
@@ -95,22 +115,28 @@ def _is_balanced(text: str) -> bool:
     return depth == 0
 
 
-def _compare_parts(answer: str, given: str, tolerance: float, percent: bool) -> bool | None:
-    """Compare answers of several parts that math-verify would merge or cut; None where neither is one."""
-    numerals = _numeral(answer), _numeral(given)
+def _compare_compound(answer: str, response: str, tolerance: float, percent: bool) -> bool | None:
+    """Compare compound answers that math-verify would merge or truncate; None for other answers."""
+    numerals = _numeral(answer), _numeral(response)
     if numerals[0] is not None and numerals[1] is not None:
         return numerals[0] == numerals[1]
-    amounts = _amounts(answer), _amounts(given)
+    amounts = _amounts(answer), _amounts(response)
     if any(amounts):
         return amounts[0] == amounts[1]
-    true, claimed = _numbers(answer), _numbers(given)
-    if true is not None and claimed is not None:
-        return len(true) == len(claimed) and all(_same_number(t, c, tolerance, percent) for t, c in zip(true, claimed, strict=True))
-    return _compare_assignments(answer, given, tolerance, percent)
+    true, claimed = _numbers(answer), _numbers(response)
+    if true is None or claimed is None:
+        return _compare_assignments(answer, response, tolerance, percent)
+    if len(true) != len(claimed):
+        return False
+    pairs = zip(true, claimed, strict=True)
+    return all(_same_number(t, c, tolerance, percent) for t, c in pairs)
 
 
 def _numeral(text: str) -> int | str | None:
-    """Return the value of a numeral with a base (`120_5`, `2A_{16}`), the numeral itself where it has none, None for anything else."""
+    """Return the value of a numeral with a base (`120_5`, `2A_{16}`); None for other text.
+
+    A numeral whose digits do not fit its base is returned as text.
+    """
     match = _NUMERAL.fullmatch(text)
     if match is None:
         return None
@@ -121,47 +147,75 @@ def _numeral(text: str) -> int | str | None:
 
 
 def _amounts(text: str) -> list[str]:
-    """Return the numbers of an amount in several units (`6 feet 2 inches`); empty for anything else."""
-    bare = re.sub(r"\\[a-z]+\s*\{|[{}~]|\\[ ,;]|\\quad", " ", text) if "\\frac" not in text else text
-    bare = " ".join(bare.split())
-    return re.findall(r"[\d./]*\d", bare) if len(bare) <= MAX_AMOUNT_CHARACTERS and _AMOUNTS.fullmatch(bare) else []
+    """Return the numbers of an amount in several units (`6 feet 2 inches`), else an empty list."""
+    if "\\frac" not in text:
+        text = _AMOUNT_COMMANDS.sub(" ", text)
+    text = " ".join(text.split())
+    if len(text) > MAX_AMOUNT_CHARACTERS or not _AMOUNTS.fullmatch(text):
+        return []
+    return re.findall(r"[\d./]*\d", text)
 
 
 def _numbers(text: str) -> list[Fraction] | None:
-    """Return the sorted values of a bare list of plain numbers (`1, 1, 2`); None for anything else, digits in threes included."""
-    parts = text.split(",")
-    if len(parts) < 2 or _THOUSANDS.search(text):
+    """Return the sorted values of a list of plain numbers (`1, 1, 2`).
+
+    None for other text, including numbers with thousands separators.
+    """
+    items = text.split(",")
+    if len(items) < 2 or _THOUSANDS.search(text):
         return None
-    values = [value for part in parts if (value := _number(part.strip())) is not None]
-    return sorted(values) if len(values) == len(parts) else None
+    values = [value for item in items if (value := _number(item.strip())) is not None]
+    return sorted(values) if len(values) == len(items) else None
 
 
-def _compare_assignments(answer: str, given: str, tolerance: float, percent: bool) -> bool | None:
-    """Compare values by their names, or in the order of the names where the given answer has none; None without names."""
+def _compare_assignments(
+    answer: str, response: str, tolerance: float, percent: bool
+) -> bool | None:
+    """Compare named values by name, or by position if the response has no names.
+
+    None if the ground truth has no names, or the response has another form.
+    """
     true = _assignments(answer)
     if true is None:
         return None
-    claimed = _assignments(given)
-    if claimed is None and "=" not in given:
-        inside = given[1:-1] if given.startswith("(") and given.endswith(")") else given
-        claimed = dict(zip(true, inside.split(","), strict=False)) if inside.count(",") == len(true) - 1 else None
+    claimed = _assignments(response)
+    if claimed is None and "=" not in response:
+        claimed = _values_by_position(true, response)
     if claimed is None:
         return None
-    return true.keys() == claimed.keys() and all(
-        equal(value, claimed[name], tolerance=tolerance, percent=percent) for name, value in true.items()
-    )
+    if true.keys() != claimed.keys():
+        return False
+    pairs = [(true[name], claimed[name]) for name in true]
+    return all(equal(t, c, tolerance=tolerance, percent=percent) for t, c in pairs)
+
+
+def _values_by_position(names: Iterable[str], response: str) -> dict[str, str] | None:
+    """Return the values of a list or tuple by name, or None if the counts differ."""
+    if response.startswith("(") and response.endswith(")"):
+        response = response[1:-1]
+    names, values = list(names), response.split(",")
+    return dict(zip(names, values, strict=True)) if len(names) == len(values) else None
 
 
 def _assignments(text: str) -> dict[str, str] | None:
-    """Return the values of two or more different names (`x=1, y=2`) without commas in them, None for anything else."""
-    matches = [_ASSIGNMENT.fullmatch(part) for part in _SEPARATOR.sub(",", text).split(",")]
+    """Return the values of at least two different names (`x=1, y=2`); None for other text.
+
+    Values must not contain commas.
+    """
+    matches = [_ASSIGNMENT.fullmatch(item) for item in _SEPARATOR.sub(",", text).split(",")]
     values = {match.group(1): match.group(2).strip() for match in matches if match is not None}
-    return values if 2 <= len(values) == len(matches) and all(map(_is_balanced, values.values())) else None
+    if len(values) < 2 or len(values) != len(matches):
+        return None
+    return values if all(map(_is_balanced, values.values())) else None
 
 
 def _number(text: str) -> Fraction | None:
-    """The exact value of a plain number (`-1,234.5`, `3/4`, `\\frac{3}{4}`, `\\$18`), None for anything else."""
-    text = text.removeprefix("\\").removeprefix("$").strip() if text.startswith(("$", "\\$")) else text
+    r"""Return the exact value of a plain number; None for other text.
+
+    Plain numbers are for example `-1,234.5`, `3/4`, `\frac{3}{4}` and `\$18`.
+    """
+    if text.startswith(("$", "\\$")):
+        text = text.removeprefix("\\").removeprefix("$").strip()
     if len(text) > 64:
         return None
     match = _FRACTION.fullmatch(text) or _NUMBER.fullmatch(text)
@@ -180,25 +234,31 @@ def _same_number(true: Fraction, claimed: Fraction, tolerance: float, percent: b
 
 
 def _close(true: Fraction, claimed: Fraction, tolerance: float) -> bool:
-    """Two integers are the same or they are not: a tolerance is for rounding."""
+    """Return True if the numbers differ by rounding; two integers never do."""
     integers = true.denominator == 1 and claimed.denominator == 1
     return not integers and abs(true - claimed) <= abs(true) * Fraction(tolerance)
 
 
-def _symbolically_equal(answer: str, given: str, tolerance: float, percent: bool) -> bool:
-    if not _is_balanced(given):
+def _symbolically_equal(answer: str, response: str, tolerance: float, percent: bool) -> bool:
+    if not _is_balanced(response):
         return False
-    true, claimed = formula(answer), formula(given)
+    true, claimed = formula(answer), formula(response)
     if verified(true, claimed):
         return True
     if tolerance == 0.0 and not percent:
         return False
-    values = _value(true), _value(claimed)
-    return values[0] is not None and values[1] is not None and _same_number(*values, tolerance, percent)  # type: ignore[arg-type]
+    true_value, claimed_value = _value(true), _value(claimed)
+    if true_value is None or claimed_value is None:
+        return False
+    return _same_number(true_value, claimed_value, tolerance, percent)
 
 
 def verified(true: list[Any], claimed: list[Any]) -> bool:
-    """Whether math-verify finds both the same, and not only because both are small: it rounds to six decimals, where 10^{-7} is 0.0."""
+    """Return True if math-verify finds two parsed answers equal.
+
+    math-verify rounds to six decimals, so that 10^{-7} is 0.0. Small numbers must therefore also
+    have a small relative difference.
+    """
     if not verify(true, claimed, timeout_seconds=None, allow_set_relation_comp=True):
         return False
     values = [value for value in (_value(true), _value(claimed)) if value is not None]
@@ -207,20 +267,29 @@ def verified(true: list[Any], claimed: list[Any]) -> bool:
 
 
 def formula(text: str) -> list[Any]:
-    """Return a LaTeX text as math-verify reads it as a whole; empty when it is none."""
+    """Return the LaTeX text parsed completely by math-verify; empty if that fails."""
     return boxed_formula(f"\\boxed{{{text}}}")
 
 
 def boxed_formula(text: str) -> list[Any]:
-    """Return the formula in the box of a text; empty when there is none that can be parsed.
+    """Return the parsed formula in the box of a text; empty if no box can be parsed.
 
-    By default math-verify would search a box that it cannot parse for other formulas, and take the last fraction in it.
+    By default, math-verify searches a box that it cannot parse for other formulas and returns the
+    last fraction in it.
     """
-    return parse(text, extraction_config=_BOX, extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
+    return parse(
+        text,
+        extraction_config=_BOX,
+        extraction_mode="first_match",
+        parsing_timeout=None,  # type: ignore[arg-type]
+    )
 
 
 def _value(parsed: list[Any]) -> Fraction | None:
-    """The real value of what was parsed, where it is one finite number; a float would be 0 below 10^{-323}."""
+    """Return the exact value of a parsed finite real number, or None.
+
+    A float would be 0 below 10^{-323}.
+    """
     if not parsed or not getattr(parsed[0], "is_number", False):
         return None
     try:
@@ -229,4 +298,6 @@ def _value(parsed: list[Any]) -> Fraction | None:
             return Fraction(float(value)) if math.isfinite(float(value)) else None
     except (AttributeError, TypeError, ValueError, OverflowError):
         return None
-    return Fraction(*map(int, to_rational(value._mpf_))) if abs(value._mpf_[2]) < _MAX_EXPONENT else None
+    if abs(value._mpf_[2]) >= _MAX_EXPONENT:
+        return None
+    return Fraction(*map(int, to_rational(value._mpf_)))

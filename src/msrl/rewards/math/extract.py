@@ -1,4 +1,4 @@
-"""What a verifier reads out of a response and out of a ground truth. Everything here takes time linear in the text."""
+"""Extraction of answers from responses and ground truths in linear time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Literal
 
 Part = Literal["response", "last_line", "boxed", "answer"]
 BOX = "\\boxed{"
-_LOOKS = re.compile(r"\\[()\[\]]|\\(?:boxed|text)(?![a-zA-Z])|(?<!\\)[{}]|[\s$.]")
+_MARKUP = re.compile(r"\\[()\[\]]|\\(?:boxed|text)(?![a-zA-Z])|(?<!\\)[{}]|[\s$.]")
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}`, nested braces included; None when there is none, it is not closed, or it is blank."""
+    r"""Return the content of the last `\boxed{...}`, including nested braces.
+
+    None if there is no box, or it is blank or not closed.
+    """
     start = text.rfind(BOX)
     if start < 0:
         return None
@@ -22,21 +25,29 @@ def last_boxed(text: str) -> str | None:
 
 
 def ground_truth(answer: str) -> str:
-    """The bare answer: what stands behind the last `####` (GSM8K's solutions), else in the last box (MATH's), else all of it.
+    """Return the final answer of a ground truth.
 
-    It is empty where nothing is left but braces, math mode and full stops, so that no response equals it.
+    It is the text after the last `####` (GSM8K's solutions), else the last box (MATH's solutions),
+    else the complete text. It is empty if only braces, math mode and full stops remain, so that no
+    response equals it.
     """
-    bare = answer.rpartition("####")[2].strip() if "####" in answer else last_boxed(answer) or answer.strip()
-    return bare if _LOOKS.sub("", bare) else ""
+    if "####" in answer:
+        final = answer.rpartition("####")[2].strip()
+    else:
+        final = last_boxed(answer) or answer.strip()
+    return final if _MARKUP.sub("", final) else ""
 
 
 def truth_refusal(answer: str, **_: object) -> str | None:
-    """Return why a ground truth holds no answer, None where it does."""
+    """Return the reason why a ground truth holds no answer, or None if it holds one."""
     return None if ground_truth(answer) else f"holds no answer: {answer.strip()[-60:]!r}"
 
 
-def part_of(response: str, part: Part) -> str | None:
-    """The part of a response, without white space around it; None where there is no such part. `answer`: inside the last answer tags."""
+def extract_part(response: str, part: Part) -> str | None:
+    """Return a part of a response without surrounding white space, or None if it is missing.
+
+    The part `answer` is the content of the last answer tags.
+    """
     text = response.strip()
     if part == "boxed":
         return last_boxed(text)
@@ -44,24 +55,27 @@ def part_of(response: str, part: Part) -> str | None:
         return text.rpartition("\n")[2].strip() or None
     if part == "answer":
         before, closing, _ = text.rpartition("</answer>")
-        _, opening, inside = before.rpartition("<answer>")
-        return inside.strip() if closing and opening else None
+        _, opening, content = before.rpartition("<answer>")
+        return content.strip() if closing and opening else None
     return text
 
 
-def in_order(text: str, parts: Sequence[str]) -> bool:
-    """Whether `parts` occur in `text` one behind another, anything between them."""
-    position = 0
-    for part in parts:
-        found = text.find(part, position)
-        if found < 0:
+def in_order(text: str, substrings: Sequence[str]) -> bool:
+    """Return True if `substrings` occur in `text` in this order, with any text between them."""
+    end = 0
+    for expected in substrings:
+        start = text.find(expected, end)
+        if start < 0:
             return False
-        position = found + len(part)
+        end = start + len(expected)
     return True
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Where the brace that was opened before `start` closes; escaped braces (`\\{`) do not count."""
+    r"""Return the position that closes the brace opened before `start`, or None.
+
+    Escaped braces (`\{`) do not count.
+    """
     depth = 1
     position = start
     while position < len(text):

@@ -1,6 +1,7 @@
-"""The normal form of short answers in which Minerva was evaluated (arXiv:2206.14858, appendix D), and DAPO's reward after it.
+"""Normal form of short answers of the Minerva evaluation (arXiv:2206.14858, appendix D).
 
-Answers are the same when their normal forms are the same text: no algebra, so that 0.5 and 1/2 differ.
+DAPO's reward uses it too. Answers are equal if their normal forms are the same text. There is no
+algebra, so 0.5 and 1/2 differ.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from __future__ import annotations
 import re
 
 _REPLACED = (
-    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
-    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
 _REMOVED = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", "\\ldots", "sue", "points", "feet", "minutes",
-    "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples", "\\text{s}",
-    "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!",
-    "{,}", '"', "\\dots",
+    "square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units",
+    "\\ldots", "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm",
+    "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples", "\\text{s}",
+    "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
 _MATH = re.compile(r"[^$]*\$([^$]*)\$.*", re.DOTALL)
 _WRAPPED = re.compile(r"\\(?:text|textbf|overline)\{([^{}]*)\}")
@@ -25,7 +27,11 @@ _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
 
 def normal_form(answer: str) -> str:
-    """Units, articles, spaces, math mode and text commands removed; what stands behind the last `=`; `\\frac12` as `\\frac{1}{2}`."""
+    r"""Return the normal form of the text after the last `=`.
+
+    Units, articles, spaces, math mode and text commands are removed, and `\frac12` becomes
+    `\frac{1}{2}`.
+    """
     text = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         text = text.replace(old, new)

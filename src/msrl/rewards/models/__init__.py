@@ -1,1 +1,1 @@
-"""Reward models: in a process of their own or on the training ranks."""
+"""Reward models in a separate process or on the training ranks."""

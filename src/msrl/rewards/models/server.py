@@ -1,6 +1,7 @@
-"""Rewards of a model with a scalar head, in a process of its own that is killed when it does not answer in time, and started anew.
+"""Reward model with a scalar head in a separate process.
 
-The model is a Hugging Face folder of a sequence classifier with one label; `model_worker.py` is the process.
+The process is killed and restarted if it does not answer in time; `worker.py` is its program. The
+model is a Hugging Face folder of a sequence classifier with one label.
 """
 
 from __future__ import annotations
@@ -26,106 +27,158 @@ from msrl.rewards.remote import Item
 from msrl.rewards.worker import send
 
 START_LIMIT_S = 900.0
-MAX_FAILED_BATCHES = 4  # without one answer; then the remaining batches are skipped
+MAX_FAILED_BATCHES = 4  # failed batches without an answer before the remaining ones are skipped
 
 
 class RewardModel:
-    """A reward model. `timeout_s` is the limit of one batch.
+    """Reward model in a separate process.
 
-    `template`: plain gives it the prompt as the policy saw it and the response behind it; chat gives the bare question, from the column
-    `prompt_column` of the row, and the response to the chat template of its own tokenizer. `batch`: completions of one pass;
-    `max_tokens`: no longer text is scored (0: what the model takes); `device` as torch names it.
+    Args:
+        path: Hugging Face folder.
+        timeout_s: Limit of one batch.
+        template: `plain` scores the prompt of the policy followed by the response. `chat` formats
+            the bare question and the response with the chat template of the model's tokenizer.
+        prompt_column: Extra column with the bare question.
+        batch: Completions per forward pass.
+        max_tokens: Longer texts are not scored; 0 uses the limit of the model.
+        device: Device name of torch.
     """
 
     def __init__(
-        self, path: str, timeout_s: float, *, template: Literal["plain", "chat"] = "plain", prompt_column: str = "", batch: int = 8,
-        max_tokens: int = 0, device: str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        path: str,
+        timeout_s: float,
+        *,
+        template: Literal["plain", "chat"] = "plain",
+        prompt_column: str = "",
+        batch: int = 8,
+        max_tokens: int = 0,
+        device: str = "cpu",
+    ) -> None:
         self._settings = Settings(path, template, batch, max_tokens, device, tuple(sys.path))
         self._timeout_s, self._batch, self._prompt_column = timeout_s, batch, prompt_column
-        self._process: _Process | None = None
+        self._process: _ModelProcess | None = None
 
     @staticmethod
     def refusal(
-        path: str, *, template: str = "plain", prompt_column: str = "", batch: int = 8, max_tokens: int = 0, **_: Any
+        path: str,
+        *,
+        template: str = "plain",
+        prompt_column: str = "",
+        batch: int = 8,
+        max_tokens: int = 0,
+        **_: Any,
     ) -> str | None:
-        """What is wrong with the model's folder or these options."""
-        config = Path(path) / "config.json"
-        if not config.is_file():
-            wanted = "give the folder of a Hugging Face model or, with engine: megatron, an mcore checkpoint"
-            return f"holds no config.json; {wanted}{hub_hint(path)}"
-        architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or ["none"]
+        """Return the reason why the folder or these options cannot be used, or None."""
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            remedy = "use a Hugging Face folder or, with engine: megatron, an mcore checkpoint"
+            return f"has no config.json; {remedy}{hub_hint(path)}"
+        config = json.loads(file.read_text(encoding="utf-8"))
+        architectures = config.get("architectures") or ["none"]
         if not any("SequenceClassification" in name for name in architectures):
-            return f"is {architectures[0]}, no model with a scalar head (...ForSequenceClassification)"
-        if template == "chat" and not prompt_column:
-            return "options.template=chat needs options.prompt_column, the column with the bare question"
-        return "options.batch has to be 1 or more, max_tokens 0 or more" if batch < 1 or max_tokens < 0 else None
+            remedy = "use a ...ForSequenceClassification model"
+            return f"is {architectures[0]}, which has no scalar head; {remedy}"
+        return option_refusal(template, prompt_column, batch, max_tokens)
 
-    def outcomes(self, items: Sequence[Item]) -> list[CallResult]:
-        """A score for every item, or why there is none. Raises MsrlError when the model cannot be loaded."""
-        items = [item.with_prompt_of(self._prompt_column) for item in items]
-        order = sorted(range(len(items)), key=lambda n: len(items[n].prompt) + len(items[n].response))  # less padding
-        outcomes: dict[int, CallResult] = {}
+    def score(self, items: Sequence[Item]) -> list[CallResult]:
+        """Return the score of every item, or the reason why it has none.
+
+        Raises:
+            MsrlError: The model cannot be loaded.
+        """
+        texts = [item.use_prompt_column(self._prompt_column) for item in items]
+        pairs = [(item.prompt, item.response) for item in texts]
+        # Batches of similar lengths need less padding.
+        order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][0]) + len(pairs[n][1]))
+        results: dict[int, CallResult] = {}
         num_failed, has_answered = 0, False
         for start in range(0, len(order), self._batch):
-            part = order[start : start + self._batch]
+            numbers = order[start : start + self._batch]
             if num_failed >= MAX_FAILED_BATCHES and not has_answered:
-                outcomes.update(dict.fromkeys(part, CallResult(None, "skipped", "not scored: the batches before it failed")))
+                skipped = CallResult(None, "skipped", "not scored: earlier batches failed")
+                results.update(dict.fromkeys(numbers, skipped))
                 continue
-            scored = self._part([(items[n].prompt, items[n].response) for n in part])
-            is_lost = all(outcome.failure in ("timeout", "crash") for outcome in scored)
-            num_failed, has_answered = num_failed + is_lost, has_answered or not is_lost
-            outcomes.update(zip(part, scored, strict=True))
-        return [outcomes[n] for n in range(len(items))]
+            batch = self._score_batch([pairs[n] for n in numbers])
+            if all(result.failure in ("timeout", "crash") for result in batch):
+                num_failed += 1
+            else:
+                has_answered = True
+            results.update(zip(numbers, batch, strict=True))
+        return [results[n] for n in range(len(items))]
 
     def take_retried(self) -> int:
-        """Nothing is tried again: what a model could not do once, it cannot."""
+        """Return 0: nothing is retried, because a repeated batch would fail again."""
         return 0
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         if self._process is not None:
             self._process.close()
             self._process = None
 
-    def _part(self, texts: Sequence[tuple[str, str]]) -> list[CallResult]:
-        if self._process is None:
-            self._process = _Process(self._settings)
-            started = self._process.receive(START_LIMIT_S)
-            if started != "ready":
-                self.close()
-                raise MsrlError(f"reward.sources: model={self._settings.path}: cannot be loaded: {started or 'the process ended'}")
-        self._process.send(texts)
+    def _score_batch(self, texts: Sequence[tuple[str, str]]) -> list[CallResult]:
+        process = self._started_process()
+        process.send(texts)
         start = time.monotonic()
-        answer = self._process.receive(self._timeout_s)
+        answer = process.receive(self._timeout_s)
         if isinstance(answer, list):
-            return [CallResult(score) if error is None else CallResult(None, "error", error) for score, error in answer]
-        late = time.monotonic() - start >= self._timeout_s
+            return [_call_result(score, error) for score, error in answer]
+        is_late = time.monotonic() - start >= self._timeout_s
         self.close()
-        if late:
-            return [CallResult(None, "timeout", f"no answer within {self._timeout_s:g} s")] * len(texts)
-        return [CallResult(None, "crash", "the process of the reward model died")] * len(texts)
+        result = CallResult(None, "crash", "the process of the reward model died")
+        if is_late:
+            result = CallResult(None, "timeout", f"no answer within {self._timeout_s:g} s")
+        return [result] * len(texts)
+
+    def _started_process(self) -> _ModelProcess:
+        """Return the process, and start it first if necessary."""
+        if self._process is None:
+            self._process = _ModelProcess(self._settings)
+            status = self._process.receive(START_LIMIT_S)
+            if status != "ready":
+                self.close()
+                reason = status or "the process ended"
+                setting = f"reward.sources: model={self._settings.path}"
+                raise MsrlError(f"{setting}: cannot be loaded: {reason}")
+        return self._process
 
 
-class _Process:
-    """The process and its pipes; it ends with this object."""
+def option_refusal(template: str, prompt_column: str, batch: int, max_tokens: int) -> str | None:
+    """Return the reason why options of a reward model cannot be used, or None."""
+    if template == "chat" and not prompt_column:
+        return "options.template=chat needs options.prompt_column, the column of the bare question"
+    if batch < 1 or max_tokens < 0:
+        return "options.batch must be at least 1 and max_tokens at least 0"
+    return None
+
+
+def _call_result(score: float | None, error: str | None) -> CallResult:
+    return CallResult(score) if error is None else CallResult(None, "error", error)
+
+
+class _ModelProcess:
+    """Process of a reward model and its pipes; it is killed when this object is collected."""
 
     def __init__(self, settings: Settings) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in settings.path_of_modules if p)}
-        command = [sys.executable, "-m", "msrl.rewards.models.worker"]
+        module_path = os.pathsep.join(folder for folder in settings.path_of_modules if folder)
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )  # fmt: skip
-        self.close = weakref.finalize(self, _end, self._process)
+            [sys.executable, "-m", "msrl.rewards.models.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": module_path},
+            start_new_session=True,
+        )
+        self.close = weakref.finalize(self, _kill, self._process)
         self.send(settings)
 
     def send(self, message: object) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died: its output ends too
+        with contextlib.suppress(BrokenPipeError):  # if the process died, its output ends too
             send(self._process.stdin, message)
 
     def receive(self, timeout_s: float) -> Any:
-        """The next answer; None when there is none in time, or the process has ended."""
+        """Return the next answer, or None if none arrives in time or the process ended."""
         deadline, data = time.monotonic() + timeout_s, bytearray()
         assert self._process.stdout is not None
         number = self._process.stdout.fileno()
@@ -141,7 +194,7 @@ class _Process:
         return pickle.loads(bytes(data[LENGTH.size :]))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdin, process.stdout):

@@ -1,8 +1,8 @@
-"""The process of a reward model, for `model.py`: `python -m msrl.rewards.models.worker`, batches on standard input, scores on
-standard output.
+"""Worker process of `server.py`, started as `python -m msrl.rewards.models.worker`.
 
-Messages are pickled and prefixed by their length (8 bytes). In: Settings, then lists of (prompt, response). Out: "ready" or the reason why
-not, then for each list one of (score, None) or (None, why not). The model runs in float32.
+Messages are pickled and prefixed by their length (8 bytes). Input on standard input: Settings, then
+lists of (prompt, response). Output on standard output: "ready" or an error, then for each list a
+list of (score, None) or (None, error). The model runs in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Answer = tuple[float | None, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the process needs to know; `model.RewardModel` says what it means."""
+    """Options of a reward model; `server.RewardModel` documents them."""
 
     path: str
     template: str
@@ -41,8 +41,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings: Settings = _read(source)
     try:
-        model = Model(settings)
-    except BaseException:  # whatever it is, the parent says it
+        model = Classifier(settings)
+    except BaseException:  # the parent reports any error
         send(sink, traceback.format_exc(limit=-2)[-2000:])
         return
     send(sink, "ready")
@@ -51,22 +51,35 @@ def main() -> None:
 
 
 def _read(source: IO[bytes]) -> Any:
+    """Return the next message, or None at the end of the input."""
     prefix = source.read(LENGTH.size)
-    return pickle.loads(source.read(LENGTH.unpack(prefix)[0])) if len(prefix) == LENGTH.size else None
+    if len(prefix) < LENGTH.size:
+        return None
+    return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
 
 
 def text_ids(tokenizer: Any, template: str, prompt: str, response: str) -> list[int]:
-    """What a reward model reads: the response behind the prompt, or both as turns of its own chat template."""
+    """Return the token ids of prompt + response, or of both as messages of the chat template."""
     if template == "chat":
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        user = {"role": "user", "content": prompt}
+        assistant = {"role": "assistant", "content": response}
+        text = tokenizer.apply_chat_template([user, assistant], tokenize=False)
     else:
         text = prompt + response
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-class Model:
-    """A sequence classifier with one label and its tokenizer. Raises ValueError where the folder holds another kind of model."""
+def length_error(num_tokens: int, limit: int) -> str:
+    """Return the error for a text that is empty or longer than the limit."""
+    return f"the text has {num_tokens} tokens; the reward model takes from 1 to {limit}"
+
+
+class Classifier:
+    """Sequence classifier with one label, and its tokenizer.
+
+    Raises:
+        ValueError: The folder holds another kind of model.
+    """
 
     def __init__(self, settings: Settings) -> None:
         import torch
@@ -74,46 +87,59 @@ class Model:
 
         self._settings = settings
         self._tokenizer = AutoTokenizer.from_pretrained(settings.path)
-        model, info = AutoModelForSequenceClassification.from_pretrained(settings.path, dtype=torch.float32, output_loading_info=True)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            settings.path, dtype=torch.float32, output_loading_info=True
+        )
         if info["missing_keys"]:
-            raise ValueError(f"the checkpoint has no {', '.join(sorted(info['missing_keys'])[:3])}: an untrained head says nothing")
+            names = ", ".join(sorted(info["missing_keys"])[:3])
+            raise ValueError(f"the checkpoint has no {names}: the scores would be random")
         if model.config.num_labels != 1:
-            raise ValueError(f"the head has {model.config.num_labels} labels; one is wanted")
+            raise ValueError(f"the head has {model.config.num_labels} labels instead of one")
         self._config = model.config.get_text_config()
         self._padding: int | None = self._config.pad_token_id
         self._model = model.eval().to(settings.device)
-        self._max_tokens = settings.max_tokens or getattr(model.config, "max_position_embeddings", 0) or sys.maxsize
+        model_limit = getattr(model.config, "max_position_embeddings", 0) or sys.maxsize
+        self._max_tokens = settings.max_tokens or model_limit
 
     def answers(self, texts: Sequence[tuple[str, str]]) -> list[Answer]:
-        """One for each (prompt, response), in their order."""
-        ids = [text_ids(self._tokenizer, self._settings.template, prompt, response) for prompt, response in texts]
-        fitting = [number for number, one in enumerate(ids) if 0 < len(one) <= self._max_tokens]
-        told: list[Answer] = [(None, f"{len(one)} tokens; the reward model takes from 1 to {self._max_tokens}") for one in ids]
-        scores = self._scores([ids[number] for number in fitting]) if fitting else []
+        """Return one answer per (prompt, response), in order."""
+        template = self._settings.template
+        sequences = [text_ids(self._tokenizer, template, *pair) for pair in texts]
+        limit = self._max_tokens
+        fitting = [number for number, ids in enumerate(sequences) if 0 < len(ids) <= limit]
+        answers: list[Answer] = [(None, length_error(len(ids), limit)) for ids in sequences]
+        scores = self._scores([sequences[number] for number in fitting]) if fitting else []
         for number, score in zip(fitting, scores, strict=True):
-            told[number] = (score, None) if math.isfinite(score) else (None, f"the reward model gave {score}")
-        return told
+            is_valid = math.isfinite(score)
+            answers[number] = (score, None) if is_valid else (None, _value_error(score))
+        return answers
 
-    def _scores(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """Padded on the right, the padding masked. The head reads the last token that is none of the model's padding.
-
-        A model that names no padding reads the last token: then any id pads that no sequence has.
-        """
+    def _scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Return the scores at the last token of each sequence, padded on the right."""
         import torch
 
-        padding = (
-            self._padding if self._padding is not None else next(n for n in range(self._config.vocab_size) if not any(n in i for i in ids))
-        )
+        padding = self._padding_id(sequences)
         self._config.pad_token_id = padding
-        longest = max(map(len, ids))
-        padded = torch.full((len(ids), longest), padding)
-        mask = torch.zeros(len(ids), longest, dtype=torch.long)
-        for row, one in enumerate(ids):
-            padded[row, : len(one)] = torch.tensor(one)
-            mask[row, : len(one)] = 1
+        device, longest = self._settings.device, max(map(len, sequences))
+        padded = torch.full((len(sequences), longest), padding)
+        mask = torch.zeros(len(sequences), longest, dtype=torch.long)
+        for row, ids in enumerate(sequences):
+            padded[row, : len(ids)] = torch.tensor(ids)
+            mask[row, : len(ids)] = 1
         with torch.inference_mode():
-            logits = self._model(input_ids=padded.to(self._settings.device), attention_mask=mask.to(self._settings.device)).logits
-        return logits[:, 0].float().cpu().tolist()
+            output = self._model(input_ids=padded.to(device), attention_mask=mask.to(device))
+        return output.logits[:, 0].float().cpu().tolist()
+
+    def _padding_id(self, sequences: Sequence[Sequence[int]]) -> int:
+        """Return the padding id of the model, or an id that no sequence contains."""
+        if self._padding is not None:
+            return self._padding
+        used = {token for ids in sequences for token in ids}
+        return next(token for token in range(self._config.vocab_size) if token not in used)
+
+
+def _value_error(score: float) -> str:
+    return f"the reward model returned {score}"
 
 
 if __name__ == "__main__":

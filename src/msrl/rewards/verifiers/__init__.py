@@ -1,16 +1,21 @@
-"""The rule verifiers, one in each file. A file has
+"""Rule-based verifiers, one per file.
 
-- `score(response: str, answer: str, *, options...) -> float`, its main function: `response` is the decoded text without special
-  tokens, `answer` the ground truth of the row; keyword-only parameters with a default are the options of the source in the
-  configuration, checked against their annotations; a keyword-only `extra` without one gets the row's further columns, by name;
-- `WRONG: float`, the score of a wrong response, which is also that of one whose verification timed out, crashed or raised;
-- `NEEDS_ANSWER: bool`, whether a row without a ground truth cannot be scored;
-- where it applies, `answer_refusal(answer, **options) -> str | None`, why no response could be scored by this ground truth: asked of
-  every row before the run;
-- where it applies, `refusal(**options) -> str | None`, why these options, or this machine, cannot be used: asked before the run.
+A file defines:
+
+- `score(response: str, answer: str, *, options...) -> float`, its main function. `response` is the
+  decoded text without special tokens and `answer` the ground truth of the row. Keyword-only
+  parameters with a default are the options of the source in the configuration, checked against
+  their annotations. A keyword-only `extra` without a default receives the extra columns by name.
+- `WRONG: float`, the score of a wrong response, and of one whose verification timed out, crashed or
+  raised.
+- `NEEDS_ANSWER: bool`, True if a row without a ground truth cannot be scored.
+- Optionally `answer_refusal(answer, **options) -> str | None`, the reason why a ground truth cannot
+  be used. It is called for every row before the run.
+- Optionally `refusal(**options) -> str | None`, the reason why these options or this machine cannot
+  be used. It is called before the run.
 """
 
-# Words that users try, with the verifiers of that meaning. Errors about unknown names suggest them.
+# Names that users may try, with the verifiers to suggest in errors about unknown names.
 _MATH = ("math_verify_reward", "math_17k_acc", "acc")
 SENSES = {
     "math": _MATH,

@@ -1,7 +1,9 @@
-"""The boxed answer is right: 1.0; wrong: -0.5; nothing in a box, even where the answer stands outside of one: -1.0.
+"""Accuracy of the boxed answer: right 1.0, wrong -0.5, no box -1.0 even with a right answer
+elsewhere.
 
-After MindSpeed-RL's verifier of this name, which takes numbers as equal within a relative 1e-4 and accepts percentages. Differences: two
-integers are equal only when they are the same, and a timeout scores as wrong, not better.
+It follows MindSpeed-RL's verifier of this name, which accepts a relative error of 1e-4 and
+percentages. Differences: two integers are equal only if they are identical, and a timeout scores as
+a wrong answer instead of a better one.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ answer_refusal = truth_refusal
 
 
 def score(response: str, answer: str, *, tolerance: float = 1e-4, percent: bool = True) -> float:
-    """1.0, -0.5 or -1.0. `tolerance` is relative and for numbers that are no integers; `percent` accepts 0.5 or 5000 for 50."""
+    """Return 1.0, -0.5 or -1.0.
+
+    `tolerance` is the relative error of non-integers; `percent` accepts 0.5 or 5000 for 50.
+    """
     boxed = last_boxed(response)
     if boxed is None:
         return -1.0
-    return 1.0 if equal(ground_truth(answer), boxed, tolerance=tolerance, percent=percent) else WRONG
+    is_right = equal(ground_truth(answer), boxed, tolerance=tolerance, percent=percent)
+    return 1.0 if is_right else WRONG

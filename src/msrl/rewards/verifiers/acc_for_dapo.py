@@ -1,8 +1,9 @@
-"""What stands behind the last `Answer:` of the response is the ground truth: 1.0; anything else: -1.0.
+"""Accuracy of the text after the last `Answer:` of the response: right 1.0, else -1.0.
 
-Read are the last `tail` characters; `Answer:` in any case, to the end of its line; equal are the same Minerva normal forms (`minerva.py`).
-After MindSpeed-RL's verifier of this name, which is DAPO's (arXiv:2503.14476); there only the response is normalised, here the ground
-truth is too.
+The last `tail` characters are searched for `Answer:` in any case. The answer ends with its line and
+is right if it has the Minerva normal form (`minerva.py`) of the ground truth. It follows
+MindSpeed-RL's verifier of this name, which is DAPO's (arXiv:2503.14476). That verifier normalizes
+only the response; this one normalizes the ground truth too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
 def score(response: str, answer: str, *, tail: int = 300) -> float:
-    """1.0 or -1.0."""
-    found = _ANSWER.findall(response[-tail:] if tail > 0 else response)
-    given, true = found[-1].strip() if found else "", ground_truth(answer)
-    form = normal_form(given)
-    # Of an answer that is nothing but a unit no form is left, and all of those are not the same.
-    return 1.0 if (form == normal_form(true) if form else given and given == true) else WRONG
+    """Return 1.0 or -1.0; a `tail` of 0 searches the complete response."""
+    matches = _ANSWER.findall(response[-tail:] if tail > 0 else response)
+    claimed = matches[-1].strip() if matches else ""
+    true = ground_truth(answer)
+    form = normal_form(claimed)
+    if form:
+        return 1.0 if form == normal_form(true) else WRONG
+    # Different answers that consist only of a unit have the same empty normal form.
+    return 1.0 if claimed and claimed == true else WRONG

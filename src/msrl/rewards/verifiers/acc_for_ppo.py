@@ -1,4 +1,7 @@
-"""The boxed answer is right: 1.0; anything else: 0.0. MindSpeed-RL's name, in its PPO recipes, of what `math_17k_acc` does."""
+"""Accuracy of the boxed answer: right 1.0, else 0.0.
+
+This is the name of `math_17k_acc` in MindSpeed-RL's PPO recipes.
+"""
 
 from __future__ import annotations
 

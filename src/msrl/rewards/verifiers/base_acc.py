@@ -1,7 +1,8 @@
-"""The boxed answer is right and the response has the form of a reasoning answer: 1.0; anything else: 0.0.
+r"""Accuracy of the boxed answer in a response with reasoning tags: right 1.0, else 0.0.
 
-The form is `<think>...</think>...<answer>...\\boxed{...}...</answer>`, nothing but white space around it. After MindSpeed-RL's verifier
-of this name, which takes a new line behind `</answer>` as a mistake; this one does not.
+The response must have the form `<think>...</think>...<answer>...\boxed{...}...</answer>` with only
+white space around it. It follows MindSpeed-RL's verifier of this name, which does not accept a line
+feed after `</answer>`; this one does.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ _BODY = ("</think>", "<answer>", BOX, "}")
 
 
 def score(response: str, answer: str) -> float:
-    """1.0 or 0.0."""
+    """Return 1.0 or 0.0."""
     boxed = last_boxed(response)
-    right = boxed is not None and has_form(response) and equal(ground_truth(answer), boxed)
-    return 1.0 if right else WRONG
+    is_right = boxed is not None and has_form(response) and equal(ground_truth(answer), boxed)
+    return 1.0 if is_right else WRONG
 
 
 def has_form(response: str) -> bool:
-    """Whether the response is a thought and, behind it, an answer with a box."""
+    """Return True if the response is a thought followed by an answer with a box."""
     text = response.strip()
-    framed = text.startswith("<think>") and text.endswith("</answer>")
-    return framed and in_order(text[len("<think>") : -len("</answer>")], _BODY)
+    is_enclosed = text.startswith("<think>") and text.endswith("</answer>")
+    return is_enclosed and in_order(text[len("<think>") : -len("</answer>")], _BODY)

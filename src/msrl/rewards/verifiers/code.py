@@ -1,16 +1,21 @@
-"""The program of the response passes the tests of its row: 1.0, else 0.0; with `partial`, the share of tests that it passes.
+"""Score of the response's program on the tests of its row: 1.0 if all pass, else 0.0.
 
-The program is the last block between ``` marks that says Python, or says nothing and is a program by its looks; where there is none, the
-last that says nothing. It runs in a sandbox (`sandbox.py`), or where `url` says, in a remote one (`fusion.py`).
-The ground truth is JSON, in the forms in which such data is published, or plain text:
+With `partial`, the score is the share of passed tests. The program is the last fenced block that is
+labeled Python, or that has no label and looks like Python, or else the last block without a label.
+It runs in a sandbox (`sandbox.py`), or with `url` in a remote sandbox (`fusion.py`). The ground
+truth is JSON in the forms of published datasets, or plain text:
 
-- `{"inputs": [...], "outputs": [...]}`: each input is given on standard input; the output has to have the same words; a list is one of
-  lines;
-- the same with `"fn_name": "f"`: each input is the list of arguments of `f` (or of `Solution().f`), each output what it returns;
-- `["assert f(1) == 2", ...]`, `{"tests": ...}` of such a list or text, or the text itself: Python to run behind the program.
+- `{"inputs": [...], "outputs": [...]}`: each input is passed on standard input, and the output must
+  have the same words. The items of a list are lines.
+- The same with `"fn_name": "f"`: each input is the list of arguments of `f` (or `Solution().f`),
+  and
+  each output is the expected return value.
+- `["assert f(1) == 2", ...]`, `{"tests": ...}` with such a list or text, or the text itself: Python
+  code that runs after the program.
 
-Expected outputs never enter the sandbox. Asserts do (`code_harness.py`): a program that searches its own process may find the word that
-says they were passed. A row without a test, or with tests that every program passes, is refused before the run.
+Expected outputs never enter the sandbox. Assertions do (`code_harness.py`), so a program that
+searches its own process may find the word that reports success. A row without a test, or with tests
+that every program passes, is rejected before the run.
 """
 
 from __future__ import annotations
@@ -30,45 +35,82 @@ from msrl.rewards.sandbox import Case, Limits
 
 WRONG = 0.0
 NEEDS_ANSWER = True
-_FENCED = re.compile(r"```(?:[^\n`]+```|([^\n`]*)\n(.*?)```)", re.DOTALL)  # within a line, or a block behind the name of its language
+# Inline code, or a block with the label of its language.
+_FENCED = re.compile(r"```(?:[^\n`]+```|([^\n`]*)\n(.*?)```)", re.DOTALL)
 _LANGUAGES = ("python", "python3", "py")
-_STATEMENTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.For, ast.While)
-# What follows the program takes no name that the program may have given to something else.
+_STATEMENTS = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Import,
+    ast.ImportFrom,
+    ast.For,
+    ast.While,
+)
+# Code after the program. It uses no name that the program may have rebound.
 _CALL = """
 import builtins as _python, json as _json, os as _os, sys as _sys
 _line = _sys.stdin.readline()
-_told = _os.fdopen(_os.dup(1), "w"); _os.dup2(2, 1)
+_result = _os.fdopen(_os.dup(1), "w"); _os.dup2(2, 1)
 _name, _arguments = _json.loads(_line)
-_target = _python.globals()[_name] if _name in _python.globals() else _python.getattr(Solution(), _name)
+if _name in _python.globals():
+    _target = _python.globals()[_name]
+else:
+    _target = _python.getattr(Solution(), _name)
 _value = _target(*_arguments)
-_told.write(_json.dumps(_value)); _told.flush()
+_result.write(_json.dumps(_value)); _result.flush()
 """
 
 
 def score(
-    response: str, answer: str, *, partial: bool = False, case_s: float = 4.0, total_s: float = 8.0, memory_mb: int = 512,
-    processes: int = 16, max_cases: int = 0, tolerance: float = 0.0, python: str = "", url: str = "",
-) -> float:  # fmt: skip
-    """0.0 to 1.0. `case_s`, `total_s`: wall-clock limits of one test and of all. `max_cases`: no more tests than that; 0: all.
+    response: str,
+    answer: str,
+    *,
+    partial: bool = False,
+    case_s: float = 4.0,
+    total_s: float = 8.0,
+    memory_mb: int = 512,
+    processes: int = 16,
+    max_cases: int = 0,
+    tolerance: float = 0.0,
+    python: str = "",
+    url: str = "",
+) -> float:
+    """Return a score from 0.0 to 1.0.
 
-    `tolerance`: relative error of numbers in outputs. `python`: interpreter of the programs; empty: this one.
+    Args:
+        response: Response with a fenced program.
+        answer: Ground truth with the tests.
+        partial: Return the share of passed tests instead of 1.0 or 0.0.
+        case_s: Wall-clock limit of one test.
+        total_s: Wall-clock limit of all tests.
+        memory_mb: Memory limit in MiB.
+        processes: Maximum number of processes.
+        max_cases: Maximum number of tests; 0 runs all.
+        tolerance: Accepted relative error of numbers in outputs.
+        python: Interpreter of the programs; empty for this one.
+        url: Remote sandbox; empty for the local one.
     """
     tests = read_tests(answer, can_parse=not (python or url))
     program = last_program(response)
     if program is None:
         return WRONG
-    limits = Limits(case_s=case_s, total_s=total_s, memory_bytes=memory_mb << 20, processes=processes)
-    run = _Run(tests, program, max_cases, tolerance)
+    limits = Limits(
+        case_s=case_s, total_s=total_s, memory_bytes=memory_mb << 20, processes=processes
+    )
+    run = _TestRun(tests, program, max_cases, tolerance)
     if url:
         cases = fusion.run(url, run.program, run.inputs, limits, stop=not partial)
     else:
-        cases = sandbox.run(run.program, run.inputs, limits, stop=not partial, python=python or None)
-    passed = sum(map(run.is_passed, range(len(cases)), cases))
-    return passed / len(run.inputs) if partial else float(passed == len(run.inputs))
+        cases = sandbox.run(
+            run.program, run.inputs, limits, stop=not partial, python=python or None
+        )
+    num_passed = sum(map(run.is_passed, range(len(cases)), cases))
+    return num_passed / len(run.inputs) if partial else float(num_passed == len(run.inputs))
 
 
 def answer_refusal(answer: str, *, python: str = "", url: str = "", **_: Any) -> str | None:
-    """A ground truth has to test something."""
+    """Return the reason why a ground truth tests nothing, or None."""
     try:
         read_tests(answer, can_parse=not (python or url))
     except ValueError as error:
@@ -76,39 +118,69 @@ def answer_refusal(answer: str, *, python: str = "", url: str = "", **_: Any) ->
     return None
 
 
-def refusal(*, python: str = "", url: str = "", case_s: float = 4.0, total_s: float = 8.0, memory_mb: int = 512, **_: Any) -> str | None:
-    """Without a sandbox, here or remote, no program is run."""
+def refusal(
+    *,
+    python: str = "",
+    url: str = "",
+    case_s: float = 4.0,
+    total_s: float = 8.0,
+    memory_mb: int = 512,
+    **_: Any,
+) -> str | None:
+    """Return the reason why no local or remote sandbox can be used with these options, or None."""
     if min(case_s, total_s, memory_mb) <= 0:
-        return "options.case_s, total_s and memory_mb have to be positive"
+        return "options.case_s, total_s and memory_mb must be positive"
+    if url.startswith(("http://", "https://")):
+        return None
     if url:
-        return None if url.startswith(("http://", "https://")) else f"options.url={url}: must begin with http:// or https://"
+        return f"options.url={url}: must begin with http:// or https://"
     reason = sandbox.refusal(python or None)
     return f"{reason}; set options.url to a remote sandbox" if reason else None
 
 
 def last_program(response: str) -> str | None:
-    """Return the content of the last block between ``` marks that says Python or looks like it, else of the last without a language.
+    """Return the last fenced block that is labeled Python or looks like it, else the last
+    unlabeled.
 
-    A block without a language behind the program is often its output.
+    An unlabeled block after the program is often its output.
     """
-    blocks = [((found[1].split() or [""])[0].lower(), found[2]) for found in _FENCED.finditer(response) if found[2] is not None]
-    python = [text for language, text in blocks if language in _LANGUAGES or (not language and _looks_like_python(text))]
-    programs = python or [text for language, text in blocks if not language]
+    blocks = _fenced_blocks(response)
+    unlabeled = [text for language, text in blocks if not language]
+    programs = [text for language, text in blocks if _is_python(language, text)] or unlabeled
     return programs[-1] if programs else None
 
 
+def _fenced_blocks(response: str) -> list[tuple[str, str]]:
+    """Return (label, text) of the fenced blocks; the label is lower-case and may be empty."""
+    blocks: list[tuple[str, str]] = []
+    for match in _FENCED.finditer(response):
+        if match[2] is not None:
+            labels = match[1].lower().split()
+            blocks.append((labels[0] if labels else "", match[2]))
+    return blocks
+
+
+def _is_python(language: str, text: str) -> bool:
+    return language in _LANGUAGES or (not language and _looks_like_python(text))
+
+
 def _looks_like_python(text: str) -> bool:
-    """Whether a text defines, imports, repeats or prints something; the output of a program hardly does."""
+    """Return True if a text has definitions, imports, loops or print calls, unlike most outputs."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    prints = any(isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print" for node in nodes)
-    return prints or any(isinstance(node, _STATEMENTS) for node in nodes)
+    return any(isinstance(node, _STATEMENTS) or _is_print(node) for node in nodes)
 
 
-class _Run:
-    """What to run for the tests of a row, with which inputs, and whether a case is passed."""
+def _is_print(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    return node.func.id == "print"
+
+
+class _TestRun:
+    """Program and inputs for the tests of a row, and evaluation of their results."""
 
     def __init__(self, tests: CodeTests, program: str, max_cases: int, tolerance: float) -> None:
         self._form, self._tolerance = tests.form, tolerance
@@ -116,12 +188,16 @@ class _Run:
         if tests.form == "asserts":
             self._expected: Sequence[Any] = [secrets.token_hex(16) for _ in cases]
             self.program = harness(program)
-            self.inputs = [f"{word}\n{text}" for word, text in zip(self._expected, cases, strict=True)]
+            pairs = zip(self._expected, cases, strict=True)
+            self.inputs = [f"{word}\n{text}" for word, text in pairs]
             return
         self._expected = tests.expected[: len(cases)]
-        is_call = tests.form == "call"
-        self.program = program + _CALL if is_call else program
-        self.inputs = [json.dumps([tests.function, case]) if is_call else as_text(case) for case in cases]
+        if tests.form == "call":
+            self.program = program + _CALL
+            self.inputs = [json.dumps([tests.function, case]) for case in cases]
+        else:
+            self.program = program
+            self.inputs = [as_text(case) for case in cases]
 
     def is_passed(self, number: int, case: Case) -> bool:
         if case.status != "ok":
@@ -137,14 +213,16 @@ class _Run:
             return False
         return value == json.loads(json.dumps(expected))
 
-    def _same_words(self, expected: str, given: str) -> bool:
-        true, claimed = expected.split(), given.split()
-        return len(true) == len(claimed) and all(self._same(t, c) for t, c in zip(true, claimed, strict=True))
+    def _same_words(self, expected: str, output: str) -> bool:
+        true, printed = expected.split(), output.split()
+        if len(true) != len(printed):
+            return False
+        return all(self._same_word(*pair) for pair in zip(true, printed, strict=True))
 
-    def _same(self, true: str, claimed: str) -> bool:
-        if true == claimed or not self._tolerance:
-            return true == claimed
+    def _same_word(self, true: str, printed: str) -> bool:
+        if true == printed or not self._tolerance:
+            return true == printed
         try:
-            return math.isclose(float(true), float(claimed), rel_tol=self._tolerance)
+            return math.isclose(float(true), float(printed), rel_tol=self._tolerance)
         except ValueError:
             return False

@@ -1,7 +1,8 @@
-"""The response is a thought and an answer in their tags: 1.0, else 0.0. Loose: what is inside, or below the answer's last line, is free.
+r"""Format of a thought and an answer in their tags: 1.0, else 0.0.
 
-The form is that of `^<think>.*?</think>\\s*<answer>.*?</answer>$` (MULTILINE, DOTALL) matched at the start of the response, as in
-MindSpeed-RL's verifier of this name, found in linear time. `strict_format` is the strict one.
+Any text is allowed inside the tags and below the last line of the answer; `strict_format` is
+stricter. The format is `^<think>.*?</think>\s*<answer>.*?</answer>$` (MULTILINE, DOTALL) matched at
+the start of the response, as in MindSpeed-RL's verifier of this name, but in linear time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _END = re.compile(r"</answer>$", re.MULTILINE)
 
 
 def score(response: str, answer: str) -> float:
-    """1.0 or 0.0; the ground truth is not read."""
+    """Return 1.0 or 0.0; the ground truth is not used."""
     if not response.startswith("<think>"):
         return WRONG
     turn = _TURN.search(response, len("<think>"))

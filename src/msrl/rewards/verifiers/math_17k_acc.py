@@ -1,4 +1,7 @@
-"""The boxed answer is right: 1.0; anything else: 0.0, however the rest looks. After MindSpeed-RL's verifier of this name."""
+"""Accuracy of the boxed answer: right 1.0, else 0.0, whatever the format of the response.
+
+It follows MindSpeed-RL's verifier of this name.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,6 @@ answer_refusal = truth_refusal
 
 
 def score(response: str, answer: str) -> float:
-    """1.0 or 0.0."""
+    """Return 1.0 or 0.0."""
     boxed = last_boxed(response)
     return 1.0 if boxed is not None and equal(ground_truth(answer), boxed) else WRONG

@@ -1,8 +1,10 @@
-"""The response has the form of a reasoning answer and math-verify finds the ground truth in its answer: 1.0; anything else: 0.0.
+"""Accuracy of the boxed answer by math-verify in a response with reasoning tags: right 1.0, else
+0.0.
 
-The form is `base_acc`'s. math-verify reads the box between the answer tags and compares symbolically; other formulas count for nothing,
-least of all those in a box that it cannot parse. After MindSpeed-RL's verifier of this name, whose timeout works in main threads only;
-here the process is killed.
+The required format is that of `base_acc`. math-verify parses the box between the answer tags and
+compares symbolically. It ignores other formulas, including those inside a box that it cannot parse.
+It follows MindSpeed-RL's verifier of this name, whose timeout works only in the main thread; here
+the process is killed.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ answer_refusal = truth_refusal
 
 
 def score(response: str, answer: str) -> float:
-    """1.0 or 0.0. An answer of more than 4096 characters is wrong."""
+    """Return 1.0 or 0.0; an answer of more than 4096 characters is wrong."""
     if not has_form(response):
         return WRONG
-    given = response.rpartition("<answer>")[2].rpartition("</answer>")[0]
-    if len(given) > MAX_CHARACTERS:
+    claimed = response.rpartition("<answer>")[2].rpartition("</answer>")[0]
+    if len(claimed) > MAX_CHARACTERS:
         return WRONG
-    return 1.0 if verified(formula(ground_truth(answer)), boxed_formula(given)) else WRONG
+    return 1.0 if verified(formula(ground_truth(answer)), boxed_formula(claimed)) else WRONG

@@ -1,6 +1,7 @@
-"""What the group of the pattern's last match holds is the ground truth: 1.0; anything else, no match among it: 0.0.
+"""Match of a regular expression's group with the ground truth: 1.0; wrong or no match 0.0.
 
-Python's `re`; `.` ends at new lines. Compared are mathematical values (as in `acc`, exactly) or texts.
+The group of the last match is compared as a mathematical value (as in `acc`, but without tolerance)
+or as text. The pattern uses Python's `re`, and `.` does not match line feeds.
 """
 
 from __future__ import annotations
@@ -17,30 +18,41 @@ NEEDS_ANSWER = True
 
 
 def score(
-    response: str, answer: str, *, pattern: str = "", compare: Literal["math", "text"] = "math", ignore_case: bool = False
-) -> float:  # fmt: skip
-    """1.0 or 0.0."""
-    last = deque(re.finditer(pattern, response, re.IGNORECASE if ignore_case else 0), maxlen=1)
-    given = (last[0].group(1) or "").strip() if last else ""
-    if not given:
+    response: str,
+    answer: str,
+    *,
+    pattern: str = "",
+    compare: Literal["math", "text"] = "math",
+    ignore_case: bool = False,
+) -> float:
+    """Return 1.0 or 0.0."""
+    flags = re.IGNORECASE if ignore_case else 0
+    last = deque(re.finditer(pattern, response, flags), maxlen=1)
+    claimed = (last[0].group(1) or "").strip() if last else ""
+    if not claimed:
         return WRONG
     if compare == "math":
-        return 1.0 if equal(ground_truth(answer), given) else WRONG
+        return 1.0 if equal(ground_truth(answer), claimed) else WRONG
     true = answer.strip()
-    return 1.0 if (given.casefold() == true.casefold() if ignore_case else given == true) else WRONG
+    if ignore_case:
+        claimed, true = claimed.casefold(), true.casefold()
+    return 1.0 if claimed == true else WRONG
 
 
 def answer_refusal(answer: str, *, compare: str = "math", **_: object) -> str | None:
-    """A ground truth to compare with as mathematics has to hold an answer."""
+    """Return the reason why a ground truth cannot be compared as mathematics, or None."""
     return truth_refusal(answer) if compare == "math" else None
 
 
 def refusal(*, pattern: str = "", compare: str = "math", ignore_case: bool = False) -> str | None:
-    """A pattern with exactly one group has to be given."""
+    """Return the reason why the pattern cannot be used, or None."""
     if not pattern:
         return "needs options.pattern, a regular expression with one group around the answer"
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        return f"options.pattern={pattern}: is no regular expression: {error}"
-    return None if groups == 1 else f"options.pattern={pattern}: has {groups} groups; put one around the answer, (?:...) around the rest"
+        return f"options.pattern={pattern}: is not a regular expression: {error}"
+    if groups == 1:
+        return None
+    remedy = "use one group for the answer and (?:...) elsewhere"
+    return f"options.pattern={pattern}: has {groups} groups; {remedy}"

@@ -1,7 +1,7 @@
-"""The response goes in steps: a third for every mark of one, at most 1.0.
+"""Number of step markers in the response: 1/3 per marker, at most 1.0.
 
-Marks: `Step 3:`, `2.` at the beginning of a line, a bullet (`-`, `*`) on a new line, `First,`, `Second,`, `Next,`, `Finally,`.
-After MindSpeed-RL's verifier of this name.
+Markers are `Step 3:`, `2.` at the start of a line, a bullet (`-`, `*`) on a new line, `First,`,
+`Second,`, `Next,` and `Finally,`. It follows MindSpeed-RL's verifier of this name.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ _MARK = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", r
 
 
 def score(response: str, answer: str) -> float:
-    """0.0, 1/3, 2/3 or 1.0; the ground truth is not read."""
+    """Return 0.0, 1/3, 2/3 or 1.0; the ground truth is not used."""
     return min(1.0, len(_MARK.findall(response)) / 3)

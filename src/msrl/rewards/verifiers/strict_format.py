@@ -1,7 +1,9 @@
-"""The response is exactly one thought and one answer with one box in it: 1.0, else -0.5.
+r"""Format of exactly one thought and one answer with one box: 1.0, else -0.5.
 
-Each of the four tags and `\\boxed{` occurs once, in the order think, answer, box; the response starts with `<think>` and ends with
-`</answer>`, white space aside. After MindSpeed-RL's verifier of this name, where a timeout scored 0.0, better than a wrong form.
+Each of the four tags and `\boxed{` must occur once, in the order think, answer, box. The response
+must start with `<think>` and end with `</answer>`, apart from white space. It follows
+MindSpeed-RL's verifier of this name, where a timeout scores 0.0 and thus better than a wrong
+format.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ _ONCE = ("<think>", "</think>", "<answer>", BOX, "</answer>")
 
 
 def score(response: str, answer: str) -> float:
-    """1.0 or -0.5; the ground truth is not read."""
+    """Return 1.0 or -0.5; the ground truth is not used."""
     text = response.strip()
-    framed = text.startswith("<think>") and text.endswith("</answer>")
-    once = all(text.count(part) == 1 for part in _ONCE)
-    right = framed and once and in_order(text, _ONCE) and last_boxed(text) is not None
-    return 1.0 if right else WRONG
+    is_enclosed = text.startswith("<think>") and text.endswith("</answer>")
+    has_each_once = all(text.count(tag) == 1 for tag in _ONCE)
+    if not is_enclosed or not has_each_once:
+        return WRONG
+    return 1.0 if in_order(text, _ONCE) and last_boxed(text) is not None else WRONG

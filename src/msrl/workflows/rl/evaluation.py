@@ -1,7 +1,7 @@
-"""Evaluation while training with reinforcement: how many held-out prompts the policy answers right, and what it answers.
+"""Evaluation during RL training: accuracy of the policy on held-out prompts, and its answers.
 
-It has sampling and seeds of its own and leaves nothing behind in the engines: a run with it has the rollouts and losses of one without, to
-the bit. P prompts, n answers to each.
+The evaluation uses separate sampling settings and seeds and leaves no state in the engines:
+rollouts and losses of a run are bit-identical with and without it. P prompts, n answers per prompt.
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.worker_groups import EngineGroup
 from msrl.workflows.training.best import Best, best_state
 
-_SEED = 0x6576616C  # added to run.seed: another stream than the rollouts'
+_SEED = 0x6576616C  # added to run.seed, so that evaluations and rollouts have different streams
 
 
 class Evaluator:
-    """Evaluates as the `eval` section says. Its state is the best evaluation so far."""
+    """Evaluator of the `eval` section. Its state is the best evaluation so far."""
 
-    def __init__(self, job: RLSetup, engines: EngineGroup, scorer: Scorer, log: RolloutLog, state: Mapping[str, Any]) -> None:
-        """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
+    def __init__(
+        self,
+        job: RLSetup,
+        engines: EngineGroup,
+        scorer: Scorer,
+        log: RolloutLog,
+        state: Mapping[str, Any],
+    ) -> None:
+        """Start from `state()` of the checkpoint to resume from, or from an empty state."""
         self._job, self._engines, self._scorer, self._log = job, engines, scorer, log
         self._section = job.config.eval
         self._judge = judge(job.config)
@@ -43,75 +50,101 @@ class Evaluator:
         self.best, self._last_step = Best.of(state), None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold."""
+        """Return the state to save in a checkpoint."""
         return best_state(self.best)
 
     def at_start(self) -> StepReport:
-        """The report of step 0. There is no checkpoint of it, so it is never the best."""
-        return self._added(StepReport(0, {}))
+        """Evaluate and return the report of step 0.
+
+        Step 0 has no checkpoint, so it is never the best step.
+        """
+        return self._add_evaluation(StepReport(0, {}))
 
     def after(self, report: StepReport) -> StepReport:
-        """The report of a step, with an evaluation where one is due after it."""
+        """Return the report of a step, with an evaluation if one is due."""
         every = self._section.every_steps
         if every is None or (report.step % every and report.step != self._job.num_steps):
             return report
-        report = self._added(report)
+        report = self._add_evaluation(report)
         value = report.metrics.get("eval/pass@1", report.metrics["eval/reward"])
-        self.best, self._last_step = Best.after(self.best, report.step, value, is_loss=False), report.step
+        self.best = Best.after(self.best, report.step, value, is_loss=False)
+        self._last_step = report.step
         return report
 
     def must_save(self, step: int) -> bool:
-        """Whether a checkpoint of this step is wanted because it is the best."""
-        return self._job.config.checkpoint.keep_best and self.best is not None and self.best.step == step
+        """Return True if a checkpoint of this step is required because it is the best one."""
+        keep_best = self._job.config.checkpoint.keep_best
+        return keep_best and self.best is not None and self.best.step == step
 
     def ends_with(self, step: int) -> bool:
-        """Whether the evaluation after this step, if there was one, was one too many without a new best; that is said."""
+        """Return True and print the reason if early stopping ends the run after this step."""
         patience, best = self._section.patience, self.best
         if patience is None or best is None or self._last_step != step or best.since < patience:
             return False
-        print(f"ended early: {best.since} evaluations without a better one than {best.value:.4f} of step {best.step}", file=sys.stderr)
+        print(
+            f"Stopped early after step {step}: {best.since} evaluations "
+            f"without improvement over {best.value:.4f} of step {best.step}",
+            file=sys.stderr,
+        )
         return True
 
-    def _added(self, report: StepReport) -> StepReport:
-        started = time.perf_counter()
-        scores = self._all_scored(report.step)
+    def _add_evaluation(self, report: StepReport) -> StepReport:
+        start = time.perf_counter()
+        scores = self._score_all(report.step)
         self._engines.forget_prompts()
         groups = scores.groups
         verdicts = [self._judge.verdicts(group) for group in groups]
         self._log.write_evaluation(report.step, groups, verdicts)
         metrics = {f"eval/{name}": value for name, value in _metrics(scores, verdicts).items()}
-        seconds = {**report.seconds, "eval": time.perf_counter() - started}
+        seconds = {**report.seconds, "eval": time.perf_counter() - start}
         notes = tuple(f"evaluation: {note}" for note in scores.notes)
-        return replace(report, metrics={**report.metrics, **metrics}, seconds=seconds, notes=(*report.notes, *notes))
+        return replace(
+            report,
+            metrics={**report.metrics, **metrics},
+            seconds=seconds,
+            notes=(*report.notes, *notes),
+        )
 
     @property
-    def _prompts_at_once(self) -> int:
-        """As many as make no more answers than a step has, so that they take no longer than cluster.rpc_timeout_s allows for a step."""
-        engines = self._job.config.rollout.engine.dp
-        return max(engines, samples_per_step(self._job.config) // self._section.samples_per_prompt)
+    def _batch_size(self) -> int:
+        """Number of prompts per batch.
 
-    def _all_scored(self, step: int) -> Scores:
-        """Answer and score all prompts. Raises RewardSourceError when a source gives no score at all."""
+        A batch has at most as many answers as a step has samples, so that it meets the
+        cluster.rpc_timeout_s of a step.
+        """
+        engines = self._job.config.rollout.engine.dp
+        num_prompts = samples_per_step(self._job.config) // self._section.samples_per_prompt
+        return max(engines, num_prompts)
+
+    def _score_all(self, step: int) -> Scores:
+        """Answer and score all prompts.
+
+        Raises:
+            RewardSourceError: A source returned no score at all.
+        """
         scores, where = Scores((), {}, ()), f"the evaluation of step {step}"
-        for start in range(0, len(self._job.eval_prompts), self._prompts_at_once):
-            scores = scores.joined(self._scored(start, step))
-            scores.require_scores(where, only_stopped=True)  # later parts may have other rows, unless calls take all the time
+        for start in range(0, len(self._job.eval_prompts), self._batch_size):
+            scores = scores.joined(self._score_batch(start, step))
+            # A source may still score rows of later batches, so stop early only if its calls are
+            # being skipped.
+            scores.require_scores(where, only_stopped=True)
         scores.require_scores(where)
         return scores
 
-    def _scored(self, start: int, step: int) -> Scores:
-        prompts = self._job.eval_prompts[start : start + self._prompts_at_once]
-        return self._scorer.score(self._engines.generate(prompts, self._sampling, policy_version=step))
+    def _score_batch(self, start: int, step: int) -> Scores:
+        prompts = self._job.eval_prompts[start : start + self._batch_size]
+        groups = self._engines.generate(prompts, self._sampling, policy_version=step)
+        return self._scorer.score(groups)
 
 
 def judge(config: Config) -> Judge:
-    """What tells right from wrong in this configuration."""
+    """Return the judge of right and wrong answers of a configuration."""
     sources = tuple(Source.of(section) for section in config.reward.sources)
     return Judge(sources, config.eval.source, config.eval.right_from)
 
 
 def eval_sampling(config: Config, rollouts: SamplingParams) -> SamplingParams:
-    """How held-out prompts are answered; what ends an answer of a rollout by the template ends these too."""
+    """Return the sampling of held-out prompts, with the rollouts' stop token ids."""
     sampling = config.eval.sampling
     return SamplingParams(
         max_tokens=eval_response_tokens(config),
@@ -127,11 +160,11 @@ def eval_sampling(config: Config, rollouts: SamplingParams) -> SamplingParams:
 
 
 def _metrics(scores: Scores, verdicts: Sequence[Sequence[bool] | None]) -> dict[str, float]:
-    """What an evaluation logs, but for its prefix."""
+    """Return the metrics of an evaluation without their prefix."""
     groups, lengths = scores.groups, length_matrix(scores.groups)
     return {
         **_accuracies(verdicts),
-        **_by_tag(groups, verdicts),
+        **_accuracies_by_tag(groups, verdicts),
         "reward": float(reward_matrix(groups).mean()),
         **{f"score/{name}": value for name, value in scores.means().items()},
         **{f"failed/{name}": float(count) for name, count in scores.failures.items()},
@@ -141,23 +174,32 @@ def _metrics(scores: Scores, verdicts: Sequence[Sequence[bool] | None]) -> dict[
 
 
 def _accuracies(verdicts: Sequence[Sequence[bool] | None]) -> dict[str, float]:
-    """pass@k of the prompts on which a source decides, and mean@n under that name; nothing where it decides on none."""
-    decided = np.array([verdict for verdict in verdicts if verdict is not None], dtype=np.int64)  # [P, n]
+    """Return pass@k and mean@n over the prompts on which a source decides."""
+    decided = np.array([row for row in verdicts if row is not None], dtype=np.int64)  # [P, n]
     if not decided.size:
         return {}
     count = decided.shape[1]
-    found = {f"pass@{k}": float(pass_at_k(decided.sum(axis=1), count, k).mean()) for k in depths(count)}
-    mean = {f"mean@{count}": float(decided.mean())} if count > 1 else {}
-    undecided = {"undecided": float(len(verdicts) - len(decided))} if len(decided) < len(verdicts) else {}
-    return found | mean | undecided
+    num_right = decided.sum(axis=1)
+    metrics = {f"pass@{k}": float(pass_at_k(num_right, count, k).mean()) for k in depths(count)}
+    if count > 1:
+        metrics[f"mean@{count}"] = float(decided.mean())
+    if len(decided) < len(verdicts):
+        metrics["undecided"] = float(len(verdicts) - len(decided))
+    return metrics
 
 
-def _by_tag(groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]) -> dict[str, float]:
-    """pass@1 of the rows of every tag, where there are several."""
-    tagged = defaultdict[str, list[Sequence[bool] | None]](list)
+def _accuracies_by_tag(
+    groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]
+) -> dict[str, float]:
+    """Return pass@1 of the rows of each tag; empty if there is only one tag."""
+    by_tag = defaultdict[str, list[Sequence[bool] | None]](list)
     for group, verdict in zip(groups, verdicts, strict=True):
-        tagged[group.rollout.prompt.extra.get(TAG, "untagged")].append(verdict)
-    if len(tagged) < 2:
+        by_tag[group.rollout.prompt.extra.get(TAG, "untagged")].append(verdict)
+    if len(by_tag) < 2:
         return {}
-    means = {tag: _accuracies(mine).get("pass@1") for tag, mine in sorted(tagged.items())}
-    return {f"pass@1/{tag}": value for tag, value in means.items() if value is not None}
+    metrics: dict[str, float] = {}
+    for tag in sorted(by_tag):
+        accuracies = _accuracies(by_tag[tag])
+        if "pass@1" in accuracies:
+            metrics[f"pass@1/{tag}"] = accuracies["pass@1"]
+    return metrics

@@ -1,4 +1,4 @@
-"""Rollouts and evaluations as JSONL, a file per step: what was asked and answered, as text and as the engine's tokens, and its scores."""
+"""JSONL files of rollouts and evaluations: prompts, responses, engine tokens and scores."""
 
 from __future__ import annotations
 
@@ -14,33 +14,54 @@ from msrl.types import ScoredGroup, TrainingSample
 
 
 class RolloutLog:
-    """Writes `rollouts/step_000001.jsonl` and so on, and `eval/...`, into the folder of a run; each file becomes visible whole."""
+    """Writer of `rollouts/step_000001.jsonl` and so on, and `eval/...`, in the folder of a run.
+
+    Each file appears atomically. With `is_on` False, nothing is written.
+    """
 
     def __init__(self, run_dir: Path, tokenizer: TextTokenizer, *, is_on: bool) -> None:
         self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
 
     def write(
-        self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainingSample], left_out: Sequence[ScoredGroup] = ()
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        samples: Sequence[TrainingSample],
+        dropped_groups: Sequence[ScoredGroup] = (),
     ) -> None:
-        """`samples` are those of the groups' completions, in order; groups that were `left_out` have none, and come last."""
-        if not self._is_on:
-            return
-        rows = [
-            {
-                **row,
-                "advantage": float(sample.advantages.mean(dtype=np.float64)) if len(sample.advantages) else 0.0,
-                "is_learnt": sample.is_trained,
-            }
-            for row, sample in zip(self._rows(groups), samples, strict=True)
-        ]
-        self._write("rollouts", step, [*rows, *[{**row, "advantage": 0.0, "is_learnt": False} for row in self._rows(left_out)]])
+        """Write the rollouts of a step.
 
-    def write_evaluation(self, step: int, groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]) -> None:
-        """`verdicts` of every group say which of its answers are right; None where nothing tells."""
+        `samples` holds one sample per completion of `groups`, in order. Rows of `dropped_groups`
+        come last and have no sample.
+        """
         if not self._is_on:
             return
-        flat = [right for group, found in zip(groups, verdicts, strict=True) for right in found or [None] * len(group.rewards)]
-        self._write("eval", step, [{**row, "is_right": right} for row, right in zip(self._rows(groups), flat, strict=True)])
+        rows: list[dict[str, object]] = []
+        for row, sample in zip(self._rows(groups), samples, strict=True):
+            advantages = sample.advantages
+            mean = float(advantages.mean(dtype=np.float64)) if len(advantages) else 0.0
+            rows.append({**row, "advantage": mean, "is_learnt": sample.is_trained})
+        for row in self._rows(dropped_groups):
+            rows.append({**row, "advantage": 0.0, "is_learnt": False})
+        self._write("rollouts", step, rows)
+
+    def write_evaluation(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        verdicts: Sequence[Sequence[bool] | None],
+    ) -> None:
+        """Write an evaluation.
+
+        `verdicts` holds for each group whether its answers are right, or None if no source decides.
+        """
+        if not self._is_on:
+            return
+        flat: list[bool | None] = []
+        for group, verdict in zip(groups, verdicts, strict=True):
+            flat += verdict or [None] * len(group.rewards)
+        pairs = zip(self._rows(groups), flat, strict=True)
+        self._write("eval", step, [{**row, "is_right": right} for row, right in pairs])
 
     def _write(self, folder: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         (self._run_dir / folder).mkdir(exist_ok=True)
@@ -48,14 +69,16 @@ class RolloutLog:
         write_text(self._run_dir / folder / f"step_{step:06d}.jsonl", lines)
 
     def _rows(self, groups: Sequence[ScoredGroup]) -> list[dict[str, object]]:
-        return [self._row(group, number) for group in groups for number in range(len(group.rewards))]
+        return [self._row(group, c) for group in groups for c in range(len(group.rewards))]
 
-    def _row(self, group: ScoredGroup, number: int) -> dict[str, object]:
-        prompt, completion, reward = group.rollout.prompt, group.rollout.completions[number], group.rewards[number]
+    def _row(self, group: ScoredGroup, c: int) -> dict[str, object]:
+        prompt, completion = group.rollout.prompt, group.rollout.completions[c]
+        reward = group.rewards[c]
+        prompt_ids = prompt.token_ids.tolist()
         return {
             "prompt_index": prompt.index,
-            "prompt": self._tokenizer.backend.decode(prompt.token_ids.tolist(), skip_special_tokens=False),
-            "prompt_ids": prompt.token_ids.tolist(),
+            "prompt": self._tokenizer.backend.decode(prompt_ids, skip_special_tokens=False),
+            "prompt_ids": prompt_ids,
             "response": completion.text,
             "response_ids": completion.token_ids.tolist(),
             "logprobs": [round(float(value), 6) for value in completion.logprobs],

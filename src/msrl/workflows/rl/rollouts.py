@@ -1,4 +1,4 @@
-"""What a step of GRPO learns from: prompts in their order, answered and scored; where groups teach nothing, more of them are asked."""
+"""Rollouts of GRPO steps: generation, scoring, group filter and refill. P prompts."""
 
 from __future__ import annotations
 
@@ -20,83 +20,126 @@ from msrl.workflows.rl.worker_groups import EngineGroup
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """`scores` are those of all that was generated. `learnt` are the groups of the step, always as many as it has prompts: where too few
-    teach something, others stand in, which `teaching_groups` keeps out of the updates. `left_out` are the rest.
+    """Rollouts of one step.
+
+    Attributes:
+        scores: Scores of all generated groups.
+        train_groups: Groups of the step, always as many as it has prompts. If too few groups are
+            informative, uninformative ones fill it up, and the update masks them.
+        dropped_groups: All other groups.
+        metrics: Metrics of the filter.
     """
 
     scores: Scores
-    learnt: tuple[ScoredGroup, ...]
-    left_out: tuple[ScoredGroup, ...]
+    train_groups: tuple[ScoredGroup, ...]
+    dropped_groups: tuple[ScoredGroup, ...]
     metrics: Mapping[str, float]
 
 
 class Rollouts:
-    """Generates and scores the groups of one step after the other. Its state is how many prompts were taken so far."""
+    """Generator of the scored groups of each step. Its state is the number of used prompts."""
 
-    def __init__(self, job: RLSetup, engines: EngineGroup, scorer: Scorer, state: Mapping[str, Any]) -> None:
-        """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
+    def __init__(
+        self, job: RLSetup, engines: EngineGroup, scorer: Scorer, state: Mapping[str, Any]
+    ) -> None:
+        """Start from `state()` of the checkpoint to resume from, or from an empty state."""
         self._job, self._engines, self._scorer = job, engines, scorer
-        self._wanted, self._filter = job.config.rollout.prompts_per_step, job.config.rollout.filter
-        self._taken = int(state.get("prompts_taken", job.start_step * self._wanted))
+        self._num_groups = job.config.rollout.prompts_per_step
+        self._filter = job.config.rollout.filter
+        num_used = state.get("prompts_taken", job.start_step * self._num_groups)
+        self._num_used_prompts = int(num_used)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold."""
-        return {"prompts_taken": self._taken}
+        """Return the state to save in a checkpoint."""
+        return {"prompts_taken": self._num_used_prompts}
 
-    def of_step(self, step: int, clock: Clock) -> StepRollouts:
-        """As many groups as a step has prompts; with `rollout.filter.refill` such that teach something, as far as they can be had."""
-        prompts = self._job.prompts.after(self._taken, self._wanted)
-        self._taken += self._wanted
-        scores, num_refills, limit = self._scored(prompts, step, clock), 0, self._filter.max_refills
-        scores.require_scores(f"step {step + 1}")  # before a refill, which would ask for ever more prompts
-        while (limit is None or num_refills < limit) and (prompts := self._others(scores.groups)):
-            scores, num_refills = scores.joined(self._scored(prompts, step, clock)), num_refills + 1
-            scores.require_scores(f"step {step + 1}")
-        return self._chosen(scores, num_refills)
+    def generate(self, step: int, clock: Clock) -> StepRollouts:
+        """Return the rollouts of a step.
 
-    def _others(self, groups: Sequence[ScoredGroup]) -> list[Prompt]:
-        """The prompts of a refill: the next ones that this step has not had, likely enough by what it has seen. None where none is needed.
-
-        A prompt that was asked twice would be answered alike: its answers are drawn from the run's seed and the step.
+        With `rollout.filter.refill`, more prompts are sampled until enough groups are informative
+        or a limit is reached.
         """
-        kept = int(select_informative(self._filter, groups).sum())
-        if not self._filter.refill or kept >= self._wanted:
-            return []
-        likely = -(-(self._wanted - kept) * len(groups) // max(kept, 1))
-        had = {group.rollout.prompt.index for group in groups}
-        count = min(min(likely, self._wanted) + self._filter.extra_prompts, len(self._job.prompts.rows) - len(had))
-        found: list[Prompt] = []
-        while len(found) < count:
-            (prompt,) = self._job.prompts.after(self._taken, 1)
-            self._taken += 1
-            if prompt.index not in had:
-                had.add(prompt.index)
-                found.append(prompt)
-        return found
+        prompts = self._next_prompts(self._num_groups)
+        scores = self._generate_scores(prompts, step, clock)
+        # Check before a refill, which would otherwise sample more and more prompts.
+        scores.require_scores(f"step {step + 1}")
+        num_refills, max_refills = 0, self._filter.max_refills
+        while max_refills is None or num_refills < max_refills:
+            prompts = self._refill_prompts(scores.groups)
+            if not prompts:
+                break
+            scores = scores.joined(self._generate_scores(prompts, step, clock))
+            num_refills += 1
+            scores.require_scores(f"step {step + 1}")
+        return self._select_groups(scores, num_refills)
 
-    def _scored(self, prompts: Sequence[Prompt], step: int, clock: Clock) -> Scores:
+    def _next_prompts(self, count: int) -> Sequence[Prompt]:
+        prompts = self._job.prompts.after(self._num_used_prompts, count)
+        self._num_used_prompts += count
+        return prompts
+
+    def _refill_prompts(self, groups: Sequence[ScoredGroup]) -> list[Prompt]:
+        """Return unused prompts to sample if too few groups are informative.
+
+        Their number is estimated from the share of informative groups so far. A prompt is used only
+        once per step, because its responses are drawn from the run's seed and the step and would be
+        the same again.
+        """
+        num_informative = int(select_informative(self._filter, groups).sum())
+        if not self._filter.refill or num_informative >= self._num_groups:
+            return []
+        missing = self._num_groups - num_informative
+        expected = -(-missing * len(groups) // max(num_informative, 1))
+        used = {group.rollout.prompt.index for group in groups}
+        count = min(expected, self._num_groups) + self._filter.extra_prompts
+        count = min(count, len(self._job.prompts.rows) - len(used))
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            (prompt,) = self._next_prompts(1)
+            if prompt.index not in used:
+                used.add(prompt.index)
+                prompts.append(prompt)
+        return prompts
+
+    def _generate_scores(self, prompts: Sequence[Prompt], step: int, clock: Clock) -> Scores:
         with clock("rollout"):
             groups = self._engines.generate(prompts, self._job.sampling, policy_version=step)
         with clock("reward"):
             return self._scorer.score(groups)
 
-    def _chosen(self, scores: Scores, num_refills: int) -> StepRollouts:
-        """The first groups that teach something, then the first of the others, in the order of their prompts."""
-        teaches = select_informative(self._filter, scores.groups)
-        order = np.concatenate([np.flatnonzero(teaches), np.flatnonzero(~teaches)])
-        mine = frozenset(order[: self._wanted].tolist())
-        groups = [[group for number, group in enumerate(scores.groups) if (number in mine) is wanted] for wanted in (True, False)]
-        missing = max(self._wanted - int(teaches.sum()), 0)
+    def _select_groups(self, scores: Scores, num_refills: int) -> StepRollouts:
+        """Select the first informative groups, then uninformative ones, in the order of prompts."""
+        informative = select_informative(self._filter, scores.groups)
+        order = np.concatenate([np.flatnonzero(informative), np.flatnonzero(~informative)])
+        selected = sorted(order[: self._num_groups].tolist())
+        dropped = sorted(order[self._num_groups :].tolist())
+        missing = max(self._num_groups - int(informative.sum()), 0)
+        if missing and self._filter.refill:
+            note = _missing_note(informative, num_refills)
+            scores = replace(scores, notes=(*scores.notes, note))
         metrics: dict[str, float] = {}
         if self._filter.kind != "none":
-            metrics = {"prompts": len(teaches), "teaching": float(teaches.mean()), "refills": num_refills, "missing": missing}
-        if missing and self._filter.refill:
-            found = f"{int(teaches.sum())} of {len(teaches)} groups teach something after {num_refills} refills"
-            learns = "learns from fewer" if teaches.any() else "learns nothing"
-            scores = replace(scores, notes=(*scores.notes, f"rollout.filter: {found}; the step {learns}"))
-        return StepRollouts(scores, tuple(groups[0]), tuple(groups[1]), {f"rollout/{name}": float(v) for name, v in metrics.items()})
+            metrics = {
+                "rollout/prompts": float(len(informative)),
+                "rollout/teaching": float(informative.mean()),
+                "rollout/refills": float(num_refills),
+                "rollout/missing": float(missing),
+            }
+        train_groups = tuple(scores.groups[number] for number in selected)
+        dropped_groups = tuple(scores.groups[number] for number in dropped)
+        return StepRollouts(scores, train_groups, dropped_groups, metrics)
+
+
+def _missing_note(informative: Flags, num_refills: int) -> str:
+    """Return the note of a step with too few informative groups."""
+    counts = f"{int(informative.sum())} of {len(informative)} groups"
+    effect = "trains on fewer groups" if informative.any() else "has nothing to train on"
+    return (
+        f"rollout.filter: {counts} are informative after {num_refills} refills; the step {effect}"
+    )
 
 
 def select_informative(section: FilterConfig, groups: Sequence[ScoredGroup]) -> Flags:  # [P]
-    """Which groups `rollout.filter` leaves in."""
-    return informative_groups(score_matrix(groups, section.source), section.kind, section.low, section.high)
+    """Return the groups that pass `rollout.filter`."""
+    scores = score_matrix(groups, section.source)
+    return informative_groups(scores, section.kind, section.low, section.high)

@@ -1,4 +1,4 @@
-"""How a GRPO step is timed and reported."""
+"""Timing and metrics of a GRPO step."""
 
 from __future__ import annotations
 
@@ -21,29 +21,33 @@ class Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[stage] += time.perf_counter() - started
+            self.seconds[stage] += time.perf_counter() - start
 
 
-def report_of(scores: Scores, trained: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a step."""
+def step_metrics(
+    scores: Scores, train_metrics: Mapping[str, float], seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the metrics of a step."""
     groups = scores.groups
-    totals, lengths = reward_matrix(groups), length_matrix(groups)
-    num_tokens = int(lengths.sum()) + sum(len(g.rollout.prompt.token_ids) * len(g.rewards) for g in groups)
-    by_source = {f"reward/{name}": mean for name, mean in scores.means().items()}
+    rewards, lengths = reward_matrix(groups), length_matrix(groups)
+    num_response_tokens = int(lengths.sum())
+    num_prompt_tokens = sum(len(g.rollout.prompt.token_ids) * len(g.rewards) for g in groups)
+    num_tokens = num_response_tokens + num_prompt_tokens
+    failures = scores.failures.items()
     return {
-        "reward/mean": float(totals.mean()),
-        "reward/std": float(totals.std()),
-        "reward/equal_groups": float((np.ptp(totals, axis=1) == 0).mean()),
-        **by_source,
-        **{f"reward/failed/{name}": float(count) for name, count in scores.failures.items()},
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/equal_groups": float((np.ptp(rewards, axis=1) == 0).mean()),
+        **{f"reward/{name}": mean for name, mean in scores.means().items()},
+        **{f"reward/failed/{name}": float(count) for name, count in failures},
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(truncated_matrix(groups).mean()),
-        "rollout/tokens_per_s": float(lengths.sum()) / max(seconds["rollout"], 1e-9),
-        **{f"train/{name}": value for name, value in trained.items()},
+        "rollout/tokens_per_s": num_response_tokens / max(seconds["rollout"], 1e-9),
+        **{f"train/{name}": value for name, value in train_metrics.items()},
         "perf/tokens_per_s": num_tokens / max(sum(seconds.values()), 1e-9),
     }
