@@ -1,1 +1,1 @@
-"""Benchmarks of msrl and its peers on the same inputs; see `__main__.py`."""
+"""Ours beside the peers, in turn, on the same inputs: `nox -s bench -- [NAME...]`. See __main__.py."""

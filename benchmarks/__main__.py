@@ -1,9 +1,8 @@
-"""Benchmarks of msrl and its peers: `nox -s bench -- [NAME...] [--rounds N] [--write]`.
+"""`nox -s bench -- [NAME...] [--rounds N] [--write]`: ours and the peers' in turn, medians and their ratios as a table.
 
-msrl and the peers run in alternation; the result is a table of medians and ratios. The load of the
-machine affects all figures, so compare the ratios. The peers' scripts and the script that creates
-their inputs are in `../shared/bench` (or `--scripts`). The nox session creates the peers'
-environment. The benchmark `device` needs none of them (see `device.py`).
+The peers' scripts and their inputs' maker stand in `../shared/bench` (or `--scripts`); their environment is made by the nox session.
+Figures are of this machine as busy as it is: the ratio is what counts, since both sides run in turn.
+`device` stands apart: it needs none of that (see `device.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks import device
-from benchmarks.cases import CASES, ROOT, Bench, Case, Method, Sample
+from benchmarks.cases import CASES, ROOT, Bench, Case, Sample, Way
 from benchmarks.measure import BenchError, quiet_environment, timed
 
 RESULTS = ROOT / "benchmarks" / "results.md"
-HEAD = ("| work | ours | peer | ratio | goal | reached |", "|---|---|---|---|---|---|")
+HEAD = ("| work | ours | peer | ratio | asked for | reached |", "|---|---|---|---|---|---|")
 Samples = Mapping[str, Sequence[Sample]]
 
 
@@ -39,9 +38,9 @@ def main() -> int:
     rows: list[str] = []
     details: list[str] = []
     failed = False
-    for case in selected_cases(args.names):
+    for case in chosen(args.names):
         try:
-            samples = measure(case, bench, args.rounds)
+            samples = measured(case, bench, args.rounds)
         except BenchError as error:
             failed = True
             print(f"{case.name}: {error}", file=sys.stderr)
@@ -58,79 +57,72 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s bench --", description=__doc__)
     known = [case.name for case in CASES]
-    names = ", ".join(known)
-    names_help = (
-        f"Names or prefixes of benchmarks (default: all): {names}. `device` has its own options."
-    )
-    parser.add_argument("names", nargs="*", help=names_help)
+    which = f"benchmarks, by name or its beginning (default: all): {', '.join(known)}; or `device`, which has options of its own"
+    parser.add_argument("names", nargs="*", help=which)
     parser.add_argument(
-        "--rounds", type=int, default=3, help="Number of alternating rounds (default: 3)."
+        "--rounds", type=int, default=3, help="times that each side runs, in turn (default: 3)"
     )
     parser.add_argument(
-        "--write",
-        action="store_true",
-        help=f"Also write the results to {RESULTS.relative_to(ROOT)}.",
+        "--write", action="store_true", help=f"also write {RESULTS.relative_to(ROOT)}"
     )
     parser.add_argument(
         "--scripts",
         type=Path,
         default=ROOT / "../shared/bench",
-        help="Folder of the peers' scripts (default: %(default)s).",
+        help="folder of the peers' scripts",
     )
     parser.add_argument(
         "--peers",
         type=Path,
         default=ROOT / ".nox" / "peers",
-        help="Virtual environment of the peers (default: %(default)s).",
+        help="virtual environment of the peers",
     )
     inputs = Path(os.environ.get("MSRL_BENCH_INPUTS", ROOT / ".nox" / "bench_inputs"))
     parser.add_argument(
-        "--inputs",
-        type=Path,
-        default=inputs,
-        help="Folder of the inputs, created if absent (default: %(default)s).",
+        "--inputs", type=Path, default=inputs, help="folder of the inputs; made where it is absent"
     )
     args = parser.parse_args()
     args.scripts, args.inputs = args.scripts.resolve(), args.inputs.resolve()
     for name in args.names:
-        if not any(benchmark.startswith(name) for benchmark in known):
-            parser.error(f"{name!r}: no benchmark has this prefix. Choose from {names}.")
+        if not any(one.startswith(name) for one in known):
+            parser.error(f"no benchmark begins with {name!r}; there are {', '.join(known)}")
     if args.rounds < 1:
         parser.error("--rounds must be 1 or more")
     return args
 
 
-def selected_cases(names: Sequence[str]) -> list[Case]:
-    if not names:
-        return list(CASES)
-    return [case for case in CASES if case.name.startswith(tuple(names))]
+def chosen(names: Sequence[str]) -> list[Case]:
+    return [
+        case for case in CASES if not names or any(case.name.startswith(name) for name in names)
+    ]
 
 
 def make_inputs(bench: Bench) -> None:
-    """Create the shared inputs with the peers' script, unless they exist."""
+    """Makes the shared inputs with the peers' own script, unless they are there."""
     if not (bench.scripts / "make_inputs.py").exists():
         raise BenchError(
-            f"{bench.scripts}: no peers' scripts there. Specify their folder with --scripts."
+            f"{bench.scripts}: the peers' scripts are not here; name their folder with --scripts"
         )
     if not (bench.inputs / "qwen3_06b" / "model.safetensors").exists():
-        log("creating the inputs")
-        command = [bench.peers_python, bench.scripts / "make_inputs.py", bench.inputs]
-        timed(command, environment=quiet_environment(), cwd=ROOT)
+        say("making the inputs")
+        maker = [bench.peers_python, bench.scripts / "make_inputs.py", bench.inputs]
+        timed(maker, environment=quiet_environment(), cwd=ROOT)
     bench.work.mkdir(exist_ok=True)
 
 
-def measure(case: Case, bench: Bench, rounds: int) -> dict[str, list[Sample]]:
-    """Return the samples of msrl and of each peer, one per round."""
-    log(f"{case.name}: preparing")
+def measured(case: Case, bench: Bench, rounds: int) -> dict[str, list[Sample]]:
+    """The samples of ours and of each peer, one of each per round."""
+    say(f"{case.name}: preparing")
     case.prepare(bench)
-    methods: dict[str, Method] = {"ours": case.ours, **case.peers}
-    samples: dict[str, list[Sample]] = {name: [] for name in methods}
+    ways: dict[str, Way] = {"ours": case.ours, **case.peers}
+    samples: dict[str, list[Sample]] = {name: [] for name in ways}
     for number in range(1, rounds + 1):
-        for name, method in methods.items():
-            sample = method(bench)
+        for name, way in ways.items():
+            sample = way(bench)
             samples[name].append(sample)
-            result = f"{name} {figure(sample.value)} {case.unit}"
-            log(f"{case.name}: round {number} of {rounds}: {result}")
+            say(
+                f"{case.name}: round {number} of {rounds}: {name} {figure(sample.value)} {case.unit}"
+            )
     return samples
 
 
@@ -141,33 +133,35 @@ def table_rows(case: Case, samples: Samples) -> list[str]:
 
 
 def table_row(case: Case, peer: str, ours: float, theirs: float) -> str:
-    """Return a table row with the ratio ours / peer (lower is better for seconds)."""
+    """A row of the table: `ratio` is ours / peer, so that less is better for seconds, more for rates."""
     ratio = ours / theirs
     goal = case.goals.get(peer)
+    asked = "" if goal is None else f"{'at least' if case.higher_is_better else 'at most'} {goal:g}"
+    reached = (
+        ""
+        if goal is None
+        else ("yes" if (ratio >= goal if case.higher_is_better else ratio <= goal) else "**no**")
+    )
     figures = f"{figure(ours)} {case.unit} | {peer} {figure(theirs)} {case.unit} | {ratio:.2f}"
-    if goal is None:
-        return f"| {case.work} | {figures} |  |  |"
-    bound = "at least" if case.higher_is_better else "at most"
-    is_reached = ratio >= goal if case.higher_is_better else ratio <= goal
-    return f"| {case.work} | {figures} | {bound} {goal:g} | {'yes' if is_reached else '**no**'} |"
+    return f"| {case.work} | {figures} | {asked} | {reached} |"
 
 
 def detail_lines(case: Case, samples: Samples) -> list[str]:
-    """Return lines with every sample and with the medians of the additional figures."""
-    lines: list[str] = []
-    for name, values in samples.items():
-        figures = ", ".join(figure(sample.value) for sample in values)
-        lines.append(f"- {case.name}, {name}: {figures} {case.unit}")
-    for name, values in samples.items():
-        medians = [f"{key} {figure(median_of_extra(values, key))}" for key in values[0].extra]
-        if medians:
-            lines.append(f"- {case.name}, {name}, also: {', '.join(medians)}")
+    """Every sample, and the medians of the further figures of ours."""
+    lines = [
+        f"- {case.name}, {name}: {', '.join(figure(s.value) for s in taken)} {case.unit}"
+        for name, taken in samples.items()
+    ]
+    for name, taken in samples.items():
+        more = {
+            key: statistics.median(s.more[key] for s in taken if key in s.more)
+            for key in taken[0].more
+        }
+        if more:
+            lines.append(
+                f"- {case.name}, {name} besides: {', '.join(f'{key} {figure(value)}' for key, value in more.items())}"
+            )
     return lines
-
-
-def median_of_extra(samples: Sequence[Sample], key: str) -> float:
-    """Return the median of an additional figure over the samples that have it."""
-    return statistics.median(sample.extra[key] for sample in samples if key in sample.extra)
 
 
 def preamble(rounds: int) -> list[str]:
@@ -188,7 +182,7 @@ def median(samples: Sequence[Sample]) -> float:
 
 
 def figure(value: float) -> str:
-    """Format a number with three significant digits and without an exponent.
+    """Three significant digits, without an exponent.
 
     >>> figure(0.50321), figure(1234.5), figure(11.26)
     ('0.503', '1,234', '11.3')
@@ -196,7 +190,7 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def log(line: str) -> None:
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

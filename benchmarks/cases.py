@@ -1,4 +1,4 @@
-"""Benchmark cases: how msrl and each peer do the same work, and the goal for their ratio."""
+"""What is measured: for each piece of work, ours and the peers' ways to do it, and the ratio that is asked for."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from benchmarks.measure import Finished, quiet_environment, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_STEPS = 4
-# The peer's script expects a folder with the name qwen3_06b.
-MEDIUM, SMALL, LARGE = "qwen3_06b", "small/qwen3_06b", "large_8gb"
+MEDIUM, SMALL, LARGE = (
+    "qwen3_06b",
+    "small/qwen3_06b",
+    "large_8gb",
+)  # the peer's script looks for a folder of this name
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Paths of the peers' scripts and Python, of the inputs, and of msrl's output (`work`)."""
+    """Where everything is: the peers' scripts and their Python, the inputs, and what ours writes."""
 
     scripts: Path
     peers_python: Path
@@ -32,7 +35,7 @@ class Bench:
         return self.inputs / "ours"
 
     def msrl(self, *args: str | Path) -> Finished:
-        """Run the msrl command of this Python environment."""
+        """Runs the command that is installed beside this Python."""
         return timed(
             [Path(sys.executable).with_name("msrl"), *args],
             environment=quiet_environment(),
@@ -40,84 +43,90 @@ class Bench:
         )
 
     def peer(self, script: str, *args: str) -> tuple[Finished, Mapping[str, float]]:
-        """Run a peer's script, and also return the numbers of its last line, which is JSON."""
+        """Runs a peer's script; also returns the numbers of the JSON line that it prints last."""
         command = [self.peers_python, self.scripts / script, self.inputs, *args]
-        process = timed(command, environment=quiet_environment(), cwd=self.inputs)
-        return process, json.loads(process.stdout.strip().splitlines()[-1])
+        done = timed(command, environment=quiet_environment(), cwd=self.inputs)
+        return done, json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: the compared figure and additional figures by name."""
+    """One measurement: the figure that is compared, and others worth telling."""
 
     value: float
-    extra: Mapping[str, float] = field(default_factory=dict)
+    more: Mapping[str, float] = field(default_factory=dict)
 
 
-Method = Callable[[Bench], Sample]
+Way = Callable[[Bench], Sample]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Work to measure.
-
-    `goals` are upper bounds of the ratio ours / peer, or lower bounds if `higher_is_better`.
-    """
+    """A piece of work. `goals` bound the ratio ours / peer by peer: at most, or with `higher_is_better` at least."""
 
     name: str
     work: str
     unit: str
-    ours: Method
-    peers: Mapping[str, Method]
+    ours: Way
+    peers: Mapping[str, Way]
     goals: Mapping[str, float]
     prepare: Callable[[Bench], None]
     higher_is_better: bool = False
 
 
-def convert(source: str) -> Method:
-    """Return a method that converts a checkpoint of the inputs with TP 2, without verification."""
+def convert(source: str) -> Way:
+    """Converts a checkpoint among the inputs at TP 2, without verifying it."""
 
-    def method(bench: Bench) -> Sample:
+    def way(bench: Bench) -> Sample:
         target = bench.work / "convert"
         shutil.rmtree(target, ignore_errors=True)
-        files = ("--load", bench.inputs / source, "--save", target)
-        process = bench.msrl("convert-ckpt", "hf2mcore", *files, "--tp", "2", "--no-verify")
+        done = bench.msrl(
+            "convert-ckpt",
+            "hf2mcore",
+            "--load",
+            bench.inputs / source,
+            "--save",
+            target,
+            "--tp",
+            "2",
+            "--no-verify",
+        )
         shutil.rmtree(target)
-        return process_sample(process)
+        return whole_process(done)
 
-    return method
+    return way
 
 
 def plain_copy(bench: Bench) -> Sample:
-    """Measure `cp` of the same files, the limit that the disk sets."""
+    """What the disk takes: `cp` of the same files."""
     target = bench.work / "copied"
-    process = timed(
+    done = timed(
         ["cp", "-r", bench.inputs / LARGE, target],
         environment=quiet_environment(),
         cwd=bench.inputs,
     )
     shutil.rmtree(target)
-    return process_sample(process)
+    return whole_process(done)
 
 
-def copy_floor(folder: str = ".") -> Method:
-    """Return a method that reads and writes every tensor of `qwen3_06b` in `folder`."""
-    return lambda bench: process_sample(
+def copy_floor(folder: str = ".") -> Way:
+    """Reads every tensor of the checkpoint `qwen3_06b` in a folder of the inputs, and writes it again."""
+    return lambda bench: whole_process(
         replace(bench, inputs=bench.inputs / folder).peer("copy_floor.py")[0]
     )
 
 
-def process_sample(process: Finished) -> Sample:
+def whole_process(done: Finished) -> Sample:
     return Sample(
-        process.seconds,
-        {"CPU s": process.cpu_seconds, "peak anonymous MB": process.peak_anonymous_bytes / 1e6},
+        done.seconds,
+        {"CPU s": done.cpu_seconds, "peak anonymous MB": done.peak_anonymous_bytes / 1e6},
     )
 
 
-def warm_cache(
+def warmed(
     source: str, make: Callable[[Path], None] = lambda folder: None
 ) -> Callable[[Bench], None]:
-    """Return a function that creates a checkpoint if absent and reads it into the page cache."""
+    """Makes a checkpoint if it is absent and reads it once, so that both sides find it in the page cache."""
 
     def prepare(bench: Bench) -> None:
         make(bench.inputs / source)
@@ -133,10 +142,8 @@ def preprocess_ours(bench: Bench) -> Sample:
     corpus = bench.inputs / "corpus.jsonl"
     with corpus.open("rb") as file:
         num_docs = sum(1 for _ in file)
-    process = bench.msrl(*preprocess(bench, corpus, "corpus", "pretrain"), "--workers", "2")
-    return Sample(
-        num_docs / process.seconds, {"peak anonymous MB": process.peak_anonymous_bytes / 1e6}
-    )
+    done = bench.msrl(*preprocess(bench, corpus, "corpus", "pretrain"), "--workers", "2")
+    return Sample(num_docs / done.seconds, {"peak anonymous MB": done.peak_anonymous_bytes / 1e6})
 
 
 def tokenize_ceiling(bench: Bench) -> Sample:
@@ -144,7 +151,7 @@ def tokenize_ceiling(bench: Bench) -> Sample:
 
 
 def preprocess(bench: Bench, source: Path, name: str, handler: str) -> list[str | Path]:
-    """Return the arguments that preprocess a file into the work folder."""
+    """The arguments that preprocess a file into the work folder."""
     flags = [
         "--tokenizer",
         bench.inputs / "tiny",
@@ -174,31 +181,38 @@ def prepare_grpo(bench: Bench) -> None:
 
 
 def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = None) -> Sample:
-    """Train with a configuration of this folder and return the median step after the first ones."""
+    """Trains from the packaged configuration and takes the median step of the run's metrics, after the first ones."""
     from msrl.tracking.metrics import read_metrics
 
     runs = bench.work / "runs"
     shutil.rmtree(runs / name, ignore_errors=True)
-    paths = (
+    places = (
         f"run.dir={runs}",
         f"model.path={bench.inputs / 'tiny'}",
         f"data.train={bench.work / (data or name)}",
+        *sets,
     )
-    config = ROOT / "benchmarks" / f"{name}.yaml"
-    options = [option for value in (*paths, *sets) for option in ("--set", value)]
-    process = bench.msrl(command, "-c", config, *options)
-    settled = read_metrics(runs / name)[SETTLE_STEPS:]
-    stages = dict.fromkeys(stage for report in settled for stage in report.seconds)
-    medians: dict[str, float] = {}
-    for stage in stages:
-        seconds = [report.seconds[stage] for report in settled if stage in report.seconds]
-        medians[stage] = statistics.median(seconds)
-    step_s = medians.pop("step")
-    extra = {f"{stage} s": value for stage, value in medians.items()}
-    return Sample(step_s, extra | {"whole run s": process.seconds})
+    done = bench.msrl(
+        command,
+        "-c",
+        ROOT / "benchmarks" / f"{name}.yaml",
+        *(part for one in places for part in ("--set", one)),
+    )
+    later = read_metrics(runs / name)[SETTLE_STEPS:]
+    stages = dict.fromkeys(stage for report in later for stage in report.seconds)
+    medians = {
+        stage: statistics.median(
+            report.seconds[stage] for report in later if stage in report.seconds
+        )
+        for stage in stages
+    }
+    return Sample(
+        medians.pop("step"),
+        {f"{stage} s": value for stage, value in medians.items()} | {"whole run s": done.seconds},
+    )
 
 
-def sft_ours(dtype: str) -> Method:
+def sft_ours(dtype: str) -> Way:
     return lambda bench: train(bench, "train-sft", "sft", f"model.dtype={dtype}")
 
 
@@ -208,30 +222,27 @@ def prepare_lengths(bench: Bench) -> None:
 
 
 def lengths_ours(bench: Bench) -> Sample:
-    """Measure example tokens per second, without padding, on GSM8K examples of their full length.
-
-    The trainer packs them, and the loss covers the assistant's turns.
-    """
+    """Tokens of examples per second, padding left out: whole examples of GSM8K, packed while training; the assistant's turns are learnt."""
     from msrl.tracking.metrics import read_metrics
 
     sample = train(
         bench, "train-sft", "sft", "model.dtype=float32", "data.pack=true", data="lengths"
     )
-    settled = read_metrics(bench.work / "runs" / "sft")[SETTLE_STEPS:]
-    tokens = sum(report.metrics["perf/tokens_per_s"] * report.seconds["step"] for report in settled)
+    later = read_metrics(bench.work / "runs" / "sft")[SETTLE_STEPS:]
+    tokens = sum(report.metrics["perf/tokens_per_s"] * report.seconds["step"] for report in later)
     return Sample(
-        tokens / sum(report.seconds["step"] for report in settled),
-        {"step s": sample.value, **sample.extra},
+        tokens / sum(report.seconds["step"] for report in later),
+        {"step s": sample.value, **sample.more},
     )
 
 
 def lengths_trl(bench: Bench) -> Sample:
-    figures = bench.peer(str(ROOT / "benchmarks" / "peers" / "trl_lengths.py"))[1]
-    return Sample(figures["tokens_per_s"], {"step s": figures["step_s"]})
+    found = bench.peer(str(ROOT / "benchmarks" / "peers" / "trl_lengths.py"))[1]
+    return Sample(found["tokens_per_s"], {"step s": found["step_s"]})
 
 
-def train_in_layout(parallel: str, *, num_ranks: int | None = None) -> Method:
-    """Return a method that trains on the packed batch as two micro-batches (with DP 1)."""
+def layout_of(parallel: str, *, num_ranks: int | None = None) -> Way:
+    """A step of the packed batch in this layout, two micro-batches on one data-parallel rank; two ranks have a core each."""
     devices = () if num_ranks is None else (f"cluster.devices_per_node={num_ranks}",)
     sets = ("model.dtype=float32", "train.micro_batch=2", f"train.parallel.{parallel}", *devices)
     return lambda bench: train(bench, "train-sft", "sft", *sets)
@@ -241,7 +252,7 @@ def grpo_ours(bench: Bench) -> Sample:
     return train(bench, "train-grpo", "grpo")
 
 
-def peer_step(script: str, *args: str) -> Method:
+def step_of(script: str, *args: str) -> Way:
     return lambda bench: Sample(bench.peer(script, *args)[1]["step_s"])
 
 
@@ -253,7 +264,7 @@ CASES = (
         convert(MEDIUM),
         {"copy_floor": copy_floor()},
         {"copy_floor": 1.25},
-        warm_cache(MEDIUM),
+        warmed(MEDIUM),
     ),
     Case(
         "convert-small",
@@ -262,7 +273,7 @@ CASES = (
         convert(SMALL),
         {"copy_floor": copy_floor("small")},
         {"copy_floor": 1.25},
-        warm_cache(SMALL, make_small),
+        warmed(SMALL, make_small),
     ),
     Case(
         "large-convert",
@@ -271,7 +282,7 @@ CASES = (
         convert(LARGE),
         {"cp": plain_copy},
         {"cp": 1 / 0.6},
-        warm_cache(LARGE, make_large),
+        warmed(LARGE, make_large),
     ),
     Case(
         "preprocess",
@@ -288,7 +299,7 @@ CASES = (
         "SFT step, packed 4 x 512, fp32",
         "s/step",
         sft_ours("float32"),
-        {"raw_hf": peer_step("raw_hf.py"), "trl_sft": peer_step("trl_sft.py")},
+        {"raw_hf": step_of("raw_hf.py"), "trl_sft": step_of("trl_sft.py")},
         {"raw_hf": 1.0},
         prepare_sft,
     ),
@@ -297,7 +308,7 @@ CASES = (
         "SFT step, packed 4 x 512, bf16",
         "s/step",
         sft_ours("bfloat16"),
-        {"raw_hf": peer_step("raw_hf.py", "--bf16"), "trl_sft": peer_step("trl_sft.py", "--bf16")},
+        {"raw_hf": step_of("raw_hf.py", "--bf16"), "trl_sft": step_of("trl_sft.py", "--bf16")},
         {"raw_hf": 1.15},
         prepare_sft,
     ),
@@ -315,9 +326,9 @@ CASES = (
         "scaling",
         "SFT step on one rank (ours) and the same batch on two, fp32",
         "s/step",
-        train_in_layout("tp=1"),
-        {layout: train_in_layout(f"{layout[:2]}={layout[2:]}") for layout in ("tp2", "pp2", "cp2")}
-        | {"dp2": train_in_layout("tp=1", num_ranks=2)},
+        layout_of("tp=1"),
+        {layout: layout_of(f"{layout[:2]}={layout[2:]}") for layout in ("tp2", "pp2", "cp2")}
+        | {"dp2": layout_of("tp=1", num_ranks=2)},
         {},
         prepare_sft,
     ),
@@ -326,7 +337,7 @@ CASES = (
         "GRPO step, 4 prompts x 8 samples x 64 tokens",
         "s/step",
         grpo_ours,
-        {"trl_grpo": peer_step("trl_grpo.py")},
+        {"trl_grpo": step_of("trl_grpo.py")},
         {"trl_grpo": 0.5},
         prepare_grpo,
     ),

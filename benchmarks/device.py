@@ -55,24 +55,51 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(table(found)))
     if args.write is not None:
         args.write.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return int(any(row.get("error") or row.get("reached") is False for rows in (found["parity"], found["speed"]) for row in rows))
+    return int(
+        any(
+            row.get("error") or row.get("reached") is False
+            for rows in (found["parity"], found["speed"])
+            for row in rows
+        )
+    )
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks device", description=__doc__)
-    parser.add_argument("--platform", default="auto", help="npu, cuda or cpu (default: the first of these that is here)")
-    parser.add_argument("--shapes", default="real", choices=("real", "tiny"), help="tiny: in seconds on a CPU, to try the command")
-    parser.add_argument("--only", choices=("parity", "speed"), help="one of the two halves (default: both)")
-    parser.add_argument("--work", type=Path, help="folder of the models that are made, kept for the next time (default: a temporary one)")
     parser.add_argument(
-        "--write", type=Path, nargs="?", const=RESULTS, help=f"also write all figures as JSON (default: {RESULTS.relative_to(ROOT)})"
+        "--platform",
+        default="auto",
+        help="npu, cuda or cpu (default: the first of these that is here)",
+    )
+    parser.add_argument(
+        "--shapes",
+        default="real",
+        choices=("real", "tiny"),
+        help="tiny: in seconds on a CPU, to try the command",
+    )
+    parser.add_argument(
+        "--only", choices=("parity", "speed"), help="one of the two halves (default: both)"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="folder of the models that are made, kept for the next time (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        nargs="?",
+        const=RESULTS,
+        help=f"also write all figures as JSON (default: {RESULTS.relative_to(ROOT)})",
     )
     return parser.parse_args(argv)
 
 
 def missing() -> list[str]:
     """What is needed and not installed."""
-    return [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    return [
+        package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None
+    ]
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -94,7 +121,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "platform": platform,
         **found.pop("facts", {}),
-        "parity": [parity_row(job, found[key(job)], references[job.reference, "float32"]) for job in trainings],
+        "parity": [
+            parity_row(job, found[key(job)], references[job.reference, "float32"])
+            for job in trainings
+        ],
         "speed": [speed_row(job, found[key(job)]) for job in speeds],
     }
 
@@ -111,7 +141,9 @@ def make_models(folder: Path, models: Mapping[str, Mapping[str, Any]], needed: s
         make_trainable(folder / name, models[name])
 
 
-def results(platform: str, folder: Path, lengths: tuple[int, ...], jobs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+def results(
+    platform: str, folder: Path, lengths: tuple[int, ...], jobs: Sequence[Any]
+) -> Iterator[tuple[Any, Any]]:
     """(key, result) of every job, and ("facts", ...). The result of one that failed is the last line of why; a process that fails is
     started again for what is left."""
     from benchmarks.device_jobs import Facts, Speed, Work
@@ -123,10 +155,14 @@ def results(platform: str, folder: Path, lengths: tuple[int, ...], jobs: Sequenc
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     while left:
         env = environment(left[0], device.deterministic_environment)
-        alike = itertools.takewhile(lambda job: environment(job, device.deterministic_environment) == env, left)  # noqa: B023 - used at once
+        alike = itertools.takewhile(
+            lambda job: environment(job, device.deterministic_environment) == env, left
+        )  # noqa: B023 - used at once
         work = Work(platform, folder, lengths, tuple(alike))
         try:
-            with LocalRanks(TARGET, work, num_ranks=1, platform=device, env={**env, "PYTHONPATH": path}) as ranks:
+            with LocalRanks(
+                TARGET, work, num_ranks=1, platform=device, env={**env, "PYTHONPATH": path}
+            ) as ranks:
                 for message in ranks.messages():
                     if isinstance(message, Facts):
                         yield "facts", asdict(message)
@@ -135,8 +171,15 @@ def results(platform: str, folder: Path, lengths: tuple[int, ...], jobs: Sequenc
                     yield key(left.pop(0)), message
         except (RankError, MsrlError) as error:
             job, why = left.pop(0), str(error).strip().splitlines()[-1]
-            smaller = job.smaller() if isinstance(job, Speed) and "out of memory" in str(error).lower() else None
-            say(f"{platform}: {job.name}: {why}" + ("; again in smaller micro-batches" if smaller else ""))
+            smaller = (
+                job.smaller()
+                if isinstance(job, Speed) and "out of memory" in str(error).lower()
+                else None
+            )
+            say(
+                f"{platform}: {job.name}: {why}"
+                + ("; again in smaller micro-batches" if smaller else "")
+            )
             if smaller is not None:
                 left.insert(0, smaller)
             else:
@@ -175,7 +218,12 @@ def relative(value: float, expected: float) -> float:
 
 
 def speed_row(job: Any, found: Any) -> dict[str, Any]:
-    row = {"shape": job.name, "rows": job.num_rows, "rows_at_once": job.rows_at_once, "row": job.row}
+    row = {
+        "shape": job.name,
+        "rows": job.num_rows,
+        "rows_at_once": job.rows_at_once,
+        "row": job.row,
+    }
     if isinstance(found, str):
         return {**row, "error": found}
     mfu = None if found.peak_flops is None else found.flops / (found.step_s * found.peak_flops)
@@ -190,7 +238,12 @@ def table(found: Mapping[str, Any]) -> list[str]:
         lines += [*PARITY_HEAD, *map(parity_line, found["parity"]), ""]
     if found["speed"]:
         costs = [line for row in found["speed"] for line in cost_lines(row)]
-        lines += [*SPEED_HEAD, *map(speed_line, found["speed"]), "", *(costs and [*COST_HEAD, *costs, ""])]
+        lines += [
+            *SPEED_HEAD,
+            *map(speed_line, found["speed"]),
+            "",
+            *(costs and [*COST_HEAD, *costs, ""]),
+        ]
     return lines[:-1]
 
 
@@ -200,7 +253,9 @@ def parity_line(row: Mapping[str, Any]) -> str:
     name, dtype = row["way"], row["dtype"]
     if "error" in row:
         return f"| {name} | {dtype} | | failed: {row['error']} | | | {LOSS_BARS[dtype]:g} | | {NORM_BARS[dtype]:g} | | **no** |"
-    ours, cpu = (f"{losses[0]:.4f}, {losses[-1]:.4f}" for losses in (row["losses"], row["cpu"]["losses"]))
+    ours, cpu = (
+        f"{losses[0]:.4f}, {losses[-1]:.4f}" for losses in (row["losses"], row["cpu"]["losses"])
+    )
     offs = f"{row['loss_off']:.1e} | {LOSS_BARS[dtype]:g} | {row['first_grad_norm_off']:.1e} | {NORM_BARS[dtype]:g}"
     reached = "yes" if row["reached"] else "**no**"
     return f"| {name} | {dtype} | {row['attention']} | {ours} | {cpu} | {offs} | {row['last_grad_norm_off']:.1e} | {reached} |"
@@ -211,13 +266,14 @@ def speed_line(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return f"| {row['shape']} | {batch} | failed: {row['error']} | | | |"
     mfu = "peak not known" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    return (
-        f"| {row['shape']} | {batch} | {row['step_s']:.3f} s | {row['tokens_per_s']:,.0f} | {row['peak_bytes'] / 2**30:.1f} GiB | {mfu} |"
-    )
+    return f"| {row['shape']} | {batch} | {row['step_s']:.3f} s | {row['tokens_per_s']:,.0f} | {row['peak_bytes'] / 2**30:.1f} GiB | {mfu} |"
 
 
 def cost_lines(row: Mapping[str, Any]) -> list[str]:
-    return [f"| {row['shape']} | {name} | {share:.1%} |" for name, share in list(row.get("costs", {}).items())[:NUM_COSTS]]
+    return [
+        f"| {row['shape']} | {name} | {share:.1%} |"
+        for name, share in list(row.get("costs", {}).items())[:NUM_COSTS]
+    ]
 
 
 def say(line: str) -> None:

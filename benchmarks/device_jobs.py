@@ -104,7 +104,9 @@ class Measured:
     peak_bytes: int
     flops: int
     peak_flops: float | None
-    costs: Mapping[str, float]  # shares of the devices' time by kernel, largest first; empty where no profiler sees them
+    costs: Mapping[
+        str, float
+    ]  # shares of the devices' time by kernel, largest first; empty where no profiler sees them
 
     def __str__(self) -> str:
         return f"{self.step_s:.3f} s a step, {self.peak_bytes / 2**30:.1f} GiB"
@@ -125,16 +127,31 @@ class Scale:
     def trainings(self, *, has_fused: bool) -> list[Training]:
         """Every way that one device has, in both types; deterministic ones last, since they need a process of their own."""
         ways = [job for job in self._ways() if job.fused or has_fused]
-        jobs = [replace(job, dtype=dtype) for dtype in LOSS_BARS for job in ways if dtype == "bfloat16" or _is_for_both(job)]
+        jobs = [
+            replace(job, dtype=dtype)
+            for dtype in LOSS_BARS
+            for job in ways
+            if dtype == "bfloat16" or _is_for_both(job)
+        ]
         return sorted(jobs, key=lambda job: job.is_deterministic)
 
     def references(self) -> list[Training]:
         """What they are compared with."""
-        plain = [Training(name, name, "float32", lr=self.lr) for name in ("dense", "window", "latent", "mixture")]
-        return [*plain, replace(plain[0], name="dense with adapters", settings=_settings(lora=True), lr=3 * self.lr)]
+        plain = [
+            Training(name, name, "float32", lr=self.lr)
+            for name in ("dense", "window", "latent", "mixture")
+        ]
+        return [
+            *plain,
+            replace(
+                plain[0], name="dense with adapters", settings=_settings(lora=True), lr=3 * self.lr
+            ),
+        ]
 
     def speed_jobs(self) -> list[Speed]:
-        return [Speed(name, model, 4, 4, self.row, self.steps) for name, model in self.speeds.items()]
+        return [
+            Speed(name, model, 4, 4, self.row, self.steps) for name, model in self.speeds.items()
+        ]
 
     def _ways(self) -> list[Training]:
         plain, chunk = Training("plain", "dense", "", lr=self.lr), self.chunk
@@ -142,20 +159,42 @@ class Scale:
         return [
             plain,
             replace(plain, name="not packed", is_packed=False),
-            replace(plain, name="full recompute, uniform", settings=_settings(recompute=("full", "uniform", 1))),
-            replace(plain, name="full recompute, block", settings=_settings(recompute=("full", "block", 1))),
-            replace(plain, name="selective recompute", settings=_settings(recompute=("selective", "uniform", 1))),
+            replace(
+                plain,
+                name="full recompute, uniform",
+                settings=_settings(recompute=("full", "uniform", 1)),
+            ),
+            replace(
+                plain,
+                name="full recompute, block",
+                settings=_settings(recompute=("full", "block", 1)),
+            ),
+            replace(
+                plain,
+                name="selective recompute",
+                settings=_settings(recompute=("selective", "uniform", 1)),
+            ),
             replace(plain, name="chunked cross-entropy", settings=_settings(chunk=chunk)),
             replace(plain, name="offload", settings=_settings(offload=True)),
             replace(plain, name="saved and resumed", resumes_at=STEPS // 2),
             replace(plain, name="LoRA", settings=_settings(lora=True), lr=3 * self.lr),
             *families,
-            *(replace(job, name=f"{job.name}, deterministic, twice", is_deterministic=True) for job in (plain, families[1])),
-            *(replace(job, name=f"{job.name}, torch's attention", fused=False) for job in (plain, *families)),
+            *(
+                replace(job, name=f"{job.name}, deterministic, twice", is_deterministic=True)
+                for job in (plain, families[1])
+            ),
+            *(
+                replace(job, name=f"{job.name}, torch's attention", fused=False)
+                for job in (plain, *families)
+            ),
         ]
 
 
-_FAMILIES = {"window": "sliding window", "latent": "latent attention, experts", "mixture": "mixture of experts"}
+_FAMILIES = {
+    "window": "sliding window",
+    "latent": "latent attention, experts",
+    "mixture": "mixture of experts",
+}
 
 
 def _is_for_both(job: Training) -> bool:
@@ -174,20 +213,52 @@ def _settings(
     from msrl.config.sections.train import LoraConfig, OffloadConfig, RecomputeConfig
 
     chosen = {
-        "lora": LoraConfig(rank=8, alpha=16.0, targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")) if lora else None,
-        "recompute": RecomputeConfig(granularity=recompute[0], method=recompute[1], layers=recompute[2]) if recompute else None,
+        "lora": LoraConfig(
+            rank=8, alpha=16.0, targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+        )
+        if lora
+        else None,
+        "recompute": RecomputeConfig(
+            granularity=recompute[0], method=recompute[1], layers=recompute[2]
+        )
+        if recompute
+        else None,
         "logit_chunk": chunk,
         "offload": OffloadConfig(optimizer=True, grads=True, params=True) if offload else None,
     }
     return {name: value for name, value in chosen.items() if value}
 
 
-def _models(sizes: Mapping[str, int], *, head_dim: int, window: int, expert_size: int) -> dict[str, Mapping[str, Any]]:
+def _models(
+    sizes: Mapping[str, int], *, head_dim: int, window: int, expert_size: int
+) -> dict[str, Mapping[str, Any]]:
     """Small configs of real architectures, one for each kind of attention and feed-forward part."""
-    common = {**sizes, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
-    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": expert_size, "norm_topk_prob": True}
-    latent = {"kv_lora_rank": 2 * head_dim, "q_lora_rank": 3 * head_dim, "qk_nope_head_dim": head_dim, "qk_rope_head_dim": head_dim // 2}
-    groups = {"topk_method": "noaux_tc", "n_group": 2, "topk_group": 1, "scoring_func": "sigmoid", "routed_scaling_factor": 1.0}
+    common = {
+        **sizes,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }
+    experts = {
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": expert_size,
+        "norm_topk_prob": True,
+    }
+    latent = {
+        "kv_lora_rank": 2 * head_dim,
+        "q_lora_rank": 3 * head_dim,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": head_dim // 2,
+    }
+    groups = {
+        "topk_method": "noaux_tc",
+        "n_group": 2,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 1.0,
+    }
     return {
         "dense": {
             **common, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, "sliding_window": None,

@@ -19,7 +19,17 @@ import megatron.core
 import numpy as np
 import torch
 
-from benchmarks.device_jobs import STEPS, Facts, Job, Measured, Speed, Trained, Training, Work, kind_of
+from benchmarks.device_jobs import (
+    STEPS,
+    Facts,
+    Job,
+    Measured,
+    Speed,
+    Trained,
+    Training,
+    Work,
+    kind_of,
+)
 from msrl.algorithms.packing import Sequences
 from msrl.config.sections.train import OptimizerConfig
 from msrl.memory.flops import training_flops
@@ -36,7 +46,10 @@ from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from msrl.types import MicroBatch
 
 SETTLE_STEPS = 3
-_PROFILED = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
+_PROFILED = {
+    "cpu": torch.profiler.ProfilerActivity.CPU,
+    "cuda": torch.profiler.ProfilerActivity.CUDA,
+}
 
 
 def main(context: RankContext, work: Work) -> None:
@@ -46,8 +59,14 @@ def main(context: RankContext, work: Work) -> None:
     for number, job in enumerate(work.jobs):
         init = f"{context.init_method}-{number}"
         with _attention_of(job, platform):
-            found = _train(work, job, init) if isinstance(job, Training) else _measure(work, job, init)
-            if isinstance(job, Training) and job.is_deterministic and found != _train(work, job, f"{init}-again"):
+            found = (
+                _train(work, job, init) if isinstance(job, Training) else _measure(work, job, init)
+            )
+            if (
+                isinstance(job, Training)
+                and job.is_deterministic
+                and found != _train(work, job, f"{init}-again")
+            ):
                 raise RuntimeError("a second run gave other losses or gradients")
             context.report(found)
         gc.collect()  # models hold themselves
@@ -58,8 +77,16 @@ def main(context: RankContext, work: Work) -> None:
 
 def _facts(platform: Platform) -> Facts:
     device = _module(platform.device(0))
-    name = machine.processor() or machine.machine() if device is None else str(device.get_device_name())
-    software = {"torch": torch.__version__, "megatron-core": megatron.core.__version__, "Python": machine.python_version()}
+    name = (
+        machine.processor() or machine.machine()
+        if device is None
+        else str(device.get_device_name())
+    )
+    software = {
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+        "Python": machine.python_version(),
+    }
     return Facts(name, software)
 
 
@@ -80,14 +107,25 @@ def _attention_of(job: Job, platform: Platform) -> Iterator[None]:
         vars(platform).pop("varlen_attention", None)
 
 
-def _worker(work: Work, job: Job, init: str, *, root: Path | None = None, step: int | None = None) -> TrainingRank:
+def _worker(
+    work: Work, job: Job, init: str, *, root: Path | None = None, step: int | None = None
+) -> TrainingRank:
     """From the job's own model, or from a checkpoint."""
     training = job if isinstance(job, Training) else Training(job.name, job.model, "bfloat16")
     policy = ReplicaSettings(
-        root or work.folder / job.model, iteration=step, optimizer=OptimizerConfig(lr=training.lr), **training.settings
+        root or work.folder / job.model,
+        iteration=step,
+        optimizer=OptimizerConfig(lr=training.lr),
+        **training.settings,
     )
     settings = RankSettings(
-        work.platform, Layout(), training.dtype, seed=0, timeout_s=600, policy=policy, deterministic=training.is_deterministic
+        work.platform,
+        Layout(),
+        training.dtype,
+        seed=0,
+        timeout_s=600,
+        policy=policy,
+        deterministic=training.is_deterministic,
     )
     return TrainingRank(settings, 0, 1, init)
 
@@ -107,7 +145,9 @@ def _train(work: Work, job: Training, init: str) -> Trained:
         reports += _steps(worker, batches, batch, job.lr, STEPS - half)
     attention = _attention_used(worker)
     worker.close()
-    return Trained(tuple(r["loss"] for r in reports), tuple(r["grad_norm"] for r in reports), attention)
+    return Trained(
+        tuple(r["loss"] for r in reports), tuple(r["grad_norm"] for r in reports), attention
+    )
 
 
 def _steps(
@@ -115,15 +155,24 @@ def _steps(
 ) -> list[dict[str, float]]:  # fmt: skip
     reports: list[dict[str, float]] = []
     for _ in range(steps):
-        reports.append(worker.train_step(batches, SftLoss(), num_tokens=num_loss_tokens(batch), lr=lr))
+        reports.append(
+            worker.train_step(batches, SftLoss(), num_tokens=num_loss_tokens(batch), lr=lr)
+        )
         worker.offload()
     return reports
 
 
 def _attention_used(worker: TrainingRank) -> str:
     mla = worker.policy.shape.mla
-    head_dim = worker.policy.shape.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim
-    return "torch" if fused_attention.kernel_of(worker.position.device.type, worker.position.dtype, head_dim) is None else "fused"
+    head_dim = (
+        worker.policy.shape.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim
+    )
+    return (
+        "torch"
+        if fused_attention.kernel_of(worker.position.device.type, worker.position.dtype, head_dim)
+        is None
+        else "fused"
+    )
 
 
 def _sequences(lengths: Sequence[int], vocab_size: int) -> Sequences:
@@ -180,7 +229,9 @@ def _costs(step: Callable[[], float], device: str) -> Mapping[str, float]:
         step()
     times: dict[str, float] = {}
     for event in profile.key_averages():
-        if event.device_type.name.lower() == device and not getattr(event, "is_user_annotation", False):
+        if event.device_type.name.lower() == device and not getattr(
+            event, "is_user_annotation", False
+        ):
             own = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
             times[kind_of(event.key)] = times.get(kind_of(event.key), 0.0) + own
     total = sum(times.values()) or 1.0

@@ -1,4 +1,5 @@
-"""Wall-clock time, CPU time and peak anonymous memory of a program and its child processes."""
+"""Running a program and measuring it from outside: seconds of the whole process and of the processors, and peak anonymous memory of it and
+its children."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ POLL_S = 0.05
 
 
 class BenchError(Exception):
-    """Failure of a measured program, with the end of its output."""
+    """A program under measurement that failed, with the end of what it said."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Measurements of a process with exit code 0."""
+    """A process that ended well."""
 
     seconds: float
     cpu_seconds: float
@@ -29,11 +30,7 @@ class Finished:
 
 
 def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd: Path) -> Finished:
-    """Run `command` and measure it.
-
-    Raises:
-        BenchError: if its exit code is not 0.
-    """
+    """Runs `command` to its end. Raises BenchError when it fails."""
     os.sync()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.perf_counter()
@@ -61,25 +58,20 @@ def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd:
 
 
 def quiet_environment() -> dict[str, str]:
-    """Return the environment without variables that change a program's number of threads."""
-    thread_variables = (
-        "OMP_NUM_THREADS",
-        "OMP_WAIT_POLICY",
-        "MKL_NUM_THREADS",
-        "TOKENIZERS_PARALLELISM",
-    )
-    return {name: value for name, value in os.environ.items() if name not in thread_variables} | {
+    """This environment without what would change how many threads a program takes: each decides for itself."""
+    chosen = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+    return {name: value for name, value in os.environ.items() if name not in chosen} | {
         "HF_HUB_OFFLINE": "1"
     }
 
 
 class _Memory:
-    """Sampler thread for the anonymous memory of a process tree, without pages of mapped files."""
+    """Watches the anonymous memory of a process tree in a thread: what it took itself, without pages of mapped files."""
 
     def __init__(self, pid: int) -> None:
-        import psutil  # not needed for benchmarks of a device
+        import psutil  # no benchmark of a device needs it
 
-        self._root, self._no_such_process = psutil.Process(pid), psutil.NoSuchProcess
+        self._root, self._gone = psutil.Process(pid), psutil.NoSuchProcess
         self._peak = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -100,12 +92,12 @@ class _Memory:
                 _anonymous_bytes(process.pid)
                 for process in (self._root, *self._root.children(recursive=True))
             )
-        except self._no_such_process:
+        except self._gone:
             return 0
 
 
 def _anonymous_bytes(pid: int) -> int:
-    """Return RssAnon + RssShmem of /proc/PID/status (proc(5)) in bytes."""
+    """RssAnon and RssShmem of /proc/PID/status (proc(5)), in bytes."""
     try:
         rows = dict(
             line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()

@@ -1,4 +1,6 @@
-"""Small inputs that the checks of a configuration look for: a model's config.json, preprocessed data, an mcore checkpoint."""
+"""Small inputs that the checks of a configuration look for: a model's config.json, preprocessed
+data, an mcore checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ reward:
 
 
 def make_working_folder(folder: Path) -> Path:
-    """A model without weights (4 query groups, 512 positions), data, and two right configurations: sft.yaml and grpo.yaml."""
+    """A model without weights (4 query groups, 512 positions), data, and two right configurations:
+    sft.yaml and grpo.yaml.
+    """
     make_model(folder / "model")
     make_data(folder / "data")
     (folder / "sft.yaml").write_text(TRAINING, encoding="utf-8")

@@ -1,7 +1,6 @@
-"""Ranks of the distributed-checkpoint test: Megatron's GPTModel loads msrl's checkpoint and saves.
+"""What the ranks of the distributed-checkpoint test do: Megatron's own GPTModel, by its own layer spec, loads what we wrote and saves.
 
-The model uses Megatron's layer spec. Rank processes import this module by name (`dist_ranks:main`)
-after `platform.prepare()`.
+Imported by rank processes after `platform.prepare()`, by name (`dist_ranks:main`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from msrl.trainer.settings import Layout
 
 @dataclass(frozen=True)
 class Case:
-    """A conversion to check: Hugging Face folder, iteration folder, layout and save folder."""
+    """A Hugging Face folder, the iteration folder made from it, the layout that loads it, and the folder that Megatron saves to."""
 
     name: str
     hf: Path
@@ -29,7 +28,7 @@ class Case:
 
 
 def main(context: RankContext, cases: list[Case]) -> None:
-    """Run every case and report (name, coordinates, number of equal weights, names of others)."""
+    """Every case; each rank reports (name, coordinates, number of weights that are equal, names of those that differ)."""
     from megatron.core import dist_checkpointing
 
     from msrl import platforms
@@ -38,30 +37,29 @@ def main(context: RankContext, cases: list[Case]) -> None:
 
     for number, case in enumerate(cases):
         groups.initialize(
-            platforms.get("cpu"), rank=context.rank, world_size=context.world_size,
-            init_method=f"{context.init_method}-{number}",
+            platforms.get("cpu"), rank=context.rank, world_size=context.world_size, init_method=f"{context.init_method}-{number}",
             layout=case.layout, seed=0, timeout_s=120,
         )  # fmt: skip
         source = open_weights(case.hf)
         model = _megatron_model(source.shape, case.layout)
         _load(model, case.iteration)
         stage, rank = divmod(context.rank, context.world_size // case.layout.pp)
-        coords = case.layout.coords(stage, rank)
-        expected = _megatron_tensors(
-            dict(source.local_tensors(case.layout, coords, torch.float32)),
+        at = case.layout.coords(stage, rank)
+        wanted = _as_megatron_has_it(
+            dict(source.local_tensors(case.layout, at, torch.float32)),
             source.shape,
             case.layout.tp,
-            coords.tp,
+            at.tp,
         )
-        actual = dict(model.named_parameters()) | {
-            name: value for name, value in model.named_buffers() if name in expected
+        found = dict(model.named_parameters()) | {
+            name: value for name, value in model.named_buffers() if name in wanted
         }
         wrong = sorted(
             name
-            for name in actual.keys() | expected.keys()
-            if not _equal(actual.get(name), expected.get(name))
+            for name in found.keys() | wanted.keys()
+            if not _equal(found.get(name), wanted.get(name))
         )
-        context.report((case.name, tuple(coords), len(actual) - len(wrong), wrong))
+        context.report((case.name, tuple(at), len(found) - len(wrong), wrong))
         if context.rank == 0:
             case.save.mkdir(parents=True)
         torch.distributed.barrier()
@@ -73,23 +71,20 @@ def main(context: RankContext, cases: list[Case]) -> None:
         groups.shutdown()
 
 
-def _megatron_tensors(
+def _as_megatron_has_it(
     tensors: dict[str, torch.Tensor], shape: Shape, tp: int, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Convert the weights of latent attention to Megatron's local spec.
-
-    It has separate down projections for queries and for keys and values, and shards both.
-    """
+    """Of latent attention Megatron's local spec cuts what comes from the token itself, the queries apart from the rest."""
     if shape.mla is None:
         return tensors
-    converted = dict(tensors)
+    found = dict(tensors)
     name = "linear_q_proj" if shape.mla.q_lora_rank is None else "linear_q_down_proj"
     for joined in [name for name in tensors if name.endswith("linear_qkv.weight")]:
         latent = shape.mla.kv_lora_rank + shape.mla.rope_head_dim
-        queries, key_values = converted.pop(joined).split([len(tensors[joined]) - latent, latent])
-        converted[joined.replace("linear_qkv", name)] = queries.chunk(tp)[rank]
-        converted[joined.replace("linear_qkv", "linear_kv_down_proj")] = key_values.chunk(tp)[rank]
-    return converted
+        queries, rest = found.pop(joined).split([len(tensors[joined]) - latent, latent])
+        found[joined.replace("linear_qkv", name)] = queries.chunk(tp)[rank]
+        found[joined.replace("linear_qkv", "linear_kv_down_proj")] = rest.chunk(tp)[rank]
+    return found
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -97,7 +92,7 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _load(model: Any, folder: Path) -> None:
-    """Load this rank's shards with Megatron's distributed checkpointing, as its training does."""
+    """As Megatron's training does: the shapes of this rank's parts are asked for under their global names."""
     from megatron.core import dist_checkpointing
 
     with torch.no_grad():
@@ -111,21 +106,19 @@ def _load(model: Any, folder: Path) -> None:
 
 
 def _latent(config: Any, mla: Mla) -> Any:
-    """Return the configuration with the settings of latent attention."""
+    """The settings with those that latent attention has of its own."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    mla_config = MLATransformerConfig(
-        num_layers=config.num_layers, num_attention_heads=config.num_attention_heads,
-        q_lora_rank=cast("int", mla.q_lora_rank),
-        kv_lora_rank=mla.kv_lora_rank, qk_head_dim=mla.nope_head_dim,
-        qk_pos_emb_head_dim=mla.rope_head_dim, v_head_dim=mla.v_head_dim,
+    found = MLATransformerConfig(
+        num_layers=config.num_layers, num_attention_heads=config.num_attention_heads, q_lora_rank=cast("int", mla.q_lora_rank),
+        kv_lora_rank=mla.kv_lora_rank, qk_head_dim=mla.nope_head_dim, qk_pos_emb_head_dim=mla.rope_head_dim, v_head_dim=mla.v_head_dim,
     )  # fmt: skip
-    vars(mla_config).update({**vars(config), "multi_latent_attention": True, "qk_layernorm": True})
-    return mla_config
+    vars(found).update({**vars(config), "multi_latent_attention": True, "qk_layernorm": True})
+    return found
 
 
 def _megatron_model(shape: Shape, layout: Layout) -> Any:
-    """Return Megatron's GPTModel with its local layer spec and without any code of msrl."""
+    """Megatron's GPTModel by its local layer spec, where nothing is ours."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -135,20 +128,22 @@ def _megatron_model(shape: Shape, layout: Layout) -> Any:
     from msrl.trainer.model.build import transformer_config
 
     config = transformer_config(shape, layout, torch.float32, torch.device("cpu"))
-    # The norms of the local spec do not support sequence parallelism, which does not affect shards.
-    config.sequence_parallel = False
+    config.sequence_parallel = (
+        False  # which the norms of the local spec refuse; weights are cut the same
+    )
     if shape.moe is not None and all(shape.moe.layers):
         config.moe_layer_freq = 1
     if shape.mla is not None:
         config = _latent(config, shape.mla)
-        # Upstream bug: without Transformer Engine, TELinear is no class, but isinstance uses it.
+        # An upstream slip: without Transformer Engine it asks whether a layer is an instance of what is no class.
         multi_latent_attention.TELinear = type("Absent", (), {})
     spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm"
     )
     if shape.mla is not None:
-        # Megatron's core attention has no weights and does not support values narrower than keys.
-        for layer in spec.layer_specs:
+        for layer in (
+            spec.layer_specs
+        ):  # Megatron's own attention takes no values narrower than keys; it has no weights
             layer.submodules.self_attention.submodules.core_attention = IdentityOp
     return GPTModel(
         config=config,

@@ -28,8 +28,13 @@ def whole_gradients(replica: ModelReplica) -> dict[str, Tensor]:
 
     Of a model they stand under its Hugging Face names, and what is not trained is 0; of adapters under Megatron's names.
     """
-    own = {name: _of_all_data_parallel_ranks(replica, parameter) for name, parameter in trained(replica.model)}
-    return dict(_of_adapters(replica, own) if replica.adapters is not None else _of_weights(replica, own))
+    own = {
+        name: _of_all_data_parallel_ranks(replica, parameter)
+        for name, parameter in trained(replica.model)
+    }
+    return dict(
+        _of_adapters(replica, own) if replica.adapters is not None else _of_weights(replica, own)
+    )
 
 
 def assert_copies_are_alike(replica: ModelReplica) -> None:
@@ -37,13 +42,28 @@ def assert_copies_are_alike(replica: ModelReplica) -> None:
     part them in silence.
     """
     at = replica.position
-    weights = {**named_weights(replica.model), **(replica.adapters.named() if replica.adapters is not None else {})}
-    copies = [each.name for each in stage_tensors(replica.shape, at.layout, at.coords) if isinstance(each.rule.unpacked[0], Replicated)]
+    weights = {
+        **named_weights(replica.model),
+        **(replica.adapters.named() if replica.adapters is not None else {}),
+    }
+    copies = [
+        each.name
+        for each in stage_tensors(replica.shape, at.layout, at.coords)
+        if isinstance(each.rule.unpacked[0], Replicated)
+    ]
     if replica.adapters is not None:
         parts = [(each, part) for each in replica.adapters.all for part in "AB"]
-        copies += [each.name(part) for each, part in parts if isinstance(lora.factor_layout(each.placed.layout, part), Replicated)]
+        copies += [
+            each.name(part)
+            for each, part in parts
+            if isinstance(lora.factor_layout(each.placed.layout, part), Replicated)
+        ]
     for name in copies:
-        group: Any = parallel_state.get_expert_tensor_parallel_group() if ".local_experts." in name else groups.tp_group()
+        group: Any = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if ".local_experts." in name
+            else groups.tp_group()
+        )
         if group.size() > 1:
             first = weights[name].detach().clone()
             dist.broadcast(first, group_src=0, group=group)
@@ -78,9 +98,17 @@ def _of_adapters(replica: ModelReplica, own: dict[str, Tensor]) -> Iterator[tupl
     elsewhere = _experts_by_name(replica)
     for adapted in adapters.all:
         for part in "AB":
-            layout, gradient = lora.factor_layout(adapted.placed.layout, part), own[adapted.name(part)]
+            layout, gradient = (
+                lora.factor_layout(adapted.placed.layout, part),
+                own[adapted.name(part)],
+            )
             if adapted.placed.rule.expert is not None:
-                yield from _of_experts(replica, gradient, layout, [f"{rule.mcore} {part}" for rule in elsewhere[adapted.placed.name]])
+                yield from _of_experts(
+                    replica,
+                    gradient,
+                    layout,
+                    [f"{rule.mcore} {part}" for rule in elsewhere[adapted.placed.name]],
+                )
                 continue
             is_whole = replica.position.layout.tp == 1 or isinstance(layout, Replicated)
             shards = [gradient] if is_whole else _gathered(gradient, groups.tp_group())
@@ -88,7 +116,9 @@ def _of_adapters(replica: ModelReplica, own: dict[str, Tensor]) -> Iterator[tupl
                 yield f"{adapted.placed.rule.mcore} {part}", layouts.join(layout, shards)
 
 
-def _of_experts(replica: ModelReplica, gradient: Tensor, layout: Layout, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _of_experts(
+    replica: ModelReplica, gradient: Tensor, layout: Layout, names: list[str]
+) -> Iterator[tuple[str, Tensor]]:
     """A factor of one expert of this rank, and those that are in its place on the ranks of the other experts."""
     size = replica.position.layout.etp_size
     shards = _gathered(gradient, groups.expert_group())

@@ -1,4 +1,6 @@
-"""The keys that the five guides document, read from the guides themselves, which lie beside the project (skipped where they do not)."""
+"""The keys that the five guides document, read from the guides themselves, which lie beside the
+project (skipped where they do not).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def guide(name: str) -> str:
 
 
 def documented(name: str) -> set[str]:
-    """Every key of a guide: bullets and headings, flags and variables of its commands, keys of its YAML."""
+    """Every key of a guide: bullets and headings, flags and variables of its commands, keys of its
+    YAML.
+    """
     text = guide(name)
     found = set(
         re.findall(r"^\s*[*\-•#]+ +`?(?:--)?([A-Za-z_][\w.\-]*) *[：:]? *`", text, re.M | re.A)

@@ -1,4 +1,6 @@
-"""Of every system a small file or command line, and for each key of its table another value, for `test_imports_changes.py`."""
+"""Of every system a small file or command line, and for each key of its table another value, for
+`test_imports_changes.py`.
+"""
 
 from __future__ import annotations
 

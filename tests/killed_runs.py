@@ -1,8 +1,7 @@
-"""Trainings that are killed and resumed many times: `killed_runs.py CONFIG.yaml NUM_KILLS`.
+"""Trainings that are killed again and again: a process that has imported everything forks the ranks of each life, so that a life is cheap.
 
-The result is JSON on standard output. A process that has imported everything forks the ranks of
-each start, which makes starts cheap. Apart from the fork, each start runs msrl's code:
-`train_sft.prepare`, which selects the checkpoint to resume from, and `sft_rank.main`.
+Run as a program: `killed_runs.py CONFIG.yaml NUM_KILLS`; the result is JSON on standard output. Everything of a life is the product's own
+(`train_sft.prepare`, which looks for the checkpoint to go on from, and `sft_rank.main`); only the starting of ranks is not.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ LIMIT_S = 120.0
 
 
 @dataclass
-class RankProcesses:
-    """Ranks of one start as child processes; `pipe` receives the messages of rank 0."""
+class Life:
+    """The ranks of one start, as children of this process; `pipe` is that of rank 0."""
 
     pids: list[int]
     pipe: connection.Connection
 
     @staticmethod
-    def start(settings: dict[str, Any]) -> RankProcesses:
+    def begin(settings: dict[str, Any]) -> Life:
         world = settings["cluster"]["devices_per_node"]
-        receiver, sender = Pipe()
+        ours, theirs = Pipe()
         store = f"file://{tempfile.mkdtemp()}/store"
         pids = [
-            pid for rank in range(world) if (pid := _fork(settings, rank, world, store, sender))
+            pid for rank in range(world) if (pid := _fork(settings, rank, world, store, theirs))
         ]
-        sender.close()
-        return RankProcesses(pids, receiver)
+        theirs.close()
+        return Life(pids, ours)
 
     def next_step(self) -> tuple[int, float] | None:
-        """Return rank 0's next step and loss, or None if the ranks have exited."""
+        """The next step that rank 0 reports, and its loss; None when the life has come to its end."""
         from msrl.types import StepReport
 
         while True:
@@ -62,7 +61,7 @@ class RankProcesses:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> list[int]:
-        """Wait for all ranks and return their exit codes."""
+        """How every rank ended."""
         self.pipe.close()
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
 
@@ -96,7 +95,7 @@ def _fork(
 
 @dataclass
 class Run:
-    """Record of a training over all of its starts."""
+    """What became of a training over all of its lives."""
 
     losses: dict[int, float] = field(default_factory=dict)
     kills: int = 0
@@ -113,31 +112,30 @@ class Run:
 def train(
     settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.0
 ) -> tuple[Run, float]:
-    """Train with `num_kills` kills, each one to four steps after a start."""
-    training, checkpoints = Run(), Path(settings["checkpoint"]["save"])
-    random_source = random.Random(num_kills)
-    while training.kills < num_kills:
-        ranks = RankProcesses.start(settings)
-        for _ in range(random_source.randint(1, 3)):
-            progress = ranks.next_step()
-            assert progress is not None, f"the training ended after {training.kills} kills"
-            training.note(*progress)
+    """A training with `num_kills` kills on its way, each after one to three steps and a part of another; (run, seconds per step)."""
+    run, saves, choose = Run(), Path(settings["checkpoint"]["save"]), random.Random(num_kills)
+    while run.kills < num_kills:
+        life = Life.begin(settings)
+        for _ in range(choose.randint(1, 3)):
+            found = life.next_step()
+            assert found is not None, f"the training ended after {run.kills} kills"
+            run.note(*found)
         time.sleep(random.random() * 1.2 * seconds_per_step)
-        training.kills_in_a_save += any(checkpoints.glob(".iter_*.partial")) or any(
-            checkpoints.glob("training/.iter_*.partial")
+        run.kills_in_a_save += any(saves.glob(".iter_*.partial")) or any(
+            saves.glob("training/.iter_*.partial")
         )
-        ranks.kill()
-        while (progress := ranks.next_step()) is not None:  # reported before the kill
-            training.note(*progress)
-        codes = ranks.end()
+        life.kill()
+        while (found := life.next_step()) is not None:  # reported before the kill, and not read yet
+            run.note(*found)
+        codes = life.end()
         assert set(codes) == {-signal.SIGKILL}, codes
-        training.kills += 1
-    ranks, times = RankProcesses.start(settings), list[float]()
-    while (progress := ranks.next_step()) is not None:
-        training.note(*progress)
+        run.kills += 1
+    life, times = Life.begin(settings), list[float]()
+    while (found := life.next_step()) is not None:
+        run.note(*found)
         times.append(time.monotonic())
-    assert set(ranks.end()) == {0}
-    return training, (times[-1] - times[0]) / max(1, len(times) - 1)
+    assert set(life.end()) == {0}
+    return run, (times[-1] - times[0]) / max(1, len(times) - 1)
 
 
 def main() -> None:
@@ -148,27 +146,27 @@ def main() -> None:
     from msrl.trainer.launch import quiet_megatron
 
     quiet_megatron()
-    from msrl.workflows.sft import run as train_sft  # noqa: F401  imported once for all starts
+    from msrl.workflows.sft import run as train_sft  # noqa: F401  imported once for all lives
 
     settings = yaml.safe_load(Path(path).read_text())
     results: dict[str, Any] = {}
     seconds = 0.0
     for name, in_background, kills in (
-        ("uninterrupted", False, 0),
+        ("whole", False, 0),
         ("killed", False, num_kills),
         ("killed in background", True, num_kills),
     ):
-        checkpoints = {
+        saves = {
             "save": str(Path(path).with_name(name)),
             "async": in_background,
             "resume": "auto",
             "every_steps": 1,
         }
-        training, per_step = train(
-            {**settings, "checkpoint": {**settings["checkpoint"], **checkpoints}}, kills, seconds
+        run, per_step = train(
+            {**settings, "checkpoint": {**settings["checkpoint"], **saves}}, kills, seconds
         )
         seconds = seconds or per_step
-        results[name] = vars(training)
+        results[name] = vars(run)
     print(json.dumps(results))
 
 

@@ -1,7 +1,8 @@
 """Live tensor bytes of a process at their highest, counted storage by storage.
 
-Every tensor that an operation makes is noted with its storage, which tells when it is freed; tensors from before are found by a walk over
-the objects of the process. What a kernel takes for itself while it runs is not seen.
+Every tensor that an operation makes is noted with its storage, which tells when it is freed;
+tensors from before are found by a walk over the objects of the process. What a kernel takes for
+itself while it runs is not seen.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """A context in which the bytes of live storages are counted; `peak` is their highest sum, `at_peak` what they were by their maker."""
+    """A context in which the bytes of live storages are counted; `peak` is their highest sum,
+    `at_peak` what they were by their maker.
+    """
 
     def __init__(self) -> None:
         super().__init__()

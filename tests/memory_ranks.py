@@ -55,14 +55,21 @@ def _measured(context: RankContext, case: Case, init_method: str) -> Measured:
 
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest resident memory is counted anew (proc(5))
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # the highest resident memory is counted anew (proc(5))
     base, before = _status("RssAnon"), LiveMemory.now_live()
     policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-4), **case.more)
     settings = RankSettings("cpu", case.layout, case.dtype, seed=0, timeout_s=120, policy=policy)
     worker = TrainingRank(settings, context.rank, case.layout.replica_size, init_method)
     random = np.random.default_rng(0)
-    ids = tuple(random.integers(0, worker.policy.shape.vocab_size, length).astype(np.int64) for length in case.lengths)
-    batch = micro_batch(ids, [np.ones(len(row), bool) for row in ids], {}, pad_to_multiple=worker.sequence_multiple)
+    ids = tuple(
+        random.integers(0, worker.policy.shape.vocab_size, length).astype(np.int64)
+        for length in case.lengths
+    )
+    batch = micro_batch(
+        ids, [np.ones(len(row), bool) for row in ids], {}, pad_to_multiple=worker.sequence_multiple
+    )
     batches, count = [batch] * case.batches, int(batch.loss_mask.sum()) * case.batches
     loss = SftLoss()
     worker.train_step(batches, loss, num_tokens=count, lr=1e-4)  # from here on there are moments
@@ -70,7 +77,9 @@ def _measured(context: RankContext, case: Case, init_method: str) -> Measured:
         worker.train_step(batches, loss, num_tokens=count, lr=1e-4)
     resident = _status("VmHWM") - _status("RssFile") - _status("RssShmem") - base
     worker.close()
-    return Measured(case.name, context.rank, live.peak - before, resident, dict(live.at_peak.most_common(40)))
+    return Measured(
+        case.name, context.rank, live.peak - before, resident, dict(live.at_peak.most_common(40))
+    )
 
 
 def _status(name: str) -> int:

@@ -38,7 +38,15 @@ def logits_of(cases: list[Case]) -> dict[str, np.ndarray]:
     from msrl.trainer.launch import run_ranks
     from support import python_path
 
-    return dict(run_ranks("parity_ranks:main", cases, num_ranks=4, platform=get("cpu"), env={"PYTHONPATH": python_path()}))
+    return dict(
+        run_ranks(
+            "parity_ranks:main",
+            cases,
+            num_ranks=4,
+            platform=get("cpu"),
+            env={"PYTHONPATH": python_path()},
+        )
+    )
 
 
 def main(context: RankContext, cases: list[Case]) -> None:
@@ -48,8 +56,12 @@ def main(context: RankContext, cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         if context.rank >= case.layout.ranks_per_model:
             continue
-        settings = RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=120, policy=ReplicaSettings(case.model))
-        worker = TrainingRank(settings, context.rank, case.layout.ranks_per_model, f"{context.init_method}-{number}")
+        settings = RankSettings(
+            "cpu", case.layout, "float32", seed=0, timeout_s=120, policy=ReplicaSettings(case.model)
+        )
+        worker = TrainingRank(
+            settings, context.rank, case.layout.ranks_per_model, f"{context.init_method}-{number}"
+        )
         ids = sequences(worker.policy.shape.vocab_size)
         logits = worker.logits([micro_batch(ids, [np.ones(len(row), bool) for row in ids], {})])
         if logits is not None and worker.position.tp_rank == 0:

@@ -18,8 +18,17 @@ from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
-PADDING, GARBAGE = 0, 150  # token ids that no sample uses, but padding, and the samples that are masked out
-LENGTHS = (11, 7, 17, 3, 9)  # odd in sum, and none divides into the pieces of context-parallel ranks: all layouts but the whole one pad
+PADDING, GARBAGE = (
+    0,
+    150,
+)  # token ids that no sample uses, but padding, and the samples that are masked out
+LENGTHS = (
+    11,
+    7,
+    17,
+    3,
+    9,
+)  # odd in sum, and none divides into the pieces of context-parallel ranks: all layouts but the whole one pad
 MASKED_OUT = (1, 3)
 
 
@@ -58,7 +67,9 @@ def look(context: RankContext, case: Poisoned, init_method: str) -> PoisonedResu
     """The pack as it should be, then with each kind of garbage."""
     from msrl.trainer.rank import TrainingRank
 
-    policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-3, grad_clip=None), **case.more)
+    policy = ReplicaSettings(
+        case.model, optimizer=OptimizerConfig(lr=1e-3, grad_clip=None), **case.more
+    )
     settings = RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=120, policy=policy)
     worker = TrainingRank(settings, context.rank, case.world, init_method)
     clean, garbage = _pack(), _pack(neighbours=GARBAGE)
@@ -79,17 +90,24 @@ def _pack(neighbours: int | None = None) -> Sequences:
     random = np.random.default_rng(3)
     ids = [random.integers(PADDING + 1, GARBAGE, length).astype(np.int64) for length in LENGTHS]
     masks = [np.arange(length) >= 2 for length in LENGTHS]
-    advantages, old_logprobs = (tuple(random.normal(at, 0.3, n).astype(np.float32) for n in LENGTHS) for at in (0.0, -5.3))
+    advantages, old_logprobs = (
+        tuple(random.normal(at, 0.3, n).astype(np.float32) for n in LENGTHS) for at in (0.0, -5.3)
+    )
     for number in MASKED_OUT:
         masks[number][:] = False
         if neighbours is not None:
             ids[number][:] = neighbours
-    return Sequences(tuple(ids), tuple(masks), {"advantages": advantages, "old_logprobs": old_logprobs})
+    return Sequences(
+        tuple(ids), tuple(masks), {"advantages": advantages, "old_logprobs": old_logprobs}
+    )
 
 
 def _with_nan_where_masked(pack: Sequences) -> Sequences:
     fields = {
-        name: tuple(np.where(mask, row, np.float32("nan")) for mask, row in zip(pack.loss_masks, rows, strict=True))
+        name: tuple(
+            np.where(mask, row, np.float32("nan"))
+            for mask, row in zip(pack.loss_masks, rows, strict=True)
+        )
         for name, rows in pack.fields.items()
     }
     return pack._replace(fields=fields)
@@ -98,7 +116,9 @@ def _with_nan_where_masked(pack: Sequences) -> Sequences:
 @contextmanager
 def _embedding(worker: Any, token: int, scale: float) -> Iterator[None]:
     """The embedding of a token made large, or NaN, as long as the block lasts."""
-    weight: Tensor = dict(worker.policy.model.named_parameters())["embedding.word_embeddings.weight"].data
+    weight: Tensor = dict(worker.policy.model.named_parameters())[
+        "embedding.word_embeddings.weight"
+    ].data
     row = token - worker.position.tp_rank * len(weight)
     if not 0 <= row < len(weight):
         yield
@@ -117,8 +137,15 @@ def _look(worker: Any, pack: Sequences, kind: str = "sft") -> Seen:
     if kind != "sft":
         pack = with_weights(pack, "token-mean")
     batch = micro_batch(*pack, pad_to_multiple=worker.sequence_multiple)
-    report = worker.train_step([batch], SftLoss() if kind == "sft" else PolicyLoss(0.7), num_tokens=num_loss_tokens(pack), lr=0.0)
+    report = worker.train_step(
+        [batch],
+        SftLoss() if kind == "sft" else PolicyLoss(0.7),
+        num_tokens=num_loss_tokens(pack),
+        lr=0.0,
+    )
     gradients = {name: tensor.numpy() for name, tensor in whole_gradients(worker.policy).items()}
-    everything = replace(batch, loss_mask=np.arange(len(batch.token_ids)) + 1 < sum(LENGTHS), fields={})
+    everything = replace(
+        batch, loss_mask=np.arange(len(batch.token_ids)) + 1 < sum(LENGTHS), fields={}
+    )
     logprobs = worker.logprobs([everything], 1.0)
     return Seen(report["loss"], gradients, logprobs[0][: sum(LENGTHS)])

@@ -17,8 +17,6 @@ from msrl.algorithms.aggregate import MODES, Mode
 from msrl.algorithms.packing import Sequences, balanced
 from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
-from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens, select, with_weights
-from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from msrl.trainer.objective.batches import (
     BatchLimits,
     micro_batches,
@@ -26,7 +24,11 @@ from msrl.trainer.objective.batches import (
     select,
     with_weights,
 )
-from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
+from msrl.trainer.settings import (
+    Layout,
+    RankSettings,
+    ReplicaSettings,
+)
 
 PACKAGE = "msrl.algorithms.losses"
 MASKED_OUT = 3  # sample of the batch that is excluded from the loss
@@ -120,7 +122,9 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     part = balanced(lengths, worker.position.dp_size)[worker.position.dp_rank]
     limits = BatchLimits(1, case.max_tokens, worker.sequence_multiple)
     groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
-    report = worker.train_step(micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0)
+    report = worker.train_step(
+        micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0
+    )
     random = np.random.default_rng(0)
     products: dict[str, float] = {}
     for key, tensor in sorted(whole_gradients(worker.policy).items()):

@@ -1,4 +1,4 @@
-"""Gradients after one training step from saved checkpoints and from transformers, by HF name.
+"""The gradient of every tensor after one training step, as ranks saved it and as transformers computes it, under the files' names.
 
 AdamW's first moment holds a tenth of the gradient after one step, clipped to a norm of 1.
 """
@@ -23,32 +23,30 @@ from msrl.workflows.serve.engine import hf_weights
 from training_ranks import sequences
 
 _STACKED = ("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-_NO_GRADIENT = ".expert_bias"  # a buffer of Megatron's router, by msrl's names
+_NO_GRADIENT = ".expert_bias"  # of Megatron's router, by our names
 
 
 def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
-    """Return the gradients of the first step from the optimizer state that the ranks saved."""
+    """What the ranks of a training saved after one step."""
     saved, shape = SavedTraining(save, 1), load_shape(save / "hf")
-    layout = ParallelLayout.from_json(saved.state()["cut"])
-    shards: dict[Coords, dict[str, Tensor]] = {}
-    padded = shape.padded_vocab_size(layout.tp)
-    for coords in layout.ranks():
+    cut, shards = ParallelLayout.from_json(saved.state()["cut"]), dict[Coords, dict[str, Tensor]]()
+    padded = shape.padded_vocab_size(cut.tp)
+    for at in cut.ranks():
         file = load_file(
-            saved.training_dir
-            / f"optimizer_{coords.tp:02d}_{coords.pp:03d}_{coords.ep:03d}.safetensors"
+            saved.training_dir / f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors"
         )
-        shards[coords] = {
+        shards[at] = {
             name.removeprefix("exp_avg."): state
             for name, state in file.items()
             if name.startswith("exp_avg.")
         }
-        buffers = {
+        without = {
             name: size
-            for name, size in rank_plan(shape, layout, coords, padded).tensors.items()
+            for name, size in rank_plan(shape, cut, at, padded).tensors.items()
             if name.endswith(_NO_GRADIENT)
         }
-        shards[coords] |= {name: torch.zeros(size) for name, size in buffers.items()}
-    source = ShardedSource(shape, layout, shards, save / "hf", str(save))
+        shards[at] |= {name: torch.zeros(size) for name, size in without.items()}
+    source = ShardedSource(shape, cut, shards, save / "hf", str(save))
     return {
         name: tensor * 10
         for name, tensor in hf_weights(source)
@@ -57,7 +55,7 @@ def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
 
 
 def backward(model: Any, step: int) -> float:
-    """Compute a step's loss one sequence at a time, run backward, and return the loss."""
+    """The loss of a step's batch, one sequence at a time; gradients are in the parameters afterwards."""
     batch, total, count = sequences(step), torch.zeros(()), 0
     for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
         logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
@@ -74,10 +72,7 @@ def backward(model: Any, step: int) -> float:
 
 @functools.cache
 def transformers_gradients(folder: Path) -> dict[str, Tensor]:
-    """Return transformers' gradients of the first step, clipped to a norm of 1.
-
-    Experts are separate or stacked tensors, as in the checkpoint files.
-    """
+    """transformers' gradients of the first step, clipped to a norm of 1; experts one by one or stacked, as the files have them."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -96,35 +91,27 @@ def transformers_gradients(folder: Path) -> dict[str, Tensor]:
 def _as_in_files(
     name: str, parameter: torch.nn.Parameter, *, is_stacked: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter's gradient under the names of the checkpoint files.
-
-    Transformers stacks most experts: [experts, gate + up, inputs] and [experts, outputs, inputs].
-    """
+    """transformers keeps most experts in two tensors, [experts, gate above up, inputs] and [experts, outputs, inputs]."""
     assert parameter.grad is not None, name
     prefix, _, last = name.rpartition(".")
     if not is_stacked or last not in ("gate_up_proj", "down_proj"):
         yield name, parameter.grad
         return
     for number, grad in enumerate(parameter.grad):
-        tensors = (
+        parts = (
             zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True)
             if last == "gate_up_proj"
             else (("down_proj", grad),)
         )
-        yield from (
-            (f"{prefix}.{number}.{projection}.weight", value) for projection, value in tensors
-        )
+        yield from ((f"{prefix}.{number}.{part}.weight", value) for part, value in parts)
 
 
 def assert_same_gradients(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-4
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-4
 ) -> None:
-    """Assert that each gradient differs by at most `tolerance` of its norm.
-
-    Experts without tokens have zero gradients.
-    """
-    assert actual.keys() == expected.keys()
+    """Tensor by tensor: the distance is at most `tolerance` of the tensor's own norm. Experts that no token went to have none."""
+    assert found.keys() == expected.keys()
     assert all(gradient.norm() > 0 for key, gradient in expected.items() if ".experts." not in key)
     assert sum(float(gradient.norm()) > 0 for gradient in expected.values()) > 0.9 * len(expected)
     for key, gradient in expected.items():
-        assert (actual[key] - gradient).norm() <= tolerance * gradient.norm(), key
+        assert (found[key] - gradient).norm() <= tolerance * gradient.norm(), key

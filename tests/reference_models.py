@@ -1,8 +1,7 @@
-"""Reference forward passes for families that transformers supports only with remote code.
+"""Forward passes written by hand, for families whose code transformers does not have (their checkpoints bring their own).
 
-They use the raw Hugging Face tensors and none of msrl's rules, and compute in float64, one sequence
-at a time, following the published `modeling_*.py` of each family. T tokens, c hidden size, h heads,
-g key/value groups, d head size.
+They read the raw Hugging Face tensors, know nothing of msrl's rules, and compute in float64, one sequence at a time, from what the
+published `modeling_*.py` of each family computes. Letters: T tokens, c hidden, h heads, g key/value groups, d head size.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention of [T, h, d] with [T, g, d]; heads of a group are adjacent."""
+    """Causal attention of [T, h, d] with [T, g, d]; the heads of a group are neighbours."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -32,8 +31,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ).flatten(1)
 
 
-def _rotate_halves(x: Tensor, theta: float) -> Tensor:
-    """Apply Llama's RoPE to [T, h, d]: channel i is paired with channel i + d / 2."""
+def _halves(x: Tensor, theta: float) -> Tensor:
+    """Llama's rotation of [T, h, d]: channel i turns with channel i + d / 2."""
     half = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None, None] * theta ** (
         -torch.arange(half, dtype=torch.float64) / half
@@ -42,28 +41,28 @@ def _rotate_halves(x: Tensor, theta: float) -> Tensor:
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
 
-def _rotate_pairs(x: Tensor, theta: float) -> Tensor:
-    """Apply ChatGLM's RoPE to the first half of the channels of [T, h, d], in adjacent pairs."""
-    rotary_dim = x.shape[-1] // 2
+def _neighbours(x: Tensor, theta: float) -> Tensor:
+    """ChatGLM's rotation of [T, h, d]: of the first half of the channels, each even one turns with the next one."""
+    turning = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None] * theta ** (
-        -torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+        -torch.arange(0, turning, 2, dtype=torch.float64) / turning
     )
-    pairs = torch.view_as_complex(x[..., :rotary_dim].unflatten(-1, (-1, 2)).contiguous())
-    rotated = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
-    return torch.cat((rotated.flatten(-2), x[..., rotary_dim:]), -1)
+    pairs = torch.view_as_complex(x[..., :turning].unflatten(-1, (-1, 2)).contiguous())
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
+    return torch.cat((turned.flatten(-2), x[..., turning:]), -1)
 
 
 def _run(
     forward: Callable[[Tensor, Weights], Tensor], weights: Weights, ids: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Return the concatenated logits of all sequences, [tokens, vocabulary]."""
+    """Logits of all sequences, one below the other."""
     wide = {name: tensor.double() for name, tensor in weights.items()}
     with torch.inference_mode():
         return torch.cat([forward(torch.from_numpy(row), wide) for row in ids]).numpy()
 
 
 def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute InternLM 2: `wqkv` has per group the rows of its heads, its key and its value."""
+    """InternLM 2: of each group, `wqkv` has the rows of its heads, then of its key, then of its value."""
     heads, groups, eps = (
         config["num_attention_heads"],
         config["num_key_value_heads"],
@@ -78,7 +77,7 @@ def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray
             qkv = _norm(x, w[p + "attention_norm.weight"], eps) @ w[p + "attention.wqkv.weight"].T
             qkv = qkv.view(len(x), groups, heads // groups + 2, head_dim)
             q, k, v = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
-            q, k = _rotate_halves(q, config["rope_theta"]), _rotate_halves(k, config["rope_theta"])
+            q, k = _halves(q, config["rope_theta"]), _halves(k, config["rope_theta"])
             x = x + _attend(q, k, v) @ w[p + "attention.wo.weight"].T
             y = _norm(x, w[p + "ffn_norm.weight"], eps)
             gate, up = (y @ w[p + f"feed_forward.w{number}.weight"].T for number in (1, 3))
@@ -89,10 +88,7 @@ def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray
 
 
 def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute Baichuan 7B: `W_pack` concatenates the rows of q, k and v.
-
-    Baichuan2's output layer (NormHead) divides each row by its norm.
-    """
+    """Baichuan 7B: `W_pack` has q, k and v one above the other. Baichuan2's output layer (NormHead) divides each row by its length."""
     heads, eps = config["num_attention_heads"], config["rms_norm_eps"]
 
     def forward(tokens: Tensor, w: Weights) -> Tensor:
@@ -105,11 +101,10 @@ def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]
             q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
             x = (
                 x
-                + _attend(_rotate_halves(q, 1e4), _rotate_halves(k, 1e4), v)
-                @ w[p + "self_attn.o_proj.weight"].T
+                + _attend(_halves(q, 1e4), _halves(k, 1e4), v) @ w[p + "self_attn.o_proj.weight"].T
             )
             y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
-            gate, up = (y @ w[p + f"mlp.{kind}_proj.weight"].T for kind in ("gate", "up"))
+            gate, up = (y @ w[p + f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
         head = w["lm_head.weight"]
         head = (
@@ -123,10 +118,7 @@ def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]
 
 
 def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute ChatGLM 2, ChatGLM 3 and GLM-4.
-
-    `query_key_value` has all heads, all keys, all values; `dense_h_to_4h` has gate, then up.
-    """
+    """ChatGLM 2 and 3, GLM-4: `query_key_value` has all heads, all keys, all values; `dense_h_to_4h` gate above up."""
     heads, groups, head_dim, eps = (
         config[key]
         for key in (
@@ -150,7 +142,7 @@ def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray])
             q, k, v = qkv.view(len(x), -1, head_dim).split([heads, groups, groups], 1)
             x = (
                 x
-                + _attend(_rotate_pairs(q, theta), _rotate_pairs(k, theta), v)
+                + _attend(_neighbours(q, theta), _neighbours(k, theta), v)
                 @ w[p + "self_attention.dense.weight"].T
             )
             y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)

@@ -1,4 +1,6 @@
-"""A rank with every kind of replica, for `test_replicas.py`. Imported by a rank process by name (`replica_ranks:main`)."""
+"""A rank with every kind of replica, for `test_replicas.py`. Imported by a rank process by name
+(`replica_ranks:main`).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def main(context: RankContext, job: tuple[Path, Path, Path]) -> None:
     first, second = _batch([0, 1, 2]), _batch([3, 4, 5, 6, 7])
     before = rank.logits([first])
     report = {
-        "kl": {name: _kl(rank, batches) for name, batches in {"both": [first, second], "twice": [first, second, first]}.items()},
+        "kl": {
+            name: _kl(rank, batches)
+            for name, batches in {"both": [first, second], "twice": [first, second, first]}.items()
+        },
         "kl alone": [_kl(rank, [batch]) for batch in (first, second)],
         "tokens": [int(batch.loss_mask.sum()) for batch in (first, second)],
     }

@@ -23,7 +23,9 @@ def main(context: RankContext, job: tuple[Path, Path]) -> None:
     from msrl.trainer.checkpointing import state as checkpoints
 
     model, saves = job
-    policy = ReplicaSettings(model, optimizer=OptimizerConfig(lr=1e-3), offload=OffloadConfig(optimizer=True))
+    policy = ReplicaSettings(
+        model, optimizer=OptimizerConfig(lr=1e-3), offload=OffloadConfig(optimizer=True)
+    )
     settings = RankSettings("cpu", Layout(), "bfloat16", seed=0, timeout_s=120, policy=policy)
     worker = _worker(settings, context, "first")
     found = [_step(worker, 0), _step(worker, 1)]
@@ -52,7 +54,9 @@ def _step(worker: TrainingRank, step: int) -> int:
     seen: list[int] = []
 
     class Looking(SftLoss):
-        def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, dict[str, Any]]:
+        def __call__(
+            self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
+        ) -> tuple[Tensor, dict[str, Any]]:
             tensors = optimizer_state.tensors(worker.policy.optimizer, is_bf16=True)
             seen.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
             return super().__call__(outputs, fields, num_tokens)

@@ -90,7 +90,9 @@ def test_the_chat_template_renders_the_same_text_as_the_template(name: str, case
                 continue
             assert by_jinja(source, conversation, asks=asks) == expected
             assert (
-                by_jinja(chat_template(make_test_renderer(name)), conversation, asks=asks, **options)
+                by_jinja(
+                    chat_template(make_test_renderer(name)), conversation, asks=asks, **options
+                )
                 == expected
             )
 

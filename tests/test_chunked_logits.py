@@ -1,4 +1,4 @@
-"""Memory of chunked log-probabilities with Qwen's vocabulary. Values: test_training.py."""
+"""Log-probabilities in chunks: the memory that they take, for the vocabulary of Qwen. That they are right is held in `test_training.py`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.logprobs import columns_of, vocab_parallel_logprobs
 
 vocab, channels = 151936, 32
-store = f"file://{tempfile.mkdtemp()}/store"
-dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-options = {"tp_rank": 0, "temperature": 1.0, "with_entropy": True}
-options |= {"elements_at_once": 1 << 18, "group": dist.group.WORLD}
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+options = {"tp_rank": 0, "temperature": 1.0, "with_entropy": True, "elements_at_once": 1 << 18, "group": dist.group.WORLD}
 columns = columns_of(vocab, vocab_size=vocab, **options)
 weight = torch.randn(vocab, channels, requires_grad=True)
 
@@ -32,7 +30,7 @@ def peak(rows, num_rows):
     else:
         logprobs, entropy, _ = vocab_parallel_logprobs(hidden @ weight.t(), labels, columns)
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
-    # Peak of this process; getrusage would start from the parent's peak.
+    # The peak of this program alone: getrusage's starts from that of the process which started it.
     line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024, hidden.grad
 
@@ -54,17 +52,18 @@ print(short, long, whole, *live)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_tokens():
+def test_memory_does_not_grow_with_the_number_of_positions():
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    process = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, env=environment
     )
-    assert process.returncode == 0, process.stderr
-    # MiB; the logits of 512 tokens take 297 MiB.
-    short, long, whole, live_short, live_long = map(float, process.stdout.split())
-    # Two chunks take 37 MiB; logits of 384 more tokens would take 223 MiB.
-    assert long - short < 40, process.stdout
-    assert whole - long > 200, process.stdout
-    # Live tensors: a chunk's logits and the gradient of the output weight take 18.5 MiB each, the
-    # rest are rows in float32. The hidden states of 384 tokens take 0.05 MiB.
-    assert live_long - live_short < 0.5 and live_long < 60, process.stdout
+    assert done.returncode == 0, done.stderr
+    short, long, whole, live_short, live_long = map(
+        float, done.stdout.split()
+    )  # MiB; the logits of 512 positions are 297
+    assert long - short < 40, (
+        done.stdout
+    )  # two chunks are 37; logits of 384 more positions would be 223
+    assert whole - long > 200, done.stdout
+    # Live tensors: a chunk's logits and the output weight's gradient (18.5 each), rows in float32; 384 positions of hidden states are 0.05.
+    assert live_long - live_short < 0.5 and live_long < 60, done.stdout

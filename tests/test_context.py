@@ -1,4 +1,4 @@
-"""Distribution of tokens over context-parallel ranks: disjoint shares of equal size and work."""
+"""How context-parallel ranks share the tokens of sequences: every token once, equal shares, and equal work under the causal mask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msrl.trainer.model.context import padded_lengths, places, rows_of
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("multiple", [1, 2, 3])
-def test_every_token_is_on_one_rank_and_all_ranks_have_equally_many(num_ranks, multiple):
+def test_every_token_is_computed_by_one_rank_and_shares_are_equal(num_ranks, multiple):
     lengths = [1, 7, 24, 13, 13]
     padded = padded_lengths(lengths, num_ranks, multiple)
     shares = [places(padded, rank, num_ranks) for rank in range(num_ranks)]
@@ -21,8 +21,8 @@ def test_every_token_is_on_one_rank_and_all_ranks_have_equally_many(num_ranks, m
     assert sorted(rows[rows >= 0].tolist()) == list(range(sum(lengths)))
 
 
-def test_a_rank_has_an_early_and_a_late_piece_and_all_ranks_attend_to_equally_many_keys():
-    # Calculated by hand: 12 tokens on 3 ranks are 6 pieces of 2; rank 0 has the first and the last.
+def test_a_rank_has_an_early_and_a_late_piece_and_ranks_see_as_many_keys():
+    # Worked out by hand: 12 tokens on 3 ranks are 6 pieces of 2; rank 0 has the first and the last.
     padded = padded_lengths([12], 3, 1)
     shares = [places(padded, rank, 3).tolist() for rank in range(3)]
     assert shares == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
@@ -31,13 +31,13 @@ def test_a_rank_has_an_early_and_a_late_piece_and_all_ranks_attend_to_equally_ma
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_attention_of_a_range_of_queries_equals_the_range_of_the_full_attention(window, softcap):
+def test_late_queries_of_a_sequence_see_what_they_see_among_all(window, softcap):
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
     sinks = torch.randn(4) if softcap is None else None
-    full = _attend(query, key, value, None, window, softcap, sinks)
+    whole = _attend(query, key, value, None, window, softcap, sinks)
     for first, stop in ((0, 8), (5, 20), (12, 15)):
-        actual = _attend(
+        part = _attend(
             query[:, :, first:stop],
             key[:, :, :stop],
             value[:, :, :stop],
@@ -47,4 +47,4 @@ def test_attention_of_a_range_of_queries_equals_the_range_of_the_full_attention(
             sinks,
             first,
         )
-        torch.testing.assert_close(actual, full[:, :, first:stop])
+        torch.testing.assert_close(part, whole[:, :, first:stop])

@@ -45,23 +45,61 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("sources", "answers", "reason"),
     [
-        ([{"verifier": "code"}], ["assert f(1) == 2", "42"], r"verifier=code: .*row 1 of the data tests nothing"),
-        ([{"verifier": "code", "options": {"partial": True}}], ['{"tests": ""}'], r"verifier=code: .*row 0 of the data tests nothing"),
-        ([{"verifier": "acc"}], ["#### 4", "#### "], r"verifier=acc: .*row 1 of the data holds no answer"),
-        ([{"verifier": "multiple_choice"}], ["A", "Paris"], r"verifier=multiple_choice: .*row 1 .*choice"),
+        (
+            [{"verifier": "code"}],
+            ["assert f(1) == 2", "42"],
+            r"verifier=code: .*row 1 of the data tests nothing",
+        ),
+        (
+            [{"verifier": "code", "options": {"partial": True}}],
+            ['{"tests": ""}'],
+            r"verifier=code: .*row 0 of the data tests nothing",
+        ),
+        (
+            [{"verifier": "acc"}],
+            ["#### 4", "#### "],
+            r"verifier=acc: .*row 1 of the data holds no answer",
+        ),
+        (
+            [{"verifier": "multiple_choice"}],
+            ["A", "Paris"],
+            r"verifier=multiple_choice: .*row 1 .*choice",
+        ),
     ],
 )
 @pytest.mark.parametrize("key", ["train", "eval"])
-def test_a_row_that_no_verifier_can_score_is_refused_before_anything_starts(folder: Path, sources, answers, reason, key):
+def test_a_row_that_no_verifier_can_score_is_refused_before_anything_starts(
+    folder: Path, sources, answers, reason, key
+):
     rows = [{"instruction": "ab", "output": answer} for answer in answers]
-    for name, found in (("rows", rows), ("fine", [{"instruction": "ab", "output": "A" if "choice" in reason else "assert f(1)"}])):
+    for name, found in (
+        ("rows", rows),
+        ("fine", [{"instruction": "ab", "output": "A" if "choice" in reason else "assert f(1)"}]),
+    ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-        given = {"input": [f"{name}.jsonl"], "tokenizer": "model", "handler": "r1", "template": "qwen", "output_prefix": name}
+        given = {
+            "input": [f"{name}.jsonl"],
+            "tokenizer": "model",
+            "handler": "r1",
+            "template": "qwen",
+            "output_prefix": name,
+        }
         run(Config.model_validate({"preprocess": given}))
-    data = {"train": "rows", "eval": "fine"} if key == "train" else {"train": "fine", "eval": "rows"}
-    config = {"model": {"path": "model"}, "data": data, "reward": {"sources": sources}, "cluster": {"platform": "cpu"}}
+    data = (
+        {"train": "rows", "eval": "fine"} if key == "train" else {"train": "fine", "eval": "rows"}
+    )
+    config = {
+        "model": {"path": "model"},
+        "data": data,
+        "reward": {"sources": sources},
+        "cluster": {"platform": "cpu"},
+    }
     with pytest.raises(MsrlError, match=rf"data.{key}=rows: reward.sources.*{reason}"):
-        prepare(Config.model_validate({**config, "rollout": {"prompts_per_step": 1}, "train": {"steps": 1}}))
+        prepare(
+            Config.model_validate(
+                {**config, "rollout": {"prompts_per_step": 1}, "train": {"steps": 1}}
+            )
+        )
 
 
 def swap(file: Path, one: str, other: str) -> None:

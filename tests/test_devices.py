@@ -36,11 +36,17 @@ def test_reductions_use_a_dtype_that_the_back_end_supports(
     platform: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     seen = []
-    monkeypatch.setattr(replicas.dist, "all_reduce", lambda totals, group: seen.append(totals.dtype))
+    monkeypatch.setattr(
+        replicas.dist, "all_reduce", lambda totals, group: seen.append(totals.dtype)
+    )
     monkeypatch.setattr(replicas.parallel_state, "get_data_parallel_group", lambda: None)
-    position = SimpleNamespace(is_last_stage=True, platform=get(platform), layout=SimpleNamespace(pp=1))
+    position = SimpleNamespace(
+        is_last_stage=True, platform=get(platform), layout=SimpleNamespace(pp=1)
+    )
     replica: Any = SimpleNamespace(position=position)
-    assert ModelReplica.mean_metrics(replica, [{"loss": torch.tensor(1.5)}, {"loss": torch.tensor(2.0)}], 7) == {"loss": 0.5}
+    assert ModelReplica.mean_metrics(
+        replica, [{"loss": torch.tensor(1.5)}, {"loss": torch.tensor(2.0)}], 7
+    ) == {"loss": 0.5}
     assert seen == [dtype]
 
 
@@ -79,10 +85,15 @@ def test_the_random_state_of_the_device_is_saved_and_restored(
     saved.training_dir.mkdir(parents=True)
     save_file(states, saved.training_dir / random_file(0))
     checkpoints._restore_random(position_on(device), saved, ParallelLayout())
-    assert device.state.tolist() == [7] * 16 and tracker.states_["model-parallel-rng"].tolist() == [3] * 16
+    assert (
+        device.state.tolist() == [7] * 16
+        and tracker.states_["model-parallel-rng"].tolist() == [3] * 16
+    )
     assert torch.equal(torch.rand(3), drawn)
     # Another kind of device, whose states have another size, begins with its seed.
-    monkeypatch.setattr(tracker, "states_", {"model-parallel-rng": torch.zeros(5056, dtype=torch.uint8)})
+    monkeypatch.setattr(
+        tracker, "states_", {"model-parallel-rng": torch.zeros(5056, dtype=torch.uint8)}
+    )
     checkpoints._restore_random(position_on(get("cpu")), saved, ParallelLayout())
     assert not tracker.states_["model-parallel-rng"].any()
 
@@ -134,7 +145,9 @@ def trained_by(kind: Any, platform: str) -> Any:
         _get_model_param_range_map=lambda parameter: {"param": SimpleNamespace(start=0, end=6)},
     )  # fmt: skip
     chain = SimpleNamespace(chained_optimizers=[part], reload_model_params=lambda: None)
-    position = SimpleNamespace(dtype=torch.float32, platform=get(platform), device=torch.device("cpu"))
+    position = SimpleNamespace(
+        dtype=torch.float32, platform=get(platform), device=torch.device("cpu")
+    )
     return SimpleNamespace(model=model, optimizer=chain, position=position), optimizer
 
 

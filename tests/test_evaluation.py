@@ -95,7 +95,11 @@ def test_the_best_evaluation_is_the_lowest_loss_or_the_highest_of_anything_else_
 
 
 def test_a_report_counts_steps_and_not_the_evaluation_before_them():
-    reports = [StepReport(0, {"eval/pass@1": 0.1}), StepReport(1, {"train/loss": 2.0}), StepReport(2, {"eval/pass@1": 0.3})]
+    reports = [
+        StepReport(0, {"eval/pass@1": 0.1}),
+        StepReport(1, {"train/loss": 2.0}),
+        StepReport(2, {"eval/pass@1": 0.3}),
+    ]
     found = summarize(reports)
     assert (found.first_step, found.last_step, found.num_steps) == (1, 2, 2)
     assert (found.metrics["eval/pass@1"].first, found.metrics["eval/pass@1"].last) == (0.1, 0.3)

@@ -1,4 +1,4 @@
-"""Export of LoRA checkpoints to Hugging Face folders when the base weights have no config.json."""
+"""A training's checkpoint as a Hugging Face folder, where the weights that it adapts bring no configuration of their own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tiny_qwen2 import save_model
 pytestmark = pytest.mark.slow  # imports transformers
 
 
-def test_adapters_of_a_base_without_config_are_exported_with_the_models_config(tmp_path: Path):
+def test_adapters_of_a_base_without_config_are_exported_with_that_of_the_model(tmp_path: Path):
     save_model(tmp_path / "hf", tied=True)
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "base", McoreTarget(ParallelLayout()))
-    shutil.rmtree(tmp_path / "base" / "hf")  # as in MindSpeed's checkpoints
-    shape, saves, coords = (
+    shutil.rmtree(tmp_path / "base" / "hf")  # as MindSpeed leaves it
+    shape, saves, at = (
         load_shape(tmp_path / "hf"),
         tmp_path / "saves",
         next(iter(ParallelLayout().ranks())),
@@ -36,7 +36,7 @@ def test_adapters_of_a_base_without_config_are_exported_with_the_models_config(t
     args = mcore.namespace(shape, ParallelLayout())
     vars(args).update(lora_r=2, lora_alpha=8.0)
     mcore.write_rank_file(
-        mcore.rank_file(saves, 3, ParallelLayout(), coords, staged=True), factors, args, 3
+        mcore.rank_file(saves, 3, ParallelLayout(), at, staged=True), factors, args, 3
     )
     mcore.publish(saves, 3)
     with pytest.raises(MsrlError, match=r"config\.json"):
@@ -44,21 +44,20 @@ def test_adapters_of_a_base_without_config_are_exported_with_the_models_config(t
     export_hf(
         SavedTraining(saves, 3), tmp_path / "merged", base=tmp_path / "base", hf_dir=tmp_path / "hf"
     )
-    # A failed export keeps the previous one.
-    with pytest.raises(MsrlError, match=r"config\.json"):
+    with pytest.raises(
+        MsrlError, match=r"config\.json"
+    ):  # what was exported before stays until the new one is whole
         export_hf(SavedTraining(saves, 3), tmp_path / "merged", base=tmp_path / "base")
-    original, merged = (
+    before, after = (
         load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "merged")
     )
     changed = "model.layers.1.self_attn.o_proj.weight"
-    assert {key for key, value in merged.items() if not torch.equal(value, original[key])} == {
-        changed
-    }
-    expected = original[changed] + 4.0 * factors[name.format("B")] @ factors[name.format("A")]
-    torch.testing.assert_close(merged[changed], expected)
+    assert {key for key, value in after.items() if not torch.equal(value, before[key])} == {changed}
+    expected = before[changed] + 4.0 * factors[name.format("B")] @ factors[name.format("A")]
+    torch.testing.assert_close(after[changed], expected)
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     mcore.write_rank_file(
-        mcore.rank_file(saves, 4, ParallelLayout(), coords, staged=True),
+        mcore.rank_file(saves, 4, ParallelLayout(), at, staged=True),
         {key: 0 * value for key, value in factors.items()},
         args,
         4,
@@ -69,8 +68,8 @@ def test_adapters_of_a_base_without_config_are_exported_with_the_models_config(t
         SavedTraining(saves, 3), tmp_path / "again", base=tmp_path / "base", hf_dir=tmp_path / "hf"
     )
     assert torch.equal(
-        load_file(tmp_path / "again" / "model.safetensors")[changed], merged[changed]
-    ), "the export has the weights of the specified step, not of the newest one"
+        load_file(tmp_path / "again" / "model.safetensors")[changed], after[changed]
+    ), "of its own step, not of the newest"
     assert (
         not (tmp_path / "again").is_symlink()
         and (tmp_path / "merged").is_dir()

@@ -24,15 +24,28 @@ def test_flops_of_a_dense_model_are_those_worked_out_by_hand():
     products = 8 * 2 * 528 + 4 * 8 * 7  # 4 tokens are learnt
     attention = 2 * (6 + 15) * 4 * (3 + 3)
     assert training_flops(model, [3, 5], 4) == 3 * (2 * products + 2 * attention)
-    assert training_flops(model, [3, 5], 4, weight_gradients=False) == 2 * 2 * products + 3 * 2 * attention
+    assert (
+        training_flops(model, [3, 5], 4, weight_gradients=False)
+        == 2 * 2 * products + 3 * 2 * attention
+    )
     # In the second layer a token sees itself and one before it: 5 pairs of 3 tokens, 9 of 5.
     windowed = dataclasses.replace(model, attention=Attention(window=2, window_layers=(1,)))
-    assert training_flops(windowed, [3, 5], 4) == 3 * (2 * products + attention + 2 * (5 + 9) * 4 * 6)
+    assert training_flops(windowed, [3, 5], 4) == 3 * (
+        2 * products + attention + 2 * (5 + 9) * 4 * 6
+    )
 
 
 def test_a_packed_row_takes_less_than_one_long_sequence_by_the_pairs_that_it_does_not_see():
     model = shape(QWEN2)
-    saved = 3 * model.num_layers * 2 * (100 * 101 // 2 - 2 * (50 * 51 // 2)) * model.num_attention_heads * 2 * model.head_dim
+    saved = (
+        3
+        * model.num_layers
+        * 2
+        * (100 * 101 // 2 - 2 * (50 * 51 // 2))
+        * model.num_attention_heads
+        * 2
+        * model.head_dim
+    )
     assert training_flops(model, [100], 100) - training_flops(model, [50, 50], 100) == saved
 
 
@@ -40,7 +53,9 @@ def test_experts_count_as_far_as_a_token_goes_to_them():
     model = shape(QWEN3_MOE)
     moe = model.moe
     assert moe is not None
-    more = dataclasses.replace(model, moe=dataclasses.replace(moe, experts_per_token=moe.experts_per_token + 1))
+    more = dataclasses.replace(
+        model, moe=dataclasses.replace(moe, experts_per_token=moe.experts_per_token + 1)
+    )
     one_expert = 3 * model.hidden_size * moe.ffn_hidden_size * sum(moe.layers)
     assert training_flops(more, [10], 10) - training_flops(model, [10], 10) == 6 * 10 * one_expert
 
@@ -51,12 +66,22 @@ def test_latent_attention_counts_its_own_matrices():
     assert mla is not None and model.moe is not None
     query = mla.nope_head_dim + mla.rope_head_dim
     down = hidden * ((mla.q_lora_rank or heads * query) + mla.kv_lora_rank + mla.rope_head_dim)
-    up = (mla.q_lora_rank or 0) * heads * query + mla.kv_lora_rank * heads * (mla.nope_head_dim + mla.v_head_dim)
+    up = (mla.q_lora_rank or 0) * heads * query + mla.kv_lora_rank * heads * (
+        mla.nope_head_dim + mla.v_head_dim
+    )
     attention = down + up + heads * mla.v_head_dim * hidden
     moe = model.moe
-    active = 3 * (moe.experts_per_token * moe.ffn_hidden_size + moe.shared_ffn_hidden_size) + moe.num_experts
-    weights = sum(attention + hidden * (active if is_mixture else 3 * model.ffn_hidden_size) for is_mixture in moe.layers)
-    expected = 6 * (10 * weights + 4 * hidden * model.vocab_size) + 6 * model.num_layers * 55 * heads * (query + mla.v_head_dim)
+    active = (
+        3 * (moe.experts_per_token * moe.ffn_hidden_size + moe.shared_ffn_hidden_size)
+        + moe.num_experts
+    )
+    weights = sum(
+        attention + hidden * (active if is_mixture else 3 * model.ffn_hidden_size)
+        for is_mixture in moe.layers
+    )
+    expected = 6 * (
+        10 * weights + 4 * hidden * model.vocab_size
+    ) + 6 * model.num_layers * 55 * heads * (query + mla.v_head_dim)
     assert training_flops(model, [10], 4) == expected
 
 

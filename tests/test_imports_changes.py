@@ -1,4 +1,6 @@
-"""Another value of a key changes what it becomes: for every key of every table that has a native one."""
+"""Another value of a key changes what it becomes: for every key of every table that has a native
+one.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def value_at(tree: Any, key: str) -> object:
 
 
 def assert_it_loads_or_is_refused(found: Translation, folder: Path) -> None:
-    """What is said to take effect is a right configuration; only what the translation names is refused."""
+    """What is said to take effect is a right configuration; only what the translation names is
+    refused.
+    """
     (folder / "native.yaml").write_text(native_yaml(found), encoding="utf-8")
     try:
         load([str(folder / "native.yaml")])

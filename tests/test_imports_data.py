@@ -104,14 +104,18 @@ def test_a_pretraining_script_continues_from_text_of_one_dataset_or_several(
     path: str, data: dict[str, object], tmp_path: Path
 ):
     (tmp_path / "pretrain.sh").write_text(PRETRAIN.format(path), encoding="utf-8")
-    tree = plain(translate_arguments("mindspeed-llm", [str(tmp_path / "pretrain.sh")]).complete_tree())
+    tree = plain(
+        translate_arguments("mindspeed-llm", [str(tmp_path / "pretrain.sh")]).complete_tree()
+    )
     assert tree["data"] == {**data, "handler": "pretrain", "seq_length": 4096}
 
 
 @pytest.mark.parametrize("flag", ["--is-instruction-dataset", "--stage sft"])
 def test_a_script_that_fine_tunes_reads_examples(flag: str):
     words = PRETRAIN.format("data/alpaca").replace("\\\n", "").split()
-    assert plain(translate_arguments("mindspeed-llm", [*words, *flag.split()]).complete_tree())["data"] == {
+    assert plain(translate_arguments("mindspeed-llm", [*words, *flag.split()]).complete_tree())[
+        "data"
+    ] == {
         "train": "data/alpaca",
         "seq_length": 4096,
     }

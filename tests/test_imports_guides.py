@@ -1,4 +1,6 @@
-"""The five guides' own files and command lines: every block of theirs is read, every key told, every misspelt one caught."""
+"""The five guides' own files and command lines: every block of theirs is read, every key told,
+every misspelt one caught.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def r1_zero() -> str:
 
 
 def roll() -> str:
-    """The guide's three blocks as one file; the page has lost their indentation, which follows from what is a section of what."""
+    """The guide's three blocks as one file; the page has lost their indentation, which follows from
+    what is a section of what.
+    """
     text = guide("roll-parameters")
     pipeline, workers = (
         re.search(rf"^{first}.*?(?=^\s*•|^\S*基本信息)", text, re.S | re.M)
@@ -246,7 +250,9 @@ def flags_of(line: str) -> list[str]:
 
 
 def assert_misspelt_flags_are_caught(system: str, block: str, file: Path) -> None:
-    """All flags of a block with their last letters doubled: each is named with its line and its right name."""
+    """All flags of a block with their last letters doubled: each is named with its line and its
+    right name.
+    """
     lines = block.splitlines()
     file.write_text(
         re.sub(r"(?<![\w-])--([a-z][\w-]*)", lambda flag: flag[0] + flag[0][-1], block),

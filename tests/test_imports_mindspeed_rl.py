@@ -449,7 +449,9 @@ def test_a_critic_that_no_estimator_needs_is_told_to_have_no_effect(folder: Path
     given = {"critic_config": {"lr": 5e-6}, "rl_config.lam": 0.9, "rl_config.cliprange_value": 0.1}
     for stage in ("ray_grpo", "ray_ppo"):
         found = translated(PRESENT, folder, {"megatron_training.stage": stage, **given})
-        dead = {outcome.entry.path for outcome in found.outcomes if outcome.status is KeyStatus.DEAD}
+        dead = {
+            outcome.entry.path for outcome in found.outcomes if outcome.status is KeyStatus.DEAD
+        }
         assert {
             "critic_config.lr",
             "rl_config.lam",

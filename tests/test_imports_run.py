@@ -1,4 +1,6 @@
-"""A file of MindSpeed-RL trains here: from a checkpoint as MindSpeed writes it, which brings no config.json."""
+"""A file of MindSpeed-RL trains here: from a checkpoint as MindSpeed writes it, which brings no
+config.json.
+"""
 
 from __future__ import annotations
 

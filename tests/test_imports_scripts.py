@@ -1,4 +1,6 @@
-"""Scripts of MindSpeed-LLM as its users have them: each flag is taken or told, and what is left out has the original's default."""
+"""Scripts of MindSpeed-LLM as its users have them: each flag is taken or told, and what is left out
+has the original's default.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_what_balances_experts_in_a_script_balances_them_here(
 
 
 def test_facts_of_a_model_that_change_nothing_are_not_held_against_its_config(tmp_path: Path):
-    """Shipped scripts say their sequence length for max_position_embeddings, and a width that no layer of a mixture has."""
+    """Shipped scripts say their sequence length for max_position_embeddings, and a width that no
+    layer of a mixture has.
+    """
     mixture = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1, "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [],
@@ -101,7 +105,10 @@ def test_facts_of_a_model_that_change_nothing_are_not_held_against_its_config(tm
         f"{TUNE} --tokenizer-name-or-path {tmp_path}/mixture --max-position-embeddings 77 --ffn-hidden-size 8192"
     )
     fates = {one.entry.key: one.status for one in found.outcomes}
-    assert (fates["max_position_embeddings"], fates["ffn_hidden_size"]) == (KeyStatus.SAME, KeyStatus.DEAD)
+    assert (fates["max_position_embeddings"], fates["ffn_hidden_size"]) == (
+        KeyStatus.SAME,
+        KeyStatus.DEAD,
+    )
     make_model(tmp_path / "dense")
     (line,) = mistakes(f"{TUNE} --tokenizer-name-or-path {tmp_path}/dense --ffn-hidden-size 8192")
     assert_mentions(line, "ffn_hidden_size=8192", "config.json")

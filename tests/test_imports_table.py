@@ -1,4 +1,6 @@
-"""What every documented key of the five guides becomes: none is left out, and none becomes a key that there will never be."""
+"""What every documented key of the five guides becomes: none is left out, and none becomes a key
+that there will never be.
+"""
 
 from __future__ import annotations
 

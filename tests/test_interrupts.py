@@ -1,4 +1,6 @@
-"""What a signal does to a training: at once before its first step, after the step in hand later, at once when it comes again."""
+"""What a signal does to a training: at once before its first step, after the step in hand later, at
+once when it comes again.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ sys.exit(130 if interrupts.asked else 1)
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
 def test_output_that_nobody_reads_any_longer_does_not_end_a_run(tmp_path: Path, kind: str):
-    """Of a closed terminal, where the kernel sends SIGHUP; of a `tee` that the signal for the whole group has ended too."""
+    """Of a closed terminal, where the kernel sends SIGHUP; of a `tee` that the signal for the whole
+    group has ended too.
+    """
     reader, writer = os.openpty() if kind == "terminal" else os.pipe()
     command = [sys.executable, "-c", STOPPED, str(tmp_path / "result")]
     process = subprocess.Popen(
@@ -124,5 +128,7 @@ def test_output_that_nobody_reads_any_longer_does_not_end_a_run(tmp_path: Path, 
 
 def test_a_training_that_was_asked_to_end_in_its_last_step_is_done():
     last = SavedTraining(Path("checkpoints"), 10)
-    assert was_stopped_early(True, None, 10) and was_stopped_early(True, SavedTraining(Path("checkpoints"), 9), 10)
+    assert was_stopped_early(True, None, 10) and was_stopped_early(
+        True, SavedTraining(Path("checkpoints"), 9), 10
+    )
     assert not was_stopped_early(True, last, 10) and not was_stopped_early(False, None, 10)

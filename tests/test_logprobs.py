@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 
 from msrl.trainer.objective.chunked import chunked_logprobs
-from msrl.trainer.objective.logprobs import Distribution, VocabColumns, columns_of, vocab_parallel_logprobs
+from msrl.trainer.objective.logprobs import (
+    Distribution,
+    VocabColumns,
+    columns_of,
+    vocab_parallel_logprobs,
+)
 
 ROWS, HIDDEN, VOCAB, PADDED, TEMPERATURE = 7, 5, 11, 16, 0.7
 
@@ -22,7 +27,9 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def columns(group: dist.ProcessGroup, elements_at_once: int, *, with_entropy: bool = True) -> VocabColumns:
+def columns(
+    group: dist.ProcessGroup, elements_at_once: int, *, with_entropy: bool = True
+) -> VocabColumns:
     return columns_of(
         PADDED, vocab_size=VOCAB, tp_rank=0, temperature=TEMPERATURE, with_entropy=with_entropy, elements_at_once=elements_at_once,
         group=group,
@@ -36,15 +43,21 @@ def other_model(cut: VocabColumns, rows: int = ROWS) -> tuple[Distribution, torc
     return Distribution(hidden, lambda part: part @ weight.t(), cut.normalizer(logits)), logits
 
 
-def plain(logits: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plain(
+    logits: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     p, q = ((x[:, :VOCAB] / TEMPERATURE).log_softmax(-1) for x in (logits, reference))
     return p.gather(1, labels[:, None])[:, 0], -(p.exp() * p).sum(-1), (p.exp() * (p - q)).sum(-1)
 
 
 @pytest.mark.parametrize("elements_at_once", [16, 40, 10_000])
 @pytest.mark.parametrize("num_rows", [None, 3, 7])
-@pytest.mark.parametrize("weights", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, -0.3, 0.2)])
-def test_values_and_gradients_equal_plain_torch_however_few_rows_are_taken_at_once(group, elements_at_once, num_rows, weights):
+@pytest.mark.parametrize(
+    "weights", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, -0.3, 0.2)]
+)
+def test_values_and_gradients_equal_plain_torch_however_few_rows_are_taken_at_once(
+    group, elements_at_once, num_rows, weights
+):
     torch.manual_seed(0)
     cut = columns(group, elements_at_once)
     hidden, head, labels, factors = (

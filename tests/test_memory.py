@@ -1,4 +1,6 @@
-"""The estimate of a training's memory, held to the live tensors and to the resident memory of real ranks."""
+"""The estimate of a training's memory, held to the live tensors and to the resident memory of real
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
 from support import python_path
 
-COMMON = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "torch_dtype": "float32"}
+COMMON = {
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "torch_dtype": "float32",
+}
 MODELS = {
     "dense": {
         "architectures": ["Qwen2ForCausalLM"], "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
@@ -53,15 +60,23 @@ def make_model(folder: Path, config: dict) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "", **COMMON, **config}))
     torch.manual_seed(0)
-    pairs = [pair for rule in all_rules(load_shape(folder)) for pair in zip(rule.hf, rule.shapes, strict=True)]
-    save_file({name: torch.randn(size) * 0.02 for name, size in pairs}, folder / "model.safetensors")
+    pairs = [
+        pair
+        for rule in all_rules(load_shape(folder))
+        for pair in zip(rule.hf, rule.shapes, strict=True)
+    ]
+    save_file(
+        {name: torch.randn(size) * 0.02 for name, size in pairs}, folder / "model.safetensors"
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: make_model(root / name.replace(" ", "_"), config) for name, config in MODELS.items()}
+    return {
+        name: make_model(root / name.replace(" ", "_"), config) for name, config in MODELS.items()
+    }
 
 
 def estimate(case: Case, *sets: str) -> Memory:
@@ -75,21 +90,36 @@ def estimate(case: Case, *sets: str) -> Memory:
     ]  # fmt: skip
     config = load(sets=asked).config
     return training_memory(
-        config, load_shape(case.model), "train-sft", longest=max(case.lengths), temporary_elements=1 << 18, attention_bytes=4
+        config,
+        load_shape(case.model),
+        "train-sft",
+        longest=max(case.lengths),
+        temporary_elements=1 << 18,
+        attention_bytes=4,
     )
 
 
 def measured(cases: list[Case], num_ranks: int) -> list[Measured]:
     from msrl.platforms import get
 
-    return run_ranks("memory_ranks:main", cases, num_ranks=num_ranks, platform=get("cpu"), env={"PYTHONPATH": python_path()})
+    return run_ranks(
+        "memory_ranks:main",
+        cases,
+        num_ranks=num_ranks,
+        platform=get("cpu"),
+        env={"PYTHONPATH": python_path()},
+    )
 
 
 @pytest.mark.slow
-def test_the_estimate_is_what_the_live_tensors_of_three_shapes_take_and_near_the_resident_memory(folders):
+def test_the_estimate_is_what_the_live_tensors_of_three_shapes_take_and_near_the_resident_memory(
+    folders,
+):
     """Live tensors: every storage that an operation makes, while it lives."""
     dtypes = {"dense": "float32", "large vocabulary": "bfloat16", "mixture": "float32"}
-    cases = {name: Case(name, folders[name], LENGTHS, dtype=dtype) for name, dtype in dtypes.items()}
+    cases = {
+        name: Case(name, folders[name], LENGTHS, dtype=dtype) for name, dtype in dtypes.items()
+    }
     for found in measured(list(cases.values()), 1):
         expected = estimate(cases[found.name]).training
         assert found.live == pytest.approx(expected, rel=0.05), (found.name, found.by_maker)
@@ -97,7 +127,10 @@ def test_the_estimate_is_what_the_live_tensors_of_three_shapes_take_and_near_the
 
 
 def test_a_mixture_is_spread_along_the_sequence_whether_it_is_asked_or_not(folders):
-    cases = [Case("mixture", folders["mixture"], LENGTHS, Layout(tp=2, sp=is_asked)) for is_asked in (False, True)]
+    cases = [
+        Case("mixture", folders["mixture"], LENGTHS, Layout(tp=2, sp=is_asked))
+        for is_asked in (False, True)
+    ]
     assert estimate(cases[0]) == estimate(cases[1])
 
 
@@ -110,11 +143,19 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "first layers recomputed": (
         "dense",
         {"more": {"recompute": RecomputeConfig(granularity="full", method="block", layers=4)}},
-        ("train.recompute.granularity=full", "train.recompute.method=block", "train.recompute.layers=4"),
+        (
+            "train.recompute.granularity=full",
+            "train.recompute.method=block",
+            "train.recompute.layers=4",
+        ),
     ),
     "parts recomputed": (
         "dense",
-        {"more": {"recompute": RecomputeConfig(granularity="selective", modules=("core_attn", "mlp"))}},
+        {
+            "more": {
+                "recompute": RecomputeConfig(granularity="selective", modules=("core_attn", "mlp"))
+            }
+        },
         ("train.recompute.granularity=selective", "train.recompute.modules=[core_attn,mlp]"),
     ),
     "adapters": (
@@ -125,14 +166,30 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "adapters of experts": (
         "mixture",
         {
-            "more": {"lora": LoraConfig(rank=8, alpha=16.0, targets=("linear_proj", "linear_fc1", "linear_fc2"))},
+            "more": {
+                "lora": LoraConfig(
+                    rank=8, alpha=16.0, targets=("linear_proj", "linear_fc1", "linear_fc2")
+                )
+            },
             "layout": Layout(tp=2, ep=2, etp=1, sp=True),
         },
-        ("train.parallel.etp=1", "train.lora.rank=8", "train.lora.targets=[o_proj,linear_fc1,linear_fc2]"),
+        (
+            "train.parallel.etp=1",
+            "train.lora.rank=8",
+            "train.lora.targets=[o_proj,linear_fc1,linear_fc2]",
+        ),
     ),
     "adapters everywhere": (
         "dense",
-        {"more": {"lora": LoraConfig(rank=8, alpha=16.0, targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))}},
+        {
+            "more": {
+                "lora": LoraConfig(
+                    rank=8,
+                    alpha=16.0,
+                    targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+                )
+            }
+        },
         ("train.lora.rank=8",),
     ),
     "adapters of latent attention": (
@@ -148,17 +205,27 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "pp2": ("dense", {"layout": Layout(pp=2), "batches": 3}, ()),
     "pp2 vpp": ("dense", {"layout": Layout(pp=2, vpp=1), "batches": 4}, ("train.parallel.vpp=1",)),
     "cp2": ("dense", {"layout": Layout(cp=2)}, ()),
-    "experts spread": ("mixture", {"layout": Layout(tp=2, ep=2, etp=1, sp=True), "dtype": "bfloat16"}, ("train.parallel.etp=1",)),
+    "experts spread": (
+        "mixture",
+        {"layout": Layout(tp=2, ep=2, etp=1, sp=True), "dtype": "bfloat16"},
+        ("train.parallel.etp=1",),
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.full
 def test_the_estimate_holds_in_every_layout_and_with_every_option_that_saves_memory(folders):
-    cases = {name: Case(name, folders[model], LENGTHS, **more) for name, (model, more, _) in TABLE.items()}
+    cases = {
+        name: Case(name, folders[model], LENGTHS, **more)
+        for name, (model, more, _) in TABLE.items()
+    }
     fullest: dict[str, int] = {}
     for found in measured(list(cases.values()), 2):
         fullest[found.name] = max(found.live, fullest.get(found.name, 0))
-    ratios = {name: estimate(cases[name], *TABLE[name][2]).training / live for name, live in fullest.items()}
+    ratios = {
+        name: estimate(cases[name], *TABLE[name][2]).training / live
+        for name, live in fullest.items()
+    }
     assert set(ratios) == set(TABLE)
     assert {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > 0.1} == {}, ratios

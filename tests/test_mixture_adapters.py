@@ -38,8 +38,12 @@ from training_ranks import Case, Result
 pytestmark = pytest.mark.slow
 MODELS = {"qwen3 moe": QWEN3_MOE, "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2}}
 LORAS = {
-    "qwen3 moe": LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "linear_proj", "up_proj", "down_proj")),  # of fused layers only a part
-    "deepseek v3": LoraConfig(rank=4, alpha=8.0, targets=("linear_qkv", "kv_b_proj", "linear_fc1", "linear_fc2")),
+    "qwen3 moe": LoraConfig(
+        rank=4, alpha=8.0, targets=("q_proj", "linear_proj", "up_proj", "down_proj")
+    ),  # of fused layers only a part
+    "deepseek v3": LoraConfig(
+        rank=4, alpha=8.0, targets=("linear_qkv", "kv_b_proj", "linear_fc1", "linear_fc2")
+    ),
 }
 USUAL = {"ep2": Layout(ep=2), "tp2 ep2 etp2, sp": Layout(tp=2, ep=2, etp=2, sp=True)}
 REST = {
@@ -52,7 +56,7 @@ REST = {
     "cp2 ep2": Layout(ep=2, cp=2),
     "pp2 vpp1 ep2": Layout(pp=2, vpp=1, ep=2),
 }
-DROPOUT = dataclasses.replace(LORAS["qwen3 moe"], dropout=0.3)
+DROPOUT = LORAS["qwen3 moe"].model_copy(update={"dropout": 0.3})
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,16 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _case(name: str, layout: str, folders: dict[str, Path]) -> Case:
     """Four steps; AdamW's epsilon is large, for it makes a whole step of a gradient that is nothing but rounding."""
     cut = {**USUAL, **REST, "whole": Layout()}[layout]
-    return Case(f"{name}, {layout}", folders[name], cut, steps=4, lr=1e-3, eps=1e-3, is_same_batch=True, more={"lora": LORAS[name]})
+    return Case(
+        f"{name}, {layout}",
+        folders[name],
+        cut,
+        steps=4,
+        lr=1e-3,
+        eps=1e-3,
+        is_same_batch=True,
+        more={"lora": LORAS[name]},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,27 +93,53 @@ def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
         whole, cut = _case(name, "whole", folders), _case(name, "tp2 ep2 etp2, sp", folders)
         cases += [
             dataclasses.replace(whole, name=f"{name}, first step", steps=1),
-            dataclasses.replace(cut, name=f"{name}, saved", steps=2, save_at=2, save_to=saves / name),
-            dataclasses.replace(whole, name=f"{name}, resumed", layout=Layout(ep=2), first_step=2, resume_from=saves / name),
+            dataclasses.replace(
+                cut, name=f"{name}, saved", steps=2, save_at=2, save_to=saves / name
+            ),
+            dataclasses.replace(
+                whole,
+                name=f"{name}, resumed",
+                layout=Layout(ep=2),
+                first_step=2,
+                resume_from=saves / name,
+            ),
         ]
-    again = dataclasses.replace(_case("qwen3 moe", "tp2 ep2 etp2, sp", folders), name="dropout", more={"lora": DROPOUT})
+    again = dataclasses.replace(
+        _case("qwen3 moe", "tp2 ep2 etp2, sp", folders), name="dropout", more={"lora": DROPOUT}
+    )
     recomputed = {"lora": DROPOUT, "recompute": RecomputeConfig(granularity="full")}
-    return _trained([*cases, again, dataclasses.replace(again, name="dropout, recomputed", more=recomputed)])
+    return _trained(
+        [*cases, again, dataclasses.replace(again, name="dropout, recomputed", more=recomputed)]
+    )
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path], results: dict[str, Result]) -> dict[str, Result]:
-    return {**results, **_trained([_case(name, layout, folders) for name in MODELS for layout in REST])}
+    return {
+        **results,
+        **_trained([_case(name, layout, folders) for name in MODELS for layout in REST]),
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_first_gradients_are_those_of_transformers_by_the_chain_rule(results: dict[str, Result], folders: dict[str, Path], name: str):
+def test_the_first_gradients_are_those_of_transformers_by_the_chain_rule(
+    results: dict[str, Result], folders: dict[str, Path], name: str
+):
     """With B = 0 the gradient of A is 0, and that of B is s dW A^T, where dW is transformers' gradient of the weight."""
     found, weights = results[f"{name}, first step"].gradients, _weight_gradients(folders[name])
-    expected = {rule.mcore: _gradient_of_b(rule, LORAS[name], weights) for rule in _adapted(folders[name], LORAS[name])}
+    expected = {
+        rule.mcore: _gradient_of_b(rule, LORAS[name], weights)
+        for rule in _adapted(folders[name], LORAS[name])
+    }
     assert found.keys() == {f"{key} {part}" for key in expected for part in "AB"}
     norm = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
-    assert norm > 1e-3 and sum(".local_experts." in key and float(grad.norm()) > 0 for key, grad in expected.items()) > 20
+    assert (
+        norm > 1e-3
+        and sum(
+            ".local_experts." in key and float(grad.norm()) > 0 for key, grad in expected.items()
+        )
+        > 20
+    )
     for key, gradient in expected.items():
         assert not found[f"{key} A"].any(), key
         distance = np.linalg.norm(found[f"{key} B"] - (gradient / max(norm, 1.0)).numpy())
@@ -109,7 +148,9 @@ def test_the_first_gradients_are_those_of_transformers_by_the_chain_rule(results
 
 @pytest.mark.parametrize("layout", USUAL)
 @pytest.mark.parametrize("name", MODELS)
-def test_they_learn_alike_where_experts_are_spread_and_cut(results: dict[str, Result], name: str, layout: str):
+def test_they_learn_alike_where_experts_are_spread_and_cut(
+    results: dict[str, Result], name: str, layout: str
+):
     _assert_same(results[f"{name}, {layout}"], results[f"{name}, whole"])
     losses = [report["loss"] for report in results[f"{name}, whole"].reports]
     assert losses[0] > losses[-1] + 1e-3
@@ -129,7 +170,9 @@ def test_they_go_on_in_another_layout(results: dict[str, Result], name: str):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_saved_merges_to_what_the_engine_gets(results: dict[str, Result], folders: dict[str, Path], saves: Path, name: str):
+def test_what_is_saved_merges_to_what_the_engine_gets(
+    results: dict[str, Result], folders: dict[str, Path], saves: Path, name: str
+):
     base = open_weights(folders[name])
     adapter = read_adapter(saves / name, base.shape)
     assert "model.layers.3.mlp.experts.7.up_proj.weight" in adapter.deltas
@@ -142,7 +185,8 @@ def test_what_is_saved_merges_to_what_the_engine_gets(results: dict[str, Result]
     again = read_adapter(saves / f"{name} peft", base.shape)
     assert again.deltas.keys() == adapter.deltas.keys()
     assert all(
-        torch.equal(again.deltas[key].a, delta.a) and torch.equal(again.deltas[key].b, delta.b) for key, delta in adapter.deltas.items()
+        torch.equal(again.deltas[key].a, delta.a) and torch.equal(again.deltas[key].b, delta.b)
+        for key, delta in adapter.deltas.items()
     )
 
 
@@ -155,7 +199,10 @@ def test_peft_itself_reads_the_adapters_of_experts(tmp_path: Path, config: dict[
     write_peft(adapter, tmp_path / "peft", "base")
     write_hf(MergedSource(base, adapter), tmp_path / "merged", None)
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
-    merged, plain = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / n, dtype=torch.float32) for n in ("merged", "hf"))
+    merged, plain = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / n, dtype=torch.float32)
+        for n in ("merged", "hf")
+    )
     ids = torch.arange(20)[None]
     with torch.no_grad():
         expected, before = merged(ids).logits, plain(ids).logits
@@ -165,8 +212,12 @@ def test_peft_itself_reads_the_adapters_of_experts(tmp_path: Path, config: dict[
 
 
 def test_dropout_in_experts_is_the_same_when_a_pass_is_made_again(results: dict[str, Result]):
-    plain, again, without = (results[name].reports for name in ("dropout", "dropout, recomputed", "qwen3 moe, whole"))
-    np.testing.assert_allclose([r["grad_norm"] for r in plain], [r["grad_norm"] for r in again], rtol=1e-5)
+    plain, again, without = (
+        results[name].reports for name in ("dropout", "dropout, recomputed", "qwen3 moe, whole")
+    )
+    np.testing.assert_allclose(
+        [r["grad_norm"] for r in plain], [r["grad_norm"] for r in again], rtol=1e-5
+    )
     assert all(np.isfinite(report["loss"]) for report in plain)
     assert abs(plain[-1]["loss"] - without[-1]["loss"]) > 1e-6
 
@@ -177,12 +228,19 @@ def _random_adapter(base: WeightSource, targets: tuple[str, ...]) -> Adapter:
         if is_layer(rule.mcore, rule.hf, targets):
             a = 0.02 * torch.randn(4, rule.shapes[0][1], generator=random)
             parts = zip(rule.hf, rule.shapes, strict=True)
-            deltas |= {name: Delta(a, 0.02 * torch.randn(size[0], 4, generator=random), 2.0) for name, size in parts}
+            deltas |= {
+                name: Delta(a, 0.02 * torch.randn(size[0], 4, generator=random), 2.0)
+                for name, size in parts
+            }
     return Adapter("random", 8.0, deltas, {})
 
 
 def _adapted(folder: Path, lora: LoraConfig) -> list[Rule]:
-    return [rule for rule in all_rules(load_shape(folder)) if is_layer(rule.mcore, rule.hf, lora.targets)]
+    return [
+        rule
+        for rule in all_rules(load_shape(folder))
+        if is_layer(rule.mcore, rule.hf, lora.targets)
+    ]
 
 
 def _gradient_of_b(rule: Rule, lora: LoraConfig, weights: dict[str, Tensor]) -> Tensor:
@@ -191,7 +249,10 @@ def _gradient_of_b(rule: Rule, lora: LoraConfig, weights: dict[str, Tensor]) -> 
     a = _initial(lora.rank, rule.shapes[0][1], 0, rule.mcore)
     parts = [lora.alpha / lora.rank * weights[hf] @ a.T for hf in rule.hf]
     is_fused_layer = is_layer(rule.mcore, (), lora.targets)
-    parts = [part if is_fused_layer or is_layer("", (hf,), lora.targets) else part * 0 for hf, part in zip(rule.hf, parts, strict=True)]
+    parts = [
+        part if is_fused_layer or is_layer("", (hf,), lora.targets) else part * 0
+        for hf, part in zip(rule.hf, parts, strict=True)
+    ]
     return layouts.fuse(rule.layout, parts)
 
 
@@ -200,6 +261,12 @@ def _weight_gradients(folder: Path) -> dict[str, Tensor]:
     """transformers' gradients of all weights at the first batch, not clipped; of an expert that no token went to they are 0."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     backward(model, 0)
-    return {key: value for parameter in model.named_parameters() for key, value in _as_in_files(*parameter, is_stacked=True)}
+    return {
+        key: value
+        for parameter in model.named_parameters()
+        for key, value in _as_in_files(*parameter, is_stacked=True)
+    }

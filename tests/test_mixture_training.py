@@ -1,4 +1,4 @@
-"""Training of mixture of experts: layouts agree with the unsharded model and transformers."""
+"""Mixtures of experts in training: spread over ranks and cut, they walk the path of the whole model, which is that of transformers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,10 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 MODELS = {
     "qwen3 moe": QWEN3_MOE,
-    "deepseek v2 lite": {
-        **DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
-    },
+    "deepseek v2 lite": {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "gpt-oss": {**GPT_OSS, "swiglu_limit": 7.0},
-    "gpt-oss, clamped": GPT_OSS,
-     # the clamp makes its gradient discontinuous: one step can be compared
-    "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2},
-     # with PP 2, the first stage has no experts
+    "gpt-oss, clamped": GPT_OSS,  # its gradient jumps where the clamp begins, so that only one step can be compared
+    "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2},  # with two stages, the first one has no experts
 }  # fmt: skip
 LAYOUTS = {
     "tp2": Case("", Path(), Layout(tp=2)),
@@ -51,54 +47,51 @@ LAYOUTS = {
     "pp2 ep2, empty layers": Case("", Path(), Layout(pp=2, ep=2, noop_layers=(0, 3))),
 }
 
-PAIRS = (("deepseek v3", "ep2"), ("gpt-oss", "tp2 ep2 etp1"))
+USUAL = (("deepseek v3", "ep2"), ("gpt-oss", "tp2 ep2 etp1"))
 TRAINED = ("qwen3 moe", "deepseek v2 lite", "gpt-oss", "deepseek v3")
-MORE_PAIRS = tuple(
-    (name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in PAIRS
+REST = tuple(
+    (name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in USUAL
 )
 COMPARED = (
-    ("qwen3 moe", "ep2"), ("qwen3 moe", "pp2 vpp1 ep2"), ("gpt-oss, clamped", "tp2 ep2 etp1"),
-    ("gpt-oss, clamped", "tp2 ep2 etp2"),
+    ("qwen3 moe", "ep2"), ("qwen3 moe", "pp2 vpp1 ep2"), ("gpt-oss, clamped", "tp2 ep2 etp1"), ("gpt-oss, clamped", "tp2 ep2 etp2"),
     ("deepseek v3", "tp2 ep2 etp1"),
 )  # fmt: skip
 ALSO_COMPARED = (
-    ("qwen3 moe", "tp2 ep2 etp1"), ("qwen3 moe", "tp2 ep2 etp2"),
-    ("qwen3 moe", "pp2 ep2, uneven"), ("qwen3 moe", "pp2 ep2, empty layers"),
+    *[("qwen3 moe", layout) for layout in ("tp2 ep2 etp1", "tp2 ep2 etp2", "pp2 ep2, uneven", "pp2 ep2, empty layers")],
     *[("gpt-oss, clamped", layout) for layout in ("ep2", "pp2 vpp1 ep2")],
-    ("deepseek v3", "tp2"), ("deepseek v3", "pp2 vpp1 ep2"), ("deepseek v3", "pp2 ep2, uneven"),
-    ("deepseek v3", "pp2 ep2, empty layers"), ("deepseek v3", "tp2 cp2 ep2"),
+    *[("deepseek v3", layout) for layout in ("tp2", "pp2 vpp1 ep2", "pp2 ep2, uneven", "pp2 ep2, empty layers", "tp2 cp2 ep2")],
     ("deepseek v2 lite", "tp2 ep2 etp2"), ("deepseek v2 lite", "pp2 vpp1 ep2"),
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return a small random model of each family as a Hugging Face folder."""
+    """A small random model of each as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("mixtures")
     return {name: families.save_model(root / name, config) for name, config in MODELS.items()}
 
 
-def _layout_case(name: str, layout: str, folders: dict[str, Path]) -> Case:
-    case = Case("", Path()) if layout == "unsharded" else LAYOUTS[layout]
+def _row(name: str, layout: str, folders: dict[str, Path]) -> Case:
+    case = Case("", Path()) if layout == "whole" else LAYOUTS[layout]
     return dataclasses.replace(case, name=f"{name}, {layout}", model=folders[name], steps=STEPS)
 
 
 def _first_step(name: str, layout: str, folders: dict[str, Path], saves: Path) -> Case:
-    case = _layout_case(name, layout, folders)
+    row = _row(name, layout, folders)
     return dataclasses.replace(
-        case,
-        name=f"{case.name}, first step",
+        row,
+        name=f"{row.name}, first step",
         steps=1,
         save_at=1,
-        save_to=saves / f"first, {case.name}",
+        save_to=saves / f"first, {row.name}",
     )
 
 
-def _pair_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
+def _usual_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
     model = folders["deepseek v3"]
     return [
-        *[_layout_case(name, "unsharded", folders) for name in TRAINED],
-        *[_layout_case(name, layout, folders) for name, layout in PAIRS],
+        *[_row(name, "whole", folders) for name in TRAINED],
+        *[_row(name, layout, folders) for name, layout in USUAL],
         *[_first_step(name, layout, folders, saves) for name, layout in COMPARED],
         Case(
             "saved ep2",
@@ -121,7 +114,7 @@ def _pair_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
             )
             for name, layout in (
                 ("resumed ep2", Layout(ep=2)),
-                ("resumed unsharded from ep2", Layout()),
+                ("resumed whole from ep2", Layout()),
                 ("resumed tp2 ep2 etp1 from ep2", Layout(tp=2, ep=2, etp=1)),
             )
         ],
@@ -169,29 +162,27 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
-    return run_cases(_pair_cases(folders, saves))
+    return _trained(_usual_cases(folders, saves))
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
     first_steps = [_first_step(name, layout, folders, saves) for name, layout in ALSO_COMPARED]
-    return run_cases(
-        [*first_steps, *[_layout_case(name, layout, folders) for name, layout in MORE_PAIRS]]
-    )
+    return _trained([*first_steps, *[_row(name, layout, folders) for name, layout in REST]])
 
 
-def run_cases(cases: list[Case]) -> dict[str, Result]:
+def _trained(cases: list[Case]) -> dict[str, Result]:
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
 
-    messages = run_ranks(
+    found = run_ranks(
         "training_ranks:main",
         cases,
         num_ranks=4,
         platform=get("cpu"),
         env={"PYTHONPATH": python_path()},
     )
-    return {result.name: result for result in messages}
+    return {result.name: result for result in found}
 
 
 def _losses(result: Result) -> list[float]:
@@ -199,7 +190,7 @@ def _losses(result: Result) -> list[float]:
 
 
 def _transformers_losses(folder: Path) -> list[float]:
-    """Train in transformers on the same batches with torch's AdamW and gradient clipping."""
+    """The same batches through transformers, one sequence at a time, with torch's own AdamW and clipping."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -221,7 +212,7 @@ def _transformers_losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "layout"), COMPARED)
-def test_the_gradient_of_every_tensor_agrees_with_transformers(
+def test_the_gradient_of_every_tensor_is_that_of_transformers(
     results: dict[str, Result], saves: Path, folders: dict[str, Path], name: str, layout: str
 ) -> None:
     assert f"{name}, {layout}, first step" in results
@@ -233,7 +224,7 @@ def test_the_gradient_of_every_tensor_agrees_with_transformers(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "layout"), ALSO_COMPARED)
-def test_gradients_agree_with_transformers_in_more_layouts(
+def test_the_gradient_is_that_of_transformers_at_more_layouts(
     more_results: dict[str, Result], saves: Path, folders: dict[str, Path], name: str, layout: str
 ) -> None:
     assert f"{name}, {layout}, first step" in more_results
@@ -244,79 +235,72 @@ def test_gradients_agree_with_transformers_in_more_layouts(
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_losses_agree_with_transformers_and_adamw(
+def test_losses_are_those_of_transformers_with_adamw(
     results: dict[str, Result], folders: dict[str, Path], name: str
 ) -> None:
     np.testing.assert_allclose(
-        _losses(results[f"{name}, unsharded"]),
-        _transformers_losses(folders[name]),
-        rtol=0,
-        atol=1e-4,
+        _losses(results[f"{name}, whole"]), _transformers_losses(folders[name]), rtol=0, atol=1e-4
     )
 
 
-def _assert_same(actual: Result, unsharded: Result, steps: slice = slice(None)) -> None:
-    """Assert equal losses (1e-5), gradient norms (1e-4) and weights (2e-5 of each tensor's norm).
+def _assert_same(found: Result, whole: Result, steps: slice = slice(None)) -> None:
+    """Losses to 1e-5, gradient norms to 1e-4, weights to 2e-5 of their own norm: AdamW enlarges rounding errors.
 
-    AdamW amplifies rounding errors. One element in 5,000 may differ by the size of the updates,
-    since rounding decides the direction of AdamW for near-zero gradients.
+    One element in 5,000 may stray by the steps' own size: where a gradient is next to 0, rounding decides where AdamW goes.
     """
-    np.testing.assert_allclose(_losses(actual), _losses(unsharded)[steps], rtol=1e-5)
-    norms = [[report["grad_norm"] for report in result.reports] for result in (actual, unsharded)]
+    np.testing.assert_allclose(_losses(found), _losses(whole)[steps], rtol=1e-5)
+    norms = [[report["grad_norm"] for report in result.reports] for result in (found, whole)]
     np.testing.assert_allclose(norms[0], norms[1][steps], rtol=1e-4)
     assert {
-        name for name in actual.weights if not name.startswith("critic.")
-    } == unsharded.weights.keys()
-    for name, value in unsharded.weights.items():
-        differences = np.sort(np.abs(actual.weights[name] - value).ravel())
-        distance = np.linalg.norm(differences[: -max(1, differences.size // 5000)]) / max(
+        name for name in found.weights if not name.startswith("critic.")
+    } == whole.weights.keys()
+    for name, value in whole.weights.items():
+        apart = np.sort(np.abs(found.weights[name] - value).ravel())
+        distance = np.linalg.norm(apart[: -max(1, apart.size // 5000)]) / max(
             np.linalg.norm(value), 1e-30
         )
         assert distance < 2e-5, (name, distance)
-        assert differences[-1] < 2 * sum(report["lr"] for report in unsharded.reports), (
-            name,
-            differences[-1],
-        )
+        assert apart[-1] < 2 * sum(report["lr"] for report in whole.reports), (name, apart[-1])
 
 
-@pytest.mark.parametrize(("name", "layout"), PAIRS)
-def test_a_mixture_trains_alike_when_sharded(
+@pytest.mark.parametrize(("name", "layout"), USUAL)
+def test_a_mixture_learns_the_same_at_every_layout(
     results: dict[str, Result], name: str, layout: str
 ) -> None:
-    _assert_same(results[f"{name}, {layout}"], results[f"{name}, unsharded"])
+    _assert_same(results[f"{name}, {layout}"], results[f"{name}, whole"])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "layout"), MORE_PAIRS)
-def test_all_mixtures_train_alike_in_all_layouts(
+@pytest.mark.parametrize(("name", "layout"), REST)
+def test_all_mixtures_learn_the_same_at_all_layouts(
     results: dict[str, Result], more_results: dict[str, Result], name: str, layout: str
 ) -> None:
-    _assert_same(more_results[f"{name}, {layout}"], results[f"{name}, unsharded"])
+    _assert_same(more_results[f"{name}, {layout}"], results[f"{name}, whole"])
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "resumed unsharded from ep2",
+        "resumed whole from ep2",
         "resumed tp2 ep2 etp1 from ep2",
         "resumed pp2 ep2 from tp2 ep2 etp2",
     ],
 )
-def test_a_run_can_be_resumed_in_another_layout(results: dict[str, Result], name: str) -> None:
-    _assert_same(results[name], results["deepseek v3, unsharded"], slice(4, None))
+def test_another_layout_resumes_the_same_run(results: dict[str, Result], name: str) -> None:
+    _assert_same(results[name], results["deepseek v3, whole"], slice(4, None))
 
 
-@pytest.mark.parametrize("name", ["resumed unsharded from ep2", "resumed tp2 ep2 etp1 from ep2"])
-def test_a_critic_with_experts_can_be_resumed_in_another_layout(
+@pytest.mark.parametrize("name", ["resumed whole from ep2", "resumed tp2 ep2 etp1 from ep2"])
+def test_a_critic_with_experts_goes_on_alike_in_other_layouts(
     results: dict[str, Result], name: str
 ) -> None:
-    for report, expected in zip(results[name].reports, results["resumed ep2"].reports, strict=True):
+    for found, expected in zip(results[name].reports, results["resumed ep2"].reports, strict=True):
         assert expected["value_squares"] > 0
         for metric in ("value_loss", "value_squares", "value_grad_norm"):
-            assert report[metric] == pytest.approx(expected[metric], rel=2e-4), metric
+            assert found[metric] == pytest.approx(expected[metric], rel=2e-4), metric
 
 
-def test_resuming_in_the_same_layout_is_bitwise_equal(results: dict[str, Result]) -> None:
+def test_the_same_layout_resumes_to_the_bit(results: dict[str, Result]) -> None:
     assert _losses(results["resumed ep2"]) == _losses(results["deepseek v3, ep2"])[4:]
     for name, value in results["deepseek v3, ep2"].weights.items():
         np.testing.assert_array_equal(results["resumed ep2"].weights[name], value)
@@ -324,10 +308,8 @@ def test_resuming_in_the_same_layout_is_bitwise_equal(results: dict[str, Result]
 
 
 @pytest.mark.full
-def test_train_sft_uses_the_configured_expert_parallelism(
-    tmp_path: Path, folders: dict[str, Path]
-) -> None:
-    """Two ranks with EP 2, and with TP 2, which shards each expert, have the same losses."""
+def test_train_sft_spreads_experts_as_it_is_told(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """The command: two ranks at EP 2, then two at TP 2, which cut each expert; the same losses."""
     from msrl.cli import app
     from test_train_sft import run_in_process
     from tiny_qwen2 import save_model
@@ -372,20 +354,20 @@ def test_train_sft_uses_the_configured_expert_parallelism(
             "cluster": {"platform": "cpu", "devices_per_node": 2},
         }
         losses.append(
-            [case["train/loss"] for case in run_in_process(settings) if "train/loss" in case]
+            [row["train/loss"] for row in run_in_process(settings) if "train/loss" in row]
         )
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_expert_biases_are_constant_without_load_balancing(results: dict[str, Result]) -> None:
+def test_the_biases_of_experts_stay_as_they_were(results: dict[str, Result]) -> None:
     biases = [
         name
         for name in results["deepseek v3, ep2"].weights
         if name.endswith("e_score_correction_bias")
     ]
-    original = families.weights(MODELS["deepseek v3"])
+    before = families.weights(MODELS["deepseek v3"])
     assert len(biases) == 2
     for name in biases:
         np.testing.assert_array_equal(
-            results["deepseek v3, ep2"].weights[name], original[name].numpy()
+            results["deepseek v3, ep2"].weights[name], before[name].numpy()
         )

@@ -372,9 +372,7 @@ def test_an_unpaired_surrogate_raises_an_error_with_its_row(tmp_path, part):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_terminated_run_leaves_no_workers_and_after_sigterm_no_files(
-    tmp_path, number, code
-):
+def test_a_terminated_run_leaves_no_workers_and_after_sigterm_no_files(tmp_path, number, code):
     files = jsonl(
         tmp_path / "in.jsonl",
         [{"instruction": "question " * 20, "output": "answer " * 50}] * 100_000,

@@ -100,8 +100,8 @@ def test_texts_are_tokenized_with_the_reward_models_tokenizer_and_scores_keep_th
     assert (
         requests == [([ids, make_tokenizer()("<|im_start|>é")["input_ids"]], 3)] and len(ids) == 6
     )
-    assert [result.score for result in results] == [6.0, None, None, 3.0]
-    assert_mentions(results[1].detail, "25 tokens", "reward model", 24)
+    assert [result.score for result in outcomes] == [6.0, None, None, 3.0]
+    assert_mentions(outcomes[1].detail, "25 tokens", "reward model", 24)
     model.connect(lambda ids, batch: [float("nan")] * len(ids))
     assert model.score([Item("", "a")])[0].failure == "error"
 

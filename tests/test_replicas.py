@@ -1,4 +1,6 @@
-"""Model replicas of a rank: settings of each role, and what real ranks do with policy, reference, critic and reward models."""
+"""Model replicas of a rank: settings of each role, and what real ranks do with policy, reference,
+critic and reward models.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from msrl.trainer.settings import RankSettings, ReplicaSettings
 from msrl.workflows.training.settings import rank_settings
 from support import mentions, python_path
 
-CRITIC = ("algo.preset=ppo", "train.optimizer.weight_decay=0.1", "train.chunk=64", "train.recompute.granularity=full")
+CRITIC = (
+    "algo.preset=ppo",
+    "train.optimizer.weight_decay=0.1",
+    "train.chunk=64",
+    "train.recompute.granularity=full",
+)
 LORA = ("train.lora.rank=8", "train.chunk=64")
 
 
@@ -27,20 +34,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_working_folder(tmp_path_factory.mktemp("replicas"))
 
 
-def settings(folder: Path, monkeypatch: pytest.MonkeyPatch, *sets: str, **arguments: Any) -> RankSettings:
+def settings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *sets: str, **arguments: Any
+) -> RankSettings:
     monkeypatch.chdir(folder)
     config = load(["grpo.yaml"], [*sets], command="train-grpo").config
     return rank_settings(config, "cpu", **{"resume": None, **arguments})
 
 
-def test_a_critic_and_reward_models_have_settings_of_their_role(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = settings(folder, monkeypatch, *CRITIC, reference=Path("reference"), reward_models={"judge": Path("judge")})
+def test_a_critic_and_reward_models_have_settings_of_their_role(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = settings(
+        folder,
+        monkeypatch,
+        *CRITIC,
+        reference=Path("reference"),
+        reward_models={"judge": Path("judge")},
+    )
     policy, critic, judge = ours.policy, ours.critic, ours.reward_models["judge"]
     assert critic is not None and policy.optimizer is not None and critic.optimizer is not None
     assert (policy.logit_chunk, critic.logit_chunk, judge.logit_chunk) == (64, None, None)
     assert (policy.freeze, critic.freeze) == ((), ("rm_head.bias",))
-    assert critic.recompute == policy.recompute and critic.bad_batch_dir == policy.bad_batch_dir / "critic"
-    assert ours.reference == ReplicaSettings(Path("reference"), hf_dir=policy.hf_dir, logit_chunk=64)
+    assert (
+        critic.recompute == policy.recompute
+        and critic.bad_batch_dir == policy.bad_batch_dir / "critic"
+    )
+    assert ours.reference == ReplicaSettings(
+        Path("reference"), hf_dir=policy.hf_dir, logit_chunk=64
+    )
     assert judge == ReplicaSettings(Path("judge"))
 
 
@@ -57,12 +79,20 @@ def test_a_checkpoint_that_is_resumed_gives_the_policy_its_weights_and_no_other_
 def test_with_adapters_the_reference_is_the_policy_and_a_resume_keeps_the_base_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = settings(folder, monkeypatch, *LORA, resume=SavedTraining(Path("saves"), 3), reference=Path("reference"))
+    ours = settings(
+        folder,
+        monkeypatch,
+        *LORA,
+        resume=SavedTraining(Path("saves"), 3),
+        reference=Path("reference"),
+    )
     assert ours.reference is None and ours.policy.lora.rank == 8
     assert ours.policy.iteration is None and ours.policy.model != Path("saves")
 
 
-def test_settings_of_a_rank_survive_the_way_to_its_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_rank_survive_the_way_to_its_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = settings(folder, monkeypatch, *CRITIC, reward_models={"judge": Path("judge")})
     assert pickle.loads(pickle.dumps(ours)) == ours
 
@@ -82,9 +112,16 @@ def test_changed_internals_of_megatron_are_named_before_a_model_is_built() -> No
 
     check_seams(SEAMS)
     for function in (renamed, extended):
-        with pytest.raises(MsrlError, match=mentions("megatron-core=", function.__name__, "model/gpt.py", "0.16.1")):
+        with pytest.raises(
+            MsrlError, match=mentions("megatron-core=", function.__name__, "model/gpt.py", "0.16.1")
+        ):
             check_seams((Seam(function, ("self", "hidden_states"), "model/gpt.py"),))
-    check_seams(tuple(Seam(function, ("self", "hidden_states"), "model/gpt.py") for function in (optional, wrapped)))
+    check_seams(
+        tuple(
+            Seam(function, ("self", "hidden_states"), "model/gpt.py")
+            for function in (optional, wrapped)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,33 +134,57 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     root, own = tmp_path_factory.mktemp("models"), models()
     scored = Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=1, pad_token_id=None))
-    for name, model in {"policy": own["qwen2"], "reference": own["qwen2 tied"], "scored": scored}.items():
+    for name, model in {
+        "policy": own["qwen2"],
+        "reference": own["qwen2 tied"],
+        "scored": scored,
+    }.items():
         randomised(model).save_pretrained(root / name)
     job = (root / "policy", root / "reference", root / "scored")
-    (found,) = run_ranks("replica_ranks:main", job, num_ranks=1, platform=get("cpu"), env={"PYTHONPATH": python_path()})
+    (found,) = run_ranks(
+        "replica_ranks:main",
+        job,
+        num_ranks=1,
+        platform=get("cpu"),
+        env={"PYTHONPATH": python_path()},
+    )
     return found
 
 
 @pytest.mark.slow
-def test_every_micro_batch_is_compared_with_the_reference_at_its_own_positions(report: dict[str, Any]) -> None:
-    """Even where one micro-batch comes twice: the mean over tokens follows from the micro-batches one by one."""
+def test_every_micro_batch_is_compared_with_the_reference_at_its_own_positions(
+    report: dict[str, Any],
+) -> None:
+    """Even where one micro-batch comes twice: the mean over tokens follows from the micro-batches
+    one by one.
+    """
     (first, second), (few, many) = report["kl alone"], report["tokens"]
     assert first > 0 and first != pytest.approx(second, rel=1e-3)
-    assert report["kl"]["both"] == pytest.approx((first * few + second * many) / (few + many), rel=1e-6)
-    assert report["kl"]["twice"] == pytest.approx((2 * first * few + second * many) / (2 * few + many), rel=1e-6)
+    assert report["kl"]["both"] == pytest.approx(
+        (first * few + second * many) / (few + many), rel=1e-6
+    )
+    assert report["kl"]["twice"] == pytest.approx(
+        (2 * first * few + second * many) / (2 * few + many), rel=1e-6
+    )
 
 
 @pytest.mark.slow
-def test_a_pass_that_gives_hidden_states_leaves_no_trace_in_the_next_one(report: dict[str, Any]) -> None:
+def test_a_pass_that_gives_hidden_states_leaves_no_trace_in_the_next_one(
+    report: dict[str, Any],
+) -> None:
     assert report["logits are the same"]
 
 
 @pytest.mark.slow
-def test_all_replicas_of_a_rank_are_offloaded_and_those_with_an_optimizer_are_saved(report: dict[str, Any]) -> None:
+def test_all_replicas_of_a_rank_are_offloaded_and_those_with_an_optimizer_are_saved(
+    report: dict[str, Any],
+) -> None:
     assert report["bytes after offload"] == [0, 0, 0, 0]
     assert report["trained"] == ["policy", "scored"]
 
 
 @pytest.mark.slow
-def test_a_critic_starts_with_the_values_of_the_reward_model_that_it_is_loaded_from(report: dict[str, Any]) -> None:
+def test_a_critic_starts_with_the_values_of_the_reward_model_that_it_is_loaded_from(
+    report: dict[str, Any],
+) -> None:
     assert report["values are the scores"]

@@ -1,4 +1,6 @@
-"""What a resumed training must share with the one that saved, and what is said where its learning rates are others."""
+"""What a resumed training must share with the one that saved, and what is said where its learning
+rates are others.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,22 @@ def remembered(*sets: str, command: str = "train-sft") -> dict[str, Any]:
 
 def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> SavedTraining:
     training_dir(folder / name, 5).mkdir(parents=True)
-    write_text(training_dir(folder / name, 5) / STATE, with_checksum(json.loads(json.dumps({"step": 5, "extra": state}))))
+    write_text(
+        training_dir(folder / name, 5) / STATE,
+        with_checksum(json.loads(json.dumps({"step": 5, "extra": state}))),
+    )
     return SavedTraining(folder / name, 5)
 
 
 def test_the_same_training_goes_on(folder: Path):
     saved = saved_with(folder, remembered(*LORA))
     resume_checks.check(saved, remembered(*LORA[:1], "train.lora.targets=[v_proj,q_proj]"))
-    resume_checks.check(saved, remembered(*LORA, "train.optimizer.lr=1.0", "train.parallel.tp=2", "cluster.devices_per_node=2"))
+    resume_checks.check(
+        saved,
+        remembered(
+            *LORA, "train.optimizer.lr=1.0", "train.parallel.tp=2", "cluster.devices_per_node=2"
+        ),
+    )
 
 
 def test_one_that_an_earlier_version_saved_goes_on(folder: Path):
@@ -66,7 +76,9 @@ def test_one_that_an_earlier_version_saved_goes_on(folder: Path):
         (("data.pack=true",), ("data.pack", "was false, is true")),
     ],
 )
-def test_another_training_is_refused_key_by_key(folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]):
+def test_another_training_is_refused_key_by_key(
+    folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
+):
     saved = saved_with(folder, remembered("model.dtype=float32"))
     with pytest.raises(MsrlError, match=mentions("step 5", "saves", *fragments)):
         resume_checks.check(saved, remembered("model.dtype=float32", *sets))
@@ -96,16 +108,27 @@ def test_another_model_and_other_data_of_as_many_rows_are_refused(folder: Path):
         ((), "train-sft", False),
     ],
 )
-def test_other_weights_are_refused_where_checkpoints_do_not_hold_them(folder: Path, sets: tuple[str, ...], command: str, counts: bool):
-    """Those that adapters belong to, and a reference; of a Hugging Face folder, and of an mcore checkpoint that has gone on itself."""
+def test_other_weights_are_refused_where_checkpoints_do_not_hold_them(
+    folder: Path, sets: tuple[str, ...], command: str, counts: bool
+):
+    """Those that adapters belong to, and a reference; of a Hugging Face folder, and of an mcore
+    checkpoint that has gone on itself.
+    """
     make_mcore(folder / "mcore")
     (folder / "model" / "model.safetensors").write_bytes(b"weights")
     for step in (1, 2):
         (folder / "mcore" / f"iter_{step:07d}" / "mp_rank_00").mkdir(parents=True)
-        (folder / "mcore" / f"iter_{step:07d}" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"weights of %d" % step)
-    kinds = {"model": folder / "model" / "model.safetensors", "mcore": folder / "mcore" / "latest_checkpointed_iteration.txt"}
+        (folder / "mcore" / f"iter_{step:07d}" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(
+            b"weights of %d" % step
+        )
+    kinds = {
+        "model": folder / "model" / "model.safetensors",
+        "mcore": folder / "mcore" / "latest_checkpointed_iteration.txt",
+    }
     for name, changed in kinds.items():
-        saved = saved_with(folder, remembered(*sets, f"model.path={name}", command=command), f"saves of {name}")
+        saved = saved_with(
+            folder, remembered(*sets, f"model.path={name}", command=command), f"saves of {name}"
+        )
         resume_checks.check(saved, remembered(*sets, f"model.path={name}", command=command))
         changed.write_text("2")
         now = remembered(*sets, f"model.path={name}", command=command)
@@ -116,7 +139,9 @@ def test_other_weights_are_refused_where_checkpoints_do_not_hold_them(folder: Pa
             resume_checks.check(saved, now)
 
 
-def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     saved = saved_with(folder, remembered())
     resume_checks.report_schedule(saved, RATES, 5)
     assert not capsys.readouterr().err
@@ -134,7 +159,9 @@ def test_weights_without_the_state_of_a_training_are_named_as_such(tmp_path: Pat
         check_room(tmp_path, None)
 
 
-def test_a_folder_that_is_named_another_way_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_is_named_another_way_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     for step in (3, 4):
         (tmp_path / "saves" / f"iter_{step:07d}").mkdir(parents=True)

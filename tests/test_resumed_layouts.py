@@ -1,4 +1,4 @@
-"""Resumed trainings: update counts of frozen stages, equal replicas and offloaded memory."""
+"""What a training that goes on must not lose: the count of updates where a rank has nothing to train, copies that are alike, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
 from support import python_path
-from training_cases import DROPOUT, FROZEN, models, randomize
+from training_cases import DROPOUT, FROZEN, models, randomised
 from training_ranks import Case, Result
 
 pytestmark = pytest.mark.slow
@@ -22,14 +22,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
     root = tmp_path_factory.mktemp("resumed")
     model, frozen, dropped = root / "model", root / "frozen", root / "dropped"
-    randomize(models()["qwen2 tied"]).save_pretrained(model)
-    two_stages, lora = Layout(pp=2), {"lora": DROPOUT}
+    randomised(models()["qwen2 tied"]).save_pretrained(model)
+    halves, lora = Layout(pp=2), {"lora": DROPOUT}
     cases = [
-        Case("frozen", model, two_stages, freeze=FROZEN, steps=4, save_at=2, save_to=frozen),
+        Case("frozen", model, halves, freeze=FROZEN, steps=4, save_at=2, save_to=frozen),
         Case(
             "frozen resumed",
             model,
-            two_stages,
+            halves,
             freeze=FROZEN,
             steps=4,
             first_step=2,
@@ -46,46 +46,46 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
             more=lora,
         ),
     ]
-    messages = run_ranks(
+    found = run_ranks(
         "training_ranks:main",
         cases,
         num_ranks=2,
         platform=get("cpu"),
         env={"PYTHONPATH": python_path()},
     )
-    return {result.name: result for result in messages}
+    return {result.name: result for result in found}
 
 
-def test_a_frozen_first_stage_keeps_its_update_count_across_a_resume(
+def test_a_first_stage_without_trained_parameters_does_not_forget_how_many_updates_there_were(
     results: dict[str, Result],
 ):
-    uninterrupted, resumed = results["frozen"], results["frozen resumed"]
-    assert resumed.reports == uninterrupted.reports[2:]
-    for name, weight in uninterrupted.weights.items():
+    whole, resumed = results["frozen"], results["frozen resumed"]
+    assert resumed.reports == whole.reports[2:]
+    for name, weight in whole.weights.items():
         np.testing.assert_array_equal(resumed.weights[name], weight, err_msg=name)
 
 
-def test_lora_dropout_resumed_with_another_tp_size_keeps_replicas_equal(
+def test_dropout_of_adapters_goes_on_at_another_tensor_parallel_size_with_copies_alike(
     results: dict[str, Result],
 ):
-    """`training_ranks` checks the replicas; different random numbers would change them."""
+    """`training_ranks` looks at the copies of every case: ranks that drew different numbers would have parted them."""
     assert [np.isfinite(report["loss"]) for report in results["dropout resumed tp2"].reports] == [
         True,
         True,
     ]
 
 
-def test_an_offloaded_optimizer_has_no_device_memory_during_the_backward_pass(tmp_path: Path):
-    """This includes the first step and the steps after saving or loading a checkpoint."""
+def test_an_offloaded_optimizer_is_never_there_while_gradients_are_made(tmp_path: Path):
+    """Not in the first step, and not in those after a checkpoint was saved or loaded, which need it for a moment."""
     from msrl.platforms import get
 
-    randomize(models()["qwen2 tied"]).save_pretrained(tmp_path / "model")
+    randomised(models()["qwen2 tied"]).save_pretrained(tmp_path / "model")
     job = (tmp_path / "model", tmp_path / "saves")
-    (state_bytes,) = run_ranks(
+    (found,) = run_ranks(
         "resting_ranks:main",
         job,
         num_ranks=1,
         platform=get("cpu"),
         env={"PYTHONPATH": python_path()},
     )
-    assert state_bytes == [0, 0, 0, 0]
+    assert found == [0, 0, 0, 0]

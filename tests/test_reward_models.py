@@ -215,7 +215,7 @@ def test_the_conversion_of_a_reward_model_is_verified_by_its_scores(
 ) -> None:
     from msrl.verification import report as convert_proof
 
-    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: whole)
+    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: fits)
     save(tmp_path / "hf", "qwen2")
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back")

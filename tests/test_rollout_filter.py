@@ -1,6 +1,8 @@
-"""`rollout.filter`: which groups teach something, what a step asks in place of the others, and what ROLL's files make of it.
+"""`rollout.filter`: which groups teach something, what a step asks in place of the others, and what
+ROLL's files make of it.
 
-A stand-in answers here, so that what is asked can be told number by number; real engines with a filter run in `test_killed_grpo.py`.
+A stand-in answers here, so that what is asked can be told number by number; real engines with a
+filter run in `test_killed_grpo.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ ROWS = 12
         ("std", 0.0, None, [False, True, False, True]),
     ],
 )
-def test_groups_that_teach_by_hand(kind: str, low: float | None, high: float | None, expected: list[bool]):
+def test_groups_that_teach_by_hand(
+    kind: str, low: float | None, high: float | None, expected: list[bool]
+):
     scores = np.array([[0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]], dtype=np.float64)
     assert informative_groups(scores, kind, low, high).tolist() == expected
 
@@ -55,32 +59,55 @@ def test_equal_scores_have_no_deviation_whatever_their_rounding():
 
 
 class Asked:
-    """Answers every prompt; rewards of rows in `equal` are equal. Remembers which rows each call asked for."""
+    """Answers every prompt; rewards of rows in `equal` are equal. Remembers which rows each call
+    asked for.
+    """
 
     def __init__(self, equal: set[int]) -> None:
         self.equal, self.calls = equal, list[list[int]]()
 
-    def generate(self, prompts: list[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
+    def generate(
+        self, prompts: list[Prompt], sampling: SamplingParams, policy_version: int
+    ) -> tuple[RolloutGroup, ...]:
         self.calls.append([prompt.index for prompt in prompts])
-        answer = Completion(np.array([5]), np.array([-1.0], np.float32), "stop", policy_version, "5")
+        answer = Completion(
+            np.array([5]), np.array([-1.0], np.float32), "stop", policy_version, "5"
+        )
         return tuple(RolloutGroup(prompt, (answer, answer)) for prompt in prompts)
 
     def score(self, groups: tuple[RolloutGroup, ...]) -> Scores:
         def rewards(index: int) -> tuple[Reward, ...]:
             second = 1.0 if index in self.equal else 0.0
-            return tuple(Reward(total, {"right": right}) for total, right in ((1.0, 1.0), (second, second)))
+            return tuple(
+                Reward(total, {"right": right}) for total, right in ((1.0, 1.0), (second, second))
+            )
 
-        return Scores(tuple(ScoredGroup(group, rewards(group.prompt.index)) for group in groups), {"right/timeout": 1}, ("one",))
+        return Scores(
+            tuple(ScoredGroup(group, rewards(group.prompt.index)) for group in groups),
+            {"right/timeout": 1},
+            ("one",),
+        )
 
 
 def make_rollouts(
-    asked: Asked, filter: FilterConfig, state: dict[str, Any] | None = None, *, prompts_per_step: int = 4, shuffle: bool = False
+    asked: Asked,
+    filter: FilterConfig,
+    state: dict[str, Any] | None = None,
+    *,
+    prompts_per_step: int = 4,
+    shuffle: bool = False,
 ) -> Rollouts:
     """Four prompts a step of twelve rows in their order."""
     dataset: Any = [Prompt(row, np.array([1, 2, 3])) for row in range(ROWS)]
-    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_step=prompts_per_step, filter=filter))
-    prompts = Prompts(dataset, tuple(range(ROWS)), RowOrder(ROWS, prompts_per_step, seed=0, shuffle=shuffle))
-    job: Any = SimpleNamespace(config=config, prompts=prompts, sampling=SamplingParams(4), start_step=0)
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(prompts_per_step=prompts_per_step, filter=filter)
+    )
+    prompts = Prompts(
+        dataset, tuple(range(ROWS)), RowOrder(ROWS, prompts_per_step, seed=0, shuffle=shuffle)
+    )
+    job: Any = SimpleNamespace(
+        config=config, prompts=prompts, sampling=SamplingParams(4), start_step=0
+    )
     both: Any = asked
     return Rollouts(job, both, both, state or {})
 
@@ -94,7 +121,11 @@ def test_without_a_filter_steps_take_their_prompts_in_turn():
     rollouts = make_rollouts(asked, FilterConfig())
     found = [rollouts.generate(step, Clock()) for step in range(2)]
     assert asked.calls == [[0, 1, 2, 3], [4, 5, 6, 7]] and rollouts.state() == {"prompts_taken": 8}
-    assert [indices(one.train_groups) for one in found] == asked.calls and not found[0].dropped_groups and not found[0].metrics
+    assert (
+        [indices(one.train_groups) for one in found] == asked.calls
+        and not found[0].dropped_groups
+        and not found[0].metrics
+    )
 
 
 def test_a_refill_asks_for_as_many_as_are_likely_needed_and_the_next_step_goes_on_behind_it():
@@ -104,8 +135,18 @@ def test_a_refill_asks_for_as_many_as_are_likely_needed_and_the_next_step_goes_o
     found = rollouts.generate(0, clock)
     # Two of four teach, two are missing: four more are likely to give two.
     assert asked.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert indices(found.train_groups) == [0, 2, 5, 6] and indices(found.dropped_groups) == [1, 3, 4, 7]
-    assert found.metrics == {"rollout/prompts": 8, "rollout/teaching": 5 / 8, "rollout/refills": 1, "rollout/missing": 0}
+    assert indices(found.train_groups) == [0, 2, 5, 6] and indices(found.dropped_groups) == [
+        1,
+        3,
+        4,
+        7,
+    ]
+    assert found.metrics == {
+        "rollout/prompts": 8,
+        "rollout/teaching": 5 / 8,
+        "rollout/refills": 1,
+        "rollout/missing": 0,
+    }
     assert len(found.scores.groups) == 8 and found.scores.failures == {"right/timeout": 2}
     assert {"rollout", "reward"} <= clock.seconds.keys()
     rollouts.generate(1, clock)
@@ -120,37 +161,65 @@ def test_a_run_that_goes_on_takes_the_prompts_that_come_next():
 
 def test_extra_prompts_come_on_top_and_what_is_not_needed_is_left_out():
     asked = Asked({0})
-    found = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, extra_prompts=1)).generate(0, Clock())
-    assert asked.calls == [[0, 1, 2, 3], [4, 5, 6]]  # one is missing; 4 / 3 of it, rounded up, and one
-    assert indices(found.train_groups) == [1, 2, 3, 4] and indices(found.dropped_groups) == [0, 5, 6]
+    found = make_rollouts(
+        asked, FilterConfig(kind="all_equal", refill=True, extra_prompts=1)
+    ).generate(0, Clock())
+    assert asked.calls == [
+        [0, 1, 2, 3],
+        [4, 5, 6],
+    ]  # one is missing; 4 / 3 of it, rounded up, and one
+    assert indices(found.train_groups) == [1, 2, 3, 4] and indices(found.dropped_groups) == [
+        0,
+        5,
+        6,
+    ]
 
 
 @pytest.mark.parametrize(("most", "calls"), [(0, 1), (1, 2), (2, 3), (9, 3), (None, 3)])
-def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(most: int | None, calls: int):
+def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(
+    most: int | None, calls: int
+):
     asked = Asked(set(range(ROWS)) - {2})
     section = FilterConfig(kind="all_equal", refill=True, max_refills=most)
     found = make_rollouts(asked, section).generate(0, Clock())
-    assert len(asked.calls) == calls and sorted(itertools.chain(*asked.calls)) == list(range(4 * calls)), "no row twice in a step"
-    assert indices(found.train_groups) == [0, 1, 2, 3] and select_informative(section, found.train_groups).tolist() == [False, False, True, False]
+    assert len(asked.calls) == calls and sorted(itertools.chain(*asked.calls)) == list(
+        range(4 * calls)
+    ), "no row twice in a step"
+    assert indices(found.train_groups) == [0, 1, 2, 3] and select_informative(
+        section, found.train_groups
+    ).tolist() == [False, False, True, False]
     assert found.metrics["rollout/missing"] == 3
     assert_mentions(found.scores.notes[-1], f"1 of {4 * calls} groups", f"{calls - 1} refills")
 
 
 def test_a_step_in_which_no_group_teaches_anything_says_so():
-    found = make_rollouts(Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True)).generate(0, Clock())
+    found = make_rollouts(
+        Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True)
+    ).generate(0, Clock())
     assert_mentions(found.scores.notes[-1], "0 of 12 groups", "2 refills")
 
 
 def test_a_step_that_begins_an_epoch_asks_no_prompt_twice_and_passes_over_those_that_it_had():
     asked = Asked(set(range(ROWS)) - {9})
-    rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=1), {"prompts_taken": 8})
+    rollouts = make_rollouts(
+        asked, FilterConfig(kind="all_equal", refill=True, max_refills=1), {"prompts_taken": 8}
+    )
     rollouts.generate(2, Clock())
-    assert asked.calls == [[8, 9, 10, 11], [0, 1, 2, 3]] and rollouts.state() == {"prompts_taken": 16}
-    rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=3), {"prompts_taken": 9})
+    assert asked.calls == [[8, 9, 10, 11], [0, 1, 2, 3]] and rollouts.state() == {
+        "prompts_taken": 16
+    }
+    rollouts = make_rollouts(
+        asked, FilterConfig(kind="all_equal", refill=True, max_refills=3), {"prompts_taken": 9}
+    )
     rollouts.generate(3, Clock())
-    assert asked.calls[2:] == [[9, 10, 11, 0], [1, 2, 3, 4], [5, 6, 7, 8]], "all twelve, then there are no others"
+    assert asked.calls[2:] == [[9, 10, 11, 0], [1, 2, 3, 4], [5, 6, 7, 8]], (
+        "all twelve, then there are no others"
+    )
     shuffled = make_rollouts(
-        again := Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True), {"prompts_taken": 10}, shuffle=True
+        again := Asked(set(range(ROWS))),
+        FilterConfig(kind="all_equal", refill=True),
+        {"prompts_taken": 10},
+        shuffle=True,
     )
     shuffled.generate(1, Clock())
     assert sorted(itertools.chain(*again.calls)) == list(range(ROWS))
@@ -158,7 +227,11 @@ def test_a_step_that_begins_an_epoch_asks_no_prompt_twice_and_passes_over_those_
 
 def test_a_step_of_more_prompts_than_there_are_asks_for_no_others():
     asked = Asked(set(range(ROWS)))
-    rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True, max_refills=None), prompts_per_step=ROWS + 1)
+    rollouts = make_rollouts(
+        asked,
+        FilterConfig(kind="all_equal", refill=True, max_refills=None),
+        prompts_per_step=ROWS + 1,
+    )
     found = rollouts.generate(0, Clock())
     assert asked.calls == [[*range(ROWS), 0]] and found.metrics["rollout/missing"] == ROWS + 1
     assert rollouts.state() == {"prompts_taken": ROWS + 1}
@@ -175,8 +248,12 @@ def test_groups_are_compared_by_a_source_where_one_is_named():
     group = RolloutGroup(Prompt(0, np.array([1])), ())
     scored = ScoredGroup(group, (Reward(1.5, {"right": 1.0}), Reward(1.0, {"right": 1.0})))
     assert select_informative(FilterConfig(kind="all_equal"), [scored]).tolist() == [True]
-    assert select_informative(FilterConfig(kind="all_equal", source="right"), [scored]).tolist() == [False]
-    assert select_informative(FilterConfig(kind="all_equal", source="elsewhere"), [scored]).tolist() == [True], "the row has other sources"
+    assert select_informative(
+        FilterConfig(kind="all_equal", source="right"), [scored]
+    ).tolist() == [False]
+    assert select_informative(
+        FilterConfig(kind="all_equal", source="elsewhere"), [scored]
+    ).tolist() == [True], "the row has other sources"
 
 
 # --- configuration --------------------------------------------------------------------------------------------------------------------
@@ -194,15 +271,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["refill=true"], ("rollout.filter.refill=true", "rollout.filter.kind")),
         (["low=0.1"], ("rollout.filter.low=0.1", "rollout.filter.kind")),
-        (["kind=all_equal", "high=0.9"], ("rollout.filter.high=0.9", "rollout.filter.kind=all_equal")),
-        (["kind=std", "low=0.0", "high=0.9"], ("rollout.filter.high=0.9", "rollout.filter.kind=std")),
+        (
+            ["kind=all_equal", "high=0.9"],
+            ("rollout.filter.high=0.9", "rollout.filter.kind=all_equal"),
+        ),
+        (
+            ["kind=std", "low=0.0", "high=0.9"],
+            ("rollout.filter.high=0.9", "rollout.filter.kind=std"),
+        ),
         (["kind=mean"], ("rollout.filter.kind=mean", "rollout.filter.low", "rollout.filter.high")),
-        (["kind=mean", "low=0.9", "high=0.1"], ("rollout.filter.low=0.9", "rollout.filter.high=0.1")),
-        (["kind=all_equal", "max_refills=2"], ("rollout.filter.max_refills=2", "rollout.filter.refill=true")),
+        (
+            ["kind=mean", "low=0.9", "high=0.1"],
+            ("rollout.filter.low=0.9", "rollout.filter.high=0.1"),
+        ),
+        (
+            ["kind=all_equal", "max_refills=2"],
+            ("rollout.filter.max_refills=2", "rollout.filter.refill=true"),
+        ),
         (["kind=all_equal", "source=nobody"], ("rollout.filter.source=nobody", "reward.sources")),
     ],
 )
-def test_a_filter_that_cannot_be_is_refused(folder: Path, sets: list[str], fragments: tuple[str, ...]):
+def test_a_filter_that_cannot_be_is_refused(
+    folder: Path, sets: list[str], fragments: tuple[str, ...]
+):
     with pytest.raises((MsrlError, ManyErrors)) as caught:
         load(["grpo.yaml"], [f"rollout.filter.{one}" for one in sets], command="train-grpo")
     assert_mentions(caught.value, *fragments)
@@ -210,7 +301,11 @@ def test_a_filter_that_cannot_be_is_refused(folder: Path, sets: list[str], fragm
 
 def test_samples_of_one_cannot_be_compared(folder: Path):
     with pytest.raises(MsrlError, match=mentions("kind=all_equal", "samples")):
-        sets = ["rollout.filter.kind=all_equal", "rollout.samples_per_prompt=1", "algo.advantage.estimator=reinforce"]
+        sets = [
+            "rollout.filter.kind=all_equal",
+            "rollout.samples_per_prompt=1",
+            "algo.advantage.estimator=reinforce",
+        ]
         load(["grpo.yaml"], sets, command="train-grpo")
 
 
@@ -224,14 +319,30 @@ def roll_filter(**changes: Any) -> tuple[Any, list[str]]:
 def test_rolls_filters_of_the_run_or_of_its_domains():
     mean = {"kind": "mean", "low": 0.1, "high": 0.9}
     assert roll_filter(**FILTER)[0] == mean
-    assert roll_filter(query_filter_config={"type": "std_filter"})[0] == {"kind": "std", "low": -1.0}, "nothing is left out"
-    found, _ = roll_filter(query_filter_config={"type": "std_filter", "filter_args": {"std_threshold": 0.34}})
+    assert roll_filter(query_filter_config={"type": "std_filter"})[0] == {
+        "kind": "std",
+        "low": -1.0,
+    }, "nothing is left out"
+    found, _ = roll_filter(
+        query_filter_config={"type": "std_filter", "filter_args": {"std_threshold": 0.34}}
+    )
     eight = np.array([1.0, *[0.0] * 7])  # of 8 samples; the original's deviation has n - 1
-    assert eight.std() > found["low"] and eight.std(ddof=1) > 0.34 and found["low"] == pytest.approx(0.34 * np.sqrt(7 / 8))
+    assert (
+        eight.std() > found["low"]
+        and eight.std(ddof=1) > 0.34
+        and found["low"] == pytest.approx(0.34 * np.sqrt(7 / 8))
+    )
     both = {**FILTER, "is_use_additional_prompts": True, "max_additional_running_prompts": 7}
-    assert roll_filter(**both)[0] == {**mean, "refill": True, "extra_prompts": 7, "max_refills": None}
+    assert roll_filter(**both)[0] == {
+        **mean,
+        "refill": True,
+        "extra_prompts": 7,
+        "max_refills": None,
+    }
     assert roll_filter(is_use_additional_prompts=True)[0] is None, "nothing is left out"
-    domains = {name: {"worker_cls": "x.MathRuleRewardWorker", **FILTER} for name in ("math", "logic")}
+    domains = {
+        name: {"worker_cls": "x.MathRuleRewardWorker", **FILTER} for name in ("math", "logic")
+    }
     assert roll_filter(rewards=domains)[0] == mean
 
 
@@ -249,8 +360,18 @@ def test_rolls_filters_that_cannot_be_are_named(arguments: Any, fragments: tuple
     assert_mentions(error, *fragments)
 
 
-@pytest.mark.parametrize("other", [{}, {"query_filter_config": {"type": "no_filter"}}, {"query_filter_config": {"type": "std_filter"}}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"query_filter_config": {"type": "no_filter"}},
+        {"query_filter_config": {"type": "std_filter"}},
+    ],
+)
 def test_rolls_domains_with_different_filters_are_refused(other: dict[str, Any]):
-    domains = {"math": {"worker_cls": "x.MathRuleRewardWorker", **FILTER}, "logic": {"worker_cls": "x.MathRuleRewardWorker", **other}}
+    domains = {
+        "math": {"worker_cls": "x.MathRuleRewardWorker", **FILTER},
+        "logic": {"worker_cls": "x.MathRuleRewardWorker", **other},
+    }
     errors = roll_filter(rewards=domains)[1]
     assert errors and all("domains" in error and "rollout.filter" in error for error in errors)

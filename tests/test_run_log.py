@@ -28,9 +28,7 @@ def _open(folder: Path) -> RunLog:
     return RunLog(config, num_steps=3, start_step=0, curves=("train/loss",))
 
 
-def test_a_full_disk_for_metrics_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_for_metrics_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with (
         pytest.raises(
             MsrlError, match=mentions(tmp_path / "full", "step 2", "No space left on device")

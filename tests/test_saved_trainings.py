@@ -13,8 +13,25 @@ from msrl.checkpoint.mcore.files import iteration_dir, namespace, rank_folder
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.models.shape import Shape
-from msrl.trainer.checkpointing.publish import Publication, RankFiles, SavedModel, Weights, optimizer_file, prepare_folders, random_file
-from msrl.trainer.checkpointing.resume import KEEP_ALL, STATE, Retention, SavedTraining, check_room, resume_from, saved_steps, training_dir
+from msrl.trainer.checkpointing.publish import (
+    Publication,
+    RankFiles,
+    SavedModel,
+    Weights,
+    optimizer_file,
+    prepare_folders,
+    random_file,
+)
+from msrl.trainer.checkpointing.resume import (
+    KEEP_ALL,
+    STATE,
+    Retention,
+    SavedTraining,
+    check_room,
+    resume_from,
+    saved_steps,
+    training_dir,
+)
 from msrl.trainer.settings import Layout
 from support import assert_mentions, mentions
 
@@ -26,15 +43,24 @@ CONFIG = {
 }  # fmt: skip
 
 
-def write(root: Path, step: int, hf_dir: Path, shape: Shape, retention: Retention = KEEP_ALL) -> None:
+def write(
+    root: Path, step: int, hf_dir: Path, shape: Shape, retention: Retention = KEEP_ALL
+) -> None:
     """A checkpoint of two ranks with tensors of its own."""
     prepare_folders(root, step)
     for rank, at in enumerate(LAYOUT.ranks()):
         tensors = {"exp_avg.w": torch.full((50,), float(step + rank))}
-        weights = Weights(rank_folder(LAYOUT, at), {"w": torch.ones(20) * step}, namespace(shape, LAYOUT), {optimizer_file(at): tensors})
+        weights = Weights(
+            rank_folder(LAYOUT, at),
+            {"w": torch.ones(20) * step},
+            namespace(shape, LAYOUT),
+            {optimizer_file(at): tensors},
+        )
         RankFiles(root, step, rank, {"rng": torch.arange(9)}, weights).write()
     model = SavedModel(shape, LAYOUT, "float32", is_adapters=False)
-    Publication(root, step, 2, {"step": step, "extra": {"best": float("nan")}}, model, hf_dir, retention).publish()
+    Publication(
+        root, step, 2, {"step": step, "extra": {"best": float("nan")}}, model, hf_dir, retention
+    ).publish()
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +115,9 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("kind", "damage", "fragments"), DAMAGES)
-def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over_and_the_file_is_named(saves, kind, damage, fragments):
+def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over_and_the_file_is_named(
+    saves, kind, damage, fragments
+):
     damage(saves / FILES[kind])
     found, notes = resume_from("auto", saves)
     assert found == SavedTraining(saves, 4, skipped=(6,))
@@ -102,7 +130,11 @@ def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over_and_the_file
 
 def test_whole_checkpoints_are_gone_on_from_by_age_or_by_name(saves):
     assert resume_from("none", saves) == (None, ())
-    assert resume_from("auto", saves)[0] == resume_from(str(saves), Path("elsewhere"))[0] == SavedTraining(saves, 6)
+    assert (
+        resume_from("auto", saves)[0]
+        == resume_from(str(saves), Path("elsewhere"))[0]
+        == SavedTraining(saves, 6)
+    )
     found, _ = resume_from(str(saves / "iter_0000002"), saves)
     assert found == SavedTraining(saves, 2) and found.state()["step"] == 2
     with pytest.raises(MsrlError, match=mentions("steps 4, 6")):
@@ -128,10 +160,15 @@ def test_checkpoints_of_another_training_are_neither_mixed_with_nor_pruned(saves
 
 def test_a_folder_that_cannot_be_written_or_is_somebody_elses_takes_no_checkpoints(tmp_path):
     (tmp_path / "file").write_text("")
-    for root, reason in ((Path("/sys/kernel/x"), "denied|not permitted|Read-only"), (tmp_path / "file" / "x", "file")):
+    for root, reason in (
+        (Path("/sys/kernel/x"), "denied|not permitted|Read-only"),
+        (tmp_path / "file" / "x", "file"),
+    ):
         with pytest.raises(MsrlError, match=rf"checkpoint\.save={root}: .*({reason})"):
             check_room(root, None)
-    with pytest.raises(MsrlError, match=mentions(f"checkpoint.save={tmp_path}: ", "(file)", "empty folder")):
+    with pytest.raises(
+        MsrlError, match=mentions(f"checkpoint.save={tmp_path}: ", "(file)", "empty folder")
+    ):
         check_room(tmp_path, None)
     for name in (".iter_0000002.partial", "hf", "training"):
         (tmp_path / "other" / name).mkdir(parents=True)
@@ -152,7 +189,9 @@ def test_a_damaged_checkpoint_is_written_again_and_never_counts_as_the_newest(sa
     hf_dir = saves.parent / "hf"
     shutil.copytree(saves / "hf", hf_dir)
     write(saves, 5, hf_dir, load_shape(hf_dir), Retention(newest=1))
-    assert saved_steps(saves) == [5, 6] and resume_from("auto", saves)[0] == SavedTraining(saves, 5, (6,))
+    assert saved_steps(saves) == [5, 6] and resume_from("auto", saves)[0] == SavedTraining(
+        saves, 5, (6,)
+    )
     write(saves, 6, hf_dir, load_shape(hf_dir), Retention(newest=1))
     assert saved_steps(saves) == [6] and resume_from("auto", saves)[0] == SavedTraining(saves, 6)
 
@@ -181,7 +220,9 @@ def test_a_save_never_touches_the_configuration_that_earlier_checkpoints_need(sa
 
 
 @pytest.mark.slow  # imports Megatron
-def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_when_it_is_asked_for(tmp_path, monkeypatch):
+def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_when_it_is_asked_for(
+    tmp_path, monkeypatch
+):
     from msrl.platforms import get
 
     get("cpu").prepare()
@@ -208,4 +249,6 @@ def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_
     prepare_folders(tmp_path / "gone", 3)
     again = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
     again.save(3, {}, KEEP_ALL)
-    assert [saved.step for saved in again.finished(must_wait=True)] == [3] and again.finished() == []
+    assert [saved.step for saved in again.finished(must_wait=True)] == [
+        3
+    ] and again.finished() == []

@@ -1,4 +1,4 @@
-"""train-sft on two Ray nodes with one device each: results are bitwise equal to one machine."""
+"""msrl train-sft over the machines of a cluster, two Ray nodes with a device each: what one machine computes, to the bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start a cluster of two nodes and return its address."""
+    """The address of a cluster of two nodes."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         patch.setenv("RAY_TMPDIR", folder)
@@ -38,8 +38,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         address = f"127.0.0.2:{probe.free_port()}"
         port = int(address.split(":")[1])
         try:
-            with pytest.MonkeyPatch.context() as root_directory:
-                root_directory.chdir("/")  # runs have another working directory
+            with pytest.MonkeyPatch.context() as elsewhere:
+                elsewhere.chdir("/")  # runs have another working directory
                 launch.up(
                     host="127.0.0.2",
                     port=port,
@@ -56,18 +56,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a working directory with a model and 24 examples."""
+    """The working directory: a model and 24 examples. Paths in configurations are relative."""
     from msrl.cli import app
 
-    root = tmp_path_factory.mktemp("sft")
+    found = tmp_path_factory.mktemp("sft")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        save_model(root / "hf", tied=False, positions=256)
+        patch.chdir(found)
+        save_model(found / "hf", tied=False, positions=256)
         examples = [
             {"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)}
             for i in range(24)
         ]
-        write_rows(root / "data.jsonl", examples)
+        write_rows(found / "data.jsonl", examples)
         data = [
             "--input",
             "data.jsonl",
@@ -81,11 +81,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "data",
         ]
         app.app(["preprocess", *data], standalone_mode=False)
-        yield root
+        yield found
 
 
 def settings(name: str, address: str | None, **changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with TP 2, on both nodes if `address` is set."""
+    """A run at TP 2, on both nodes where there is an address."""
     nodes = {} if address is None else {"address": address, "nodes": 2, "devices_per_node": 1}
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": "hf", "dtype": "float32"},
@@ -95,7 +95,7 @@ def settings(name: str, address: str | None, **changes: dict[str, Any]) -> dict[
             "rpc_timeout_s": 120.0,
             "env": {"OMP_NUM_THREADS": "1"},
             **nodes,
-        },  # one thread, for the same order of sums
+        },  # sums as one thread makes them
         "train": {
             "steps": STEPS,
             "global_batch": 8,
@@ -121,19 +121,19 @@ def start(folder: Path, name: str, address: str | None, **changes: dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def single_node_run(folder: Path) -> Path:
-    """Run on one machine and return the run folder."""
+def whole(folder: Path) -> Path:
+    """The folder of a run on one machine."""
     succeed(
         "train-sft",
         "-c",
-        str(write_config(folder / "single_node.yaml", settings("single_node", None))),
-        log=folder / "single_node.log",
+        str(write_config(folder / "whole.yaml", settings("whole", None))),
+        log=folder / "whole.log",
     )
-    return folder / "runs" / "single_node"
+    return folder / "runs" / "whole"
 
 
 def checksums(run: Path) -> dict[str, Any]:
-    """Return the checksums of weights, moments and RNG states."""
+    """Of weights, moments and random numbers."""
     return {
         key: value
         for key, value in SavedTraining(run / "checkpoints", STEPS).state().items()
@@ -141,38 +141,38 @@ def checksums(run: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_on_two_machines_equals_a_run_on_one(
-    folder: Path, single_node_run: Path, cluster: str
-):
+def test_a_run_over_two_machines_is_that_of_one(folder: Path, whole: Path, cluster: str):
     command = start(folder, "spread", cluster)
     assert command.wait() == 0, command.output()
     run = folder / "runs" / "spread"
-    assert metrics(run) == metrics(single_node_run) and len(rows(run)) == STEPS
-    assert checksums(run) == checksums(single_node_run)
+    assert metrics(run) == metrics(whole) and len(rows(run)) == STEPS
+    assert checksums(run) == checksums(whole)
 
 
 @pytest.mark.full
-def test_an_interrupted_run_saves_after_the_current_step_and_resumes_bitwise(
-    folder: Path, single_node_run: Path, cluster: str
+def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit(
+    folder: Path, whole: Path, cluster: str
 ):
     command = start(folder, "interrupted", cluster)
     run = folder / "runs" / "interrupted"
     command.when(lambda: len(rows(run)) >= 2)
     os.killpg(command.process.pid, signal.SIGTERM)
     assert command.wait() == 130, command.output()
-    num_done = len(rows(run))
+    done = len(rows(run))
     assert (
-        num_done < STEPS
-        and re.search(rf"(?i)saved .*step {num_done}\b", command.output())
+        done < STEPS
+        and re.search(rf"(?i)saved .*step {done}\b", command.output())
         and "Traceback" not in command.output()
     )
     command = start(folder, "interrupted", cluster, checkpoint={"resume": "auto"})
     assert command.wait() == 0, command.output()
-    assert metrics(run) == metrics(single_node_run) and checksums(run) == checksums(single_node_run)
+    assert metrics(run) == metrics(whole) and checksums(run) == checksums(whole)
 
 
 @pytest.mark.full
-def test_a_killed_rank_ends_the_run_at_once_and_releases_the_devices(folder: Path, cluster: str):
+def test_a_rank_that_dies_ends_the_run_at_once_and_gives_the_devices_back(
+    folder: Path, cluster: str
+):
     command = start(folder, "dead", cluster, train={"steps": 10000})
     command.when(lambda: len(rows(folder / "runs" / "dead")) >= 2)
     ranks = [
@@ -189,7 +189,9 @@ def test_a_killed_rank_ends_the_run_at_once_and_releases_the_devices(folder: Pat
     assert not [rank for rank in ranks if rank.is_running()]
 
 
-def test_more_ranks_than_devices_are_refused_with_the_available_devices(folder: Path, cluster: str):
+def test_more_ranks_than_the_cluster_has_devices_are_refused_with_what_is_there(
+    folder: Path, cluster: str
+):
     command = start(
         folder, "large", cluster, cluster={"address": cluster, "nodes": 2, "devices_per_node": 2}
     )

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from msrl.errors import MsrlError
-from msrl.files import write_text, atomic_write
+from msrl.files import atomic_write, write_text
 from msrl.tracking.console import StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
 from msrl.tracking.plots import plot_metrics, running_mean
@@ -341,9 +341,7 @@ def test_a_run_folder_contains_the_resolved_configuration_and_the_versions(tmp_p
 @pytest.mark.parametrize(
     "file", ["metrics.jsonl", "checkpoints/iter_0000002/x", "iter_0000002/x", "notes.txt"]
 )
-def test_an_existing_run_is_refused_with_a_remedy(
-    file: str, tmp_path: Path
-) -> None:
+def test_an_existing_run_is_refused_with_a_remedy(file: str, tmp_path: Path) -> None:
     if file != "notes.txt":  # any file of a folder that no run of ours has begun is somebody's
         RunFolder.create(tmp_path, "a", config={}).close()
     (tmp_path / "a" / file).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The command train-sft: its output files, and bitwise resuming after kills and interrupts."""
+"""msrl train-sft as a command: what a run leaves behind, and that it survives kills, interrupts and dead ranks to the bit."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ TRAIN = {
     "micro_batch": 4,
     "optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup": 2},
 }
-SINGLE_BATCH = {**TRAIN, "steps": 3, "global_batch": 24}
+ONE_BATCH = {**TRAIN, "steps": 3, "global_batch": 24}
 
 
 def run_in_process(settings: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Run the command's workflow in this process and return its metrics."""
+    """Run the workflow of the command; its metrics."""
     from msrl.workflows.sft import run as train_sft
 
     config = Config.model_validate(settings, strict=False)
@@ -63,7 +63,7 @@ def run_in_process(settings: Mapping[str, Any]) -> list[dict[str, float]]:
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all weights of a checkpoint by Hugging Face name."""
+    """All weights of a checkpoint under their Hugging Face names."""
     source = open_weights(checkpoint)
     return {
         name: t.clone()
@@ -72,16 +72,16 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same_weights(first_checkpoint: Path, second_checkpoint: Path) -> None:
-    first_weights, second_weights = weights(first_checkpoint), weights(second_checkpoint)
-    assert set(first_weights) == set(second_weights)
-    for name, tensor in first_weights.items():
-        assert torch.equal(tensor, second_weights[name]), name
+def assert_same_weights(one: Path, other: Path) -> None:
+    mine, theirs = weights(one), weights(other)
+    assert set(mine) == set(theirs)
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """Create a model in both formats, 24 examples (plain and packed) and 7 held-out examples."""
+    """A model as Hugging Face folder and as mcore checkpoint of TP 2; 24 examples as they are and packed, 7 held out."""
     from msrl.cli import app
 
     folder = tmp_path_factory.mktemp("sft")
@@ -91,13 +91,9 @@ def inputs(tmp_path_factory) -> Path:
         {"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)}
         for i in range(31)
     ]
-    datasets = {
-        "data": (examples[:24], ()),
-        "packed": (examples[:24], ("--pack", "--seq-length", "200")),
-        "eval": (examples[24:], ()),
-    }
-    for name, (rows_to_write, flags) in datasets.items():
-        source = str(write_rows(folder / f"{name}.jsonl", rows_to_write))
+    for name, part, flags in (("data", examples[:24], ()), ("packed", examples[:24], ("--pack", "--seq-length", "200")),
+                              ("eval", examples[24:], ())):  # fmt: skip
+        source = str(write_rows(folder / f"{name}.jsonl", part))
         arguments = [
             "preprocess",
             "--input",
@@ -115,9 +111,9 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(inputs) -> dict[str, Any]:
-    """Return a configuration with TP 2 that starts from the mcore checkpoint."""
+    """A run at TP 2 from the mcore checkpoint."""
     return {
-        "run": {"name": "uninterrupted", "dir": str(inputs / "runs")},
+        "run": {"name": "whole", "dir": str(inputs / "runs")},
         "model": {"path": str(inputs / "mcore"), "dtype": "float32"},
         "data": {"train": str(inputs / "data"), "eval": str(inputs / "eval")},
         "cluster": {"platform": "cpu", "rpc_timeout_s": 120.0},
@@ -135,60 +131,58 @@ def named(config: dict[str, Any], name: str, **sections: dict[str, Any]) -> dict
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(inputs, config) -> Path:
-    """Return the run folder of an uninterrupted run."""
-    file, tmp = write_config(inputs / "uninterrupted.yaml", config), make_tmp()
-    succeed("train-sft", "-c", str(file), log=inputs / "uninterrupted.log", tmp=tmp)
-    (inputs / "uninterrupted.left").write_text("\n".join(files_in(tmp)))
-    return inputs / "runs" / "uninterrupted"
+def whole(inputs, config) -> Path:
+    """The folder of an uninterrupted run, which leaves nothing in its temporary folder."""
+    file, tmp = write_config(inputs / "whole.yaml", config), make_tmp()
+    succeed("train-sft", "-c", str(file), log=inputs / "whole.log", tmp=tmp)
+    (inputs / "whole.left").write_text("\n".join(files_in(tmp)))
+    return inputs / "runs" / "whole"
 
 
-def test_a_run_writes_metrics_events_configuration_report_and_curves(uninterrupted, config):
+def test_a_run_leaves_metrics_events_configuration_report_and_curves(whole, config):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert [row["step"] for row in rows(uninterrupted)] == list(range(1, STEPS + 1))
-    for row in metrics(uninterrupted):
-        assert {"train/loss", "train/grad_norm", "train/lr", "train/loss_tokens"} <= set(row)
-        assert all(np.isfinite(value) for value in row.values())
-    assert [step for step, row in enumerate(metrics(uninterrupted), 1) if "eval/loss" in row] == [
+    assert [row["step"] for row in rows(whole)] == list(range(1, STEPS + 1))
+    for found in metrics(whole):
+        assert {"train/loss", "train/grad_norm", "train/lr", "train/loss_tokens"} <= set(found)
+        assert all(np.isfinite(value) for value in found.values())
+    assert [step for step, found in enumerate(metrics(whole), 1) if "eval/loss" in found] == [
         10,
         20,
         24,
     ]
-    assert [row["train/lr"] for row in metrics(uninterrupted)][:3] == pytest.approx(
-        [5e-4, 1e-3, 1e-3]
-    )
-    losses = [row["train/loss"] for row in metrics(uninterrupted)]
+    assert [found["train/lr"] for found in metrics(whole)][:3] == pytest.approx([5e-4, 1e-3, 1e-3])
+    losses = [found["train/loss"] for found in metrics(whole)]
     assert losses[-1] < losses[0] - 1
-    events = EventAccumulator(str(uninterrupted / "tensorboard"))
+    events = EventAccumulator(str(whole / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(
         losses, rel=1e-6
     )
     assert Config.model_validate(
-        yaml.safe_load((uninterrupted / "config.yaml").read_text())
+        yaml.safe_load((whole / "config.yaml").read_text())
     ) == Config.model_validate(config)
-    assert f"step {STEPS}" in (uninterrupted / "report.md").read_text()
-    assert (uninterrupted / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert f"step {STEPS}" in (whole / "report.md").read_text()
+    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_only_the_newest_checkpoints_are_kept(uninterrupted):
+def test_only_the_newest_checkpoints_stay(whole):
     names = [
         path.name
-        for path in (uninterrupted / "checkpoints").iterdir()
+        for path in (whole / "checkpoints").iterdir()
         if path.name.startswith((".", "iter_"))
     ]
     assert sorted(names) == ["iter_0000020", "iter_0000024"]
-    assert sorted(path.name for path in (uninterrupted / "checkpoints" / "training").iterdir()) == [
+    assert sorted(path.name for path in (whole / "checkpoints" / "training").iterdir()) == [
         "iter_0000020",
         "iter_0000024",
     ]
-    assert latest_iteration(uninterrupted / "checkpoints") == STEPS
+    assert latest_iteration(whole / "checkpoints") == STEPS
 
 
 @torch.no_grad()
-def test_the_checkpoint_equals_the_export_and_its_logits_agree_with_transformers(
-    uninterrupted, inputs
+def test_the_checkpoint_converts_to_what_was_exported_and_transformers_computes_as_megatron_does(
+    whole, inputs
 ):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -199,23 +193,23 @@ def test_the_checkpoint_equals_the_export_and_its_logits_agree_with_transformers
         "convert-ckpt",
         "mcore2hf",
         "--load",
-        str(uninterrupted / "checkpoints"),
+        str(whole / "checkpoints"),
         "--save",
         str(target),
         "--no-verify",
         log=inputs / "c.log",
     )
-    assert_same_weights(uninterrupted / "checkpoints", target)
-    assert_same_weights(target, uninterrupted / "hf")
-    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "hf", dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(uninterrupted / "hf")("<|im_start|>user\n3+3=<|im_end|>")[
+    assert_same_weights(whole / "checkpoints", target)
+    assert_same_weights(target, whole / "hf")
+    model = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(whole / "hf")("<|im_start|>user\n3+3=<|im_end|>")[
         "input_ids"
     ]
-    (logits,) = megatron_logits(uninterrupted / "checkpoints", [ids], ParallelLayout(2))
-    torch.testing.assert_close(logits, model(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
+    (found,) = megatron_logits(whole / "checkpoints", [ids], ParallelLayout(2))
+    torch.testing.assert_close(found, model(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
 
 
-def test_saved_models_have_the_chat_template_of_their_training(uninterrupted, inputs):
+def test_the_model_is_asked_as_it_was_taught_wherever_it_is_opened(whole, inputs):
     from transformers import AutoTokenizer
 
     from msrl.types import Conversation, Message
@@ -226,7 +220,7 @@ def test_saved_models_have_the_chat_template_of_their_training(uninterrupted, in
     assert choose_renderer(inputs / "hf", None).prompt(question).tolist() != taught, (
         "the tokenizer's own template has no system text"
     )
-    for folder in (uninterrupted / "hf", uninterrupted / "checkpoints" / "hf"):
+    for folder in (whole / "hf", whole / "checkpoints" / "hf"):
         assert choose_renderer(folder, None).prompt(question).tolist() == taught
         chat = [{"role": "user", "content": "1+1="}]
         assert (
@@ -237,12 +231,10 @@ def test_saved_models_have_the_chat_template_of_their_training(uninterrupted, in
         )
 
 
-def test_an_existing_run_and_its_checkpoints_are_not_overwritten(
-    uninterrupted, config, inputs, tmp_path
-):
+def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config, inputs, tmp_path):
     with pytest.raises(MsrlError, match=mentions("steps 20, 24", "step 0")):
         run_in_process(config)
-    shutil.copytree(uninterrupted / "checkpoints", tmp_path / "old")
+    shutil.copytree(whole / "checkpoints", tmp_path / "old")
     old = {"save": str(tmp_path / "old"), "resume": str(tmp_path / "old" / "iter_0000020")}
     with pytest.raises(MsrlError, match=mentions("step 24", "step 20")):
         run_in_process(named(config, "again", checkpoint=old))
@@ -253,17 +245,17 @@ def test_an_existing_run_and_its_checkpoints_are_not_overwritten(
     assert not (inputs / "runs" / "again").exists()
 
 
-def test_a_run_leaves_no_temporary_files(uninterrupted, inputs):
-    assert (inputs / "uninterrupted.left").read_text() == ""
+def test_nothing_stays_in_the_temporary_folder(whole, inputs):
+    assert (inputs / "whole.left").read_text() == ""
 
 
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM, signal.SIGHUP]
 )
-def test_an_interrupted_run_saves_after_the_current_step_and_resumes_bitwise(
-    uninterrupted, config, inputs, number
+def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit_where_the_other_did(
+    whole, config, inputs, number
 ):
-    """Terminals signal the process group; timeout(1) signals the command and then the group."""
+    """As a terminal does it, to every process of the group; and as timeout(1) does it, to the command and then to every process."""
     name = f"interrupted by {number.name}"
     file = write_config(
         inputs / "interrupted.yaml", named(config, name, checkpoint={"every_steps": None})
@@ -275,19 +267,19 @@ def test_an_interrupted_run_saves_after_the_current_step_and_resumes_bitwise(
         command.process.send_signal(number)
     command.signal_group(number)
     assert command.wait() == 130, command.output()
-    num_done = len(rows(run))
-    assert num_done < STEPS
+    done = len(rows(run))
+    assert done < STEPS
     assert (
-        re.search(rf"(?i)saved .*step {num_done}\b", command.output())
+        re.search(rf"(?i)saved .*step {done}\b", command.output())
         and "Traceback" not in command.output()
     )
-    assert metrics(run) == metrics(uninterrupted)[:num_done]
+    assert metrics(run) == metrics(whole)[:done]
     resumed = run_in_process(named(config, name, checkpoint={"resume": "auto"}))
-    assert resumed == metrics(uninterrupted)
-    assert_same_weights(run / "checkpoints", uninterrupted / "checkpoints")
+    assert resumed == metrics(whole)
+    assert_same_weights(run / "checkpoints", whole / "checkpoints")
 
 
-def test_an_interrupt_during_startup_ends_the_run_at_once(config, inputs):
+def test_an_interrupt_while_ranks_start_ends_the_run_at_once(config, inputs):
     file = write_config(inputs / "early.yaml", named(config, "interrupted early"))
     command = Command("train-sft", "-c", str(file), log=inputs / "interrupted early.log")
     command.when(lambda: bool(children(command.process.pid)))
@@ -300,8 +292,8 @@ def test_an_interrupt_during_startup_ends_the_run_at_once(config, inputs):
     )
 
 
-def test_a_kill_during_a_save_keeps_the_previous_checkpoint_and_the_run_resumes_bitwise(
-    uninterrupted, config, inputs
+def test_a_kill_in_mid_save_leaves_the_checkpoint_before_and_the_resumed_run_goes_on_to_the_bit(
+    whole, config, inputs
 ):
     name = "killed"
     changes = {"resume": "auto", "every_steps": 1, "keep": None}
@@ -312,9 +304,9 @@ def test_a_kill_during_a_save_keeps_the_previous_checkpoint_and_the_run_resumes_
     def is_saving() -> bool:
         return mcore.iteration_dir(saves, 2).exists() and any(saves.glob(".iter_*.partial"))
 
-    partial_saves, tmp = list[Path](), make_tmp()
+    half, tmp = list[Path](), make_tmp()
     while (
-        not partial_saves
+        not half
     ):  # a save may be done between its being seen and the kill; the next start then goes on
         command = Command("train-sft", "-c", str(file), log=inputs / "killed.log", tmp=tmp)
         ranks = command.when_started(2)
@@ -324,19 +316,21 @@ def test_a_kill_during_a_save_keeps_the_previous_checkpoint_and_the_run_resumes_
             tmp.glob("msrl-ranks-*")
         )
         wait_for_end(ranks)
-        partial_saves = list(saves.glob(".iter_*.partial"))
+        half = list(saves.glob(".iter_*.partial"))
     last = latest_iteration(saves)
-    assert isinstance(last, int) and partial_saves[0].name == f".iter_{last + 1:07d}.partial"
-    assert weights(saves)  # the previous checkpoint is complete
-    assert metrics(run)[:last] == metrics(uninterrupted)[:last]
+    assert isinstance(last, int) and half[0].name == f".iter_{last + 1:07d}.partial"
+    assert weights(saves)  # of the checkpoint before, whole
+    assert metrics(run)[:last] == metrics(whole)[:last]
     succeed("train-sft", "-c", str(file), log=inputs / "resumed.log", tmp=tmp)
-    assert files_in(tmp) == [], "the next run removes temporary files of killed runs"
-    assert metrics(run) == metrics(uninterrupted)
-    assert_same_weights(saves, uninterrupted / "checkpoints")
+    assert files_in(tmp) == [], "the next run removes what the killed ones left"
+    assert metrics(run) == metrics(whole)
+    assert_same_weights(saves, whole / "checkpoints")
     assert not list(saves.glob("**/.*partial"))
 
 
-def test_a_killed_rank_ends_the_run_at_once_and_is_reported(uninterrupted, config, inputs):
+def test_a_rank_that_dies_ends_the_run_at_once_and_is_named_in_bf16_from_a_hugging_face_folder(
+    whole, config, inputs
+):
     changes = {
         "model": {"path": str(inputs / "hf"), "dtype": "bfloat16"},
         "train": {"steps": 10000},
@@ -353,18 +347,18 @@ def test_a_killed_rank_ends_the_run_at_once_and_is_reported(uninterrupted, confi
     )
     run = inputs / "runs" / "dead"
     command.when(lambda: len(rows(run)) >= 6)
-    processes = children(command.process.pid)
+    everyone = children(command.process.pid)
     (victim,) = [
-        pid for pid, line in processes.items() if re.search(r"msrl\.trainer\.launch 1 2 ", line)
+        pid for pid, line in everyone.items() if re.search(r"msrl\.trainer\.launch 1 2 ", line)
     ]
     psutil.Process(victim).kill()
     killed = time.monotonic()
     assert command.wait() == 1
-    assert time.monotonic() - killed < 60  # half of cluster.rpc_timeout_s
+    assert time.monotonic() - killed < 60  # half of rpc_timeout_s
     assert re.search(r"RankError: rank 1 .*SIGKILL", command.output())
-    assert not still_running(processes)
-    # Same data, order and learning rates during warm-up: bfloat16 is close to float32.
-    losses = [[row["train/loss"] for row in metrics(folder)[:3]] for folder in (run, uninterrupted)]
+    assert not still_running(everyone)
+    # The same data, order and learning rates in the warm-up: bfloat16 is near the other run.
+    losses = [[found["train/loss"] for found in metrics(folder)[:3]] for folder in (run, whole)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=0.05)
 
 
@@ -377,30 +371,30 @@ def unpacked(inputs, config) -> list[dict[str, float]]:
         model={"path": str(inputs / "hf")},
         checkpoint={"every_steps": None, "export_hf": False},
     )
-    return run_in_process({**settings, "train": SINGLE_BATCH})
+    return run_in_process({**settings, "train": ONE_BATCH})
 
 
 def packed_like(
     inputs, config, name: str, batch: int, **sections: dict[str, Any]
 ) -> list[dict[str, float]]:
-    base_sections = {
+    one = {
         "model": {"path": str(inputs / "hf")},
         "checkpoint": {"every_steps": None, "export_hf": False},
     }
-    settings = named(config, name, **base_sections, **sections)
+    settings = named(config, name, **one, **sections)
     return run_in_process(
-        {**settings, "train": {**SINGLE_BATCH, "global_batch": batch, "micro_batch": 1}}
+        {**settings, "train": {**ONE_BATCH, "global_batch": batch, "micro_batch": 1}}
     )
 
 
-def assert_same_metrics(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    for actual_row, expected_row in zip(actual, expected, strict=True):
-        assert set(actual_row) == set(expected_row)
-        for name, value in expected_row.items():
-            assert actual_row[name] == pytest.approx(value, rel=2e-5), name
+def assert_same_path(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert set(mine) == set(theirs)
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=2e-5), name
 
 
-def test_packing_during_training_with_dp_2_has_the_losses_of_unpacked_examples(
+def test_rows_packed_while_training_on_two_data_parallel_ranks_give_the_losses_of_single_examples(
     inputs, config, unpacked
 ):
     from msrl.data.dataset import SftDataset
@@ -411,19 +405,19 @@ def test_packing_during_training_with_dp_2_has_the_losses_of_unpacked_examples(
         open_rows(Config.model_validate(named(config, "x", data=data)), SftDataset(inputs / "data"))
     )
     assert count % 2 == 0 and count < 24
-    losses = packed_like(
+    found = packed_like(
         inputs, config, "packed now", count, data=data, cluster={"devices_per_node": 2}
     )
-    assert_same_metrics(losses, unpacked)
-    assert "eval/loss" in losses[-1]  # 7 held-out rows are not divisible by two ranks
+    assert_same_path(found, unpacked)
+    assert "eval/loss" in found[-1]  # 7 held-out rows, which do not divide over two ranks
 
 
-def test_rows_packed_by_preprocess_have_the_losses_of_unpacked_examples(inputs, config, unpacked):
+def test_rows_packed_by_preprocess_give_the_losses_of_single_examples(inputs, config, unpacked):
     from msrl.data.dataset import SftDataset
 
     packed = SftDataset(inputs / "packed")
     assert sum(len(row) for row in packed) == 24 and len(packed) < 24
-    assert_same_metrics(
+    assert_same_path(
         packed_like(
             inputs, config, "packed before", len(packed), data={"train": str(inputs / "packed")}
         ),
@@ -431,66 +425,66 @@ def test_rows_packed_by_preprocess_have_the_losses_of_unpacked_examples(inputs, 
     )
 
 
-def test_a_step_without_trained_tokens_changes_nothing_and_is_reported(inputs, config, capsys):
-    """Data of other systems can have such rows; this test masks the labels of the first 8 rows."""
+def test_a_step_of_which_no_token_is_learnt_changes_nothing_and_says_so(inputs, config, capsys):
+    """Data of other systems has such rows; here the labels of the first 8 are taken away."""
     from msrl.data.dataset import SftDataset
 
     for file in inputs.glob("data_*"):
-        shutil.copy(file, inputs / file.name.replace("data_", "masked_", 1))
+        shutil.copy(file, inputs / file.name.replace("data_", "unlearnt_", 1))
     count = sum(SftDataset(inputs / "data").lengths()[:8])
-    labels = np.memmap(inputs / "masked_packed_labels_document.bin", np.int32, "r+")
+    labels = np.memmap(inputs / "unlearnt_packed_labels_document.bin", np.int32, "r+")
     labels[:count] = -100
     labels.flush()
     settings = named(
         config,
-        "masked",
-        data={"train": str(inputs / "masked"), "shuffle": False},
+        "unlearnt",
+        data={"train": str(inputs / "unlearnt"), "shuffle": False},
         checkpoint={"every_steps": 1, "keep": None},
     )
-    reports = run_in_process({**settings, "train": {**TRAIN, "steps": 2}})
+    found = run_in_process({**settings, "train": {**TRAIN, "steps": 2}})
     assert_mentions(capsys.readouterr().err, "no token")
     assert (
-        reports[0]["train/loss_tokens"] == 0
-        and "train/loss" not in reports[0]
-        and reports[1]["train/loss_tokens"] > 0
+        found[0]["train/loss_tokens"] == 0
+        and "train/loss" not in found[0]
+        and found[1]["train/loss_tokens"] > 0
     )
-    source, original = (
-        open_mcore(inputs / "runs" / "masked" / "checkpoints", iteration=1),
+    source, before = (
+        open_mcore(inputs / "runs" / "unlearnt" / "checkpoints", iteration=1),
         weights(inputs / "mcore"),
     )
     for rule in all_rules(source.shape):
         for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
-            assert torch.equal(tensor, original[name]), name
+            assert torch.equal(tensor, before[name]), name
 
 
-def test_lora_checkpoints_have_only_adapters_and_exports_are_merged(inputs, config):
+def test_adapters_are_saved_alone_resumed_and_exported_merged(inputs, config):
     sections = {
         "model": {"path": str(inputs / "hf")},
         "checkpoint": {"every_steps": 2, "keep": 1, "export_hf": True, "resume": "auto"},
     }
     settings = named(config, "adapters", **sections)
     lora = {
-        **SINGLE_BATCH,
+        **ONE_BATCH,
         "optimizer": {"lr": 1e-2},
         "lora": {"rank": 4, "targets": ["q_proj", "linear_fc2"], "dropout": 0.1},
     }
     run_in_process({**settings, "train": {**lora, "steps": 2}})
     run_in_process({**settings, "train": lora})
-    uninterrupted = run_in_process({**named(settings, "adapters at once"), "train": lora})
+    whole = run_in_process({**named(settings, "adapters at once"), "train": lora})
     resumed = metrics(inputs / "runs" / "adapters")
     assert [row["train/loss"] for row in resumed] == [
-        row["train/loss"] for row in uninterrupted
-    ]  # including dropout
+        row["train/loss"] for row in whole
+    ]  # dropout included
     saved = find_checkpoint(inputs / "runs" / "adapters" / "checkpoints").files
     assert all(
         ".lora_" in name for path in saved.values() for name in mcore.read_rank_file(path)["model"]
     )
     assert adapted_base(inputs / "runs" / "adapters" / "checkpoints") == (inputs / "hf").absolute()
-    original, exported = weights(inputs / "hf"), weights(inputs / "runs" / "adapters" / "hf")
+    before, after = weights(inputs / "hf"), weights(inputs / "runs" / "adapters" / "hf")
     changed = {
         name.split(".")[-2]
-        for name, tensor in exported.items()
-        if not torch.equal(tensor, original[name])
+        for name, tensor in after.items()
+        if not torch.equal(tensor, before[name])
     }
     assert changed == {"q_proj", "down_proj"}
     assert_same_weights(
@@ -498,7 +492,9 @@ def test_lora_checkpoints_have_only_adapters_and_exports_are_merged(inputs, conf
     )
 
 
-def test_early_stopping_ends_the_run_and_keeps_the_best_checkpoint(inputs, config, capfd):
+def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoint(
+    inputs, config, capfd
+):
     sections = {
         "data": {
             "train": str(inputs / "data"),
@@ -512,25 +508,27 @@ def test_early_stopping_ends_the_run_and_keeps_the_best_checkpoint(inputs, confi
         "checkpoint": {"every_steps": None, "keep": 1, "keep_best": True, "export_hf": True},
     }
     settings = named(config, "early", **sections)
-    no_progress = {**SINGLE_BATCH, "steps": 20, "global_batch": 8, "optimizer": {"lr": 1e-30}}
-    reports = run_in_process({**settings, "train": no_progress})
-    assert [step for step, row in enumerate(reports, 1) if "eval/loss" in row] == [2, 4, 6] and len(
-        reports
+    nothing_learnt = {**ONE_BATCH, "steps": 20, "global_batch": 8, "optimizer": {"lr": 1e-30}}
+    found = run_in_process({**settings, "train": nothing_learnt})
+    assert [step for step, row in enumerate(found, 1) if "eval/loss" in row] == [2, 4, 6] and len(
+        found
     ) == 6
-    assert reports[1]["eval/perplexity"] == pytest.approx(np.exp(reports[1]["eval/loss"]))
+    assert found[1]["eval/perplexity"] == pytest.approx(np.exp(found[1]["eval/loss"]))
     saves = inputs / "runs" / "early" / "checkpoints"
     assert sorted(path.name for path in saves.glob("iter_*")) == ["iter_0000002", "iter_0000006"]
-    out, stderr = capfd.readouterr()
+    out, said = capfd.readouterr()
     assert re.search(r"Hugging Face model: .*early/hf.*step 2.*best", out)
     report = (inputs / "runs" / "early" / "report.md").read_text()
     assert re.search(r"- best evaluation: [\d.]+, after step 2", report) and re.search(
         r"- end: .*early.*2 evaluations", report
     )
-    assert_mentions(stderr, "data.train: ", "70 tokens", "2 evaluations")
+    assert_mentions(said, "data.train: ", "70 tokens", "2 evaluations")
 
 
-def test_a_failing_update_waits_for_the_background_save(inputs, config):
-    """A huge learning rate makes the gradients of the second update non-finite."""
+def test_an_update_that_ends_the_run_lets_the_save_in_the_background_come_to_its_end(
+    inputs, config
+):
+    """A rate that is out of all proportion: the second update has nothing finite to go by."""
     train = {
         **TRAIN,
         "steps": 3,
@@ -562,13 +560,13 @@ def test_a_failing_update_waits_for_the_background_save(inputs, config):
         ({"checkpoint": {"resume": "nowhere"}}, ("checkpoint.resume=nowhere", "checkpoint")),
     ],
 )
-def test_inconsistent_settings_are_refused_before_ranks_start(config, inputs, sections, fragments):
+def test_what_does_not_fit_is_refused_before_any_rank_starts(config, inputs, sections, fragments):
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         run_in_process(named(config, "refused", **sections))
     assert not (inputs / "runs" / "refused").exists()
 
 
-def test_held_out_rows_longer_than_a_micro_batch_are_refused_before_ranks_start(config, inputs):
+def test_held_out_rows_that_no_pass_can_take_are_refused_before_any_rank_starts(config, inputs):
     from msrl.cli import app
 
     source = str(
@@ -597,8 +595,8 @@ def test_held_out_rows_longer_than_a_micro_batch_are_refused_before_ranks_start(
     assert not (inputs / "runs" / "refused").exists()
 
 
-def test_token_ids_outside_the_models_vocabulary_are_refused(config, inputs, tmp_path):
-    """Tensor-parallel ranks would treat such a token as another rank's and embed it as zeros."""
+def test_tokens_of_other_systems_data_that_the_model_has_not_are_refused(config, inputs, tmp_path):
+    """Two tensor-parallel ranks would each take such a token for one of the other's, and embed it as zeros."""
     for path in inputs.glob("data_packed_*"):
         shutil.copyfile(path, tmp_path / path.name)
     ids = np.memmap(tmp_path / "data_packed_input_ids_document.bin", np.int32, "r+")
@@ -609,7 +607,7 @@ def test_token_ids_outside_the_models_vocabulary_are_refused(config, inputs, tmp
     assert not (inputs / "runs" / "refused").exists()
 
 
-def test_truncated_weight_files_are_reported_with_exit_code_2(config, inputs):
+def test_weights_that_are_cut_short_are_named_with_exit_code_2(config, inputs):
     shutil.copytree(inputs / "hf", inputs / "cut")
     file = inputs / "cut" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])

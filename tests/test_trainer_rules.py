@@ -1,4 +1,4 @@
-"""Trainer rules without a device: learning rates, retention, skipped updates, rows and freezing."""
+"""What a training decides without a device: learning rates, which checkpoints stay, when it ends, which rows it reads, what is frozen."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from msrl.workflows.sft.rows import split
 from support import mentions
 
 
-def schedule_rates(kind: str, **options: float) -> list[float]:
+def rates(kind: str, **options: float) -> list[float]:
     schedule = Schedule(
         **{"kind": kind, "lr": 1.0, "min_lr": 0.1, "warmup": 2, "num_updates": 12, **options}
     )
     return [schedule.at(update) for update in range(13)]
 
 
-def test_wsd_warms_up_stays_constant_and_decays_at_the_end():
-    # By hand: two warm-up updates, six constant, four down to 0.1 in steps of (1 - 0.1) / 4.
+def test_wsd_warms_up_stays_and_goes_down_at_the_end():
+    # Worked out by hand: two updates up, six flat, four down to 0.1 in steps of (1 - 0.1) / 4.
     expected = [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1]
-    assert schedule_rates("wsd", decay=4) == pytest.approx(expected)
-    assert schedule_rates("wsd", decay=1 / 3) == pytest.approx(expected)
+    assert rates("wsd", decay=4) == pytest.approx(expected)
+    assert rates("wsd", decay=1 / 3) == pytest.approx(expected)
 
 
-def test_linear_and_cosine_reach_the_minimum_rate_after_the_last_update():
-    assert schedule_rates("linear")[2:5] == pytest.approx([1, 0.91, 0.82])
-    assert schedule_rates("cosine")[7] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
-    assert [schedule_rates(kind)[12] for kind in ("linear", "cosine", "constant")] == pytest.approx(
+def test_linear_and_cosine_reach_the_lowest_rate_after_the_last_update():
+    assert rates("linear")[2:5] == pytest.approx([1, 0.91, 0.82])
+    assert rates("cosine")[7] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
+    assert [rates(kind)[12] for kind in ("linear", "cosine", "constant")] == pytest.approx(
         [0.1, 0.1, 1]
     )
 
 
 @pytest.fixture
 def saves(tmp_path):
-    """Create checkpoints of steps 1 to 5 with about 1000 bytes each."""
+    """Checkpoints of steps 1 to 5, of about 1000 bytes each."""
     for step in range(1, 6):
         for folder in (tmp_path / f"iter_{step:07d}", training_dir(tmp_path, step)):
             folder.mkdir(parents=True)
@@ -53,7 +53,7 @@ def saves(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("retention", "surplus"),
+    ("retention", "going"),
     [
         (Retention(), []),
         (Retention(newest=2), [3, 2, 1]),
@@ -64,13 +64,13 @@ def saves(tmp_path):
         (Retention(newest=4, max_bytes=10), [4, 3, 2, 1]),
     ],
 )
-def test_retention_limits_count_and_bytes_but_keeps_the_newest_and_the_best(
-    saves, retention, surplus
+def test_checkpoints_stay_by_count_and_bytes_and_the_newest_and_the_best_in_any_case(
+    saves, retention, going
 ):
-    assert retention.surplus(saves) == surplus
+    assert retention.surplus(saves) == going
 
 
-def test_non_finite_gradients_are_skipped_up_to_a_limit_and_the_batch_is_saved(
+def test_gradients_that_are_not_finite_are_skipped_until_they_are_too_many_in_a_row_and_the_batch_is_kept(
     tmp_path,
 ):
     batch = MicroBatch(
@@ -86,17 +86,17 @@ def test_non_finite_gradients_are_skipped_up_to_a_limit_and_the_batch_is_saved(
     ] == [True, True, False, True, True]
     with pytest.raises(MsrlError, match=mentions("3 updates", "(inf)", "rank_00001.npz")):
         guard.must_skip(math.inf, [batch, batch])
-    with np.load(tmp_path / "bad" / "rank_00001.npz") as arrays:
-        np.testing.assert_array_equal(arrays["1.token_ids"], batch.token_ids)
-        assert "0.advantages" in arrays
+    with np.load(tmp_path / "bad" / "rank_00001.npz") as kept:
+        np.testing.assert_array_equal(kept["1.token_ids"], batch.token_ids)
+        assert "0.advantages" in kept
     (tmp_path / "file").write_text("")
     with pytest.raises(GradientError, match=mentions("train.max_skipped=1", "(nan)", "file")):
         GradientGuard(1, tmp_path / "file" / "bad", rank=0).must_skip(math.nan, [batch])
 
 
-def test_held_out_rows_depend_on_the_seed_and_are_not_trained_on():
-    train_rows, held_out = split(100, 0.1, seed=3)
-    assert len(held_out) == 10 and sorted((*train_rows, *held_out)) == list(range(100))
+def test_rows_are_held_out_by_the_seed_and_none_is_in_both_parts():
+    learnt, held_out = split(100, 0.1, seed=3)
+    assert len(held_out) == 10 and sorted((*learnt, *held_out)) == list(range(100))
     assert split(100, 0.1, seed=3)[1] == held_out != split(100, 0.1, seed=4)[1]
     assert split(5, 0.0, seed=0) == ((0, 1, 2, 3, 4), ())
 
@@ -104,15 +104,13 @@ def test_held_out_rows_depend_on_the_seed_and_are_not_trained_on():
 @pytest.fixture
 def shape():
     values = {
-        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16,
-        "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-        "torch_dtype": "float32",
+        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "torch_dtype": "float32",
     }  # fmt: skip
     return shape_from_config(HfConfig(values, "config.json"))
 
 
-def test_parameters_are_selected_by_hugging_face_and_megatron_names(shape):
+def test_parameters_are_chosen_by_either_name(shape):
     embedding = {"embedding.word_embeddings.weight"}
     assert (
         chosen(shape, ["model.embed_tokens.weight"], key="k")
@@ -123,7 +121,7 @@ def test_parameters_are_selected_by_hugging_face_and_megatron_names(shape):
     assert fused == {"decoder.layers.1.self_attention.linear_qkv.weight"}
 
 
-def test_partial_matches_of_fused_parameters_and_patterns_without_match_are_refused(shape):
+def test_a_part_of_a_fused_parameter_and_a_pattern_without_a_match_are_refused(shape):
     with pytest.raises(
         MsrlError, match=mentions("train.freeze", "q_proj.weight", "k_proj.weight", "v_proj.weight")
     ):

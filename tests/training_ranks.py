@@ -80,12 +80,18 @@ class Result:
 def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False) -> Sequences:
     """The batch of a step: random tokens, a random part of each sequence to be learnt, and what a policy loss needs."""
     random = np.random.default_rng([7, step])
-    ids = tuple(random.integers(0, VOCAB, random.integers(3, LONGEST)).astype(np.int64) for _ in range(NUM_SEQUENCES))
+    ids = tuple(
+        random.integers(0, VOCAB, random.integers(3, LONGEST)).astype(np.int64)
+        for _ in range(NUM_SEQUENCES)
+    )
     masks = tuple(np.arange(len(row)) >= random.integers(1, len(row) - 1) for row in ids)
     if not with_fields:
         return Sequences(ids, masks, {})
     names = ("advantages", "old_logprobs", "reference_logprobs", "sampler_logprobs")
-    fields = {name: tuple(random.normal(0, 0.3, len(row)).astype(np.float32) for row in ids) for name in names}
+    fields = {
+        name: tuple(random.normal(0, 0.3, len(row)).astype(np.float32) for row in ids)
+        for name in names
+    }
     for name in names[1:]:
         fields[name] = tuple(values - 5.3 for values in fields[name])
     if is_poisoned:
@@ -97,7 +103,8 @@ def value_sequences(step: int) -> Sequences:
     """The batch of a step with what a critic's loss needs."""
     batch, random = sequences(step), np.random.default_rng([8, step])
     fields = {
-        name: tuple(random.normal(0, 0.5, len(row)).astype(np.float32) for row in batch.token_ids) for name in ("old_values", "returns")
+        name: tuple(random.normal(0, 0.5, len(row)).astype(np.float32) for row in batch.token_ids)
+        for name in ("old_values", "returns")
     }
     return batch._replace(fields=fields)
 
@@ -127,7 +134,9 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     while case.resume_from and not resume_from("auto", case.resume_from)[0]:
         time.sleep(0.1)  # ranks that had no part in the case that saves are early
     saved = resume_from("auto", case.resume_from)[0] if case.resume_from else None
-    weights = None if "lora" in case.more else saved  # a checkpoint of adapters has no other weights
+    weights = (
+        None if "lora" in case.more else saved
+    )  # a checkpoint of adapters has no other weights
     policy = ReplicaSettings(
         weights.root if weights else case.model, weights.step if weights else None,
         optimizer=OptimizerConfig(lr=case.lr, eps=case.eps, weight_decay=WEIGHT_DECAY), freeze=case.freeze, **case.more,
@@ -135,16 +144,25 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     worker = TrainingRank(_rank_settings(case, policy), context.rank, case.world, init_method)
     if saved:
         checkpoints.load_training_state(worker, saved)
-    policy_loss = PolicyLoss(temperature=0.7, **{"clip_low": 0.1, "clip_high": 0.2, "kl_coef": 0.05, "entropy_coef": 0.01, **case.policy})
+    policy_loss = PolicyLoss(
+        temperature=0.7,
+        **{"clip_low": 0.1, "clip_high": 0.2, "kl_coef": 0.05, "entropy_coef": 0.01, **case.policy},
+    )
     loss = SftLoss() if case.loss == "sft" else policy_loss
     reports: list[dict[str, float]] = []
     gradients: dict[str, np.ndarray] = {}
     for step in range(case.first_step, case.steps):
-        batch = sequences(0 if case.is_same_batch else step, with_fields=case.loss != "sft", is_poisoned=step == case.poison_at)
+        batch = sequences(
+            0 if case.is_same_batch else step,
+            with_fields=case.loss != "sft",
+            is_poisoned=step == case.poison_at,
+        )
         if case.loss != "sft":
             batch = with_weights(batch, case.aggregate, constant=1000.0)
         batches = _mine(batch, case, worker.policy)
-        reports.append(worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr))
+        reports.append(
+            worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr)
+        )
         if worker.critic is not None:
             reports[-1] |= _critic_step(case, worker.critic, step)
         if case.is_same_batch and step == case.steps - 1:
@@ -155,7 +173,9 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
             checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)
     assert_copies_are_alike(worker.policy)
     own = dict(export(worker.policy))
-    if worker.policy.adapters is not None:  # merged for the engine after every step, they must leave the model as it was
+    if (
+        worker.policy.adapters is not None
+    ):  # merged for the engine after every step, they must leave the model as it was
         again = dict(export(worker.policy))
         assert all(torch.equal(own[name], again[name]) for name in own)
     if worker.critic is not None:
@@ -167,13 +187,25 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
 
 def _rank_settings(case: Case, policy: ReplicaSettings) -> RankSettings:
     """The settings of the case's ranks; reference and critic save memory as the policy does."""
-    recompute, offload = case.more.get("recompute", RecomputeConfig()), case.more.get("offload", OffloadConfig())
+    recompute, offload = (
+        case.more.get("recompute", RecomputeConfig()),
+        case.more.get("offload", OffloadConfig()),
+    )
     reference = ReplicaSettings(case.reference, offload=offload) if case.reference else None
     critic = None
     if case.critic:
         optimizer = OptimizerConfig(lr=VALUE_LR, weight_decay=WEIGHT_DECAY)
         critic = critic_settings(case.critic, optimizer, recompute=recompute, offload=offload)
-    return RankSettings("cpu", case.layout, case.dtype, seed=0, timeout_s=120, policy=policy, reference=reference, critic=critic)
+    return RankSettings(
+        "cpu",
+        case.layout,
+        case.dtype,
+        seed=0,
+        timeout_s=120,
+        policy=policy,
+        reference=reference,
+        critic=critic,
+    )
 
 
 def _mine(batch: Sequences, case: Case, replica: ModelReplica) -> list[MicroBatch]:
@@ -190,12 +222,21 @@ def _critic_step(case: Case, critic: ValueModelReplica, step: int) -> dict[str, 
     batch = value_sequences(step)
     batches = _mine(batch, case, critic)
     values = critic.values(batches)
-    found = critic.train_step(batches, ValueLoss(VALUE_CLIP), num_tokens=num_loss_tokens(batch), lr=VALUE_LR)
-    squares = None if values is None else sum(float((row.astype(np.float64) ** 2).sum()) for row in values)
+    found = critic.train_step(
+        batches, ValueLoss(VALUE_CLIP), num_tokens=num_loss_tokens(batch), lr=VALUE_LR
+    )
+    squares = (
+        None
+        if values is None
+        else sum(float((row.astype(np.float64) ** 2).sum()) for row in values)
+    )
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, (critic.position.dp_rank, squares))
     by_rank = {dp_rank: total for dp_rank, total in everybody if total is not None}
-    return {**{f"value_{name.removeprefix('value_')}": value for name, value in found.items()}, "value_squares": sum(by_rank.values())}
+    return {
+        **{f"value_{name.removeprefix('value_')}": value for name, value in found.items()},
+        "value_squares": sum(by_rank.values()),
+    }
 
 
 def _whole(mine: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Helpers of the training tests: commands in separate processes, run folders and small inputs."""
+"""What the tests of the two trainings share: a command in a process of its own, its run folder, and small inputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 
 import yaml
 
-LIMIT_S = 600.0  # for a slow machine under load; normally under 60 s
+LIMIT_S = 600.0  # for a slow machine under load; nothing here takes a tenth of it otherwise
 
 
 class Command:
-    """`msrl ARGUMENTS` in a new session, so that a signal can be sent to all of its processes."""
+    """`msrl ARGUMENTS` in a session of its own, so that a signal can be sent to all of its processes."""
 
     def __init__(self, *arguments: str, log: Path, tmp: Path | None = None) -> None:
-        """Start the command; `tmp` is the folder for its temporary files."""
+        """`tmp` is the folder for its temporary files."""
         self.log = log
         environment = {**os.environ, "MPLCONFIGDIR": str(log.parent)}
         if tmp is not None:
@@ -32,13 +32,12 @@ class Command:
         self._file = log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "msrl", *arguments],
-            stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
-            start_new_session=True,
-            preexec_fn=_default_signals,
+            stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+            preexec_fn=_as_a_terminal_has_it,
         )  # fmt: skip
 
     def wait(self) -> int:
-        """Wait for the command and return its exit code."""
+        """The exit code."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -48,16 +47,16 @@ class Command:
             self._file.close()
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the process group, as Slurm, timeout(1) and a closed terminal do."""
+        """A signal to the process group of the command, as Slurm, timeout(1) and a closed terminal send it."""
         os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group."""
+        """SIGKILL to the process group of the command."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def when(self, happened: Callable[[], bool], *, every_s: float = 0.05) -> None:
-        """Wait until `happened` returns True while the command runs."""
+        """Wait until something has happened while the command runs."""
         deadline = time.monotonic() + LIMIT_S
         while not happened():
             assert self.process.poll() is None, (
@@ -69,7 +68,7 @@ class Command:
             time.sleep(every_s)
 
     def when_started(self, count: int) -> dict[int, str]:
-        """Wait until the command has `count` descendants and return their command lines by pid."""
+        """Wait until the command has this many descendants; their command lines."""
         self.when(lambda: len(children(self.process.pid)) == count)
         return children(self.process.pid)
 
@@ -77,26 +76,26 @@ class Command:
         return self.log.read_text(errors="replace")
 
 
-def _default_signals() -> None:
-    """Reset the signal handlers that the test process may have inherited as ignored."""
+def _as_a_terminal_has_it() -> None:
+    """Signals end a process, whatever these tests were started with."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def make_tmp() -> Path:
-    """Return a new folder for temporary files with a path short enough for sockets."""
+    """A folder for a command's temporary files, of a path short enough for sockets."""
     return Path(tempfile.mkdtemp(prefix="tmp-", dir="/tmp"))
 
 
 def files_in(tmp: Path) -> list[str]:
-    """Return the paths in the folder and remove the folder."""
+    """All that is in such a folder, which is then removed."""
     names = sorted(str(path.relative_to(tmp)) for path in tmp.rglob("*"))
     shutil.rmtree(tmp)
     return names
 
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
-    """Return the files in shared memory that the processes have mapped."""
+    """The files in shared memory that these processes have mapped."""
     maps = [
         path.read_text(errors="replace")
         for pid in pids
@@ -111,7 +110,7 @@ def shared_memory(pids: Iterable[int]) -> set[Path]:
 
 
 def succeed(*arguments: str, log: Path, tmp: Path | None = None) -> str:
-    """Run a command, assert that it exits with 0, and return its output."""
+    """Run a command to its end; its output. Fails unless it exits with 0."""
     command = Command(*arguments, log=log, tmp=tmp)
     code = command.wait()
     assert code == 0, command.output()
@@ -119,14 +118,14 @@ def succeed(*arguments: str, log: Path, tmp: Path | None = None) -> str:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of metrics.jsonl."""
+    """The lines of metrics.jsonl that are whole."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """Return the metrics of every step without those of speed, which differ between runs."""
+    """The metrics of every step but those of speed, which differ from run to run."""
     return [{k: v for k, v in row["metrics"].items() if "per_s" not in k} for row in rows(run)]
 
 
@@ -135,41 +134,41 @@ def write_config(path: Path, settings: Mapping[str, Any]) -> Path:
     return path
 
 
-def write_rows(path: Path, processes: list[dict[str, str]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in processes))
+def write_rows(path: Path, found: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
     return path
 
 
 def children(pid: int) -> dict[int, str]:
-    """Return the command lines of all descendants of a process by pid."""
+    """All descendants of a process with their command lines."""
     import psutil
 
-    processes: dict[int, str] = {}
+    found: dict[int, str] = {}
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            processes[child.pid] = " ".join(child.cmdline())
+            found[child.pid] = " ".join(child.cmdline())
         except psutil.Error:
             continue
-    return processes
+    return found
 
 
 def wait_for_end(pids: Iterable[int], limit_s: float = 20.0) -> None:
-    """Assert that the processes end within the time limit."""
+    """Fails when one of these processes still runs after that time."""
     deadline = time.monotonic() + limit_s
-    while running := still_running(pids):
-        assert time.monotonic() < deadline, f"still running: {running}"
+    while left := still_running(pids):
+        assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.01)
 
 
 def still_running(pids: Iterable[int]) -> list[int]:
-    """Return the processes that still run; zombies do not count."""
+    """Those of these processes that have not ended; where nobody asks for its exit code, one that has ended is still listed."""
     import psutil
 
-    running = []
+    found = []
     for pid in pids:
         try:
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                running.append(pid)
+                found.append(pid)
         except psutil.NoSuchProcess:
             continue
-    return running
+    return found

@@ -1,7 +1,6 @@
-"""Throughput of TRL's SFTTrainer with packing on GSM8K: example tokens per second without padding.
+"""TRL's SFTTrainer, packed, on the real lengths of GSM8K: tokens of the examples that it trains on per second, padding left out.
 
-Run with the peers' Python: `trl_lengths.py INPUTS [--steps N]`. The script prints one line of JSON.
-The loss covers only the assistant's turns, as in msrl's benchmark.
+Run by the peers' Python: `trl_lengths.py INPUTS [--steps N]`; prints one line of JSON. Only the assistant's turns are learnt, as in ours.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from trl import SFTConfig, SFTTrainer
 SETTLE_STEPS = 4
 
 
-class StepTimer(TrainerCallback):
-    """Timer of the trainer's steps, in seconds."""
+class Steps(TrainerCallback):
+    """Seconds of every step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -36,8 +35,8 @@ class StepTimer(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
 
-class CountingCollator:
-    """Collator that records the number of tokens without padding in each batch."""
+class Counted:
+    """A collator that notes how many tokens of examples each of its batches holds."""
 
     def __init__(self, collate: Callable[[Any], Any], pad_token_id: int) -> None:
         self.collate, self.pad_token_id = collate, pad_token_id
@@ -61,22 +60,18 @@ def main() -> None:
         f"{args.inputs}/tiny", dtype=torch.float32, attn_implementation="sdpa"
     )
     config = SFTConfig(
-        output_dir=f"{args.inputs}/out_trl_sft", max_steps=args.steps,
-        per_device_train_batch_size=4, max_length=512, packing=True,
-        packing_strategy="bfd", assistant_only_loss=True, learning_rate=1e-4,
-        lr_scheduler_type="constant", logging_steps=5, report_to=[],
+        output_dir=f"{args.inputs}/out_trl_sft", max_steps=args.steps, per_device_train_batch_size=4, max_length=512, packing=True,
+        packing_strategy="bfd", assistant_only_loss=True, learning_rate=1e-4, lr_scheduler_type="constant", logging_steps=5, report_to=[],
         save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=0,
     )  # fmt: skip
-    steps = StepTimer()
+    steps = Steps()
     trainer = SFTTrainer(
         model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[steps]
     )
-    trainer.data_collator = collator = CountingCollator(
-        trainer.data_collator, tokenizer.pad_token_id
-    )
+    trainer.data_collator = counted = Counted(trainer.data_collator, tokenizer.pad_token_id)
     trainer.train()
-    settled = slice(SETTLE_STEPS, args.steps)
-    seconds, tokens = steps.seconds[settled], collator.tokens[settled]
+    later = slice(SETTLE_STEPS, args.steps)
+    seconds, tokens = steps.seconds[later], counted.tokens[later]
     print(
         json.dumps(
             {

@@ -1,7 +1,9 @@
-"""Start the ranks of a run as processes of this machine, hear what they report, and end all of them when one fails.
+"""Start the ranks of a run as processes of this machine, hear what they report, and end all of them
+when one fails.
 
-A rank runs `function(rank: RankContext, payload)` of some module after `platform.prepare()`. It reports through its pipe and is asked to
-stop through the same pipe. The payload travels as a pickle between processes of our own.
+A rank runs `function(rank: RankContext, payload)` of some module after `platform.prepare()`. It
+reports through its pipe and is asked to stop through the same pipe. The payload travels as a pickle
+between processes of our own.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class RankError(Exception):
 
 
 class Line(Protocol):
-    """A rank's line to the process that started it: a pipe on one machine; `workflows/sft_cluster.py` has another."""
+    """A rank's line to the process that started it: a pipe on one machine;
+    `workflows/sft_cluster.py` has another.
+    """
 
     def send(self, message: tuple[str, object], /) -> None: ...
 
@@ -63,11 +67,26 @@ class RankContext:
 
 
 class LocalRanks:
-    """A context manager around the processes of all ranks. Raises MsrlError where they are more than the devices of this machine."""
+    """A context manager around the processes of all ranks. Raises MsrlError where they are more
+    than the devices of this machine.
+    """
 
-    def __init__(self, target: str, payload: object, *, num_ranks: int, platform: Platform, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        payload: object,
+        *,
+        num_ranks: int,
+        platform: Platform,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         _check_devices(num_ranks, platform)
-        self._target, self._payload, self._num_ranks, self._platform = target, payload, num_ranks, platform
+        self._target, self._payload, self._num_ranks, self._platform = (
+            target,
+            payload,
+            num_ranks,
+            platform,
+        )
         self._env = {**platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[connection.Connection] = []
@@ -90,16 +109,32 @@ class LocalRanks:
         env = {**os.environ, **temporary.environment(folder), **self._env}
         for rank in range(self._num_ranks):
             ours, theirs = connection.Pipe()
-            arguments = [str(rank), str(self._num_ranks), self._platform.name, str(theirs.fileno()), str(job), str(os.getpid())]
+            arguments = [
+                str(rank),
+                str(self._num_ranks),
+                self._platform.name,
+                str(theirs.fileno()),
+                str(job),
+                str(os.getpid()),
+            ]
             command = [sys.executable, "-m", "msrl.trainer.launch", *arguments]
             process = subprocess.Popen(
-                command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                env=env,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )  # a signal to the group of this process reaches this process alone, which decides what it means
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._end()
 
     def _end(self) -> None:
@@ -119,7 +154,9 @@ class LocalRanks:
             self._pipes[0].send("stop")
 
     def messages(self) -> Iterator[Any]:
-        """What the ranks report, until all have ended. Raises the first failure: MsrlError for the user's, RankError for ours."""
+        """What the ranks report, until all have ended. Raises the first failure: MsrlError for the
+        user's, RankError for ours.
+        """
         open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while open_pipes:
             for pipe in connection.wait(list(open_pipes)):
@@ -138,7 +175,9 @@ class LocalRanks:
                     raise RankError(f"rank {open_pipes[pipe]} failed:\n{message}")
 
     def _check_deaths(self) -> None:
-        """Name the rank that was killed, if there is one: the others fail in consequence, and may be heard first."""
+        """Name the rank that was killed, if there is one: the others fail in consequence, and may
+        be heard first.
+        """
         deadline = time.monotonic() + _AFTERMATH_S
         while time.monotonic() < deadline:
             for rank, process in enumerate(self._processes):
@@ -149,7 +188,11 @@ class LocalRanks:
     def _check_exit(self, rank: int) -> None:
         code = self._processes[rank].wait()
         if code:
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+            how = (
+                f"was ended by {signal.Signals(-code).name}"
+                if code < 0
+                else f"left with code {code}"
+            )
             raise RankError(f"rank {rank} {how}; its last words, if any, are above")
 
 
@@ -163,14 +206,23 @@ def _check_devices(num_ranks: int, platform: Platform) -> None:
         )
 
 
-def run_ranks(target: str, payload: object, *, num_ranks: int, platform: Platform, env: Mapping[str, str] | None = None) -> list[Any]:
+def run_ranks(
+    target: str,
+    payload: object,
+    *,
+    num_ranks: int,
+    platform: Platform,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Everything that the ranks of `module:function` report, once they have all ended."""
     with LocalRanks(target, payload, num_ranks=num_ranks, platform=platform, env=env) as ranks:
         return list(ranks.messages())
 
 
 def quiet_megatron() -> None:
-    """Keep Megatron's hints about absent CUDA libraries off the terminal; what goes wrong still raises."""
+    """Keep Megatron's hints about absent CUDA libraries off the terminal; what goes wrong still
+    raises.
+    """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.")
 
@@ -186,7 +238,11 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     """A rank's own beginning."""
     rank, world_size, platform, descriptor, job, parent = sys.argv[1:]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # service managers signal every process of a unit, whatever its session
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # service managers signal every process of a unit, whatever its session
         signal.signal(number, signal.SIG_IGN)
     _end_with(int(parent))
     quiet_megatron()
@@ -196,7 +252,9 @@ def main() -> None:
             target, payload = pickle.loads(Path(job).read_bytes())
             module, _, function = target.partition(":")
             store = f"file://{Path(job).with_name('rendezvous')}"
-            getattr(importlib.import_module(module), function)(RankContext(int(rank), int(world_size), store, pipe), payload)
+            getattr(importlib.import_module(module), function)(
+                RankContext(int(rank), int(world_size), store, pipe), payload
+            )
         except MsrlError as error:
             pipe.send(("mistake", str(error)))
         except BaseException:

@@ -9,8 +9,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up over `warmup` updates, then constant, or linear or cosine down to `min_lr`; `wsd` (warm-up, stable, decay;
-    arXiv:2404.06395, section 4) is constant until the last `decay` updates, which go down linearly. A fraction is of all updates.
+    """Linear warm-up over `warmup` updates, then constant, or linear or cosine down to `min_lr`;
+    `wsd` (warm-up, stable, decay; arXiv:2404.06395, section 4) is constant until the last `decay`
+    updates, which go down linearly. A fraction is of all updates.
     """
 
     kind: Literal["constant", "linear", "cosine", "wsd"]
@@ -30,7 +31,11 @@ class Schedule:
         return self._updates(self.decay) if self.kind == "wsd" else 0
 
     def _updates(self, length: float) -> int:
-        return math.ceil(length * self.num_updates) if isinstance(length, float) and length < 1 else int(length)
+        return (
+            math.ceil(length * self.num_updates)
+            if isinstance(length, float) and length < 1
+            else int(length)
+        )
 
     def at(self, update: int) -> float:
         """Learning rate of update number `update`, counted from 0."""

@@ -1,8 +1,11 @@
-"""Context parallelism: the tokens of every sequence are spread over the ranks of a group, and each rank sees the keys and values of all.
+"""Context parallelism: the tokens of every sequence are spread over the ranks of a group, and each
+rank sees the keys and values of all.
 
-A sequence is padded to 2c equal pieces for a group of c ranks; rank r computes pieces r and 2c - 1 - r, so that every rank has the same
-number of query-key pairs under the causal mask (the layout of Llama 3's training, arXiv:2407.21783, section 3.3.2, which also gathers
-keys and values instead of sending them in a ring). Letters: N positions of a micro-batch, P of them with padding, n = P / c on a rank.
+A sequence is padded to 2c equal pieces for a group of c ranks; rank r computes pieces r and 2c - 1
+- r, so that every rank has the same number of query-key pairs under the causal mask (the layout of
+Llama 3's training, arXiv:2407.21783, section 3.3.2, which also gathers keys and values instead of
+sending them in a ring). Letters: N positions of a micro-batch, P of them with padding, n = P / c on
+a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from msrl.types import Ints
 
 @dataclass(frozen=True)
 class ContextShare:
-    """Which positions of a micro-batch a rank computes, and how the ranks' tokens make up the sequences again."""
+    """Which positions of a micro-batch a rank computes, and how the ranks' tokens make up the
+    sequences again.
+    """
 
     group: dist.ProcessGroup
     lengths: tuple[int, ...]  # of the padded sequences, sum P
@@ -32,7 +37,9 @@ class ContextShare:
 
 
 def padded_lengths(lengths: Sequence[int], num_ranks: int, multiple: int) -> tuple[int, ...]:
-    """Lengths that divide into 2 * num_ranks pieces, with a last sequence of padding where a rank's tokens need a `multiple`."""
+    """Lengths that divide into 2 * num_ranks pieces, with a last sequence of padding where a rank's
+    tokens need a `multiple`.
+    """
     pieces = 2 * num_ranks
     padded = [-(-length // pieces) * pieces for length in lengths]
     on_a_rank = sum(padded) // num_ranks
@@ -41,12 +48,17 @@ def padded_lengths(lengths: Sequence[int], num_ranks: int, multiple: int) -> tup
 
 
 def places(padded: Sequence[int], rank: int, num_ranks: int) -> Ints:  # [n]
-    """The padded positions that a rank computes, sequence by sequence: its early piece, then its late one."""
+    """The padded positions that a rank computes, sequence by sequence: its early piece, then its
+    late one.
+    """
     found: list[Ints] = []
     start = 0
     for length in padded:
         size = length // (2 * num_ranks)
-        found += [np.arange(start + piece * size, start + (piece + 1) * size) for piece in (rank, 2 * num_ranks - 1 - rank)]
+        found += [
+            np.arange(start + piece * size, start + (piece + 1) * size)
+            for piece in (rank, 2 * num_ranks - 1 - rank)
+        ]
         start += length
     return np.concatenate(found)
 
@@ -62,7 +74,9 @@ def rows_of(lengths: Sequence[int], padded: Sequence[int]) -> Ints:  # [P]
     return np.concatenate(pieces)
 
 
-def share(lengths: Sequence[int], group: dist.ProcessGroup, multiple: int, device: torch.device) -> ContextShare:
+def share(
+    lengths: Sequence[int], group: dist.ProcessGroup, multiple: int, device: torch.device
+) -> ContextShare:
     """This rank's share of a micro-batch whose sequences have these lengths."""
     num_ranks = dist.get_world_size(group)
     padded = padded_lengths(lengths, num_ranks, multiple)
@@ -76,7 +90,9 @@ def share(lengths: Sequence[int], group: dist.ProcessGroup, multiple: int, devic
 
 
 class _GatherSequences(torch.autograd.Function):
-    """The tokens of all ranks in the order of the sequences; gradients are summed over the ranks that used them."""
+    """The tokens of all ranks in the order of the sequences; gradients are summed over the ranks
+    that used them.
+    """
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, context: ContextShare) -> Tensor:

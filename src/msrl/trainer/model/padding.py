@@ -1,7 +1,8 @@
-"""Counts of tokens that come again: on a platform that compiles its kernels for each shape, they are padded to a multiple.
+"""Counts of tokens that come again: on a platform that compiles its kernels for each shape, they
+are padded to a multiple.
 
-Every micro-batch has its own number of tokens and of positions to learn. A kernel that is compiled for one of them is used once, and
-compiling takes longer than the few rows of padding do.
+Every micro-batch has its own number of tokens and of positions to learn. A kernel that is compiled
+for one of them is used once, and compiling takes longer than the few rows of padding do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from msrl import platforms
 
 @functools.cache
 def token_multiple(device: str, dtype: torch.dtype) -> int:
-    """What counts of tokens are a multiple of on the platform that has the name of its devices' type; 1: they may be anything."""
+    """What counts of tokens are a multiple of on the platform that has the name of its devices'
+    type; 1: they may be anything.
+    """
     return platforms.get(device).token_multiple(dtype)
 
 

@@ -1,7 +1,9 @@
-"""Forward passes of a model that is larger than memory: the weights of one layer are read when it runs, and let go of after it.
+"""Forward passes of a model that is larger than memory: the weights of one layer are read when it
+runs, and let go of after it.
 
-A model is any torch module, transformers' or Megatron's. In memory are one decoder layer, or the embedding, or the output layer, each as
-one piece: of the many pieces that a mixture of experts would otherwise make and free, the holes do not go back to the system.
+A model is any torch module, transformers' or Megatron's. In memory are one decoder layer, or the
+embedding, or the output layer, each as one piece: of the many pieces that a mixture of experts
+would otherwise make and free, the holes do not go back to the system.
 """
 
 from __future__ import annotations
@@ -18,19 +20,29 @@ Fill = Callable[[str, Tensor], None]
 
 
 def put(into: Tensor, value: Tensor, name: str) -> None:
-    """Copy `value`, of any type, into a tensor of the same shape. Raises RuntimeError for another shape, which torch might stretch."""
+    """Copy `value`, of any type, into a tensor of the same shape. Raises RuntimeError for another
+    shape, which torch might stretch.
+    """
     if value.shape != into.shape:
-        raise RuntimeError(f"{name} is {list(value.shape)}, but the module makes it {list(into.shape)}")
+        raise RuntimeError(
+            f"{name} is {list(value.shape)}, but the module makes it {list(into.shape)}"
+        )
     into.copy_(value)
 
 
 @contextlib.contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Modules that are made inside have their parameters' shapes alone (on torch's `meta` device); buffers are as ever."""
+    """Modules that are made inside have their parameters' shapes alone (on torch's `meta` device);
+    buffers are as ever.
+    """
     register = nn.Module.register_parameter
 
     def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, None if param is None else nn.Parameter(param.data.to("meta"), requires_grad=False))
+        register(
+            self,
+            name,
+            None if param is None else nn.Parameter(param.data.to("meta"), requires_grad=False),
+        )
 
     nn.Module.register_parameter = without_memory
     try:
@@ -40,9 +52,11 @@ def parameters_without_memory() -> Iterator[None]:
 
 
 def stream_weights(model: nn.Module, fill: Fill) -> None:
-    """Have `model` ask for its parameters by name when it runs, in float32; until then it holds none.
+    """Have `model` ask for its parameters by name when it runs, in float32; until then it holds
+    none.
 
-    A parameter that is used outside the module that owns it (Megatron's tied output layer) is not covered: see `layerwise`.
+    A parameter that is used outside the module that owns it (Megatron's tied output layer) is not
+    covered: see `layerwise`.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -53,9 +67,17 @@ def stream_weights(model: nn.Module, fill: Fill) -> None:
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder layers, and besides them every module that owns parameters itself, with their names."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and name.endswith("layers")]
-    outermost = tuple(f"{name}." for name in lists if not any(name.startswith(f"{other}.") for other in lists))
+    """The decoder layers, and besides them every module that owns parameters itself, with their
+    names.
+    """
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.endswith("layers")
+    ]
+    outermost = tuple(
+        f"{name}." for name in lists if not any(name.startswith(f"{other}.") for other in lists)
+    )
     for name, module in model.named_modules():
         is_layer = f"{name.rpartition('.')[0]}." in outermost
         owns_parameters = next(module.parameters(recurse=False), None) is not None
@@ -65,7 +87,11 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _filler(prefix: str, fill: Fill) -> Callable[[nn.Module, Any], None]:
     def fill_unit(unit: nn.Module, _: Any) -> None:
-        owned = [(path, module) for path, module in unit.named_modules() if next(module.parameters(recurse=False), None) is not None]
+        owned = [
+            (path, module)
+            for path, module in unit.named_modules()
+            if next(module.parameters(recurse=False), None) is not None
+        ]
         memory, begin = torch.empty(sum(parameter.numel() for parameter in unit.parameters())), 0
         for path, module in owned:
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -80,4 +106,8 @@ def _filler(prefix: str, fill: Fill) -> Callable[[nn.Module, Any], None]:
 def _emptier(unit: nn.Module, *_: Any) -> None:
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+            setattr(
+                module,
+                name,
+                nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False),
+            )

@@ -1,4 +1,6 @@
-"""What a GRPO run is made of before Ray is asked for: prompts in their order, sampling, placement, the checkpoint to go on from."""
+"""What a GRPO run is made of before Ray is asked for: prompts in their order, sampling, placement,
+the checkpoint to go on from.
+"""
 
 from __future__ import annotations
 
@@ -87,16 +89,23 @@ def prepare(config: Config) -> RLSetup:
         check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
         verify_data(held_out.dataset, hf_dir)
     count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
-    eval_prompts = tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else ()
+    eval_prompts = (
+        tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else ()
+    )
     _check_rows(config, (prompts.dataset[row] for row in prompts.rows), eval_prompts)
     num_steps = steps_of(config, len(prompts.rows))
     resume = checkpoint_to_resume(config, checkpoint_root(config))
     if resume and resume.step >= num_steps:
-        raise MsrlError(f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on")
+        raise MsrlError(
+            f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on"
+        )
     if resume:
         check_order(resume, prompts.order, rows_per_step="rollout.prompts_per_step")
     rates = policy_schedule(config, num_steps)
-    state = {**order_state(prompts.order), **resume_checks.remembered(config, rates, command="train-grpo")}
+    state = {
+        **order_state(prompts.order),
+        **resume_checks.remembered(config, rates, command="train-grpo"),
+    }
     if resume:
         resume_checks.check(resume, state)
     check_room(checkpoint_root(config), resume)
@@ -120,7 +129,10 @@ def prepare(config: Config) -> RLSetup:
 def _check_rows(config: Config, train: Iterable[Prompt], held_out: Iterable[Prompt]) -> None:
     """Raise MsrlError for the first row that the reward sources cannot score."""
     sources = RowSources(tuple(Source.of(section) for section in config.reward.sources))
-    for key, prefix, prompts in (("data.train", config.data.train, train), ("data.eval", config.data.eval, held_out)):
+    for key, prefix, prompts in (
+        ("data.train", config.data.train, train),
+        ("data.eval", config.data.eval, held_out),
+    ):
         try:
             sources.check(prompts)
         except MsrlError as error:
@@ -149,7 +161,9 @@ def steps_of(config: Config, num_prompts: int) -> int:
     count = config.train.steps or -(-epochs * num_prompts // config.rollout.prompts_per_step)
     if warmup >= count:
         made = f"train.epochs={epochs} makes {count} steps of {num_prompts} prompts"
-        raise MsrlError(f"algo.value.warmup_steps={warmup}: {made}, so the policy never learns; lower it, or train for longer")
+        raise MsrlError(
+            f"algo.value.warmup_steps={warmup}: {made}, so the policy never learns; lower it, or train for longer"
+        )
     return count
 
 
@@ -161,25 +175,40 @@ def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
         rows = [row for row in rows if len(dataset[row].token_ids) <= limit]
         left_out = len(dataset) - len(rows)
         print(
-            f"{prefix}: {left_out} of {len(dataset)} prompts are left out: longer than rollout.max_prompt_tokens={limit}", file=sys.stderr
+            f"{prefix}: {left_out} of {len(dataset)} prompts are left out: longer than rollout.max_prompt_tokens={limit}",
+            file=sys.stderr,
         )
     if not rows:
         raise MsrlError(
             f"rollout.max_prompt_tokens={limit}: every prompt of {prefix} is longer; the longest has {dataset.max_tokens} tokens"
         )
-    order = RowOrder(len(rows), config.rollout.prompts_per_step, config.run.seed, config.data.shuffle)
+    order = RowOrder(
+        len(rows), config.rollout.prompts_per_step, config.run.seed, config.data.shuffle
+    )
     return Prompts(dataset, tuple(rows), order)
 
 
 def _placement(config: Config, platform: Platform) -> Placement:
     num_ranks, engine = world_size(config), config.rollout.engine
     roles = [Role("actor", num_ranks), Role("rollout", engine.dp, engine.tp)]
-    return plan(roles, num_ranks // config.cluster.nodes, config.cluster.nodes, resource=platform.ray_resource)
+    return plan(
+        roles,
+        num_ranks // config.cluster.nodes,
+        config.cluster.nodes,
+        resource=platform.ray_resource,
+    )
 
 
 def _sampling(config: Config, dataset: PromptDataset) -> SamplingParams:
     sampling, manifest = config.rollout.sampling, dataset.manifest
-    ends = {*manifest.stop_token_ids, *([manifest.eos_token_id] if manifest.eos_token_id is not None else [])} if manifest else set()
+    ends = (
+        {
+            *manifest.stop_token_ids,
+            *([manifest.eos_token_id] if manifest.eos_token_id is not None else []),
+        }
+        if manifest
+        else set()
+    )
     return SamplingParams(
         max_tokens=config.rollout.max_response_tokens,
         num_samples=config.rollout.samples_per_prompt,

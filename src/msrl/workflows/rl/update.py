@@ -1,4 +1,5 @@
-"""What a step's scored groups become: log-probabilities, advantages, and the optimizer updates on them.
+"""What a step's scored groups become: log-probabilities, advantages, and the optimizer updates on
+them.
 
 P prompts, G completions of each, N response tokens of all of them end to end.
 """
@@ -44,29 +45,45 @@ class Prepared:
 
 
 class Updater:
-    """Turns scored groups into optimizer updates. Its state is the factor of the KL coefficients and the moments of the rewards."""
+    """Turns scored groups into optimizer updates. Its state is the factor of the KL coefficients
+    and the moments of the rewards.
+    """
 
-    def __init__(self, config: Config, trainers: TrainerGroup, num_steps: int, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: Config, trainers: TrainerGroup, num_steps: int, state: Mapping[str, Any]
+    ) -> None:
         """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
         self._config, self._trainers = config, trainers
         self._schedule = policy_schedule(config, num_steps)
         self._critic = CriticUpdater(config, trainers, num_steps) if needs_critic(config) else None
-        self._kl_factor = float(state.get("kl_factor", 1.0)) if config.algo.kl.controller.kind == "adaptive" else 1.0
-        self._rewards = RewardSteps(config.reward, config.rollout.max_response_tokens, state.get("rewards", {}))
+        self._kl_factor = (
+            float(state.get("kl_factor", 1.0))
+            if config.algo.kl.controller.kind == "adaptive"
+            else 1.0
+        )
+        self._rewards = RewardSteps(
+            config.reward, config.rollout.max_response_tokens, state.get("rewards", {})
+        )
         self._loss = policy_loss(config)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold."""
         return {"kl_factor": self._kl_factor, "rewards": self._rewards.state()}
 
-    def prepare(self, groups: Sequence[ScoredGroup], clock: Clock, left_out: Sequence[ScoredGroup] = ()) -> Prepared:
-        """Log-probabilities of the policy and of the reference and values of the critic where they are needed, then advantages.
+    def prepare(
+        self, groups: Sequence[ScoredGroup], clock: Clock, left_out: Sequence[ScoredGroup] = ()
+    ) -> Prepared:
+        """Log-probabilities of the policy and of the reference and values of the critic where they
+        are needed, then advantages.
 
-        Groups that were `left_out` of the step count in the statistics of its rewards, and in nothing else.
+        Groups that were `left_out` of the step count in the statistics of its rewards, and in
+        nothing else.
         """
         algo = self._config.algo
         keep = selected_samples(self._config, groups)
-        plain = rl_sequences(training_samples(groups, np.zeros(int(length_matrix(groups).sum())), np.ones_like(keep)))
+        plain = rl_sequences(
+            training_samples(groups, np.zeros(int(length_matrix(groups).sum())), np.ones_like(keep))
+        )
         with clock("logprobs"):
             found = self._logprobs(plain)
         values = None
@@ -79,10 +96,14 @@ class Updater:
             metrics["kl_factor"] = self._kl_factor
         penalty = None
         if algo.kl.reward.coef:
-            divergence = token_divergence(plain, found["policy"], found["reference"], algo.kl.reward.estimator)
+            divergence = token_divergence(
+                plain, found["policy"], found["reference"], algo.kl.reward.estimator
+            )
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
-        rewards = TokenRewards(processed.rewards[: len(groups)], length_matrix(groups), penalty, keep)
+        rewards = TokenRewards(
+            processed.rewards[: len(groups)], length_matrix(groups), penalty, keep
+        )
         estimated = estimates(algo, rewards, values)
         samples = samples_of(self._config, groups, rewards, keep, estimated)
         sequences = rl_sequences(samples)
@@ -100,11 +121,16 @@ class Updater:
         return Prepared(samples, sequences._replace(fields=fields), metrics, for_critic)
 
     def update(self, prepared: Prepared, step: int, clock: Clock) -> dict[str, float]:
-        """All updates of a step, the critic's first. Returns their mean report; the learning rate is the last update's.
+        """All updates of a step, the critic's first. Returns their mean report; the learning rate
+        is the last update's.
 
-        An update whose samples are all masked out is left out, and counted. In the critic's warm-up the policy has none.
+        An update whose samples are all masked out is left out, and counted. In the critic's warm-up
+        the policy has none.
         """
-        parts, metrics = update_parts(self._config, len(prepared.samples), step), dict(prepared.metrics)
+        parts, metrics = (
+            update_parts(self._config, len(prepared.samples), step),
+            dict(prepared.metrics),
+        )
         if self._critic is not None and prepared.for_critic is not None:
             with clock("critic"):
                 metrics |= self._critic.update(prepared.for_critic, parts, step, self._limits())
@@ -115,7 +141,9 @@ class Updater:
             self._adapt(metrics, len(prepared.samples))
         return metrics
 
-    def _update_policy(self, prepared: Prepared, parts: Sequence[Sequence[int]], step: int) -> dict[str, float]:
+    def _update_policy(
+        self, prepared: Prepared, parts: Sequence[Sequence[int]], step: int
+    ) -> dict[str, float]:
         """`step` counts from the first one in which the policy learns."""
         loss = replace(self._loss, kl_coef=self._loss.kl_coef * self._kl_factor)
         reports, lr = [], 0.0
@@ -124,30 +152,55 @@ class Updater:
             sequences = select(prepared.sequences, part)
             if num_loss_tokens(sequences):
                 mode, constant = self._config.algo.aggregate.mode, aggregate_constant(self._config)
-                reports.append(self._trainers.update(with_weights(sequences, mode, constant), self._limits(), loss, lr))
-        means = {name: float(np.mean([report[name] for report in reports])) for name in (reports[0] if reports else ())}
-        skipped = {"empty_updates": float(len(parts) - len(reports))} if len(reports) < len(parts) else {}
+                reports.append(
+                    self._trainers.update(
+                        with_weights(sequences, mode, constant), self._limits(), loss, lr
+                    )
+                )
+        means = {
+            name: float(np.mean([report[name] for report in reports]))
+            for name in (reports[0] if reports else ())
+        }
+        skipped = (
+            {"empty_updates": float(len(parts) - len(reports))} if len(reports) < len(parts) else {}
+        )
         return {**means, **skipped, "lr": lr}
 
     def _adapt(self, metrics: Mapping[str, float], num_samples: int) -> None:
-        """The KL coefficients of the next step, from the divergence of this one; of one that is no number, in an update that was left out,
-        nothing follows.
+        """The KL coefficients of the next step, from the divergence of this one; of one that is no
+        number, in an update that was left out, nothing follows.
         """
         controller = self._config.algo.kl.controller
         measured = metrics.get("reward_kl", metrics.get("kl", math.nan))
-        if controller.kind == "adaptive" and controller.target is not None and math.isfinite(measured):
+        if (
+            controller.kind == "adaptive"
+            and controller.target is not None
+            and math.isfinite(measured)
+        ):
             self._kl_factor = kl_controller.adapted(
-                self._kl_factor, measured, num_samples, target=controller.target, horizon=controller.horizon
+                self._kl_factor,
+                measured,
+                num_samples,
+                target=controller.target,
+                horizon=controller.horizon,
             )
 
     def _logprobs(self, sequences: Sequences) -> dict[str, tuple[Floats, ...]]:
-        """Those of the policy (before the first of several updates, or for a penalty in the rewards) and of the reference."""
-        kl, temperature, limits = self._config.algo.kl, self._loss.temperature, self._limits(forward=True)
+        """Those of the policy (before the first of several updates, or for a penalty in the
+        rewards) and of the reference.
+        """
+        kl, temperature, limits = (
+            self._config.algo.kl,
+            self._loss.temperature,
+            self._limits(forward=True),
+        )
         found: dict[str, tuple[Floats, ...]] = {}
         if updates_per_step(self._config) > 1 or kl.reward.coef:
             found["policy"] = self._trainers.logprobs(sequences, limits, temperature)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
-            found["reference"] = self._trainers.logprobs(sequences, limits, temperature, of_reference=True)
+            found["reference"] = self._trainers.logprobs(
+                sequences, limits, temperature, of_reference=True
+            )
         return found
 
     def _limits(self, *, forward: bool = False) -> BatchLimits:
@@ -159,7 +212,9 @@ class Updater:
 def policy_loss(config: Config) -> PolicyLoss:
     """The loss that the configuration describes."""
     algo, mismatch = config.algo, config.algo.mismatch
-    plugin = registry.load("msrl.algorithms.losses", algo.policy_loss, key="algo.policy_loss").policy_loss
+    plugin = registry.load(
+        "msrl.algorithms.losses", algo.policy_loss, key="algo.policy_loss"
+    ).policy_loss
     return PolicyLoss(
         temperature=config.rollout.sampling.temperature,
         policy_loss=algo.policy_loss,
@@ -172,8 +227,14 @@ def policy_loss(config: Config) -> PolicyLoss:
         entropy_coef=algo.entropy_coef,
         rl_coef=algo.rl_coef,
         sft_coef=algo.sft.coef,
-        correction=Correction(mismatch.weight, mismatch.upper, mismatch.filter, mismatch.low, mismatch.high),
-        options={name: value for name, value in algo.options.items() if name in registry.plugin_options(plugin)},
+        correction=Correction(
+            mismatch.weight, mismatch.upper, mismatch.filter, mismatch.low, mismatch.high
+        ),
+        options={
+            name: value
+            for name, value in algo.options.items()
+            if name in registry.plugin_options(plugin)
+        },
     )
 
 
@@ -188,13 +249,27 @@ def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  #
 
 
 def estimates(algo: AlgoConfig, rewards: TokenRewards, values: Reals | None = None) -> Reals:  # [N]
-    """What the estimator makes of the rewards, and of the critic's values, [N], where it needs them."""
+    """What the estimator makes of the rewards, and of the critic's values, [N], where it needs
+    them.
+    """
     advantage = algo.advantage
-    estimate = registry.load("msrl.algorithms.advantages", advantage.estimator, key="algo.advantage.estimator").advantages
+    estimate = registry.load(
+        "msrl.algorithms.advantages", advantage.estimator, key="algo.advantage.estimator"
+    ).advantages
     if advantage.whiten_rewards:
         rewards = rewards.whitened(advantage.eps)
-    options = {name: value for name, value in algo.options.items() if name in registry.plugin_options(estimate)}
-    given = {"eps": advantage.eps, "gamma": advantage.gamma, "lam": advantage.lam, "values": values, "turns": None}
+    options = {
+        name: value
+        for name, value in algo.options.items()
+        if name in registry.plugin_options(estimate)
+    }
+    given = {
+        "eps": advantage.eps,
+        "gamma": advantage.gamma,
+        "lam": advantage.lam,
+        "values": values,
+        "turns": None,
+    }
     return estimate(rewards, **required_arguments(estimate, given), **options)
 
 
@@ -205,18 +280,28 @@ def samples_of(
     keep: Flags,  # [P, G]
     estimated: Reals,  # [N]
 ) -> tuple[TrainingSample, ...]:
-    """Every completion with its advantages: estimated, then whitened over what is learnt from, cut, weighed, in this order."""
+    """Every completion with its advantages: estimated, then whitened over what is learnt from, cut,
+    weighed, in this order.
+    """
     advantage, values = config.algo.advantage, estimated
     if advantage.whiten:
         values = rewards.whiten(values, advantage.eps)
     if advantage.clip is not None:
         values = values.clip(-advantage.clip, advantage.clip)
-    return training_samples(groups, values * rewards.everywhere(_weights(config.algo, groups, keep)), keep)
+    return training_samples(
+        groups, values * rewards.everywhere(_weights(config.algo, groups, keep)), keep
+    )
 
 
 def _weights(algo: AlgoConfig, groups: Sequence[ScoredGroup], keep: Flags) -> Reals:  # [P, G]
-    difficulties = np.array([difficulty(group.rollout.prompt) for group in groups]) if algo.sample_weight.difficulty else None
-    return sample_weights(length_matrix(groups), keep, by_length=algo.sample_weight.length, difficulties=difficulties)
+    difficulties = (
+        np.array([difficulty(group.rollout.prompt) for group in groups])
+        if algo.sample_weight.difficulty
+        else None
+    )
+    return sample_weights(
+        length_matrix(groups), keep, by_length=algo.sample_weight.length, difficulties=difficulties
+    )
 
 
 def token_divergence(
@@ -231,8 +316,15 @@ def token_divergence(
     from msrl.algorithms import kl
 
     learnt = [mask for mask in sequences.loss_masks]
-    flat = [torch.from_numpy(np.concatenate([row[mask] for row, mask in zip(rows, learnt, strict=True)])) for rows in (policy, reference)]
-    return kl.per_token(estimator, flat[0].double(), flat[1].double(), torch.ones(len(flat[0]), dtype=torch.bool)).numpy()
+    flat = [
+        torch.from_numpy(
+            np.concatenate([row[mask] for row, mask in zip(rows, learnt, strict=True)])
+        )
+        for rows in (policy, reference)
+    ]
+    return kl.per_token(
+        estimator, flat[0].double(), flat[1].double(), torch.ones(len(flat[0]), dtype=torch.bool)
+    ).numpy()
 
 
 def update_parts(config: Config, num_samples: int, step: int) -> list[list[int]]:
@@ -243,6 +335,8 @@ def update_parts(config: Config, num_samples: int, step: int) -> list[list[int]]
     for epoch in range(updates.epochs):
         order = np.arange(num_samples)
         if updates.shuffle and size < num_samples:
-            np.random.Generator(np.random.Philox(np.random.SeedSequence([config.run.seed, step, epoch]))).shuffle(order)
+            np.random.Generator(
+                np.random.Philox(np.random.SeedSequence([config.run.seed, step, epoch]))
+            ).shuffle(order)
         parts += [order[start : start + size].tolist() for start in range(0, num_samples, size)]
     return parts

@@ -1,7 +1,8 @@
 """Weights on their way from a training actor to a rollout actor.
 
-Ray pickles a torch tensor by writing it as a file into a string. The memory behind a NumPy array it copies once into its object
-store, and lends it to the receiver without another copy; so that is what travels.
+Ray pickles a torch tensor by writing it as a file into a string. The memory behind a NumPy array it
+copies once into its object store, and lends it to the receiver without another copy; so that is
+what travels.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ def pack(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Bucket, ...]:
     parcels: list[Bucket] = []
     for name, tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        parcels.append(Bucket(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy()))
+        parcels.append(
+            Bucket(
+                name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy()
+            )
+        )
     return tuple(parcels)
 
 

@@ -30,13 +30,24 @@ WORKERS = {"actor": "training rank", "rollout": "rollout engine"}  # roles, in w
 
 
 class TrainerGroup:
-    """All ranks. Sequences are given whole; they are spread over the data-parallel ranks and packed here."""
+    """All ranks. Sequences are given whole; they are spread over the data-parallel ranks and packed
+    here.
+    """
 
     def __init__(
-        self, session: Session, placed: PlacedWorkers, settings: RankSettings, num_ranks: int, env: Mapping[str, str], timeout_s: float
+        self,
+        session: Session,
+        placed: PlacedWorkers,
+        settings: RankSettings,
+        num_ranks: int,
+        env: Mapping[str, str],
+        timeout_s: float,
     ) -> None:
         actor = ray.remote(runtime_env={"env_vars": dict(env)})(TrainActor)
-        self._actors = [session.start(actor, placed, "actor", rank, settings, rank, num_ranks) for rank in range(num_ranks)]
+        self._actors = [
+            session.start(actor, placed, "actor", rank, settings, rank, num_ranks)
+            for rank in range(num_ranks)
+        ]
         self._timeout_s, self._watch = timeout_s, session.watch(WORKERS)
 
     def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
@@ -47,36 +58,61 @@ class TrainerGroup:
         self._dp_size = 1 + max(place.dp_rank for place in self._places)
         return started[0][1]
 
-    def update(self, sequences: Sequences, limits: BatchLimits, loss: Loss, lr: float) -> dict[str, float]:
+    def update(
+        self, sequences: Sequences, limits: BatchLimits, loss: Loss, lr: float
+    ) -> dict[str, float]:
         """One optimizer update of the policy on these sequences. Returns the report's means."""
         return self._update("update", sequences, limits, loss, lr)
 
-    def update_critic(self, sequences: Sequences, limits: BatchLimits, loss: ValueLoss, lr: float) -> dict[str, float]:
+    def update_critic(
+        self, sequences: Sequences, limits: BatchLimits, loss: ValueLoss, lr: float
+    ) -> dict[str, float]:
         """One optimizer update of the critic on these sequences. Returns the report's means."""
         return self._update("update_critic", sequences, limits, loss, lr)
 
-    def _update(self, method: str, sequences: Sequences, limits: BatchLimits, loss: Loss | ValueLoss, lr: float) -> dict[str, float]:
+    def _update(
+        self,
+        method: str,
+        sequences: Sequences,
+        limits: BatchLimits,
+        loss: Loss | ValueLoss,
+        lr: float,
+    ) -> dict[str, float]:
         num_tokens = num_loss_tokens(sequences)
-        batches = [ray.put(self._pack(sequences, part, limits)[0]) for part in balanced(_lengths(sequences), self._dp_size)]
+        batches = [
+            ray.put(self._pack(sequences, part, limits)[0])
+            for part in balanced(_lengths(sequences), self._dp_size)
+        ]
         calls = [
             getattr(actor, method).remote(batches[place.dp_rank], loss, num_tokens, lr)
             for actor, place in zip(self._actors, self._places, strict=True)
         ]
         return self._wait(calls)[0]
 
-    def logprobs(self, sequences: Sequences, limits: BatchLimits, temperature: float, *, of_reference: bool = False) -> tuple[Floats, ...]:
+    def logprobs(
+        self,
+        sequences: Sequences,
+        limits: BatchLimits,
+        temperature: float,
+        *,
+        of_reference: bool = False,
+    ) -> tuple[Floats, ...]:
         """Log-probability of every token of every sequence, [T] each, 0 where nothing is learnt."""
         return self._per_token("logprobs", sequences, limits, temperature, of_reference)
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
-        """The critic's value of what precedes every token of every sequence, [T] each, 0 where nothing is learnt."""
+        """The critic's value of what precedes every token of every sequence, [T] each, 0 where
+        nothing is learnt.
+        """
         return self._per_token("values", sequences, limits)
 
     def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
-        """What a reward model gives at the last token of each sequence; at most `batch` of them share a pass of a rank.
+        """What a reward model gives at the last token of each sequence; at most `batch` of them
+        share a pass of a rank.
 
-        A value stands at the position before a label, so each sequence gets one token more, to be that label; nothing reads it. Sequences
-        are filled up with the first to as many as divide over the data-parallel ranks.
+        A value stands at the position before a label, so each sequence gets one token more, to be
+        that label; nothing reads it. Sequences are filled up with the first to as many as divide
+        over the data-parallel ranks.
         """
         filled = [*token_ids, *[token_ids[0]] * (-len(token_ids) % self._dp_size)]
         longer = tuple(np.append(ids, ids[-1]) for ids in filled)
@@ -84,7 +120,9 @@ class TrainerGroup:
         found = self._per_token("scores", Sequences(longer, ends, {}), BatchLimits(batch), name)
         return [float(values[-1]) for values in found[: len(token_ids)]]
 
-    def _per_token(self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any) -> tuple[Floats, ...]:
+    def _per_token(
+        self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any
+    ) -> tuple[Floats, ...]:
         """What a method of the ranks says of every token, by sequence."""
         parts = balanced(_lengths(sequences), self._dp_size)
         packed = [self._pack(sequences, part, limits) for part in parts]
@@ -101,17 +139,24 @@ class TrainerGroup:
                     result |= dict(zip(group, per_token(values, batch.cu_seqlens), strict=False))
         return tuple(result[index] for index in range(len(sequences.token_ids)))
 
-    def _pack(self, sequences: Sequences, part: Sequence[int], limits: BatchLimits) -> tuple[list, list[list[int]]]:
+    def _pack(
+        self, sequences: Sequences, part: Sequence[int], limits: BatchLimits
+    ) -> tuple[list, list[list[int]]]:
         """A rank's micro-batches, and the numbers of the sequences in each."""
         limits = replace(limits, pad_to_multiple=self._places[0].sequence_multiple)
-        groups = [[part[i] for i in group] for group in limits.group([len(sequences.token_ids[i]) for i in part])]
+        groups = [
+            [part[i] for i in group]
+            for group in limits.group([len(sequences.token_ids[i]) for i in part])
+        ]
         return micro_batches(sequences, groups, limits), groups
 
     def weights(self) -> list[Any]:
         """References to the new weights, a tuple of parcels per rank; most are empty."""
         return [actor.weights.remote() for actor in self._actors]
 
-    def save(self, step: int, extra: Mapping[str, Any], retention: Retention) -> list[SavedTraining]:
+    def save(
+        self, step: int, extra: Mapping[str, Any], retention: Retention
+    ) -> list[SavedTraining]:
         """Save, or begin to. Returns the checkpoints that became whole since this was asked last."""
         return self._wait([actor.save.remote(step, extra, retention) for actor in self._actors])[0]
 
@@ -132,8 +177,13 @@ class EngineGroup:
         timeout_s: float,
     ) -> None:  # fmt: skip
         """`env` has the environment of each engine, of which there are as many."""
-        classes = [ray.remote(runtime_env={"env_vars": dict(variables)})(RolloutActor) for variables in env]
-        self._actors = [session.start(actor, placed, "rollout", i, settings, platform.name) for i, actor in enumerate(classes)]
+        classes = [
+            ray.remote(runtime_env={"env_vars": dict(variables)})(RolloutActor) for variables in env
+        ]
+        self._actors = [
+            session.start(actor, placed, "rollout", i, settings, platform.name)
+            for i, actor in enumerate(classes)
+        ]
         self._timeout_s, self._watch = timeout_s, session.watch(WORKERS)
 
     def begin_start(self) -> list[Any]:
@@ -144,23 +194,43 @@ class EngineGroup:
         """Wait until they are there."""
         self._wait(begun)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int) -> tuple[RolloutGroup, ...]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+    ) -> tuple[RolloutGroup, ...]:
         """A group of completions per prompt, in order."""
-        places = {engine: mine for engine, mine in enumerate(shares(prompts, len(self._actors))) if mine}
+        places = {
+            engine: mine for engine, mine in enumerate(shares(prompts, len(self._actors))) if mine
+        }
         calls = [
-            self._actors[engine].generate.remote(tuple(prompts[place] for place in mine), sampling, policy_version)
+            self._actors[engine].generate.remote(
+                tuple(prompts[place] for place in mine), sampling, policy_version
+            )
             for engine, mine in places.items()
         ]
-        found = dict(zip(itertools.chain(*places.values()), itertools.chain(*self._wait(calls, tuple(places))), strict=True))
+        found = dict(
+            zip(
+                itertools.chain(*places.values()),
+                itertools.chain(*self._wait(calls, tuple(places))),
+                strict=True,
+            )
+        )
         return tuple(found[place] for place in range(len(prompts)))
 
     def forget_prompts(self) -> None:
-        """Drop what the engines keep of the prompts that they have seen, so that it does not enter into what they say next."""
+        """Drop what the engines keep of the prompts that they have seen, so that it does not enter
+        into what they say next.
+        """
         self._wait([actor.forget_prompts.remote() for actor in self._actors])
 
     def release(self) -> None:
-        """End what all engines have started, and remove their files and shared memory. An engine that hangs is left to the session."""
-        ray.wait([actor.release.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_RELEASE_S)
+        """End what all engines have started, and remove their files and shared memory. An engine
+        that hangs is left to the session.
+        """
+        ray.wait(
+            [actor.release.remote() for actor in self._actors],
+            num_returns=len(self._actors),
+            timeout=_RELEASE_S,
+        )
 
     def load_weights(self, weights: Sequence[Any]) -> None:
         """Hand new weights to every engine."""
@@ -168,13 +238,16 @@ class EngineGroup:
 
     def _wait(self, refs: Sequence[Any], engines: Sequence[int] | None = None) -> list[Any]:
         """What these engines say, all where they are not told."""
-        labels = [f"{WORKERS['rollout']} {i}" for i in (range(len(refs)) if engines is None else engines)]
+        labels = [
+            f"{WORKERS['rollout']} {i}" for i in (range(len(refs)) if engines is None else engines)
+        ]
         return wait_all(refs, timeout_s=self._timeout_s, labels=labels, watch=self._watch)
 
 
 def shares(prompts: Sequence[Prompt], num_engines: int) -> list[list[int]]:
-    """The places of the prompts that each engine takes, neighbours together. What is asked twice goes where it was asked first: an engine
-    draws other answers to a prompt that it has seen, and knows of no other engine's.
+    """The places of the prompts that each engine takes, neighbours together. What is asked twice
+    goes where it was asked first: an engine draws other answers to a prompt that it has seen, and
+    knows of no other engine's.
     """
     bounds = np.linspace(0, len(prompts), num_engines + 1).astype(int)
     found: list[list[int]] = [[] for _ in range(num_engines)]
@@ -185,16 +258,24 @@ def shares(prompts: Sequence[Prompt], num_engines: int) -> list[list[int]]:
     return found
 
 
-def engine_environments(placed: PlacedWorkers, platform: Platform, engine: EngineConfig, env: Mapping[str, str]) -> list[dict[str, str]]:
+def engine_environments(
+    placed: PlacedWorkers, platform: Platform, engine: EngineConfig, env: Mapping[str, str]
+) -> list[dict[str, str]]:
     """The environment of each engine. Ask before any actor is started.
 
-    Ray lets an actor see the device of its first bundle; an engine of several devices is shown all of them.
+    Ray lets an actor see the device of its first bundle; an engine of several devices is shown all
+    of them.
     """
-    variable, common = platform.visible_devices_variable, {**platform.engine_environment(engine.dp * engine.tp), **env}
+    variable, common = (
+        platform.visible_devices_variable,
+        {**platform.engine_environment(engine.dp * engine.tp), **env},
+    )
     if engine.tp == 1 or not variable:
         return [common] * engine.dp
     devices = [",".join(placed.device_ids("rollout", i)) for i in range(engine.dp)]
-    return [{**common, variable: seen, f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"} for seen in devices]
+    return [
+        {**common, variable: seen, f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"} for seen in devices
+    ]
 
 
 def _lengths(sequences: Sequences) -> list[int]:

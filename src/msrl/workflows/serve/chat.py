@@ -19,8 +19,6 @@ from msrl.config.schema import Config
 from msrl.data.render import Renderer
 from msrl.rollout.engine import Engine, Piece, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
-from msrl.workflows.serve.engine import choose_renderer, engine_settings, is_mcore, open_model, running_engine, sampling_of, system_turns
-from msrl.workflows.training.interrupts import children_ignore_interrupts
 from msrl.workflows.serve.engine import (
     choose_renderer,
     engine_settings,
@@ -30,7 +28,7 @@ from msrl.workflows.serve.engine import (
     sampling_params,
     system_turns,
 )
-from msrl.workflows.training.interrupts import children_deaf_to_interrupts
+from msrl.workflows.training.interrupts import children_ignore_interrupts
 
 _LEAVE = ("quit", "exit", "q")
 _CLEAR = ("clear", "new")

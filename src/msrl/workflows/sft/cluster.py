@@ -1,7 +1,9 @@
-"""The ranks of supervised fine-tuning on the machines of a cluster, in place of `trainer/launch.py`'s processes of this one.
+"""The ranks of supervised fine-tuning on the machines of a cluster, in place of
+`trainer/launch.py`'s processes of this one.
 
-Every rank is a Ray actor that lives the life of `sft_rank.py`. What rank 0 reports goes to a mailbox on the machine of the process that the
-user started, and the wish to stop comes from there. The machines have the same files under the same paths.
+Every rank is a Ray actor that lives the life of `sft_rank.py`. What rank 0 reports goes to a
+mailbox on the machine of the process that the user started, and the wish to stop comes from there.
+The machines have the same files under the same paths.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class MessageQueue:
 
 
 class _Line:
-    """A rank's line to the mailbox. What was sent is there when `send` returns, so that nothing is lost when the rank ends."""
+    """A rank's line to the mailbox. What was sent is there when `send` returns, so that nothing is
+    lost when the rank ends.
+    """
 
     def __init__(self, mailbox: Any) -> None:
         self._mailbox = mailbox
@@ -91,11 +95,15 @@ class RankActor:
         quiet_megatron()
         from msrl.workflows.sft import rank as sft_rank
 
-        sft_rank.main(RankContext(self._rank, self._world_size, init_method, _Line(self._mailbox)), job)
+        sft_rank.main(
+            RankContext(self._rank, self._world_size, init_method, _Line(self._mailbox)), job
+        )
 
 
 class ClusterRanks:
-    """A context manager around all ranks, as `LocalRanks` is. Raises MsrlError where the cluster does not answer, or lacks devices."""
+    """A context manager around all ranks, as `LocalRanks` is. Raises MsrlError where the cluster
+    does not answer, or lacks devices.
+    """
 
     def __init__(self, config: Config, job: SftSetup, platform: Platform) -> None:
         self._config, self._job, self._platform = config, job, platform
@@ -104,7 +112,9 @@ class ClusterRanks:
 
     def __enter__(self) -> ClusterRanks:
         cluster, resource = self._config.cluster, self._platform.ray_resource
-        session = self._stack.enter_context(ray_session(cluster.address, num_devices=0, resource_name=resource, env=cluster.env))
+        session = self._stack.enter_context(
+            ray_session(cluster.address, num_devices=0, resource_name=resource, env=cluster.env)
+        )
         try:
             self._start(session)
         except BaseException:
@@ -112,31 +122,62 @@ class ClusterRanks:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.__exit__(kind, error, trace)
 
     def _start(self, session: Session) -> None:
-        nodes, num_ranks, resource = self._config.cluster.nodes, world_size(self._config), self._platform.ray_resource
-        placed = session.create_placement(plan([Role("actor", num_ranks)], num_ranks // nodes, nodes, resource=resource))
+        nodes, num_ranks, resource = (
+            self._config.cluster.nodes,
+            world_size(self._config),
+            self._platform.ray_resource,
+        )
+        placed = session.create_placement(
+            plan([Role("actor", num_ranks)], num_ranks // nodes, nodes, resource=resource)
+        )
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._mailbox = ray.remote(MessageQueue).options(num_cpus=0, scheduling_strategy=here).remote()
+        self._mailbox = (
+            ray.remote(MessageQueue).options(num_cpus=0, scheduling_strategy=here).remote()
+        )
         session.keep([self._mailbox])
         own = self._platform.worker_environment(num_ranks // nodes, spans_machines=nodes > 1)
-        actor = ray.remote(runtime_env={"env_vars": {**own, **worker_variables(self._config, self._platform)}})(RankActor)
-        self._actors = [session.start(actor, placed, "actor", rank, rank, num_ranks, self._mailbox) for rank in range(num_ranks)]
+        actor = ray.remote(
+            runtime_env={"env_vars": {**own, **worker_variables(self._config, self._platform)}}
+        )(RankActor)
+        self._actors = [
+            session.start(actor, placed, "actor", rank, rank, num_ranks, self._mailbox)
+            for rank in range(num_ranks)
+        ]
 
     def ask_to_stop(self) -> None:
-        """Have the run end after the step in hand. Notes it alone, so that a signal's handler may call it; `messages` passes it on."""
+        """Have the run end after the step in hand. Notes it alone, so that a signal's handler may
+        call it; `messages` passes it on.
+        """
         self.was_asked_to_stop = True
 
     def messages(self) -> Iterator[Any]:
-        """What the ranks report, until all have ended. Raises the first failure, as `wait_all` does."""
+        """What the ranks report, until all have ended. Raises the first failure, as `wait_all`
+        does.
+        """
         labels = [f"training rank {rank}" for rank in range(len(self._actors))]
-        (address,) = wait_all([self._actors[0].rendezvous.remote()], timeout_s=self._config.cluster.rpc_timeout_s, labels=labels[:1])
+        (address,) = wait_all(
+            [self._actors[0].rendezvous.remote()],
+            timeout_s=self._config.cluster.rpc_timeout_s,
+            labels=labels[:1],
+        )
         job = ray.put(self._job)
         is_told = False
         for _ in until_done(
-            [actor.run.remote(address, str(Path.cwd()), self._platform.name, job) for actor in self._actors], labels, _LOOK_S
+            [
+                actor.run.remote(address, str(Path.cwd()), self._platform.name, job)
+                for actor in self._actors
+            ],
+            labels,
+            _LOOK_S,
         ):
             yield from ray.get(self._mailbox.take.remote())
             if self.was_asked_to_stop and not is_told:

@@ -1,6 +1,8 @@
-"""Supervised fine-tuning: check what can be known, start the ranks, log what they report, end with a report and a checkpoint.
+"""Supervised fine-tuning: check what can be known, start the ranks, log what they report, end with
+a report and a checkpoint.
 
-The loop over steps is in `sft_rank.py`; it runs in every rank. Here is the process that the user started.
+The loop over steps is in `sft_rank.py`; it runs in every rank. Here is the process that the user
+started.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from msrl.workflows.training import resume_checks as resume_checks
 from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.integrity import verify_models
-from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output, was_stopped_early
+from msrl.workflows.training.interrupts import (
+    EndAtOnce,
+    Interrupts,
+    lasting_output,
+    was_stopped_early,
+)
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.training.settings import (
@@ -49,14 +56,22 @@ CURVES = ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "trai
 
 
 def run(config: Config) -> None:
-    """Train as the configuration says. Raises MsrlError for what is wrong with it before any rank is started."""
+    """Train as the configuration says. Raises MsrlError for what is wrong with it before any rank
+    is started.
+    """
     platform = resolve(config.cluster.platform)
     job = prepare(config, platform.name)
     check_memory(config, "train-sft", platform, longest=job.longest_row)
     saved = job.resume
     verify_models(loaded_models(config, "train-sft", saved))
-    with lasting_output(), RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log, EndAtOnce():
-        log.note(f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}")
+    with (
+        lasting_output(),
+        RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log,
+        EndAtOnce(),
+    ):
+        log.note(
+            f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}"
+        )
         with _ranks(config, job, platform) as ranks:
             messages = ranks.messages()
             next(messages, None)  # Started: until then there is nothing to save
@@ -75,11 +90,19 @@ def _ranks(config: Config, job: SftSetup, platform: Platform) -> LocalRanks | Cl
 
         return ClusterRanks(config, job, platform)
     env = worker_variables(config, platform)
-    return LocalRanks("msrl.workflows.sft.rank:main", job, num_ranks=world_size(config), platform=platform, env=env)
+    return LocalRanks(
+        "msrl.workflows.sft.rank:main",
+        job,
+        num_ranks=world_size(config),
+        platform=platform,
+        env=env,
+    )
 
 
 def _followed(messages: Iterator[Any], log: RunLog) -> tuple[SavedTraining | None, dict[str, str]]:
-    """Log all that the ranks report; the last of their checkpoints, and why the training ended early if it did."""
+    """Log all that the ranks report; the last of their checkpoints, and why the training ended
+    early if it did.
+    """
     saved, ends = None, dict[str, str]()
     for message in messages:
         if isinstance(message, StepReport):
@@ -98,11 +121,15 @@ def prepare(config: Config, platform: str) -> SftSetup:
     if config.data.train is None and not config.data.blend:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
     rows = _checked_rows(config, hf_files(config))
-    num_steps = config.train.steps or math.ceil((config.train.epochs or 1) * len(rows) / config.train.global_batch)
+    num_steps = config.train.steps or math.ceil(
+        (config.train.epochs or 1) * len(rows) / config.train.global_batch
+    )
     resume = checkpoint_to_resume(config, checkpoint_root(config))
     start_step = resume.step if resume else 0
     if start_step >= num_steps:
-        raise MsrlError(f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on")
+        raise MsrlError(
+            f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on"
+        )
     order, rates = row_order(config, rows), schedule(config, num_steps)
     state = {**order_state(order), **resume_checks.remembered(config, rates, command="train-sft")}
     if resume:
@@ -126,7 +153,9 @@ def prepare(config: Config, platform: str) -> SftSetup:
 
 
 def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
-    """The rows to train on; they and those held out fit the model and the configuration. Says how they came about. Raises MsrlError."""
+    """The rows to train on; they and those held out fit the model and the configuration. Says how
+    they came about. Raises MsrlError.
+    """
     is_text = config.data.handler == "pretrain"
     for prefix in dict.fromkeys((*blend_of(config), config.data.eval)):
         if prefix is not None:
@@ -147,12 +176,16 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
     return train
 
 
-def _results(config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool) -> dict[str, str]:
+def _results(
+    config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool
+) -> dict[str, str]:
     results = checkpoint_results(saved, is_done=is_done)
     if saved and is_done and config.checkpoint.export_hf:
         from msrl.workflows.training.export import export_hf, final_checkpoint
 
         chosen, said = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
-        folder = export_hf(chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config))
+        folder = export_hf(
+            chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)
+        )
         results["Hugging Face model"] = f"{folder}{said}"
     return results

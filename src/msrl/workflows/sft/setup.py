@@ -1,4 +1,6 @@
-"""What supervised fine-tuning is made of before any rank starts: the job that ranks are told. Light to import."""
+"""What supervised fine-tuning is made of before any rank starts: the job that ranks are told. Light
+to import.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from msrl.workflows.sft.text_rows import TextRows, blend_of, open_text
 
 @dataclass(frozen=True, slots=True)
 class SftSetup:
-    """What every rank is told. `start_step` counts the steps done before; `hf_dir` has config and tokenizer; `state` is what every
-    checkpoint holds of the training.
+    """What every rank is told. `start_step` counts the steps done before; `hf_dir` has config and
+    tokenizer; `state` is what every checkpoint holds of the training.
     """
 
     config: Config
@@ -50,7 +52,9 @@ def training_rows(config: Config) -> tuple[Rows, Rows | None] | tuple[TextRows, 
     learnt, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
     if held_out and not learnt:
         asked = f"data.eval_fraction={config.data.eval_fraction}"
-        raise MsrlError(f"{asked}: holds out all {len(held_out)} rows of {config.data.train}; lower it, or set data.eval instead")
+        raise MsrlError(
+            f"{asked}: holds out all {len(held_out)} rows of {config.data.train}; lower it, or set data.eval instead"
+        )
     train = open_rows(config, dataset, learnt)
     if config.data.eval is not None:
         return train, open_rows(config, SftDataset(config.data.eval))
@@ -69,4 +73,6 @@ def check_lengths(config: Config, prefix: str, rows: Rows | TextRows) -> None:
     """Every row fits into a micro-batch. Raises MsrlError."""
     longest, limit = rows.longest, config.train.max_tokens_per_micro_batch
     if limit is not None and limit < longest:
-        raise MsrlError(f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has {longest} tokens; raise it")
+        raise MsrlError(
+            f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has {longest} tokens; raise it"
+        )
