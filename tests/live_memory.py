@@ -1,7 +1,7 @@
-"""Live tensor bytes of a process at their highest, counted storage by storage.
+"""Peak bytes of live tensors of a process, counted by storage.
 
-Every tensor that an operation makes is noted with its storage, which tells when it is freed; tensors from before are found by a walk over
-the objects of the process. What a kernel takes for itself while it runs is not seen.
+Each tensor that an operation creates is tracked until its storage is freed. Existing tensors are
+collected from the objects of the process. Temporary memory inside of kernels is not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """A context in which the bytes of live storages are counted; `peak` is their highest sum, `at_peak` what they were by their maker."""
+    """Context that tracks the bytes of live storages.
+
+    `peak` is their highest sum, `at_peak` the bytes by operation at that time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,28 +28,28 @@ class LiveMemory(TorchDispatchMode):
         self._live: dict[int, tuple[str, int]] = {}
 
     @classmethod
-    def now_live(cls) -> int:
-        """Bytes of the tensors that are there."""
-        found = cls()
-        found._note_all()
-        return found.now
+    def live_bytes(cls) -> int:
+        """Return the bytes of all live tensors."""
+        memory = cls()
+        memory._track_all()
+        return memory.now
 
-    def _note_all(self) -> None:
+    def _track_all(self) -> None:
         gc.collect()
-        for found in gc.get_objects():
-            if isinstance(found, torch.Tensor):
-                self._note(found, "before")
+        for tensor in gc.get_objects():
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor, "before")
 
     def __enter__(self) -> LiveMemory:
-        self._note_all()
+        self._track_all()
         self.peak, self.at_peak = self.now, self._table()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for found in tree_leaves(out):
-            if isinstance(found, torch.Tensor):
-                self._note(found, f"{func} {tuple(found.shape)}")
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor, f"{func} {tuple(tensor.shape)}")
         if self.now > self.peak:
             self.peak, self.at_peak = self.now, self._table()
         return out
@@ -58,7 +60,7 @@ class LiveMemory(TorchDispatchMode):
             table[name] += size
         return table
 
-    def _note(self, tensor: torch.Tensor, name: str) -> None:
+    def _track(self, tensor: torch.Tensor, name: str) -> None:
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):

@@ -1,4 +1,5 @@
-"""What the ranks of the memory tests do: every case trains on a batch of its own, and its live tensors and resident memory are measured.
+"""Program of the ranks in memory tests: train each case and measure live tensors and resident
+memory.
 
 Imported by rank processes after `platform.prepare()`, by name (`memory_ranks:main`).
 """
@@ -21,7 +22,7 @@ from msrl.trainer.settings import Layout, OptimizerSettings, WorkerSettings
 
 @dataclass(frozen=True)
 class Case:
-    """`batches` micro-batches of sequences of these lengths, every token of which is learnt."""
+    """Training on `batches` micro-batches of sequences with `lengths`; all tokens are trained."""
 
     name: str
     model: Path
@@ -36,44 +37,58 @@ class Case:
 class Measured:
     name: str
     rank: int
-    live: int  # bytes of tensors, at most at once
-    resident: int  # bytes of memory that the process had taken at most, above what it had before the model
+    live: int  # peak bytes of tensors
+    resident: int  # peak resident bytes, minus those before the model was built
     by_maker: Mapping[str, int]
 
 
 def main(context: RankContext, cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         if context.rank < case.layout.replica_size:
-            context.report(_measured(context, case, f"{context.init_method}-{number}"))
+            context.report(_measure(context, case, f"{context.init_method}-{number}"))
 
 
-def _measured(context: RankContext, case: Case, init_method: str) -> Measured:
+def _measure(context: RankContext, case: Case, init_method: str) -> Measured:
     from live_memory import LiveMemory
     from msrl.trainer.objective.losses import SftLoss
     from msrl.trainer.rank import TrainWorker
 
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest resident memory is counted anew (proc(5))
-    base, before = _status("RssAnon"), LiveMemory.now_live()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory (proc(5))
+    base, before = _status("RssAnon"), LiveMemory.live_bytes()
     settings = WorkerSettings(
-        "cpu", case.model, case.layout, case.dtype, seed=0, timeout_s=120, optimizer=OptimizerSettings(lr=1e-4), **case.more
+        "cpu",
+        case.model,
+        case.layout,
+        case.dtype,
+        seed=0,
+        timeout_s=120,
+        optimizer=OptimizerSettings(lr=1e-4),
+        **case.more,
     )
     worker = TrainWorker(settings, context.rank, case.layout.replica_size, init_method)
     random = np.random.default_rng(0)
-    ids = tuple(random.integers(0, worker.shape.vocab_size, length).astype(np.int64) for length in case.lengths)
-    batch = micro_batch(ids, [np.ones(len(row), bool) for row in ids], {}, pad_to_multiple=worker.sequence_multiple)
+    ids = tuple(
+        random.integers(0, worker.shape.vocab_size, length).astype(np.int64)
+        for length in case.lengths
+    )
+    batch = micro_batch(
+        ids, [np.ones(len(row), bool) for row in ids], {}, pad_to_multiple=worker.sequence_multiple
+    )
     batches, count = [batch] * case.batches, int(batch.loss_mask.sum()) * case.batches
     loss = SftLoss()
-    worker.train_step(batches, loss, num_tokens=count, lr=1e-4)  # from here on there are moments
+    worker.train_step(batches, loss, num_tokens=count, lr=1e-4)  # creates the optimizer moments
     with LiveMemory() as live:
         worker.train_step(batches, loss, num_tokens=count, lr=1e-4)
     resident = _status("VmHWM") - _status("RssFile") - _status("RssShmem") - base
     worker.close()
-    return Measured(case.name, context.rank, live.peak - before, resident, dict(live.at_peak.most_common(40)))
+    return Measured(
+        case.name, context.rank, live.peak - before, resident, dict(live.at_peak.most_common(40))
+    )
 
 
 def _status(name: str) -> int:
-    """A figure of this process, in bytes (proc(5))."""
+    """Return a field of /proc/self/status in bytes (proc(5))."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(rows[name].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""The `algo` section: presets fill what is not set, what cannot be is refused, what goes badly is said."""
+"""The `algo` section: presets, invalid settings, and advice on settings that train badly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support import assert_each_mentions, assert_mentions, mentions
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that trainings need."""
+    """Return a working directory with all inputs of a training."""
     monkeypatch.chdir(tmp_path)
     return make_working_folder(tmp_path)
 
@@ -32,7 +32,7 @@ def resolve(*sets: str):
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_is_a_configuration_that_trains(folder: Path, name: str):
+def test_every_preset_is_a_valid_configuration(folder: Path, name: str):
     resolved = resolve(f"algo.preset={name}")
     algo = resolved.config.algo
     assert algo.advantage.estimator in registry.names("msrl.algorithms.advantages")
@@ -44,12 +44,26 @@ def test_every_preset_is_a_configuration_that_trains(folder: Path, name: str):
 
 def test_a_preset_fills_only_what_is_not_set_in_file_flag_or_set(folder: Path):
     (folder / "mine.yaml").write_text("algo: {preset: dapo, clip: {low: 0.1}}\n", encoding="utf-8")
-    resolved = load(["grpo.yaml", "mine.yaml"], ["algo.mask.equal_groups=false"], command="train-grpo")
+    resolved = load(
+        ["grpo.yaml", "mine.yaml"], ["algo.mask.equal_groups=false"], command="train-grpo"
+    )
     algo = resolved.config.algo
-    assert (algo.clip.low, algo.clip.high, algo.mask.equal_groups, algo.kl.loss.coef) == (0.1, 0.28, False, 0.0)
-    origins = [str(resolved.origins[f"algo.{key}"]) for key in ("clip.low", "clip.high", "mask.equal_groups", "kl.loss.coef")]
+    assert (algo.clip.low, algo.clip.high, algo.mask.equal_groups, algo.kl.loss.coef) == (
+        0.1,
+        0.28,
+        False,
+        0.0,
+    )
+    origins = [
+        str(resolved.origins[f"algo.{key}"])
+        for key in ("clip.low", "clip.high", "mask.equal_groups", "kl.loss.coef")
+    ]
     assert origins == ["mine.yaml:1", "preset dapo", "--set", "default"]
-    assert resolved.is_set("algo.clip.low") and not resolved.is_set("algo.clip.high") and resolved.is_set("algo.preset")
+    assert (
+        resolved.is_set("algo.clip.low")
+        and not resolved.is_set("algo.clip.high")
+        and resolved.is_set("algo.preset")
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,19 +83,37 @@ def test_a_preset_fills_only_what_is_not_set_in_file_flag_or_set(folder: Path):
         ("cispo", ("group_norm", "token", "cispo", 1.0, 4.0, "token-mean", 0.0)),
     ],
 )
-def test_presets_have_the_numbers_of_their_papers(folder: Path, preset: str, expected: tuple[object, ...]):
+def test_presets_have_the_settings_of_their_papers(
+    folder: Path, preset: str, expected: tuple[object, ...]
+):
     algo = resolve(f"algo.preset={preset}").config.algo
     clip = algo.clip
-    assert (algo.advantage.estimator, algo.ratio, algo.policy_loss, clip.low, clip.high, algo.aggregate.mode, algo.kl.loss.coef) == expected
+    assert (
+        algo.advantage.estimator,
+        algo.ratio,
+        algo.policy_loss,
+        clip.low,
+        clip.high,
+        algo.aggregate.mode,
+        algo.kl.loss.coef,
+    ) == expected
 
 
-def test_presets_put_the_divergence_where_their_papers_have_it(folder: Path):
+def test_presets_place_the_kl_term_like_their_papers(folder: Path):
     kl = {name: resolve(f"algo.preset={name}").config.algo.kl for name in PRESETS}
-    assert {name: (one.reward.coef, one.reward.estimator) for name, one in kl.items() if one.reward.coef} == {"reinforce_pp": (1e-3, "k1")}
-    assert {name: (one.loss.coef, one.loss.estimator) for name, one in kl.items() if one.loss.coef} == {"grpo": (1e-3, "k3")}
+    assert {
+        name: (section.reward.coef, section.reward.estimator)
+        for name, section in kl.items()
+        if section.reward.coef
+    } == {"reinforce_pp": (1e-3, "k1")}
+    assert {
+        name: (section.loss.coef, section.loss.estimator)
+        for name, section in kl.items()
+        if section.loss.coef
+    } == {"grpo": (1e-3, "k3")}
 
 
-def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
+def test_an_unknown_preset_is_refused_by_name(folder: Path):
     with pytest.raises(ManyErrors, match=mentions("algo.preset=gsp", "gspo")):
         resolve("algo.preset=gsp")
 
@@ -113,7 +145,11 @@ def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
             ("algo.value.warmup_steps=30", "train.steps=30"),
         ),
         (
-            ("algo.preset=ppo", "cluster.roles.critic.optimizer.lr=1e-9", "train.optimizer.min_lr=1e-8"),
+            (
+                "algo.preset=ppo",
+                "cluster.roles.critic.optimizer.lr=1e-9",
+                "train.optimizer.min_lr=1e-8",
+            ),
             ("cluster.roles.critic.optimizer.lr=1e-09", "1e-08"),
         ),
         (
@@ -125,8 +161,14 @@ def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
             ("algo.policy_loss=gmpo", "algo.ratio=sequence"),
             ("algo.ratio=sequence", "algo.policy_loss=gmpo", "token"),
         ),
-        (("algo.policy_loss=tis", "algo.clip.low=0.1"), ("algo.clip.low=0.1", "algo.policy_loss=tis")),
-        (("algo.policy_loss=gmpo", "algo.clip.dual=3"), ("algo.clip.dual=3.0", "algo.policy_loss=gmpo")),
+        (
+            ("algo.policy_loss=tis", "algo.clip.low=0.1"),
+            ("algo.clip.low=0.1", "algo.policy_loss=tis"),
+        ),
+        (
+            ("algo.policy_loss=gmpo", "algo.clip.dual=3"),
+            ("algo.clip.dual=3.0", "algo.policy_loss=gmpo"),
+        ),
         (("algo.clip.dual=1.1",), ("algo.clip.dual=1.1", "algo.clip.high", "1.2")),
         (
             ("algo.kl.controller.kind=adaptive", "algo.kl.loss.coef=0.1"),
@@ -141,7 +183,11 @@ def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
             ("algo.kl.controller.target=0.1", "algo.kl.controller.kind", "adaptive"),
         ),
         (
-            ("algo.mismatch.weight=token", "rollout.sampling.top_p=0.9", "rollout.sampling.top_k=50"),
+            (
+                "algo.mismatch.weight=token",
+                "rollout.sampling.top_p=0.9",
+                "rollout.sampling.top_k=50",
+            ),
             ("algo.mismatch.weight=token", "rollout.sampling.top_p", "rollout.sampling.top_k"),
         ),
         (
@@ -149,18 +195,36 @@ def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
             ("algo.rl_coef=0.0", "algo.sft.coef", "algo.entropy_coef"),
         ),
         (("algo.mismatch.low=3",), ("algo.mismatch.low=3.0", "algo.mismatch.high=2.0")),
-        (("algo.aggregate.constant=9",), ("algo.aggregate.constant=9.0", "algo.aggregate.mode=token-mean")),
         (
-            ("algo.mask.equal_groups=true", "algo.preset=reinforce_pp", "rollout.samples_per_prompt=1"),
+            ("algo.aggregate.constant=9",),
+            ("algo.aggregate.constant=9.0", "algo.aggregate.mode=token-mean"),
+        ),
+        (
+            (
+                "algo.mask.equal_groups=true",
+                "algo.preset=reinforce_pp",
+                "rollout.samples_per_prompt=1",
+            ),
             ("algo.mask.equal_groups=true", "rollout.samples_per_prompt"),
         ),
         (("algo.mask.difficulty=[0.9, 0.1]",), ("algo.mask.difficulty=[0.9, 0.1]", "number")),
-        (("algo.policy_loss=cpgd", "algo.options={drif: 1}"), ("algo.options.drif=1", "option", "'drift'")),
-        (("algo.policy_loss=cpgd", "algo.options={drift: much}"), ("algo.options.drift=much", "number")),
-        (("algo.policy_loss=topr", "algo.options={level: turn}"), ("algo.options.level=turn", "'sequence'", "'token'")),
+        (
+            ("algo.policy_loss=cpgd", "algo.options={drif: 1}"),
+            ("algo.options.drif=1", "option", "'drift'"),
+        ),
+        (
+            ("algo.policy_loss=cpgd", "algo.options={drift: much}"),
+            ("algo.options.drift=much", "number"),
+        ),
+        (
+            ("algo.policy_loss=topr", "algo.options={level: turn}"),
+            ("algo.options.level=turn", "'sequence'", "'token'"),
+        ),
     ],
 )
-def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: tuple[str, ...]):
+def test_each_invalid_setting_is_one_line(
+    folder: Path, sets: tuple[str, ...], line: tuple[str, ...]
+):
     with pytest.raises(ManyErrors) as caught:
         resolve(*sets)
     assert_each_mentions(caught.value.messages, (f"--set: {line[0]}: ", *line[1:]))
@@ -170,14 +234,25 @@ def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: t
     ("sets", "key"),
     [
         (("algo.advantage.estimator=gae",), "algo.advantage.estimator=gae"),
-        (("algo.advantage.estimator=reinforce_pp", "algo.advantage.gamma=0.9"), "algo.advantage.gamma=0.9"),
-        (("algo.advantage.estimator=reinforce", "algo.kl.reward.coef=0.1"), "algo.kl.reward.coef=0.1"),
-        (("algo.advantage.estimator=reinforce_pp", "algo.advantage.whiten_rewards=true"), "algo.advantage.whiten_rewards=true"),
+        (
+            ("algo.advantage.estimator=reinforce_pp", "algo.advantage.gamma=0.9"),
+            "algo.advantage.gamma=0.9",
+        ),
+        (
+            ("algo.advantage.estimator=reinforce", "algo.kl.reward.coef=0.1"),
+            "algo.kl.reward.coef=0.1",
+        ),
+        (
+            ("algo.advantage.estimator=reinforce_pp", "algo.advantage.whiten_rewards=true"),
+            "algo.advantage.whiten_rewards=true",
+        ),
         (("algo.mismatch.weight=token",), "algo.mismatch.weight=token"),
         (("algo.mismatch.filter=token",), "algo.mismatch.filter=token"),
     ],
 )
-def test_what_differs_by_token_is_refused_only_where_the_loss_has_one_term_per_sequence(folder: Path, sets: tuple[str, ...], key: str):
+def test_token_level_variation_is_refused_for_losses_with_one_term_per_sequence(
+    folder: Path, sets: tuple[str, ...], key: str
+):
     with pytest.raises(ManyErrors) as caught:
         resolve("algo.policy_loss=gmpo", *sets)
     (message,) = caught.value.messages
@@ -190,15 +265,19 @@ def test_what_differs_by_token_is_refused_only_where_the_loss_has_one_term_per_s
     "sets",
     [
         ("algo.mismatch={weight: sequence, filter: sequence}",),
-        ("algo.kl.reward.coef=0.1", "algo.advantage.whiten_rewards=true", "algo.advantage.whiten=true"),
+        (
+            "algo.kl.reward.coef=0.1",
+            "algo.advantage.whiten_rewards=true",
+            "algo.advantage.whiten=true",
+        ),
         ("algo.advantage.estimator=reinforce_pp",),
     ],
 )
-def test_what_is_equal_within_a_sequence_suits_every_loss(folder: Path, sets: tuple[str, ...]):
+def test_sequence_level_settings_fit_every_loss(folder: Path, sets: tuple[str, ...]):
     assert resolve("algo.preset=gmpo", *sets).config.algo.policy_loss == "gmpo"
 
 
-def test_the_width_of_a_clip_is_not_advised_on_for_a_loss_without_one(folder: Path):
+def test_losses_without_a_clip_get_no_advice_on_its_width(folder: Path):
     assert advice(resolve("algo.ratio=sequence", "algo.policy_loss=tis"), "train-grpo") == []
 
 
@@ -209,39 +288,57 @@ def test_the_width_of_a_clip_is_not_advised_on_for_a_loss_without_one(folder: Pa
         (("algo.advantage.estimator=reinforce",), ("reinforce", "baseline")),
         (("algo.kl.loss={coef: 0.1, estimator: k1}",), ("k1", "gradient")),
         (("algo.kl.reward={coef: 0.1, estimator: k2}",), ("k2", "k1", "gradient")),
-        (("algo.policy_loss=vanilla", "train.updates.samples_per_update=8"), ("4 updates", "off-policy")),
+        (
+            ("algo.policy_loss=vanilla", "train.updates.samples_per_update=8"),
+            ("4 updates", "off-policy"),
+        ),
         (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p", "log-probabilities")),
     ],
 )
-def test_what_goes_badly_is_said(folder: Path, sets: tuple[str, ...], words: tuple[str, ...]):
+def test_settings_that_train_badly_are_reported(
+    folder: Path, sets: tuple[str, ...], words: tuple[str, ...]
+):
     (line,) = advice(resolve(*sets), "train-grpo")
     assert_mentions(line, *words)
     assert advice(resolve(*sets), "train-sft") == [] and advice(resolve(), "train-grpo") == []
 
 
-def test_a_run_of_some_epochs_is_longer_than_the_critics_warm_up(folder: Path):
-    """4 prompts a step."""
-    config = resolve("algo.preset=ppo", "algo.value.warmup_steps=3", "train={steps: null, epochs: 2}").config
+def test_a_run_of_epochs_must_be_longer_than_the_critic_warmup(folder: Path):
+    """4 prompts per step."""
+    config = resolve(
+        "algo.preset=ppo", "algo.value.warmup_steps=3", "train={steps: null, epochs: 2}"
+    ).config
     assert steps_of(config, 7) == 4 and steps_of(resolve("train={steps: 9}").config, 7) == 9
-    with pytest.raises(MsrlError, match=mentions("warmup_steps=3", "train.epochs=2", "3 steps", "6 prompts")):
+    with pytest.raises(
+        MsrlError, match=mentions("warmup_steps=3", "train.epochs=2", "3 steps", "6 prompts")
+    ):
         steps_of(config, 6)
 
 
 def test_the_constant_of_dr_grpo_is_the_token_budget_of_an_update(folder: Path):
     config = resolve("algo.preset=dr_grpo", "train.updates.samples_per_update=16").config
     assert aggregate_constant(config) == 16 * 64
-    assert aggregate_constant(resolve("algo.preset=dr_grpo", "algo.aggregate.constant=7").config) == 7.0
+    assert (
+        aggregate_constant(resolve("algo.preset=dr_grpo", "algo.aggregate.constant=7").config)
+        == 7.0
+    )
     assert aggregate_constant(resolve().config) is None
 
 
-def test_a_reference_is_held_for_either_place_of_the_divergence(folder: Path):
+def test_both_kl_terms_need_a_reference(folder: Path):
     assert not needs_reference(resolve().config)
-    assert needs_reference(resolve("algo.kl.reward.coef=0.1").config) and needs_reference(resolve("algo.preset=grpo").config)
+    assert needs_reference(resolve("algo.kl.reward.coef=0.1").config) and needs_reference(
+        resolve("algo.preset=grpo").config
+    )
 
 
-def test_warnings_are_printed_by_dry_run_show_and_validate(folder: Path, capfd: pytest.CaptureFixture[str]):
+def test_warnings_are_printed_by_dry_run_show_and_validate(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+):
     from msrl.cli.app import app
 
     for arguments in (["train-grpo", "--dry-run"], ["config", "show"], ["config", "validate"]):
         app([*arguments, "-c", "grpo.yaml", "--set", "algo.ratio=sequence"], standalone_mode=False)
-        assert_mentions(capfd.readouterr().err.replace("high", "low"), "warning: algo.clip.low=0.2", "ratios")
+        assert_mentions(
+            capfd.readouterr().err.replace("high", "low"), "warning: algo.clip.low=0.2", "ratios"
+        )

@@ -1,4 +1,4 @@
-"""What is asked of mixtures of experts and their adapters is refused by name where the model has no such thing."""
+"""Checks of mixture-of-experts and adapter settings that a model does not support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from support import mentions
 
-MODELS = {"qwen3 moe": {**QWEN3_MOE, "router_aux_loss_coef": 0.001}, "deepseek v3": DEEPSEEK_V3, "gpt-oss": GPT_OSS}
+MODELS = {
+    "qwen3 moe": {**QWEN3_MOE, "router_aux_loss_coef": 0.001},
+    "deepseek v3": DEEPSEEK_V3,
+    "gpt-oss": GPT_OSS,
+}
 
 
 @pytest.fixture
@@ -29,28 +33,61 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_a_mixture_takes_passes(folder: Path):
-    router = ["train.router.aux_loss_coef=model", "train.router.aux_loss_over=micro_batch", "train.router.z_loss_coef=0.001"]
-    assert load(["sft.yaml"], ["model.path=qwen3 moe", *router], command="train-sft").config.train.router.aux_loss_coef == "model"
+def test_valid_settings_of_a_mixture_pass(folder: Path):
+    router = [
+        "train.router.aux_loss_coef=model",
+        "train.router.aux_loss_over=micro_batch",
+        "train.router.z_loss_coef=0.001",
+    ]
+    assert (
+        load(
+            ["sft.yaml"], ["model.path=qwen3 moe", *router], command="train-sft"
+        ).config.train.router.aux_loss_coef
+        == "model"
+    )
     moe = load_shape(folder / "qwen3 moe").moe
     assert moe is not None and moe.aux_loss_coef == 0.001
     for model, targets in (
         ("deepseek v3", "linear_q_up_proj, q_a_proj, o_proj, linear_fc1"),
         ("qwen3 moe", "linear_qkv, up_proj, down_proj"),
     ):
-        load(["sft.yaml"], [f"model.path={model}", "train.lora.rank=4", f"train.lora.targets=[{targets}]"], command="train-sft")
-    load(["sft.yaml"], ["model.path=deepseek v3", "train.router.bias_update_rate=0.001"], command="train-sft")
+        load(
+            ["sft.yaml"],
+            [f"model.path={model}", "train.lora.rank=4", f"train.lora.targets=[{targets}]"],
+            command="train-sft",
+        )
+    load(
+        ["sft.yaml"],
+        ["model.path=deepseek v3", "train.router.bias_update_rate=0.001"],
+        command="train-sft",
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "sets", "fragments"),
     [
-        ("qwen3 moe", ["train.router.bias_update_rate=0.1"], ("train.router.bias_update_rate=0.1", "biases")),
-        ("qwen3 moe", ["train.router.aux_loss_over=micro_batch"], ("train.router.aux_loss_over=micro_batch", "train.router.aux_loss_coef")),
-        ("gpt-oss", ["train.router.aux_loss_coef=model"], ("router_aux_loss_coef", "aux_loss_alpha", "config.json")),
+        (
+            "qwen3 moe",
+            ["train.router.bias_update_rate=0.1"],
+            ("train.router.bias_update_rate=0.1", "biases"),
+        ),
+        (
+            "qwen3 moe",
+            ["train.router.aux_loss_over=micro_batch"],
+            ("train.router.aux_loss_over=micro_batch", "train.router.aux_loss_coef"),
+        ),
+        (
+            "gpt-oss",
+            ["train.router.aux_loss_coef=model"],
+            ("router_aux_loss_coef", "aux_loss_alpha", "config.json"),
+        ),
         (
             "deepseek v3",
-            ["train.router.bias_update_rate=0.1", "train.lora.rank=4", "train.lora.targets=[o_proj]"],
+            [
+                "train.router.bias_update_rate=0.1",
+                "train.lora.rank=4",
+                "train.lora.targets=[o_proj]",
+            ],
             ("biases", "train.lora"),
         ),
         (
@@ -66,7 +103,9 @@ def test_what_a_mixture_takes_passes(folder: Path):
         ),
     ],
 )
-def test_what_a_mixture_does_not_have_is_refused_before_launch(folder: Path, model: str, sets: list[str], fragments: tuple[str, ...]):
+def test_settings_that_a_mixture_does_not_support_are_refused_before_launch(
+    folder: Path, model: str, sets: list[str], fragments: tuple[str, ...]
+):
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         load(["sft.yaml"], [f"model.path={model}", *sets], command="train-sft")
 
@@ -75,4 +114,8 @@ def test_a_dense_model_has_no_router(folder: Path):
     (folder / "qwen3 moe" / "config.json").write_text(json.dumps(QWEN2))
     for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
         with pytest.raises(MsrlError, match=mentions(f"train.router.{key}=0.1", "experts")):
-            load(["sft.yaml"], ["model.path=qwen3 moe", f"train.router.{key}=0.1"], command="train-sft")
+            load(
+                ["sft.yaml"],
+                ["model.path=qwen3 moe", f"train.router.{key}=0.1"],
+                command="train-sft",
+            )

@@ -42,10 +42,10 @@ def translate(tree: Node, file: Path) -> Translation:
         return mindspeed_sft.translate(tree, file)
     if mindspeed_data.is_preprocessing(tree):
         return mindspeed_data.translate(tree, file)
-    return _File(tree, file).translate()
+    return _RlFile(tree, file).translate()
 
 
-class _File:
+class _RlFile:
     """Translation of the sections of one file."""
 
     def __init__(self, tree: Node, file: Path) -> None:

@@ -38,10 +38,10 @@ def table() -> Table:
 
 def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
-    return _File(tree, file).translate()
+    return _RayGptFile(tree, file).translate()
 
 
-class _File:
+class _RayGptFile:
     """Translation of the sections of one file."""
 
     def __init__(self, tree: Node, file: Path) -> None:

@@ -56,10 +56,10 @@ class Worker:
 def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
     translation = Translation("ROLL", load_table("roll"), str(file))
-    return _File(translation, resolved(tree, file, translation)).translate()
+    return _RollFile(translation, resolved(tree, file, translation)).translate()
 
 
-class _File:
+class _RollFile:
     def __init__(self, translation: Translation, tree: Node) -> None:
         self.translation = translation
         self.top = Keys(translation, "top", translation.entries(tree, "top", ""))
