@@ -1,6 +1,4 @@
-"""Small inputs that the checks of a configuration look for: a model's config.json, preprocessed
-data, an mcore checkpoint.
-"""
+"""Small inputs for configuration checks: config.json, preprocessed data, an mcore checkpoint."""
 
 from __future__ import annotations
 
@@ -26,21 +24,21 @@ QWEN2 = {
 
 
 def make_model(folder: Path, **changes: object) -> Path:
-    """A Hugging Face folder without weights."""
+    """Write a Hugging Face folder without weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**QWEN2, **changes}), encoding="utf-8")
     return folder
 
 
 def make_mcore(folder: Path) -> Path:
-    """An mcore folder without weights, with its Hugging Face files beside it."""
+    """Write an mcore folder without weights, with its Hugging Face files."""
     make_model(folder / "hf")
     (folder / "latest_checkpointed_iteration.txt").write_text("1", encoding="utf-8")
     return folder
 
 
 def make_data(prefix: Path) -> Path:
-    """The names that preprocessing writes."""
+    """Write empty files with the names of preprocessed data."""
     for suffix in ("bin", "idx"):
         prefix.with_name(f"{prefix.name}_packed_input_ids_document.{suffix}").write_bytes(b"")
     return prefix
@@ -58,14 +56,12 @@ rollout: {prompts_per_step: 4, samples_per_prompt: 8, max_prompt_tokens: 64, max
 reward:
   sources:
     - {verifier: acc}
-"""
+"""  # noqa: E501  (other tests refer to its lines)
 )
 
 
 def make_working_folder(folder: Path) -> Path:
-    """A model without weights (4 query groups, 512 positions), data, and two right configurations:
-    sft.yaml and grpo.yaml.
-    """
+    """Write a weightless model (4 query groups, 512 positions), data, sft.yaml and grpo.yaml."""
     make_model(folder / "model")
     make_data(folder / "data")
     (folder / "sft.yaml").write_text(TRAINING, encoding="utf-8")

@@ -1,5 +1,5 @@
-"""The keys that the five guides document, read from the guides themselves, which lie beside the
-project (skipped where they do not).
+"""Keys that the five guides document, read from their files; tests are skipped if the files are
+absent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-NOT_OURS = {"full", "install", "no-deps", "local-dir"}  # of installers and of the hub's client
+NOT_OURS = {"full", "install", "no-deps", "local-dir"}  # options of pip and of the hub client
 # Listed like keys: values of a key, and what tracker_kwargs passes on.
 VALUES = {
     "lightrft-parameters": {"cpgd", "group_norm", "reinforce"},
@@ -26,7 +26,7 @@ GUIDES = {
 
 
 def guide(name: str) -> str:
-    """The text of one guide."""
+    """Return the text of one guide."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
     path = Path(os.environ.get("MSRL_TEST_DATA", beside)).parent / "reference" / f"guide-{name}.md"
     if not path.is_file():
@@ -35,29 +35,27 @@ def guide(name: str) -> str:
 
 
 def documented(name: str) -> set[str]:
-    """Every key of a guide: bullets and headings, flags and variables of its commands, keys of its
-    YAML.
-    """
+    """Return every key of a guide, from bullets, headings, commands and YAML."""
     text = guide(name)
-    found = set(
+    keys = set(
         re.findall(r"^\s*[*\-•#]+ +`?(?:--)?([A-Za-z_][\w.\-]*) *[：:]? *`", text, re.M | re.A)
     )
-    found |= (
+    keys |= (
         set(re.findall(r"^\s*[*\-•] +([A-Za-z_][\w.]*) *[：:]", text, re.M | re.A))
         if name.startswith("roll")
         else set()
     )
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M):
-        found |= set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", block))
+        keys |= set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", block))
         is_yaml = re.search(r"^\s*(defaults|actor_rollout_ref|actor_resource):", block, re.M)
-        found |= (
+        keys |= (
             set(re.findall(r"^\s*([a-z_]\w*) *:(?=\s|$)", block, re.M | re.A)) if is_yaml else set()
         )
-    found |= (
+    keys |= (
         set(re.findall(r"^\s*export ([A-Z][A-Z_]+)=", text, re.M | re.A))
         if name.startswith("lightrft")
         else set()
     )
     if name.startswith("roll"):
-        found |= set(re.findall(r"^([a-z_]\w*):(?=\s|$)", text, re.M | re.A))
-    return {key.rpartition(".")[2] for key in found} - NOT_OURS - VALUES.get(name, set())
+        keys |= set(re.findall(r"^([a-z_]\w*):(?=\s|$)", text, re.M | re.A))
+    return {key.rpartition(".")[2] for key in keys} - NOT_OURS - VALUES.get(name, set())

@@ -1,4 +1,4 @@
-"""Of every system a small file or command line, and for each key of its table another value, for
+"""A small file or command line of every system, and another value for each key of its table, for
 `test_imports_changes.py`.
 """
 
@@ -20,14 +20,15 @@ from msrl.importers.shell import Word
 from msrl.importers.translation import Translation
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
-GONE: Any = ...  # a key that is taken away
+GONE: Any = ...  # a removed key
 Changes = dict[str, Any]
-Case = tuple[Changes, Any]  # what is set besides in both, and the other value
+Case = tuple[Changes, Any]  # keys set in both files, and the other value
 
-# --- ROLL -------------------------------------------------------------------------------------------------------------------------
+# --- ROLL
 
 ROLL: dict[str, Any] = {
-    "rollout_batch_size": 64, "prompt_length": 1024, "response_length": 2048, "num_return_sequences_in_group": 8, "adv_estimator": "grpo",
+    "rollout_batch_size": 64, "prompt_length": 1024, "response_length": 2048,
+    "num_return_sequences_in_group": 8, "adv_estimator": "grpo",
     "pretrain": "model", "num_gpus_per_node": 16,
     "actor_train": {
         "model_args": {}, "data_args": {}, "device_mapping": "list(range(0,16))",
@@ -35,7 +36,8 @@ ROLL: dict[str, Any] = {
         "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {}},
     },
     "actor_infer": {
-        "generating_args": {}, "device_mapping": "list(range(0,16))", "strategy_args": {"strategy_name": "vllm", "strategy_config": {}},
+        "generating_args": {}, "device_mapping": "list(range(0,16))",
+        "strategy_args": {"strategy_name": "vllm", "strategy_config": {}},
     },
     "rewards": {"math": {"worker_cls": "roll.MathRuleRewardWorker", "tag_included": ["math"]}},
 }  # fmt: skip
@@ -59,57 +61,89 @@ GAE, KL, DIFFICULT = (
 )
 RANGE, LORA = {"use_pg_clip_range": True}, {"actor_train.model_args.lora_target": "k_proj"}
 OF_INFER = {
-    "gpu_memory_utilization", "mem_fraction_static", "max_model_len", "enforce_eager", "max_num_batched_tokens", "max_num_seqs",
+    "gpu_memory_utilization", "mem_fraction_static", "max_model_len", "enforce_eager",
+    "max_num_batched_tokens", "max_num_seqs",
     "enable_prefix_caching", "tensor_parallel_size",
 }  # fmt: skip
 ROLL_CASES: dict[str, Case] = {
-    "top.system_envs": ({}, {"NCCL_DEBUG": "INFO"}), "top.track_with": ({}, "stdout"), "top.num_gpus_per_node": ({}, 8),
-    "top.resume_from_checkpoint": ({}, True), "top.checkpoint_config": ({}, {"output_dir": "elsewhere"}),
-    "top.sequence_length": ({}, 4096), "top.query_filter_config": ({}, {"type": "std_filter"}), "top.render_save_dir": (AGENTIC, "there"),
+    "top.system_envs": ({}, {"NCCL_DEBUG": "INFO"}), "top.track_with": ({}, "stdout"),
+    "top.num_gpus_per_node": ({}, 8),
+    "top.resume_from_checkpoint": ({}, True),
+    "top.checkpoint_config": ({}, {"output_dir": "elsewhere"}),
+    "top.sequence_length": ({}, 4096), "top.query_filter_config": ({}, {"type": "std_filter"}),
+    "top.render_save_dir": (AGENTIC, "there"),
     "top.is_use_additional_prompts": (FILTER, True),
     "top.max_additional_running_prompts": ({**FILTER, "is_use_additional_prompts": True}, 7),
-    "top.eval_steps": (HELD_OUT, 7), "top.val_sequence_length": (HELD_OUT, 3072), "top.val_prompt_length": (HELD_OUT, 512),
-    "top.async_generation_ratio": ({}, 2), "top.max_grad_norm": ({}, 0), "top.lambd": (GAE, 0.9), "top.gamma": ({}, 0.9),
-    "top.pg_clip": ({}, 0.1), "top.use_pg_clip_range": ({"pg_clip": 0.1}, True), "top.pg_clip_low": (RANGE, 0.1),
+    "top.eval_steps": (HELD_OUT, 7), "top.val_sequence_length": (HELD_OUT, 3072),
+    "top.val_prompt_length": (HELD_OUT, 512),
+    "top.async_generation_ratio": ({}, 2), "top.max_grad_norm": ({}, 0), "top.lambd": (GAE, 0.9),
+    "top.gamma": ({}, 0.9),
+    "top.pg_clip": ({}, 0.1), "top.use_pg_clip_range": ({"pg_clip": 0.1}, True),
+    "top.pg_clip_low": (RANGE, 0.1),
     "top.pg_clip_high": (RANGE, 0.3),
     "top.reward_pretrain": (GAE, "rm"),
-    "top.value_clip": (GAE, 0.3), "top.kl_penalty": (KL, "mse"), "top.init_kl_coef": (KL, 0.1), "top.target_kl": (KL, 0.1),
-    "top.kl_horizon": ({**KL, "target_kl": 0.1}, 7), "top.add_token_level_kl": ({}, True), "top.use_kl_loss": ({"kl_loss_coef": 0.1}, True),
-    "top.kl_loss_coef": ({"use_kl_loss": True}, 0.1), "top.adv_estimator": ({}, "reinforce"), "top.critic_warmup": (GAE, 3),
-    "top.norm_mean_type": ({"adv_estimator": "reinforce"}, "batch"), "top.norm_std_type": ({"adv_estimator": "reinforce"}, "batch"),
-    "top.rl_loss_coef": ({}, 0.5), "top.dual_clip_loss": ({}, True), "top.loss_agg_mode": ({}, "seq-mean-token-sum-norm"),
-    "top.importance_sampling": ({}, "seq"), "top.difficulty_mask": ({}, True), "top.difficulty_low_threshold": (DIFFICULT, 0.1),
-    "top.difficulty_high_threshold": (DIFFICULT, 0.9), "top.rewards": ({}, {"code": {"worker_cls": "roll.CodeSandboxRewardWorker"}}),
-    "top.ratio_type": (AGENTIC, "sequence"), "top.step_reward_gamma": (AGENTIC, 0.9), "top.max_actions_per_traj": (AGENTIC, 3),
+    "top.value_clip": (GAE, 0.3), "top.kl_penalty": (KL, "mse"), "top.init_kl_coef": (KL, 0.1),
+    "top.target_kl": (KL, 0.1),
+    "top.kl_horizon": ({**KL, "target_kl": 0.1}, 7), "top.add_token_level_kl": ({}, True),
+    "top.use_kl_loss": ({"kl_loss_coef": 0.1}, True),
+    "top.kl_loss_coef": ({"use_kl_loss": True}, 0.1), "top.adv_estimator": ({}, "reinforce"),
+    "top.critic_warmup": (GAE, 3),
+    "top.norm_mean_type": ({"adv_estimator": "reinforce"}, "batch"),
+    "top.norm_std_type": ({"adv_estimator": "reinforce"}, "batch"),
+    "top.rl_loss_coef": ({}, 0.5), "top.dual_clip_loss": ({}, True),
+    "top.loss_agg_mode": ({}, "seq-mean-token-sum-norm"),
+    "top.importance_sampling": ({}, "seq"), "top.difficulty_mask": ({}, True),
+    "top.difficulty_low_threshold": (DIFFICULT, 0.1),
+    "top.difficulty_high_threshold": (DIFFICULT, 0.9),
+    "top.rewards": ({}, {"code": {"worker_cls": "roll.CodeSandboxRewardWorker"}}),
+    "top.ratio_type": (AGENTIC, "sequence"), "top.step_reward_gamma": (AGENTIC, 0.9),
+    "top.max_actions_per_traj": (AGENTIC, 3),
     "top.env_manager_cls": ({}, "Manager"), "top.train_env_manager": ({}, {"num_env_groups": 4}),
     "top.val_env_manager": (AGENTIC, {"group_size": 4}),
-    "top.custom_envs": ({}, {"Sokoban": {}}), "top.reward_normalization": (AGENTIC, {"grouping": "batch", "method": "mean"}),
-    "top.max_tokens_per_step": (AGENTIC, 7), "top.use_turn_scores": (AGENTIC, True), "top.reward_norm_alpha": (AGENTIC, 0.5),
-    "worker.device_mapping": ({}, [0, 1, 2, 3]), "worker.num_gpus_per_worker": ({}, 4), "worker.model_update_frequency": ({}, 2),
-    "worker.pg_variant": ({}, "topr"), "worker.system_envs": ({}, {"A": "b"}), "model_args.dtype": ({}, "fp32"),
+    "top.custom_envs": ({}, {"Sokoban": {}}),
+    "top.reward_normalization": (AGENTIC, {"grouping": "batch", "method": "mean"}),
+    "top.max_tokens_per_step": (AGENTIC, 7), "top.use_turn_scores": (AGENTIC, True),
+    "top.reward_norm_alpha": (AGENTIC, 0.5),
+    "worker.device_mapping": ({}, [0, 1, 2, 3]), "worker.num_gpus_per_worker": ({}, 4),
+    "worker.model_update_frequency": ({}, 2),
+    "worker.pg_variant": ({}, "topr"), "worker.system_envs": ({}, {"A": "b"}),
+    "model_args.dtype": ({}, "fp32"),
     "model_args.disable_gradient_checkpointing": ({}, False), "model_args.lora_alpha": (LORA, 7),
-    "model_args.lora_target": (LORA, ["q_proj"]), "model_args.lora_rank": (LORA, 7), "model_args.lora_dropout": (LORA, 0.1),
-    "training_args.warmup_ratio": ({}, 0.1), "training_args.lr_scheduler_type": ({}, "cosine_with_min_lr"),
+    "model_args.lora_target": (LORA, ["q_proj"]), "model_args.lora_rank": (LORA, 7),
+    "model_args.lora_dropout": (LORA, 0.1),
+    "training_args.warmup_ratio": ({}, 0.1),
+    "training_args.lr_scheduler_type": ({}, "cosine_with_min_lr"),
     "training_args.adam_beta1": ({}, 0.8),
-    "training_args.adam_beta2": ({}, 0.8), "data_args.template": ({}, "qwen_r1"), "generating_args.top_k": ({}, 0),
-    "generating_args.stop_strings": ({}, ["END"]), "strategy_config.tensor_model_parallel_size": ({}, 2),
-    "strategy_config.pipeline_model_parallel_size": ({}, 2), "strategy_config.expert_model_parallel_size": ({}, 2),
-    "strategy_config.context_parallel_size": ({}, 2), "strategy_config.recompute_granularity": ({}, "full"),
+    "training_args.adam_beta2": ({}, 0.8), "data_args.template": ({}, "qwen_r1"),
+    "generating_args.top_k": ({}, 0),
+    "generating_args.stop_strings": ({}, ["END"]),
+    "strategy_config.tensor_model_parallel_size": ({}, 2),
+    "strategy_config.pipeline_model_parallel_size": ({}, 2),
+    "strategy_config.expert_model_parallel_size": ({}, 2),
+    "strategy_config.context_parallel_size": ({}, 2),
+    "strategy_config.recompute_granularity": ({}, "full"),
     "strategy_config.recompute_method": ({}, "block"),
-    "strategy_config.sequence_parallel": ({"actor_train.strategy_args.strategy_config.tensor_model_parallel_size": 2}, True),
-    "strategy_config.enable_prefix_caching": ({}, False), "strategy_config.tensor_parallel_size": ({}, 4),
+    "strategy_config.sequence_parallel": (
+        {"actor_train.strategy_args.strategy_config.tensor_model_parallel_size": 2}, True,
+    ),
+    "strategy_config.enable_prefix_caching": ({}, False),
+    "strategy_config.tensor_parallel_size": ({}, 4),
     **{f"env_manager.{key}": (AGENTIC, value) for key, value in {
-        "num_env_groups": 4, "env_groups": 4, "group_size": 4, "group_size_redundancy": 2, "tags": ["Sokoban"], "num_groups_partition": [8],
+        "num_env_groups": 4, "env_groups": 4, "group_size": 4, "group_size_redundancy": 2,
+        "tags": ["Sokoban"], "num_groups_partition": [8],
         "n_groups": [8], "max_traj_per_env": 2, "worker_cls": "Manager",
     }.items()},
-    "reward_normalization.grouping": (NORM, "traj_group_id"), "reward_normalization.method": (NORM, "mean"),
-    "reward_normalization.norm_mean_type": (AGENTIC, "batch"), "reward_normalization.norm_std_type": (AGENTIC, "batch"),
-    "reward.tag_included": ({}, ["other"]), "reward.query_filter_config": ({}, {"type": "std_filter"}),
+    "reward_normalization.grouping": (NORM, "traj_group_id"),
+    "reward_normalization.method": (NORM, "mean"),
+    "reward_normalization.norm_mean_type": (AGENTIC, "batch"),
+    "reward_normalization.norm_std_type": (AGENTIC, "batch"),
+    "reward.tag_included": ({}, ["other"]),
+    "reward.query_filter_config": ({}, {"type": "std_filter"}),
 }  # fmt: skip
 
 
-def roll_place(section: str, key: str) -> str:
-    """Where a key of a table's section stands."""
+def roll_key_path(section: str, key: str) -> str:
+    """Return the path of a key in a ROLL file."""
     if section == "top":
         return key
     if section in ("env_manager", "reward_normalization"):
@@ -121,16 +155,17 @@ def roll_place(section: str, key: str) -> str:
         if section == "generating_args" or key in OF_INFER or key == "num_gpus_per_worker"
         else "actor_train"
     )
-    part = {"worker": "", "strategy_config": "strategy_args.strategy_config."}.get(
+    subsection = {"worker": "", "strategy_config": "strategy_args.strategy_config."}.get(
         section, f"{section}."
     )
-    return f"{worker}.{part}{key}"
+    return f"{worker}.{subsection}{key}"
 
 
-# --- LightRFT ---------------------------------------------------------------------------------------------------------------------
+# --- LightRFT
 
 LIGHTRFT: Changes = {
-    "pretrain": "model", "prompt_data": "x", "rollout_batch_size": 64, "n_samples_per_prompt": 8, "train_batch_size": 128,
+    "pretrain": "model", "prompt_data": "x", "rollout_batch_size": 64, "n_samples_per_prompt": 8,
+    "train_batch_size": 128,
     "advantage_estimator": "group_norm",
 }  # fmt: skip
 WITH_GAE, RUNNING, LONG = (
@@ -140,26 +175,40 @@ WITH_GAE, RUNNING, LONG = (
 )
 WITH_LORA = {"lora_rank": 8}
 LIGHTRFT_CASES: dict[str, Case] = {
-    "flags.reward_pretrain": ({}, "rm"), "flags.remote_rm_url": ({}, "http://localhost:1"), "flags.critic_learning_rate": (WITH_GAE, 0.1),
-    "flags.lr_warmup_ratio": ({}, 0.1), "flags.max_norm": ({}, 0), "flags.adam_betas": ({}, "0.8 0.9"), "flags.gamma": ({}, 0.9),
-    "flags.advantage_estimator": ({}, "gspo"), "flags.kl_estimator": ({}, "k2"), "flags.init_kl_coef": ({}, 0.1),
+    "flags.reward_pretrain": ({}, "rm"), "flags.remote_rm_url": ({}, "http://localhost:1"),
+    "flags.critic_learning_rate": (WITH_GAE, 0.1),
+    "flags.lr_warmup_ratio": ({}, 0.1), "flags.max_norm": ({}, 0),
+    "flags.adam_betas": ({}, "0.8 0.9"), "flags.gamma": ({}, 0.9),
+    "flags.advantage_estimator": ({}, "gspo"), "flags.kl_estimator": ({}, "k2"),
+    "flags.init_kl_coef": ({}, 0.1),
     "flags.use_kl_loss": ({}, True),
-    "flags.kl_target": ({}, 0.1), "flags.kl_horizon": ({"kl_target": 0.1}, 7), "flags.clip_range": ({}, 0.1), "flags.eps_clip": ({}, 0.1),
-    "flags.clip_range_higher": ({}, 0.3), "flags.value_clip": (WITH_GAE, 0.3), "flags.lambd": (WITH_GAE, 0.9), "flags.top_k": ({}, 7),
-    "flags.bf16": ({}, True), "flags.gradient_checkpointing": ({}, True), "flags.sp_size": ({}, 2), "flags.engine_type": ({}, "vllm"),
-    "flags.enable_engine_sleep": ({}, True), "flags.disable_engine_sleep": ({}, True), "flags.use_tensorboard": ({}, "logs"),
-    "flags.use_wandb": ({}, "project"), "flags.save_path": ({}, "there"), "flags.load_checkpoint": ({}, True),
+    "flags.kl_target": ({}, 0.1), "flags.kl_horizon": ({"kl_target": 0.1}, 7),
+    "flags.clip_range": ({}, 0.1), "flags.eps_clip": ({}, 0.1),
+    "flags.clip_range_higher": ({}, 0.3), "flags.value_clip": (WITH_GAE, 0.3),
+    "flags.lambd": (WITH_GAE, 0.9), "flags.top_k": ({}, 7),
+    "flags.bf16": ({}, True), "flags.gradient_checkpointing": ({}, True), "flags.sp_size": ({}, 2),
+    "flags.engine_type": ({}, "vllm"),
+    "flags.enable_engine_sleep": ({}, True), "flags.disable_engine_sleep": ({}, True),
+    "flags.use_tensorboard": ({}, "logs"),
+    "flags.use_wandb": ({}, "project"), "flags.save_path": ({}, "there"),
+    "flags.load_checkpoint": ({}, True),
     "flags.advantage_clip": ({}, 2.0),
-    "flags.reward_clip": ({}, 2.0), "flags.reward_running_norm": ({}, True), "flags.reward_running_norm_minus_mean": (RUNNING, True),
-    "flags.mixed_mm_data": ({}, True), "flags.images_key": ({}, "image"), "flags.limit_mm_image_per_prompt": ({}, 2),
-    "flags.overlong_buffer": ({}, True), "flags.overlong_buffer_len": (LONG, 7), "flags.overlong_buffer_penalty_factor": (LONG, 0.5),
-    "flags.dynamic_sampling": ({}, True), "flags.use_cpg_loss": ({}, True), "flags.freezing_actor_steps": (WITH_GAE, 3),
-    "flags.lora_alpha": (WITH_LORA, 7), "flags.lora_dropout": (WITH_LORA, 0.1), "flags.target_modules": (WITH_LORA, "q_proj"),
-    "flags.save_trajectories": ({"save_trajectories": False}, True), "flags.plot_every": ({}, 7), "flags.eval_steps": ({}, 7),
+    "flags.reward_clip": ({}, 2.0), "flags.reward_running_norm": ({}, True),
+    "flags.reward_running_norm_minus_mean": (RUNNING, True),
+    "flags.mixed_mm_data": ({}, True), "flags.images_key": ({}, "image"),
+    "flags.limit_mm_image_per_prompt": ({}, 2),
+    "flags.overlong_buffer": ({}, True), "flags.overlong_buffer_len": (LONG, 7),
+    "flags.overlong_buffer_penalty_factor": (LONG, 0.5),
+    "flags.dynamic_sampling": ({}, True), "flags.use_cpg_loss": ({}, True),
+    "flags.freezing_actor_steps": (WITH_GAE, 3),
+    "flags.lora_alpha": (WITH_LORA, 7), "flags.lora_dropout": (WITH_LORA, 0.1),
+    "flags.target_modules": (WITH_LORA, "q_proj"),
+    "flags.save_trajectories": ({"save_trajectories": False}, True), "flags.plot_every": ({}, 7),
+    "flags.eval_steps": ({}, 7),
     "flags.wandb_run_name": ({}, "named"), "flags.max_ckpt_mem": ({}, 7),
 }  # fmt: skip
 
-# --- MindSpeed-LLM ----------------------------------------------------------------------------------------------------------------
+# --- MindSpeed-LLM
 
 COMMANDS: dict[str, tuple[str, Changes]] = {
     "convert": ("convert_ckpt.py", {"load_dir": "a", "save_dir": "b"}),
@@ -186,24 +235,33 @@ ADAPTED: Changes = {"lora_target_modules": "linear_qkv"}
 BALANCED, BIASED = {"moe_aux_loss_coeff": 0.1}, {"moe_router_enable_expert_bias": True}
 EVALUATED: Changes = {"eval_interval": 10, "eval_iters": 5}
 LLM_CASES: dict[str, Case] = {
-    "convert.load_model_type": ({"save_model_type": "mg"}, "mg"), "convert.save_model_type": ({"load_model_type": "mg"}, "hf"),
-    "convert.num_layer_list": ({}, "1,3"), "convert.noop_layers": ({}, "0,3"), "convert.params_dtype": ({}, "fp16"),
+    "convert.load_model_type": ({"save_model_type": "mg"}, "mg"),
+    "convert.save_model_type": ({"load_model_type": "mg"}, "hf"),
+    "convert.num_layer_list": ({}, "1,3"), "convert.noop_layers": ({}, "0,3"),
+    "convert.params_dtype": ({}, "fp16"),
     "convert.transformer_impl": ({}, "transformer_engine"), "convert.save_to_legacy": (BACK, True),
     "preprocess.map_keys": ({}, '{"prompt": "question"}'),
-    "preprocess.json_keys": ({}, "content"), "preprocess.enable_thinking": ({}, True), "preprocess.neat_pack": ({}, True),
+    "preprocess.json_keys": ({}, "content"), "preprocess.enable_thinking": ({}, True),
+    "preprocess.neat_pack": ({}, True),
     "train.finetune": ({"finetune": GONE}, True), "train.no_load_optim": (RESUMES, True),
-    "train.no_load_rng": ({**RESUMES, "no_load_optim": True}, True), "train.split": ({}, "90,5,5"), "train.lr_decay_style": ({}, "cosine"),
-    "train.lr_warmup_fraction": ({}, 0.1), "train.clip_grad": ({}, 0), "train.adam_beta1": ({}, 0.8), "train.adam_beta2": ({}, 0.8),
+    "train.no_load_rng": ({**RESUMES, "no_load_optim": True}, True), "train.split": ({}, "90,5,5"),
+    "train.lr_decay_style": ({}, "cosine"),
+    "train.lr_warmup_fraction": ({}, 0.1), "train.clip_grad": ({}, 0),
+    "train.adam_beta1": ({}, 0.8), "train.adam_beta2": ({}, 0.8),
     "train.num_layer_list": ({}, "1,3"), "train.noop_layers": ({}, "0,3"),
     "train.sequence_parallel": ({"tensor_model_parallel_size": 2}, True),
-    "train.context_parallel_algo": ({}, "megatron_cp_algo"), "train.recompute_granularity": ({}, "full"),
+    "train.context_parallel_algo": ({}, "megatron_cp_algo"),
+    "train.recompute_granularity": ({}, "full"),
     "train.recompute_method": ({}, "block"),
     "train.bf16": ({}, True), "train.lora_r": (ADAPTED, 7), "train.lora_alpha": (ADAPTED, 7),
     "train.lora_target_modules": ({}, "linear_qkv"), "train.no_shuffle": ({}, True),
-    "train.eval_interval": (EVALUATED, 20), "train.eval_iters": (EVALUATED, 7), "inference.top_k": ({}, 0),
+    "train.eval_interval": (EVALUATED, 20), "train.eval_iters": (EVALUATED, 7),
+    "inference.top_k": ({}, 0),
     "inference.temperature": ({}, 0.2), "inference.task": ({}, "greedy"),
-    "train.moe_router_load_balancing_type": (BALANCED, "seq_aux_loss"), "train.seq_aux": (BALANCED, True),
-    "train.moe_router_enable_expert_bias": ({}, True), "train.moe_router_bias_update_rate": (BIASED, 0.1),
+    "train.moe_router_load_balancing_type": (BALANCED, "seq_aux_loss"),
+    "train.seq_aux": (BALANCED, True),
+    "train.moe_router_enable_expert_bias": ({}, True),
+    "train.moe_router_bias_update_rate": (BIASED, 0.1),
 }  # fmt: skip
 RAY_PPO: Changes = {"training.stage": "ray_ppo", "algorithm.adv_estimator": "gae"}
 KL_CTRL: Changes = {
@@ -213,40 +271,46 @@ RAY_CASES: dict[str, Case] = {
     "actor_rollout.ppo_mini_batch_size": ({}, 4), "actor_rollout.shuffle_minibatch": ({}, True),
     "actor_rollout.num_gpus_for_train": ({}, 4),
     "actor_rollout.kl_coef": ({"algorithm.kl_ctrl": GONE}, 0.1),
-    "actor_rollout.top_k": ({}, 0), "algorithm.adv_estimator": ({}, "rloo"), "algorithm.kl_ctrl": ({}, {"type": "fixed", "kl_coef": 0.1}),
-    "algorithm.verifier_function": ({}, ["base_acc"]), "algorithm.verifier_weight": ({}, [0.5]), "algorithm.advantage_whiten": ({}, False),
-    "kl_ctrl.kl_coef": ({}, 0.1), "reward.load": ({"reward.verifier": GONE}, "rm"), "reward.verifier": ({"reward.load": "rm"}, GONE),
-    "ref.load": ({}, "elsewhere"), "algorithm.lam": (RAY_PPO, 0.9), "critic.cliprange_value": (RAY_PPO, 0.3),
+    "actor_rollout.top_k": ({}, 0), "algorithm.adv_estimator": ({}, "rloo"),
+    "algorithm.kl_ctrl": ({}, {"type": "fixed", "kl_coef": 0.1}),
+    "algorithm.verifier_function": ({}, ["base_acc"]), "algorithm.verifier_weight": ({}, [0.5]),
+    "algorithm.advantage_whiten": ({}, False),
+    "kl_ctrl.kl_coef": ({}, 0.1), "reward.load": ({"reward.verifier": GONE}, "rm"),
+    "reward.verifier": ({"reward.load": "rm"}, GONE),
+    "ref.load": ({}, "elsewhere"), "algorithm.lam": (RAY_PPO, 0.9),
+    "critic.cliprange_value": (RAY_PPO, 0.3),
     "critic.load": (RAY_PPO, "elsewhere"),
 }  # fmt: skip
 RAY_SECTIONS = {
-    "actor_rollout": "actor_rollout_ref.actor_rollout", "ref": "actor_rollout_ref.ref", "kl_ctrl": "algorithm.kl_ctrl",
+    "actor_rollout": "actor_rollout_ref.actor_rollout", "ref": "actor_rollout_ref.ref",
+    "kl_ctrl": "algorithm.kl_ctrl",
 }  # fmt: skip
 
-# --- MindSpeed-RL's roles and environment (its other sections are in test_imports_mindspeed_rl.py) -----------------------------------
+# --- MindSpeed-RL's roles and environment (see test_imports_mindspeed_rl.py for the other sections)
 
 PPO: Changes = {"megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae"}
 RL_CASES: dict[str, Case] = {
-    "ref_config.load": ({}, "elsewhere"), "reward_config.load": ({"rl_config.rule_reward": False}, "rm"), "critic_config.lr": (PPO, 0.1),
+    "ref_config.load": ({}, "elsewhere"),
+    "reward_config.load": ({"rl_config.rule_reward": False}, "rm"), "critic_config.lr": (PPO, 0.1),
     "critic_config.load": (PPO, "elsewhere"), "resource.num_npus": ({}, 8),
 }  # fmt: skip
 
 
 def changed(tree: Changes, changes: Changes) -> Changes:
-    """A copy of a tree with keys (`a.b.c`) set or taken away."""
+    """Return a copy of a tree with keys (`a.b.c`) set or removed."""
     tree = copy.deepcopy(tree)
     for path, value in changes.items():
         *sections, key = path.split(".")
-        place = tree
+        target = tree
         for section in sections:
-            place = place.setdefault(section, {})
-        place.pop(key, None)
+            target = target.setdefault(section, {})
+        target.pop(key, None)
         if value is not GONE:
-            place[key] = value
+            target[key] = value
     return tree
 
 
-def of_yaml(module: Any, tree: Changes, file: Path) -> Translation:
+def translate_yaml(module: Any, tree: Changes, file: Path) -> Translation:
     return module.translate(parse(yaml.safe_dump(tree), str(file)), file)
 
 
@@ -270,7 +334,7 @@ def _words(flags: Changes) -> list[str]:
     return words
 
 
-def of_words(
+def translate_flags(
     module: Any, program: str, flags: Changes, launcher: Changes | None = None
 ) -> Translation:
     words = [
@@ -282,12 +346,12 @@ def of_words(
 
 
 def translation(system: str, section: str, changes: Changes, folder: Path) -> Translation:
-    """The translation of the system's base with these changes."""
+    """Return the translation of the base file of a system with changes."""
     file = folder / "given.yaml"
     if system == "roll":
-        return of_yaml(roll, changed(ROLL, changes), file)
+        return translate_yaml(roll, changed(ROLL, changes), file)
     if system == "lightrft":
-        return of_words(lightrft, "train.py", changed(LIGHTRFT, changes))
+        return translate_flags(lightrft, "train.py", changed(LIGHTRFT, changes))
     if section == "runtime_env":
         (folder / "envs").mkdir(exist_ok=True)
         (folder / "envs" / "runtime_env.yaml").write_text(
@@ -298,15 +362,15 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
         tree = yaml.safe_load(
             (EXAMPLES / "grpo_r1_zero_qwen25_7b.yaml").read_text(encoding="utf-8")
         )
-        return of_yaml(mindspeed_rl, changed(tree, changes), file)
+        return translate_yaml(mindspeed_rl, changed(tree, changes), file)
     if section in COMMANDS:
         program, flags = COMMANDS[section]
-        return of_words(mindspeed_llm, program, changed(flags, changes))
+        return translate_flags(mindspeed_llm, program, changed(flags, changes))
     if section == "torchrun":
         program, flags = COMMANDS["train"]
-        return of_words(mindspeed_llm, program, flags, launcher=changes)
+        return translate_flags(mindspeed_llm, program, flags, launcher=changes)
     tree = yaml.safe_load((EXAMPLES / "grpo_llama32_1b.yaml").read_text(encoding="utf-8"))
-    return of_yaml(mindspeed_ray, changed(tree, changes), file)
+    return translate_yaml(mindspeed_ray, changed(tree, changes), file)
 
 
 CASES = {
@@ -317,10 +381,10 @@ CASES = {
 }
 
 
-def place(system: str, section: str, key: str) -> str:
-    """Where a key of a table's section stands in the base."""
+def key_path(system: str, section: str, key: str) -> str:
+    """Return the path of a key in the base file."""
     if system == "roll":
-        return roll_place(section, key)
+        return roll_key_path(section, key)
     if system == "mindspeed_rl":
         return {"resource": "rl_config.actor_resource.", "runtime_env": ""}.get(
             section, f"{section}."

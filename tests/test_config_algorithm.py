@@ -1,6 +1,4 @@
-"""The `algo` section: presets fill what is not set, what cannot be is refused, what goes badly is
-said.
-"""
+"""The `algo` section: presets, invalid settings, and advice on settings that train badly."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from support import assert_each_mentions, assert_mentions, mentions
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that trainings need."""
+    """Return a working directory with all inputs of a training."""
     monkeypatch.chdir(tmp_path)
     return make_working_folder(tmp_path)
 
@@ -34,7 +32,7 @@ def resolve(*sets: str):
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_is_a_configuration_that_trains(folder: Path, name: str):
+def test_every_preset_is_a_valid_configuration(folder: Path, name: str):
     resolved = resolve(f"algo.preset={name}")
     algo = resolved.config.algo
     assert algo.advantage.estimator in registry.names("msrl.algorithms.advantages")
@@ -85,7 +83,7 @@ def test_a_preset_fills_only_what_is_not_set_in_file_flag_or_set(folder: Path):
         ("cispo", ("group_norm", "token", "cispo", 1.0, 4.0, "token-mean", 0.0)),
     ],
 )
-def test_presets_have_the_numbers_of_their_papers(
+def test_presets_have_the_settings_of_their_papers(
     folder: Path, preset: str, expected: tuple[object, ...]
 ):
     algo = resolve(f"algo.preset={preset}").config.algo
@@ -101,17 +99,21 @@ def test_presets_have_the_numbers_of_their_papers(
     ) == expected
 
 
-def test_presets_put_the_divergence_where_their_papers_have_it(folder: Path):
+def test_presets_place_the_kl_term_like_their_papers(folder: Path):
     kl = {name: resolve(f"algo.preset={name}").config.algo.kl for name in PRESETS}
     assert {
-        name: (one.reward.coef, one.reward.estimator) for name, one in kl.items() if one.reward.coef
+        name: (section.reward.coef, section.reward.estimator)
+        for name, section in kl.items()
+        if section.reward.coef
     } == {"reinforce_pp": (1e-3, "k1")}
     assert {
-        name: (one.loss.coef, one.loss.estimator) for name, one in kl.items() if one.loss.coef
+        name: (section.loss.coef, section.loss.estimator)
+        for name, section in kl.items()
+        if section.loss.coef
     } == {"grpo": (1e-3, "k3")}
 
 
-def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
+def test_an_unknown_preset_is_refused_by_name(folder: Path):
     with pytest.raises(ManyErrors, match=mentions("algo.preset=gsp", "gspo")):
         resolve("algo.preset=gsp")
 
@@ -220,7 +222,9 @@ def test_a_preset_that_is_not_there_is_refused_by_name(folder: Path):
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: tuple[str, ...]):
+def test_each_invalid_setting_is_one_line(
+    folder: Path, sets: tuple[str, ...], line: tuple[str, ...]
+):
     with pytest.raises(ManyErrors) as caught:
         resolve(*sets)
     assert_each_mentions(caught.value.messages, (f"--set: {line[0]}: ", *line[1:]))
@@ -246,7 +250,7 @@ def test_what_cannot_be_is_one_line(folder: Path, sets: tuple[str, ...], line: t
         (("algo.mismatch.filter=token",), "algo.mismatch.filter=token"),
     ],
 )
-def test_what_differs_by_token_is_refused_only_where_the_loss_has_one_term_per_sequence(
+def test_token_level_variation_is_refused_for_losses_with_one_term_per_sequence(
     folder: Path, sets: tuple[str, ...], key: str
 ):
     with pytest.raises(ManyErrors) as caught:
@@ -269,11 +273,11 @@ def test_what_differs_by_token_is_refused_only_where_the_loss_has_one_term_per_s
         ("algo.advantage.estimator=reinforce_pp",),
     ],
 )
-def test_what_is_equal_within_a_sequence_suits_every_loss(folder: Path, sets: tuple[str, ...]):
+def test_sequence_level_settings_fit_every_loss(folder: Path, sets: tuple[str, ...]):
     assert resolve("algo.preset=gmpo", *sets).config.algo.policy_loss == "gmpo"
 
 
-def test_the_width_of_a_clip_is_not_advised_on_for_a_loss_without_one(folder: Path):
+def test_losses_without_a_clip_get_no_advice_on_its_width(folder: Path):
     assert advice(resolve("algo.ratio=sequence", "algo.policy_loss=tis"), "train-grpo") == []
 
 
@@ -291,14 +295,16 @@ def test_the_width_of_a_clip_is_not_advised_on_for_a_loss_without_one(folder: Pa
         (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p", "log-probabilities")),
     ],
 )
-def test_what_goes_badly_is_said(folder: Path, sets: tuple[str, ...], words: tuple[str, ...]):
+def test_settings_that_train_badly_are_reported(
+    folder: Path, sets: tuple[str, ...], words: tuple[str, ...]
+):
     (line,) = advice(resolve(*sets), "train-grpo")
     assert_mentions(line, *words)
     assert advice(resolve(*sets), "train-sft") == [] and advice(resolve(), "train-grpo") == []
 
 
-def test_a_run_of_some_epochs_is_longer_than_the_critics_warm_up(folder: Path):
-    """4 prompts a step."""
+def test_a_run_of_epochs_must_be_longer_than_the_critic_warmup(folder: Path):
+    """4 prompts per step."""
     config = resolve(
         "algo.preset=ppo", "algo.value.warmup_steps=3", "train={steps: null, epochs: 2}"
     ).config
@@ -319,7 +325,7 @@ def test_the_constant_of_dr_grpo_is_the_token_budget_of_an_update(folder: Path):
     assert aggregate_constant(resolve().config) is None
 
 
-def test_a_reference_is_held_for_either_place_of_the_divergence(folder: Path):
+def test_both_kl_terms_need_a_reference(folder: Path):
     assert not needs_reference(resolve().config)
     assert needs_reference(resolve("algo.kl.reward.coef=0.1").config) and needs_reference(
         resolve("algo.preset=grpo").config

@@ -1,5 +1,4 @@
-"""What is known wrong before any device is asked for, and what follows from a configuration by arithmetic."""
-# ruff: noqa: E501  (lines as users see them)
+"""Checks that run before a command starts, and values derived from a configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from support import assert_each_mentions, assert_mentions, labelled
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that trainings need."""
+    """Return a working directory with all inputs of a training."""
     monkeypatch.chdir(tmp_path)
     return make_working_folder(tmp_path)
 
@@ -43,12 +42,12 @@ def mistakes(
     return str(caught.value).splitlines()
 
 
-def test_right_configurations_pass(folder: Path):
+def test_valid_configurations_pass(folder: Path):
     assert load(["sft.yaml"], command="train-sft").config.train.steps == 10
     assert load(["grpo.yaml"], command="train-grpo").config.rollout.samples_per_prompt == 8
 
 
-def test_missing_keys_say_what_they_mean(folder: Path):
+def test_missing_keys_are_reported_with_their_meaning(folder: Path):
     assert_each_mentions(
         mistakes("train-grpo", file="sft"),
         ("model.path", "missing"),
@@ -58,7 +57,7 @@ def test_missing_keys_say_what_they_mean(folder: Path):
     )
 
 
-def test_missing_files_are_named_by_key(folder: Path):
+def test_missing_files_are_reported_by_key(folder: Path):
     (folder / "empty").mkdir()
     sets = (
         "model.path=gone",
@@ -82,13 +81,15 @@ def test_missing_files_are_named_by_key(folder: Path):
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [
-        (("train.global_batch=6", "train.micro_batch=4"), ("--set: train.global_batch=6", "multiple of 4", "data parallel", "train.micro_batch")),
+        (("train.global_batch=6", "train.micro_batch=4"),
+            ("--set: train.global_batch=6", "multiple of 4", "data parallel", "train.micro_batch")),
         (
             ("cluster.devices_per_node=4", "train.parallel.tp=2", "train.global_batch=3"),
             ("--set: train.global_batch=3", "multiple of 2", "train.micro_batch"),
         ),
         (
-            ("cluster.devices_per_node=2", "train.max_tokens_per_micro_batch=64", "train.global_batch=3"),
+            ("cluster.devices_per_node=2", "train.max_tokens_per_micro_batch=64",
+                "train.global_batch=3"),
             ("--set: train.global_batch=3", "multiple of 2", "data parallel"),
         ),
         (
@@ -97,15 +98,18 @@ def test_missing_files_are_named_by_key(folder: Path):
         ),
         (("train.parallel.tp=8",), ("--set: train.parallel.tp=8", "query groups")),
         (("train.parallel.ep=2",), ("--set: train.parallel.ep=2", "experts")),
-        (("train.parallel.pp=2", "train.parallel.vpp=2"), ("--set: train.parallel.vpp=2", "virtual", "2 layers")),
+        (("train.parallel.pp=2", "train.parallel.vpp=2"),
+            ("--set: train.parallel.vpp=2", "virtual", "2 layers")),
         (("train.parallel.pp=3",), ("--set: train.parallel.pp=3", "4 layers")),
         (("train.parallel.sp=true",), ("--set: train.parallel.sp=true", "train.parallel.tp")),
         (("data.seq_length=513",), ("--set: data.seq_length=513", "512")),
         (("train.epochs=2",), ("--set: train.epochs=2", "train.steps=10", "null")),
-        (("train.optimizer.min_lr=1.0",), ("--set: train.optimizer.min_lr=1.0", "train.optimizer.lr=1e-05")),
+        (("train.optimizer.min_lr=1.0",),
+            ("--set: train.optimizer.min_lr=1.0", "train.optimizer.lr=1e-05")),
         (("eval.every_steps=5",), ("--set: eval.every_steps=5", "data.eval", "data.eval_fraction")),
         (("train.freeze=['*']",), ('--set: train.freeze=["*"]',)),
-        (("train.freeze=['*.bias']", "train.lora.rank=2"), ('--set: train.freeze=["*.bias"]', "train.lora")),
+        (("train.freeze=['*.bias']", "train.lora.rank=2"),
+            ('--set: train.freeze=["*.bias"]', "train.lora")),
         (
             ("train.max_tokens_per_micro_batch=64", "train.micro_batch=2"),
             ("--set: train.micro_batch=2", "train.max_tokens_per_micro_batch"),
@@ -117,7 +121,7 @@ def test_missing_files_are_named_by_key(folder: Path):
         (("model.template=qwn_r1",), ("--set: model.template=qwn_r1", "'qwen_r1'", "YAML")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_in_sft_is_one_line(
+def test_each_invalid_sft_setting_is_one_line(
     folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
 ):
     assert_each_mentions(mistakes("train-sft", *sets), fragments)
@@ -126,12 +130,14 @@ def test_what_does_not_fit_in_sft_is_one_line(
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [
-        (("rollout.samples_per_prompt=1",), ("--set: rollout.samples_per_prompt=1", "group_norm", "at least 2")),
+        (("rollout.samples_per_prompt=1",),
+            ("--set: rollout.samples_per_prompt=1", "group_norm", "at least 2")),
         (
             ("train.updates.samples_per_update=12",),
             ("--set: train.updates.samples_per_update=12", "4 prompts", "8 samples", "32"),
         ),
-        (("train.micro_batch=3",), ("train.updates.samples_per_update", "32 samples", "multiple of 3")),
+        (("train.micro_batch=3",), ("train.updates.samples_per_update", "32 samples",
+            "multiple of 3")),
         (
             ("rollout.max_response_tokens=500",),
             ("--set: rollout.max_response_tokens=500", "rollout.max_prompt_tokens", "564", "512"),
@@ -142,10 +148,12 @@ def test_what_does_not_fit_in_sft_is_one_line(
         ),
         (
             ("train.max_tokens_per_micro_batch=100",),
-            ("--set: train.max_tokens_per_micro_batch=100", "rollout.max_prompt_tokens", "128 tokens"),
+            ("--set: train.max_tokens_per_micro_batch=100", "rollout.max_prompt_tokens",
+                "128 tokens"),
         ),
         (("eval.every_steps=5",), ("--set: eval.every_steps=5", "data.eval")),
-        (("rollout.engine.tp=2",), ("--set: rollout.engine.tp=2", "engine", "cluster.devices_per_node")),
+        (("rollout.engine.tp=2",), ("--set: rollout.engine.tp=2", "engine",
+            "cluster.devices_per_node")),
         (
             ("rollout.sampling.temperature=0",),
             ("--set: rollout.sampling.temperature=0.0", "greedy"),
@@ -154,39 +162,47 @@ def test_what_does_not_fit_in_sft_is_one_line(
             ("rollout.sampling.temperature=0.001",),
             ("--set: rollout.sampling.temperature=0.001", "0.01"),
         ),
-        (("algo.policy_loss=pppo",), ("--set: algo.policy_loss=pppo", "algorithms.losses", "'ppo'")),
+        (("algo.policy_loss=pppo",),
+            ("--set: algo.policy_loss=pppo", "algorithms.losses", "'ppo'")),
         (
             ("algo.advantage.estimator=group_nrm",),
             ("--set: algo.advantage.estimator=group_nrm", "algorithms.advantages", "'group_norm'"),
         ),
         (
             ("reward.sources.0.verifier=strict_formt",),
-            ("--set: reward.sources.0.verifier=strict_formt", "rewards.verifiers", "'strict_format'"),
+            ("--set: reward.sources.0.verifier=strict_formt", "rewards.verifiers",
+                "'strict_format'"),
         ),
         (("algo.options={eps: 1}",), ("--set: algo.options.eps=1", "option")),
         (("reward.sources.0.weight=0",), ("reward.sources", "weights", "0")),
-        (("reward.sources=[{verifier: acc}, {verifier: acc}]",), ("--set: reward.sources.1.verifier=acc", "weights", "name")),
+        (("reward.sources=[{verifier: acc}, {verifier: acc}]",),
+            ("--set: reward.sources.1.verifier=acc", "weights", "name")),
         (
             ("reward.overlong={buffer: 1000, factor: 1}",),
             ("--set: reward.overlong.buffer=1000", "rollout.max_response_tokens=64"),
         ),
-        (("reward.overlong.factor=2",), ("--set: reward.overlong.factor=2.0", "reward.overlong.buffer")),
-        (("reward.length.right_above=0.5",), ("--set: reward.length.right_above=0.5", "reward.length.coef")),
+        (("reward.overlong.factor=2",),
+            ("--set: reward.overlong.factor=2.0", "reward.overlong.buffer")),
+        (("reward.length.right_above=0.5",),
+            ("--set: reward.length.right_above=0.5", "reward.length.coef")),
         (
             ("reward.sources=[{verifier: acc, url: 'http://a'}]",),
             ("--set: reward.sources.0.url=http://a", "verifier, function, url, model", "2"),
         ),
-        (("reward.sources=[{verifier: regex_match}]",), ("--set: reward.sources.0.verifier=regex_match", "options.pattern", "regular expression")),
-        (("reward.sources.0.options={colour: red}",), ("--set: reward.sources.0.options.colour=red", "option", "percent, tolerance")),
+        (("reward.sources=[{verifier: regex_match}]",),
+            ("--set: reward.sources.0.verifier=regex_match", "options.pattern",
+            "regular expression")),
+        (("reward.sources.0.options={colour: red}",),
+            ("--set: reward.sources.0.options.colour=red", "option", "percent, tolerance")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_in_grpo_is_one_line(
+def test_each_invalid_grpo_setting_is_one_line(
     folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
 ):
     assert_each_mentions(mistakes("train-grpo", *sets), fragments)
 
 
-def test_normalising_by_group_needs_a_group(folder: Path):
+def test_normalization_by_group_needs_several_samples(folder: Path):
     sets = (
         "rollout.samples_per_prompt=1",
         "algo.advantage.estimator=reinforce",
@@ -208,7 +224,10 @@ def test_an_unknown_architecture_is_refused_by_name(folder: Path):
 
 
 def test_each_prefix_of_a_blend_is_named_with_its_line(folder: Path):
-    text = "data:\n  handler: pretrain\n  seq_length: 8\n  train: null\n  blend:\n    data: 1.0\n    some/gone.v2: 2.0\n"
+    text = (
+        "data:\n  handler: pretrain\n  seq_length: 8\n  train: null\n  blend:\n    data: "
+        "1.0\n    some/gone.v2: 2.0\n"
+    )
     (folder / "blend.yaml").write_text("defaults: [sft.yaml]\n" + text, encoding="utf-8")
     gone = ("blend.yaml:8: data.blend.some/gone.v2=2.0", "some/gone.v2_*.idx", "msrl preprocess")
     assert_each_mentions(mistakes("train-sft", file="blend.yaml"), gone)
@@ -304,7 +323,7 @@ def test_preprocessing_is_checked_before_it_starts(folder: Path):
     assert_mentions(line, "preprocess.template", "missing", "--template", *template_names())
 
 
-def test_generation_takes_one_prompt_or_one_file(folder: Path):
+def test_generation_needs_either_a_prompt_or_a_file(folder: Path):
     either = ("generate.prompt", "--prompt", "--input")
     assert_each_mentions(mistakes("generate", "generate.model=model"), either)
     sets = (
@@ -324,13 +343,13 @@ def test_generation_takes_one_prompt_or_one_file(folder: Path):
     load(sets=["generate.model=model", "generate.prompt=1 + 1"], command="generate")
     load(sets=["chat.model=model"], command="chat")
     for command in ("generate", "chat"):
-        given = [
+        required = [
             f"{command}.model=model",
             *(["generate.prompt=x"] if command == "generate" else []),
         ]
-        load(sets=[*given, f"{command}.temperature=2"], command=command)
+        load(sets=[*required, f"{command}.temperature=2"], command=command)
         assert_each_mentions(
-            mistakes(command, *given, f"{command}.temperature=2.5"),
+            mistakes(command, *required, f"{command}.temperature=2.5"),
             (f"--set: {command}.temperature=2.5", "0.01"),
         )
     assert_each_mentions(mistakes("chat"), ("chat.model", "missing", "--model"))
@@ -374,7 +393,7 @@ def test_ranks_are_numbered_tensor_then_data_then_pipeline(folder: Path):
     assert [rank.engine for rank in table] == [0, 0, 1, 1, None, None, None, None]
 
 
-def test_the_arithmetic_of_a_grpo_step(folder: Path):
+def test_derived_values_of_a_grpo_step(folder: Path):
     sets = [
         "cluster.devices_per_node=2",
         "train.updates.samples_per_update=16",
@@ -411,7 +430,7 @@ def test_parameters_of_a_rank_agree_with_a_count_by_hand(folder: Path):
     ), "the last stage has a copy of the tied embedding"
 
 
-def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
+def test_bytes_of_a_device_depend_on_dtype_and_data_parallelism(folder: Path):
     config = load(["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2"]).config
     shape = model_shape(config)
     assert shape is not None
@@ -431,21 +450,23 @@ def test_bytes_of_a_device_follow_from_type_and_data_parallelism(folder: Path):
     }
 
 
-def test_only_what_is_trained_has_gradients_and_a_place_in_the_optimizer(folder: Path):
+def test_only_trained_parameters_have_gradients_and_optimizer_state(folder: Path):
     shape = model_shape(load(["sft.yaml"]).config)
     assert shape is not None
     hidden, ffn, layers, count = 64, 96, 4, parameters_per_rank(shape, ParallelLayout(tp=2))
-    # Of each matrix at TP 2: rank x (what is cut, halved, and what is not).
+    # LoRA factors of each matrix at TP 2: rank x (half of the sharded size + the other size).
     adapters = layers * 3 * ((hidden // 2 + hidden) + (hidden + ffn // 2))
     lora = ["train.lora.rank=3", "train.lora.targets=[o_proj, linear_fc2]"]
-    cut = ["train.parallel.tp=2", "cluster.devices_per_node=2", "model.dtype=float32"]
-    found = bytes_per_device(load(["sft.yaml"], [*cut, *lora]).config, shape)
-    assert found == {
+    layout = ["train.parallel.tp=2", "cluster.devices_per_node=2", "model.dtype=float32"]
+    sizes = bytes_per_device(load(["sft.yaml"], [*layout, *lora]).config, shape)
+    assert sizes == {
         "weights": 4 * (count + adapters),
         "gradients": 4 * adapters,
         "optimizer": 8 * adapters,
     }
-    frozen = bytes_per_device(load(["sft.yaml"], [*cut, "train.freeze=['*.mlp.*']"]).config, shape)
+    frozen = bytes_per_device(
+        load(["sft.yaml"], [*layout, "train.freeze=['*.mlp.*']"]).config, shape
+    )
     trained = count - layers * (3 * ffn * hidden // 2)
     assert frozen == {"weights": 4 * count, "gradients": 4 * trained, "optimizer": 8 * trained}
     assert "reference weights" in memory_rows(
@@ -456,24 +477,24 @@ def test_only_what_is_trained_has_gradients_and_a_place_in_the_optimizer(folder:
     )
 
 
-def test_a_critic_takes_what_a_policy_without_an_output_layer_takes_and_is_trained_whole(
+def test_a_critic_is_a_fully_trained_policy_without_an_output_layer(
     folder: Path,
 ):
-    cut = [
+    layout = [
         "train.parallel.tp=2",
         "cluster.devices_per_node=4",
         "model.dtype=float32",
         "train.freeze=['*.mlp.*']",
     ]
-    rows = memory_rows(load(["grpo.yaml"], [*cut, "algo.preset=ppo"]).config, "train-grpo")
+    rows = memory_rows(load(["grpo.yaml"], [*layout, "algo.preset=ppo"]).config, "train-grpo")
     shape = model_shape(load(["grpo.yaml"]).config)
     assert shape is not None and shape.tie_word_embeddings
     count = parameters_per_rank(shape, ParallelLayout(tp=2)) + shape.hidden_size // 2
-    found = {name: rows[f"critic's {name}"] for name in ("weights", "gradients", "optimizer")}
-    assert found == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
+    sizes = {name: rows[f"critic's {name}"] for name in ("weights", "gradients", "optimizer")}
+    assert sizes == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
     assert not [
         name
-        for name in memory_rows(load(["grpo.yaml"], cut).config, "train-grpo")
+        for name in memory_rows(load(["grpo.yaml"], layout).config, "train-grpo")
         if "critic" in name
     ]
 
@@ -495,7 +516,7 @@ def test_data_of_the_wrong_kind_is_refused_before_anything_starts(tmp_path, comm
         load([], [f"data.train={tmp_path / 'data'}"], [], command)
 
 
-def test_the_folder_of_a_run_is_answered_with_that_of_its_checkpoints(folder: Path):
+def test_a_run_folder_as_model_path_suggests_its_checkpoint_folder(folder: Path):
     make_mcore(folder / "runs/sft/checkpoints")
     for command, key in (
         ("generate", "generate.model"),

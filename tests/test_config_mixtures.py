@@ -1,6 +1,4 @@
-"""What is asked of mixtures of experts and their adapters is refused by name where the model has no
-such thing.
-"""
+"""Checks of mixture-of-experts and adapter settings that a model does not support."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_a_mixture_takes_passes(folder: Path):
+def test_valid_settings_of_a_mixture_pass(folder: Path):
     router = [
         "train.router.aux_loss_coef=model",
         "train.router.aux_loss_over=micro_batch",
@@ -105,7 +103,7 @@ def test_what_a_mixture_takes_passes(folder: Path):
         ),
     ],
 )
-def test_what_a_mixture_does_not_have_is_refused_before_launch(
+def test_settings_that_a_mixture_does_not_support_are_refused_before_launch(
     folder: Path, model: str, sets: list[str], fragments: tuple[str, ...]
 ):
     with pytest.raises(MsrlError, match=mentions(*fragments)):

@@ -1,4 +1,4 @@
-"""Operations of a training step, worked out by hand, and the peaks of devices by their names."""
+"""Operations of a training step against hand calculations, and peaks of devices by name."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ from msrl.platforms.npu import peak_flops as npu_peak
 from test_models import QWEN2, shape
 
 
-def test_flops_of_a_dense_model_are_those_worked_out_by_hand():
+def test_flops_of_a_dense_model_match_a_hand_calculation():
     model = dataclasses.replace(
-        shape(QWEN2), num_layers=2, hidden_size=8, ffn_hidden_size=10, num_attention_heads=4, num_query_groups=2, head_dim=3, vocab_size=7
+        shape(QWEN2), num_layers=2, hidden_size=8, ffn_hidden_size=10, num_attention_heads=4,
+        num_query_groups=2, head_dim=3, vocab_size=7
     )  # fmt: skip
-    # A layer: queries 8 x 12, keys and values 8 x 6 each, output 12 x 8, three matrices 8 x 10: 96 + 96 + 96 + 240 = 528 weights.
-    # Sequences of 3 and 5 tokens: 8 tokens; 6 + 15 pairs of 4 heads, with 3 channels of scores and 3 of sums.
-    products = 8 * 2 * 528 + 4 * 8 * 7  # 4 tokens are learnt
+    # A layer: queries 8 x 12, keys and values 8 x 6 each, output 12 x 8, three matrices 8 x 10:
+    # 96 + 96 + 96 + 240 = 528 weights.
+    # Sequences of 3 and 5 tokens: 8 tokens; 6 + 15 pairs of 4 heads, with 3 channels of scores and
+    # 3 channels of weighted sums.
+    products = 8 * 2 * 528 + 4 * 8 * 7  # 4 tokens are trained
     attention = 2 * (6 + 15) * 4 * (3 + 3)
     assert training_flops(model, [3, 5], 4) == 3 * (2 * products + 2 * attention)
     assert (
         training_flops(model, [3, 5], 4, weight_gradients=False)
         == 2 * 2 * products + 3 * 2 * attention
     )
-    # In the second layer a token sees itself and one before it: 5 pairs of 3 tokens, 9 of 5.
+    # In the second layer, a token attends to itself and its predecessor:
+    # 5 pairs of 3 tokens, 9 of 5.
     windowed = dataclasses.replace(model, attention=Attention(window=2, window_layers=(1,)))
     assert training_flops(windowed, [3, 5], 4) == 3 * (
         2 * products + attention + 2 * (5 + 9) * 4 * 6
     )
 
 
-def test_a_packed_row_takes_less_than_one_long_sequence_by_the_pairs_that_it_does_not_see():
+def test_a_packed_row_has_fewer_attention_pairs_than_one_long_sequence():
     model = shape(QWEN2)
     saved = (
         3
@@ -49,7 +53,7 @@ def test_a_packed_row_takes_less_than_one_long_sequence_by_the_pairs_that_it_doe
     assert training_flops(model, [100], 100) - training_flops(model, [50, 50], 100) == saved
 
 
-def test_experts_count_as_far_as_a_token_goes_to_them():
+def test_only_active_experts_count():
     model = shape(QWEN3_MOE)
     moe = model.moe
     assert moe is not None
@@ -60,7 +64,7 @@ def test_experts_count_as_far_as_a_token_goes_to_them():
     assert training_flops(more, [10], 10) - training_flops(model, [10], 10) == 6 * 10 * one_expert
 
 
-def test_latent_attention_counts_its_own_matrices():
+def test_latent_attention_counts_its_projections():
     model = shape({**DEEPSEEK_V2, "q_lora_rank": 24})
     mla, heads, hidden = model.mla, model.num_attention_heads, model.hidden_size
     assert mla is not None and model.moe is not None
@@ -103,11 +107,11 @@ def test_latent_attention_counts_its_own_matrices():
         ("Tesla V100-SXM2-32GB", None),
     ],
 )
-def test_the_peak_of_a_gpu_is_its_data_sheets_dense_bfloat16(name: str, peak: float | None):
+def test_the_peak_of_a_gpu_is_dense_bfloat16_of_its_data_sheet(name: str, peak: float | None):
     assert cuda_peak(name) == peak
 
 
-def test_the_peak_of_an_npu_goes_by_its_generation_and_a_cpu_has_none():
+def test_the_peak_of_an_npu_depends_on_its_generation_and_a_cpu_has_none():
     assert npu_peak("Ascend910B3") == npu_peak("Ascend910_9382") == 354e12
     assert npu_peak("Ascend310P3") is None
     assert get("cpu").peak_flops("bfloat16") is None

@@ -1,6 +1,4 @@
-"""Another value of a key changes what it becomes: for every key of every table that has a native
-one.
-"""
+"""Every key with a native key: another value changes the translation."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from import_changes import CASES, place, translation
+from import_changes import CASES, key_path, translation
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.config.sources import plain
@@ -24,7 +22,7 @@ ELSEWHERE = {
     ("mindspeed_rl", section)
     for section in ("megatron", "rl_config", "generate_config", "sampling_config")
 }
-# What they ask for is told or refused, whatever their value: they have no native key of their own in that system.
+# These keys are reported or refused for any value, because they have no native key in that system.
 REPORTED = {
     "mindspeed_llm": {
         "train.fp16",
@@ -41,69 +39,67 @@ REPORTED = {
 
 
 def rows() -> list[Any]:
-    """Each row with a native key, as a parameter of its own."""
-    found = [
+    """Return one parameter per row with a native key."""
+    pairs = [
         (system, row) for system in CASES for row in load_table(system).rows.values() if row.to
     ]
     return [
         pytest.param(system, row, id=f"{system} {row.section}.{row.key}")
-        for system, row in found
+        for system, row in pairs
         if (system, row.section) not in ELSEWHERE
         and f"{row.section}.{row.key}" not in REPORTED[system]
     ]
 
 
-def another(key: str) -> Any:
-    """A value of a native key's type that is not its default."""
+def other_value(key: str) -> Any:
+    """Return a value of the native key's type other than its default."""
     value: Any = Config()
-    for part in key.split("."):
-        value = getattr(value, part, None) if isinstance(value, BaseModel) else None
+    for name in key.split("."):
+        value = getattr(value, name, None) if isinstance(value, BaseModel) else None
     if isinstance(value, bool):
         return not value
     return {"int": 7, "float": 0.37, "NoneType": 7}.get(type(value).__name__, "other")
 
 
 def value_at(tree: Any, key: str) -> object:
-    for part in key.split("."):
-        if not isinstance(tree, list):  # of the items of a list: the whole list
-            tree = tree.get(part) if isinstance(tree, dict) else None
+    for name in key.split("."):
+        if not isinstance(tree, list):  # a list is compared as one value
+            tree = tree.get(name) if isinstance(tree, dict) else None
     return tree
 
 
-def assert_it_loads_or_is_refused(found: Translation, folder: Path) -> None:
-    """What is said to take effect is a right configuration; only what the translation names is
-    refused.
-    """
-    (folder / "native.yaml").write_text(native_yaml(found), encoding="utf-8")
+def assert_loads_or_is_refused(translated: Translation, folder: Path) -> None:
+    """Assert that the native configuration is valid, or that only unsupported keys are refused."""
+    (folder / "native.yaml").write_text(native_yaml(translated), encoding="utf-8")
     try:
         load([str(folder / "native.yaml")])
     except ManyErrors as error:
-        assert found.refused() and all("version" in line for line in error.messages), error
+        assert translated.refused() and all("version" in line for line in error.messages), error
 
 
-def natives(found: Translation, row: Row) -> list[object]:
-    tree = plain(found.complete_tree())
+def natives(translated: Translation, row: Row) -> list[object]:
+    tree = plain(translated.complete_tree())
     return [value_at(tree, key) for key in (*row.to, "checkpoint.load")]
 
 
 @pytest.mark.parametrize(("system", "row"), rows())
-def test_another_value_of_a_key_changes_what_it_becomes(system: str, row: Row, tmp_path: Path):
+def test_another_value_of_a_key_changes_its_translation(system: str, row: Row, tmp_path: Path):
     name = f"{row.section}.{row.key}"
-    besides, value = CASES[system].get(name, ({}, another(row.to[0])))
-    where = place(system, row.section, row.key)
+    besides, value = CASES[system].get(name, ({}, other_value(row.to[0])))
+    where = key_path(system, row.section, row.key)
     before = translation(system, row.section, besides, tmp_path)
     after = translation(system, row.section, {**besides, where: value}, tmp_path)
     assert not before.errors and not after.errors, (before.errors, after.errors)
-    fates = [
-        one.status
-        for one in after.outcomes
-        if (one.entry.section, one.entry.key) == (row.section, row.key)
-        and one.entry.path.endswith(where)
+    statuses = [
+        outcome.status
+        for outcome in after.outcomes
+        if (outcome.entry.section, outcome.entry.key) == (row.section, row.key)
+        and outcome.entry.path.endswith(where)
     ]
-    assert value is ... or fates, "the key is told"
-    for found in (before, after):
-        assert_it_loads_or_is_refused(found, tmp_path)
+    assert value is ... or statuses, "the key has no status"
+    for translated in (before, after):
+        assert_loads_or_is_refused(translated, tmp_path)
     if row.same and refusal(row.to[0], value):
-        return  # changes no results, and is not built yet: told as such
-    assert natives(before, row) != natives(after, row) or fates == [KeyStatus.UNSUPPORTED]
-    assert not set(fates) & {KeyStatus.DEAD, KeyStatus.SAME, KeyStatus.OFF}
+        return  # unsupported, but reported as not changing results
+    assert natives(before, row) != natives(after, row) or statuses == [KeyStatus.UNSUPPORTED]
+    assert not set(statuses) & {KeyStatus.DEAD, KeyStatus.SAME, KeyStatus.OFF}

@@ -1,4 +1,4 @@
-"""`msrl config import`: the guides' complete examples of every system, key by key, and what their numbers mean there."""
+"""`msrl config import`: complete examples of the guides of every system, key by key."""
 # ruff: noqa: E501  (lines as users see them)
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def imported(system: str, text: str, folder: Path, suffix: str) -> Translation:
     return translate_arguments(system, [str(file)])
 
 
-def tree_of(translation: Translation) -> Any:
+def native_tree(translation: Translation) -> Any:
     return plain(parse(native_yaml(translation), "native.yaml"))
 
 
@@ -72,11 +72,11 @@ def changed(text: str, *pairs: tuple[str, str]) -> str:
 
 
 def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
-    tree = tree_of(imported("roll", RLVR, tmp_path, "yaml"))
+    tree = native_tree(imported("roll", RLVR, tmp_path, "yaml"))
     assert tree["cluster"] == {"devices_per_node": 8, "nodes": 2, "rpc_timeout_s": 3600}
     assert tree["train"]["updates"]["samples_per_update"] == 2 * 16 * (
         16 // 2
-    )  # per device * accumulation * data parallel
+    )  # per device * accumulation * data parallel size
     assert (tree["rollout"]["prompts_per_step"], tree["rollout"]["samples_per_prompt"]) == (64, 8)
     assert tree["rollout"]["engine"] == {
         "tp": 2,
@@ -116,12 +116,12 @@ def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
         ("warmup_steps: 20", "warmup_ratio: 0.1", "train.optimizer.warmup", 0.1),
     ],
 )  # fmt: skip
-def test_a_changed_key_of_roll_changes_what_it_becomes(
+def test_a_changed_key_of_roll_changes_its_translation(
     old: str, new: str, key: str, value: object, tmp_path: Path
 ):
-    tree = tree_of(imported("roll", changed(RLVR, (old, new)), tmp_path, "yaml"))
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
+    tree = native_tree(imported("roll", changed(RLVR, (old, new)), tmp_path, "yaml"))
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
     assert tree == value
 
 
@@ -136,13 +136,11 @@ def test_a_changed_key_of_roll_changes_what_it_becomes(
         ("lora_rank: 32", None),
     ],
 )
-def test_adapters_of_roll_are_trained_where_lora_target_names_layers(
-    args: str, lora: object, tmp_path: Path
-):
+def test_lora_target_of_roll_enables_adapters(args: str, lora: object, tmp_path: Path):
     text = changed(
         RLVR, ("  infer_batch_size: 4", f"  infer_batch_size: 4\n  model_args: {{{args}}}")
     )
-    assert tree_of(imported("roll", text, tmp_path, "yaml"))["train"].get("lora") == lora
+    assert native_tree(imported("roll", text, tmp_path, "yaml"))["train"].get("lora") == lora
 
 
 @pytest.mark.parametrize(
@@ -153,23 +151,27 @@ def test_adapters_of_roll_are_trained_where_lora_target_names_layers(
         ("warmup_ratio: 0.1, warmup_steps: 0", 0.1),
     ],
 )
-def test_steps_of_warm_up_count_before_a_ratio_in_roll(args: str, warmup: float, tmp_path: Path):
+def test_warmup_steps_of_roll_override_the_ratio(args: str, warmup: float, tmp_path: Path):
     text = changed(RLVR, ("warmup_steps: 20", args))
     assert (
-        tree_of(imported("roll", text, tmp_path, "yaml"))["train"]["optimizer"]["warmup"] == warmup
+        native_tree(imported("roll", text, tmp_path, "yaml"))["train"]["optimizer"]["warmup"]
+        == warmup
     )
 
 
-def test_virtual_stages_of_roll_are_counted_and_become_layers(tmp_path: Path):
+def test_virtual_stages_of_roll_become_layers_per_stage(tmp_path: Path):
     make_model(tmp_path / "model", num_hidden_layers=8)
-    stages = "tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2"
+    stages = (
+        "tensor_model_parallel_size: 2, pipeline_model_parallel_size: "
+        "2, virtual_pipeline_model_parallel_size: 2"
+    )
     text = changed(
         RLVR,
         ("tensor_model_parallel_size: 2", stages),
         ("pretrain: model", f"pretrain: {tmp_path}/model"),
     )
     assert (
-        tree_of(imported("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2
+        native_tree(imported("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2
     )  # 8 layers in 2 * 2 stages
     with pytest.raises(
         MsrlError, match=mentions("virtual_pipeline_model_parallel_size=2", "virtual stages")
@@ -198,25 +200,25 @@ validation:
 """
 
 
-def test_validation_of_roll_becomes_evaluation_before_the_first_step_and_on_the_way(tmp_path: Path):
-    found = imported("roll", RLVR + HELD_OUT, tmp_path, "yaml")
+def test_validation_of_roll_becomes_evaluation_before_and_during_training(tmp_path: Path):
+    translation = imported("roll", RLVR + HELD_OUT, tmp_path, "yaml")
     sampling = {"temperature": 0.6, "top_p": 0.7, "top_k": -1}  # the second is ROLL's default
-    assert tree_of(found)["eval"] == {
+    assert native_tree(translation)["eval"] == {
         "every_steps": 5,
         "at_start": True,
         "sampling": sampling,
         "samples_per_prompt": 4,
     }
-    assert any("--set data.eval=PREFIX" in str(one) for one in found.outcomes)
+    assert any("--set data.eval=PREFIX" in str(outcome) for outcome in translation.outcomes)
     longer = imported(
         "roll",
         RLVR + HELD_OUT + "val_prompt_length: 1024\nval_sequence_length: 5120\n",
         tmp_path,
         "yaml",
     )
-    assert tree_of(longer)["eval"]["max_response_tokens"] == 4096
+    assert native_tree(longer)["eval"]["max_response_tokens"] == 4096
     often = imported("roll", changed(RLVR + HELD_OUT, ("eval_steps: 5\n", "")), tmp_path, "yaml")
-    assert tree_of(often)["eval"]["every_steps"] == 10  # ROLL's default
+    assert native_tree(often)["eval"]["every_steps"] == 10  # ROLL's default
     greedy = imported(
         "roll",
         changed(
@@ -227,7 +229,7 @@ def test_validation_of_roll_becomes_evaluation_before_the_first_step_and_on_the_
         tmp_path,
         "yaml",
     )
-    assert tree_of(greedy)["eval"]["sampling"] == {"temperature": 0}
+    assert native_tree(greedy)["eval"]["sampling"] == {"temperature": 0}
 
 
 @pytest.mark.parametrize(
@@ -238,13 +240,11 @@ def test_validation_of_roll_becomes_evaluation_before_the_first_step_and_on_the_
         RLVR + changed(HELD_OUT, ("eval_steps: 5", "eval_steps: 0")),
     ],
 )
-def test_roll_evaluates_nothing_where_validation_names_no_data_or_eval_steps_is_off(
-    text: str, tmp_path: Path
-):
-    assert "eval" not in tree_of(imported("roll", text, tmp_path, "yaml"))
+def test_roll_does_not_evaluate_without_validation_data_or_eval_steps(text: str, tmp_path: Path):
+    assert "eval" not in native_tree(imported("roll", text, tmp_path, "yaml"))
 
 
-def test_lengths_of_rolls_validation_are_given_both(tmp_path: Path):
+def test_roll_validation_needs_both_lengths(tmp_path: Path):
     with pytest.raises(MsrlError, match=mentions("val_sequence_length=2048", "val_prompt_length")):
         imported("roll", RLVR + HELD_OUT + "val_sequence_length: 2048\n", tmp_path, "yaml")
 
@@ -254,8 +254,10 @@ def test_dead_keys_of_roll_are_named(tmp_path: Path):
         RLVR
         + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\nadd_len_reward: true\nsft_loss_coef: 0.1\n"
     )
-    found = imported("roll", text, tmp_path, "yaml")
-    dead = {outcome.entry.key for outcome in found.outcomes if outcome.status is KeyStatus.DEAD}
+    translation = imported("roll", text, tmp_path, "yaml")
+    dead = {
+        outcome.entry.key for outcome in translation.outcomes if outcome.status is KeyStatus.DEAD
+    }
     assert dead >= {
         "l2",
         "reward_norm",
@@ -267,19 +269,22 @@ def test_dead_keys_of_roll_are_named(tmp_path: Path):
     }
 
 
-def test_agentic_runs_are_translated_and_refused_until_there_are_environments(tmp_path: Path):
+def test_agentic_runs_are_translated_and_refused_without_environments(tmp_path: Path):
     text = changed(
         RLVR,
         (
-            "rewards:\n  math_rule: {worker_cls: roll.rewards.MathRuleRewardWorker, tag_included: [math]}\n",
+            "rewards:\n  math_rule: "
+            "{worker_cls: roll.rewards.MathRuleRewardWorker, tag_included: [math]}\n",
             "",
         ),
     )
     text += "train_env_manager: {num_env_groups: 8, group_size: 8, tags: [SimpleSokoban], max_traj_per_env: 2}\nmax_actions_per_traj: 5\n"
-    found = imported("roll", text, tmp_path, "yaml")
-    tree = tree_of(found)
+    translation = imported("roll", text, tmp_path, "yaml")
+    tree = native_tree(translation)
     assert tree["rollout"]["prompts_per_step"] == 64 // 8  # rollout_batch_size counts trajectories
-    assert tree["env"]["max_turns"] == 5 and any("env.groups" in line for line in found.refused())
+    assert tree["env"]["max_turns"] == 5 and any(
+        "env.groups" in line for line in translation.refused()
+    )
 
 
 def test_a_misspelt_key_of_roll_is_named_with_its_line(tmp_path: Path):
@@ -296,7 +301,7 @@ def test_a_file_of_roll_is_imported_not_run(tmp_path: Path):
         load([str(tmp_path / "roll.yaml")])
 
 
-def test_devices_are_counted_and_nothing_is_evaluated():
+def test_device_mappings_are_counted_without_evaluating_code():
     assert device_count("list(range(0,8)) + list(range(8, 16, 2))") == 12
     assert device_count("__import__('os').system('true')") is None
     assert device_count("list(range(0, exit()))") is None
@@ -304,13 +309,16 @@ def test_devices_are_counted_and_nothing_is_evaluated():
 
 # --- LightRFT -----------------------------------------------------------------------------------------------------------------
 
-FLAGS = "python train.py --pretrain model --prompt_data x --rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 128 --advantage_estimator group_norm"
+FLAGS = (
+    "python train.py --pretrain model --prompt_data x --rollout_batch_size 64 "
+    "--n_samples_per_prompt 8 --train_batch_size 128 --advantage_estimator group_norm"
+)
 
 
 def test_a_command_of_lightrft_is_not_refused_for_defaults_that_change_no_results(tmp_path: Path):
-    found = translate_arguments("lightrft", FLAGS.split())
-    assert not found.refused()
-    (tmp_path / "native.yaml").write_text(native_yaml(found), encoding="utf-8")
+    translation = translate_arguments("lightrft", FLAGS.split())
+    assert not translation.refused()
+    (tmp_path / "native.yaml").write_text(native_yaml(translation), encoding="utf-8")
     assert load([str(tmp_path / "native.yaml")]).config.log.trackers == ()
 
 
@@ -322,11 +330,11 @@ def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
     ]
     assert len(blocks) == 2
     for block in blocks:
-        found = imported("lightrft", block, tmp_path, "sh")
-        assert {outcome.entry.path for outcome in found.outcomes} == set(
+        translation = imported("lightrft", block, tmp_path, "sh")
+        assert {outcome.entry.path for outcome in translation.outcomes} == set(
             re.findall(r"--(\w+)", block)
         )
-    assert tree_of(imported("lightrft", blocks[0], tmp_path, "sh"))["train"]["updates"] == {
+    assert native_tree(imported("lightrft", blocks[0], tmp_path, "sh"))["train"]["updates"] == {
         "samples_per_update": 128,
         "epochs": 1,
     }
@@ -350,27 +358,27 @@ def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
         ("--overlong_buffer --overlong_buffer_len 512", "reward.overlong", {"buffer": 512, "factor": 1.0}),
     ],
 )  # fmt: skip
-def test_a_flag_of_lightrft_changes_what_it_becomes(
+def test_a_flag_of_lightrft_changes_its_translation(
     flags: str, key: str, value: object, tmp_path: Path
 ):
-    tree = tree_of(imported("lightrft", f"{FLAGS} {flags}", tmp_path, "sh"))
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
+    tree = native_tree(imported("lightrft", f"{FLAGS} {flags}", tmp_path, "sh"))
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
     assert tree == value
 
 
 def test_gspo_and_gmpo_are_a_ratio_and_a_loss(tmp_path: Path):
-    gspo = tree_of(imported("lightrft", FLAGS.replace("group_norm", "gspo"), tmp_path, "sh"))[
+    gspo = native_tree(imported("lightrft", FLAGS.replace("group_norm", "gspo"), tmp_path, "sh"))[
         "algo"
     ]
     assert (gspo["advantage"]["estimator"], gspo["ratio"]) == ("group_norm", "sequence")
-    gmpo = tree_of(imported("lightrft", FLAGS.replace("group_norm", "gmpo"), tmp_path, "sh"))[
+    gmpo = native_tree(imported("lightrft", FLAGS.replace("group_norm", "gmpo"), tmp_path, "sh"))[
         "algo"
     ]
     assert (gmpo["advantage"]["estimator"], gmpo["policy_loss"]) == ("group_norm", "gmpo")
 
 
-def test_flags_may_be_given_word_by_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_flags_are_accepted_as_separate_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "native.yaml"
     assert (
         msrl(
@@ -394,7 +402,7 @@ def test_flags_may_be_given_word_by_word(tmp_path: Path, capsys: pytest.CaptureF
 # --- MindSpeed-LLM ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_commands_of_the_mindspeed_guides_become_msrls(tmp_path: Path):
+def test_the_commands_of_the_mindspeed_guides_are_translated(tmp_path: Path):
     text = guide("mindspeed-llm-full-pipeline") + guide("mindspeed-rl-r1-zero")
     blocks = [
         block
@@ -402,7 +410,7 @@ def test_the_commands_of_the_mindspeed_guides_become_msrls(tmp_path: Path):
         if re.search(r"convert_ckpt.py|preprocess_data.py", block)
     ]
     assert len(blocks) == 6
-    trees = [tree_of(imported("mindspeed-llm", block, tmp_path, "sh")) for block in blocks]
+    trees = [native_tree(imported("mindspeed-llm", block, tmp_path, "sh")) for block in blocks]
     assert trees[0]["convert"] == {
         "command": "hf2mcore", "load": "/root/llm_dataset/models/Qwen/Qwen2.5-0.5B", "dtype": "bf16",
         "save": "/root/llm_dataset/models/mindspeed/qwen2.5_mcore/qwen2.5_0.5b/", "tp": 2, "pp": 2,
@@ -431,11 +439,9 @@ def test_the_commands_of_the_mindspeed_guides_become_msrls(tmp_path: Path):
         ("convert_ckpt.py --load-model-type mg --load-from-legacy", None), ("convert_ckpt.py --load-model-type mg --save-to-legacy", "legacy"),
     ],
 )  # fmt: skip
-def test_the_form_from_before_megatron_core_is_written_where_the_original_writes_it(
-    flags: str, names: str | None
-):
+def test_conversions_write_legacy_names_if_the_original_does(flags: str, names: str | None):
     words = ["python", *flags.split(), "--load-dir", "a", "--save-dir", "b"]
-    assert tree_of(translate_arguments("mindspeed-llm", words))["convert"].get("names") == names
+    assert native_tree(translate_arguments("mindspeed-llm", words))["convert"].get("names") == names
 
 
 def test_a_supervised_script_with_variables_becomes_train_sft(tmp_path: Path):
@@ -451,8 +457,8 @@ GPT_ARGS="
 "
 torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt --finetune --data-path data/alpaca  # go
 """
-    found = imported("mindspeed-llm", script, tmp_path, "sh")
-    tree = tree_of(found)
+    translation = imported("mindspeed-llm", script, tmp_path, "sh")
+    tree = native_tree(translation)
     assert (
         tree["train"]["parallel"] == {"tp": 2, "sp": True, "pp": 1}
         and tree["train"]["global_batch"] == 16
@@ -464,16 +470,16 @@ torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt -
         "devices_per_node": 8,
         "env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     } and tree["model"] == {"dtype": "bfloat16"}
-    lines = {outcome.entry.key: outcome.entry.origin.line for outcome in found.outcomes}
+    lines = {outcome.entry.key: outcome.entry.origin.line for outcome in translation.outcomes}
     assert (lines["tensor_model_parallel_size"], lines["lr"], lines["stage"]) == (4, 7, 10)
 
 
-def test_what_a_script_leaves_open_is_named():
+def test_an_undefined_variable_of_a_script_is_named():
     with pytest.raises(MsrlError, match=mentions("s.sh:2: $NOBODY_SETS_THIS")):
         parse_script("a=1\npython convert_ckpt.py --load $NOBODY_SETS_THIS\n", "s.sh")
 
 
-def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path: Path):
+def test_unsupported_flags_are_refused_with_a_reason(tmp_path: Path):
     with pytest.raises(MsrlError, match=mentions("qlora_nf4=true", "weights")):
         imported(
             "mindspeed-llm",
@@ -483,7 +489,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path: Path):
         )
 
 
-def test_the_first_generation_of_mindspeed_runs_as_it_is(
+def test_first_generation_files_of_mindspeed_run_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -494,7 +500,7 @@ def test_the_first_generation_of_mindspeed_runs_as_it_is(
     file = str(EXAMPLES / "grpo_llama32_1b.yaml")
     assert msrl("train-grpo", "-c", file, "--dry-run") == 0
     config = load([file]).config
-    assert config.train.updates.samples_per_update == 8 * 2  # of each of two data-parallel ranks
+    assert config.train.updates.samples_per_update == 8 * 2  # on each of two data-parallel ranks
     assert config.rollout.max_response_tokens == 512 - 256
     assert (config.algo.kl.loss.coef, config.algo.kl.loss.estimator) == (0.05, "k3")
     assert config.algo.advantage.whiten and config.rollout.engine.dp == 2
@@ -510,12 +516,12 @@ def test_the_first_generation_of_mindspeed_runs_as_it_is(
         ("  ref:\n", "  reff:\n", ("reff", "key", "MindSpeed-LLM", "'ref'")),
     ],
 )  # fmt: skip
-def test_mistakes_in_the_first_generation_are_named(
+def test_errors_in_first_generation_files_are_reported(
     old: str, new: str, fragments: tuple[str, ...], tmp_path: Path
 ):
     text = (EXAMPLES / "grpo_llama32_1b.yaml").read_text(encoding="utf-8")
     (tmp_path / "given.yaml").write_text(changed(text, (old, new)), encoding="utf-8")
-    found = foreign(str(tmp_path / "given.yaml"))
-    assert found is not None and any(
-        re.match(mentions(*fragments), line) for line in found.errors
-    ), found and found.errors
+    translation = foreign(str(tmp_path / "given.yaml"))
+    assert translation is not None and any(
+        re.match(mentions(*fragments), line) for line in translation.errors
+    ), translation and translation.errors

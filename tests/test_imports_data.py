@@ -1,4 +1,4 @@
-"""MindSpeed's preprocessing by YAML, and continued pretraining by its script, as msrl's own keys."""
+"""Import of MindSpeed preprocessing files and continued-pretraining scripts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ log_interval: 1000
 """
 PRETRAIN = """\
 python pretrain_gpt.py --load ckpt --tokenizer-name-or-path hf --data-path {} --seq-length 4096 \\
-    --global-batch-size 8 --micro-batch-size 1 --lr 1e-5 --train-iters 100 --bf16 --reset-attention-mask
+    --global-batch-size 8 --micro-batch-size 1 --lr 1e-5 \\
+    --train-iters 100 --bf16 --reset-attention-mask
 """
 
 
-def test_a_data_file_of_mindspeed_rl_is_preprocessing_as_it_is(tmp_path: Path):
+def test_a_data_file_of_mindspeed_rl_configures_preprocessing(tmp_path: Path):
     (tmp_path / "r1_zero.yaml").write_text(R1_ZERO, encoding="utf-8")
-    found = load([str(tmp_path / "r1_zero.yaml")])
-    section = found.config.preprocess
+    resolved = load([str(tmp_path / "r1_zero.yaml")])
+    section = resolved.config.preprocess
     assert (
         section.input == ("./dataset/orz/orz_math_57k_collected.json",)
         and section.output_prefix == "./dataset/orz/data"
@@ -48,7 +49,7 @@ def test_a_data_file_of_mindspeed_rl_is_preprocessing_as_it_is(tmp_path: Path):
         section.map_keys == {"prompt": "question", "response": "ground_truth_answer"}
         and section.tokenizer == "./Qwen2.5-7B"
     )
-    assert len(found.translations[0].outcomes) == len(R1_ZERO.splitlines())
+    assert len(resolved.translations[0].outcomes) == len(R1_ZERO.splitlines())
     (tmp_path / "r1_zero.yaml").write_text(
         R1_ZERO.replace("prompt_type: qwen_r1\n", ""), encoding="utf-8"
     )
@@ -60,13 +61,13 @@ def test_a_data_file_of_mindspeed_rl_is_preprocessing_as_it_is(tmp_path: Path):
 @pytest.mark.parametrize(
     ("template", "line", "thinking"),
     [
-        ("qwen3", "", False),  # the original's default, which this template alone reads
+        ("qwen3", "", False),  # the original's default, which only this template reads
         ("qwen_r1", "", None),
         ("qwen3", "enable_thinking: true\n", True),
         ("qwen3", 'enable_thinking: "true"\n', True),
     ],
 )
-def test_thoughts_are_asked_for_as_the_data_file_or_the_original_has_it(
+def test_enable_thinking_comes_from_the_data_file_or_the_default_of_the_original(
     template: str, line: str, thinking: bool | None, tmp_path: Path
 ):
     (tmp_path / "data.yaml").write_text(
@@ -75,7 +76,7 @@ def test_thoughts_are_asked_for_as_the_data_file_or_the_original_has_it(
     assert load([str(tmp_path / "data.yaml")]).config.preprocess.enable_thinking is thinking
 
 
-def test_thoughts_that_are_neither_on_nor_off_are_named(tmp_path: Path):
+def test_invalid_values_of_enable_thinking_are_refused(tmp_path: Path):
     (tmp_path / "data.yaml").write_text(R1_ZERO + "enable_thinking: maybe\n", encoding="utf-8")
     with pytest.raises(MsrlError, match=mentions("enable_thinking=maybe", "true, false, none")):
         load([str(tmp_path / "data.yaml")])
@@ -111,7 +112,7 @@ def test_a_pretraining_script_continues_from_text_of_one_dataset_or_several(
 
 
 @pytest.mark.parametrize("flag", ["--is-instruction-dataset", "--stage sft"])
-def test_a_script_that_fine_tunes_reads_examples(flag: str):
+def test_a_fine_tuning_script_reads_examples(flag: str):
     words = PRETRAIN.format("data/alpaca").replace("\\\n", "").split()
     assert plain(translate_arguments("mindspeed-llm", [*words, *flag.split()]).complete_tree())[
         "data"

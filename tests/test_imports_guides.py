@@ -1,5 +1,5 @@
-"""The five guides' own files and command lines: every block of theirs is read, every key told,
-every misspelt one caught.
+"""Files and command lines of the five guides: every key is reported, every misspelled key is
+refused.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ OURS = re.compile(r"\b(convert_ckpt|preprocess_data|ray_gpt|train_grpo)\.py|\bra
 FREE = {"system_envs", "tracker_kwargs", "env_vars"}
 ROLL_WORKERS = ("actor_train", "actor_infer", "reference")
 ROLL_PARTS = (
-    "model_args", "training_args", "data_args", "generating_args", "strategy_args", "infer_batch_size", "device_mapping",
+    "model_args", "training_args", "data_args", "generating_args", "strategy_args",
+    "infer_batch_size", "device_mapping",
     "num_gpus_per_worker",
 )  # fmt: skip
 
 
 def blocks(name: str) -> list[str]:
-    """The fenced blocks of a guide, those that are indented among them."""
+    """Return the fenced blocks of a guide, including indented ones."""
     return [block for _, block in re.findall(r"^( *)```\w*\n(.*?)^ *```", guide(name), re.S | re.M)]
 
 
 def without_ellipsis(text: str) -> str:
-    """A block without `...` and the arrows that explain a line."""
+    """Return a block without `...` and explanatory arrows."""
     return re.sub(r" +<--.*", "", re.sub(r"^\s*\.\.\.\s*\n", "", text, flags=re.M))
 
 
-# --- YAML -------------------------------------------------------------------------------------------------------------------------
+# --- YAML
 
 
 def r1_zero() -> str:
@@ -50,9 +51,7 @@ def r1_zero() -> str:
 
 
 def roll() -> str:
-    """The guide's three blocks as one file; the page has lost their indentation, which follows from
-    what is a section of what.
-    """
+    """Return the three blocks of the guide as one file, with the indentation that the page lost."""
     text = guide("roll-parameters")
     pipeline, workers = (
         re.search(rf"^{first}.*?(?=^\s*•|^\S*基本信息)", text, re.S | re.M)
@@ -76,14 +75,20 @@ def roll() -> str:
 
 
 def roll_with_deepspeed() -> str:
-    """The same with the guide's example of DeepSpeed's settings."""
-    found = re.search(r"^defaults:\n((?:- .*\n)+)actor_train:", guide("roll-parameters"), re.M)
-    assert found is not None
-    trainer = "    strategy_name: megatron_train # 训练策略:deepspeed_train 或 megatron_train\n    strategy_config:\n"
+    """Return the file with the guide's example of DeepSpeed settings."""
+    defaults = re.search(r"^defaults:\n((?:- .*\n)+)actor_train:", guide("roll-parameters"), re.M)
+    assert defaults is not None
+    trainer = (
+        "    strategy_name: megatron_train # 训练策略:deepspeed_train 或 megatron_train\n    "
+        "strategy_config:\n"
+    )
     before, middle, after = roll().partition(trainer)
     assert middle
-    rest = after[after.index("  infer_batch_size") :]
-    return f"defaults:\n{found[1]}{before}    strategy_name: deepspeed_train\n    strategy_config: ${{deepspeed_zero2}}\n{rest}"
+    remainder = after[after.index("  infer_batch_size") :]
+    return (
+        f"defaults:\n{defaults[1]}{before}    strategy_name: deepspeed_train\n    strategy_config: "
+        f"${{deepspeed_zero2}}\n{remainder}"
+    )
 
 
 FILES = {
@@ -101,7 +106,7 @@ FILES = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the model files that the examples name."""
+    """Return a folder with the model files of the examples."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "model").symlink_to(MINDSPEED / "model")
@@ -113,7 +118,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def translated(name: str, text: str, folder: Path) -> Translation:
-    """The translation, with its mistakes."""
+    """Return the translation, which includes its errors."""
     file = folder / "given.yaml"
     file.write_text(text, encoding="utf-8")
     if name.startswith("roll"):
@@ -121,51 +126,53 @@ def translated(name: str, text: str, folder: Path) -> Translation:
         from msrl.importers.roll.files import translate
 
         return translate(read(file), file)
-    found = foreign(str(file))
-    assert found is not None
-    return found
+    translation = foreign(str(file))
+    assert translation is not None
+    return translation
 
 
-def keys_of(node: Node, path: str = "") -> Iterator[tuple[str, str, int]]:
-    """Every key of a tree: its path, itself and its line."""
+def tree_keys(node: Node, path: str = "") -> Iterator[tuple[str, str, int]]:
+    """Yield (path, key, line) for every key of a tree."""
     for key, child in (node.value if isinstance(node.value, dict) else {}).items():
         assert child.origin.line is not None
         yield path, canonical(key), child.origin.line
-        yield from keys_of(child, f"{path}.{key}" if path else key)
+        yield from tree_keys(child, f"{path}.{key}" if path else key)
 
 
 def all_keys(text: str) -> set[tuple[str, int]]:
-    """The keys of a file with their lines, but for names that are the user's own."""
+    """Return the keys of a file with their lines, without user-defined names."""
     return {
         (key, line)
-        for path, key, line in keys_of(parse(text, "given"))
+        for path, key, line in tree_keys(parse(text, "given"))
         if path.rpartition(".")[2] not in FREE
     }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_key_of_a_guides_complete_example_is_told(name: str, folder: Path):
+def test_every_key_of_a_guides_complete_example_is_reported(name: str, folder: Path):
     text = FILES[name]()
-    found = translated(name, text, folder)
-    assert not found.errors
-    told = {(one.entry.key, one.entry.origin.line) for one in found.outcomes}
+    translation = translated(name, text, folder)
+    assert not translation.errors
+    recorded = {(outcome.entry.key, outcome.entry.origin.line) for outcome in translation.outcomes}
     sections = set(plain(parse(text, "given"))) | {"actor_rollout", "ref"}
-    untold = {(key, line) for key, line in all_keys(text) - told if key not in sections}
-    assert not untold and len(told) > 30
-    assert parse(native_yaml(found), "native.yaml").value  # what `config import` writes is YAML
+    unrecorded = {(key, line) for key, line in all_keys(text) - recorded if key not in sections}
+    assert not unrecorded and len(recorded) > 30
+    assert parse(
+        native_yaml(translation), "native.yaml"
+    ).value  # what `config import` writes is YAML
 
 
 def misspelt(line: str, key: str) -> str:
-    """A line with the last letter of its key doubled."""
+    """Return a line with the last letter of its key doubled."""
     for spelling in (key, key.replace("_", "-")):
         line = re.sub(rf"(?<![\w-]){spelling}:", f"{spelling}{spelling[-1]}:", line)
     return line
 
 
-def mistakes_of(name: str, text: str, folder: Path) -> list[str]:
+def collect_errors(name: str, text: str, folder: Path) -> list[str]:
     try:
         return translated(name, text, folder).errors
-    except (MsrlError, AssertionError) as error:  # a file that has lost one of its marks
+    except (MsrlError, AssertionError) as error:  # the file is no longer recognized
         return [str(error)]
 
 
@@ -177,45 +184,47 @@ def test_every_key_of_a_guides_complete_example_is_caught_when_it_is_misspelt(
     keys = all_keys("\n".join(lines))
     numbers = Counter(number for _, number in keys)
     named = set(re.findall(r"\$\{(\w+)\}", "\n".join(lines)))
-    # One by one: sections, keys that share a line, and those that others refer to.
+    # Individually: sections, keys that share a line, and keys that others refer to.
     apart = {
         (key, number)
         for key, number in keys
         if lines[number - 1].partition("#")[0].rstrip().endswith(":") or numbers[number] > 1
     }
     apart |= {(key, number) for key, number in keys if "${" in lines[number - 1] or key in named}
-    for group in (keys - apart, *({one} for one in apart)):
+    for group in (keys - apart, *({key} for key in apart)):
         wrong = {number: misspelt(lines[number - 1], key) for key, number in group}
-        found = mistakes_of(
+        errors = collect_errors(
             name, "\n".join(wrong.get(number, line) for number, line in enumerate(lines, 1)), folder
         )
         for key, number in group:
-            assert any(f"given.yaml:{number}: " in line and f"'{key}'" in line for line in found), (
+            assert any(
+                f"given.yaml:{number}: " in line and f"'{key}'" in line for line in errors
+            ), (
                 number,
                 key,
-                found,
+                errors,
             )
 
 
-def test_parts_of_files_in_the_guides_have_no_unknown_keys(folder: Path):
-    parts = [
+def test_file_fragments_in_the_guides_have_no_unknown_keys(folder: Path):
+    fragments = [
         block
         for name in GUIDES
         for block in blocks(name)
         if re.search(r"^\s*(actor_rollout_ref|actor_resource):", block, re.M)
     ]
-    assert len(parts) == 3 + 1  # one of them the complete example
-    for part in parts:
-        text = without_ellipsis(part)
+    assert len(fragments) == 3 + 1  # the complete example is one of them
+    for fragment in fragments:
+        text = without_ellipsis(fragment)
         indent = len(text) - len(text.lstrip())
         text = "\n".join(line[indent:] for line in text.splitlines())
         if text.startswith("actor_resource"):
             text = "rl_config:\n" + "\n".join(f"  {line}" for line in text.splitlines())
-        found = translated("mindspeed", text, folder)
-        assert not [line for line in found.errors if "key" in line.split(": ")[-1]]
+        translation = translated("mindspeed", text, folder)
+        assert not [line for line in translation.errors if "key" in line.split(": ")[-1]]
 
 
-# --- command lines ----------------------------------------------------------------------------------------------------------------
+# --- command lines
 
 
 def commands(name: str) -> list[str]:
@@ -229,30 +238,32 @@ def test_every_command_line_of_the_guides_is_read_flag_by_flag(tmp_path: Path):
             file = tmp_path / "given.sh"
             file.write_text(block, encoding="utf-8")
             system = "mindspeed-rl" if name.startswith("mindspeed-rl") else "mindspeed-llm"
-            found = translate_arguments(system, [str(file)])
+            translation = translate_arguments(system, [str(file)])
             text = re.sub(r"#.*", "", block)
             flags = {canonical(flag) for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
             flags |= set(re.findall(r"^export (\w+)=", text, re.M))
-            assert {one.entry.key for one in found.outcomes} == flags, block
+            assert {outcome.entry.key for outcome in translation.outcomes} == flags, block
             count += 1
     assert count == 13
 
 
-def test_what_follows_a_pipe_or_a_redirection_is_no_value():
-    script = "cd x && python cli/train_grpo.py --config-name r1_zero.yaml 2>&1 | tee a.log; TP=2; echo '|' \"a;b\" > out --x &\n# | y\n"
+def test_pipes_and_redirections_are_not_values():
+    script = (
+        "cd x && python cli/train_grpo.py --config-name r1_zero.yaml 2>&1 | tee a.log; "
+        "TP=2; echo '|' \"a;b\" > out --x &\n# | y\n"
+    )
     assert [[word.text for word in words] for words in parse_script(script, "s").commands] == [
-        ["cd", "x"], ["python", "cli/train_grpo.py", "--config-name", "r1_zero.yaml"], ["tee", "a.log"], ["echo", "|", "a;b", "--x"],
+        ["cd", "x"], ["python", "cli/train_grpo.py", "--config-name", "r1_zero.yaml"],
+        ["tee", "a.log"], ["echo", "|", "a;b", "--x"],
     ]  # fmt: skip
 
 
-def flags_of(line: str) -> list[str]:
+def line_flags(line: str) -> list[str]:
     return re.findall(r"(?<![\w-])--([a-z][\w-]*)", re.sub(r"#.*", "", line))
 
 
 def assert_misspelt_flags_are_caught(system: str, block: str, file: Path) -> None:
-    """All flags of a block with their last letters doubled: each is named with its line and its
-    right name.
-    """
+    """Assert that each misspelled flag is reported with its line and its correct name."""
     lines = block.splitlines()
     file.write_text(
         re.sub(r"(?<![\w-])--([a-z][\w-]*)", lambda flag: flag[0] + flag[0][-1], block),
@@ -260,12 +271,13 @@ def assert_misspelt_flags_are_caught(system: str, block: str, file: Path) -> Non
     )
     with pytest.raises(MsrlError) as caught:
         translate_arguments(system, [str(file)])
-    found = str(caught.value).splitlines()
+    errors = str(caught.value).splitlines()
     for number, line in enumerate(lines, 1):
-        for flag in flags_of(line):
+        for flag in line_flags(line):
             assert any(
-                f"given.sh:{number}: " in one and f"'{canonical(flag)}'" in one for one in found
-            ), (line, found)
+                f"given.sh:{number}: " in error and f"'{canonical(flag)}'" in error
+                for error in errors
+            ), (line, errors)
 
 
 @pytest.mark.parametrize("name", ["mindspeed-rl-r1-zero", "mindspeed-llm-full-pipeline"])
@@ -278,14 +290,16 @@ def test_every_flag_of_a_guides_command_line_is_caught_when_it_is_misspelt(
 
 def test_lightrfts_examples_fragments_and_variables_are_read(tmp_path: Path):
     file = tmp_path / "given.sh"
-    found = blocks("lightrft-parameters")
-    assert len(found) == 5
-    fragments = [block for block in found if block.lstrip().startswith("--")]
-    variables = next(block for block in found if "export NCCL_DEBUG" in block)
-    for text in [*fragments, *(block + "\n" + variables for block in found if "python" in block)]:
+    texts = blocks("lightrft-parameters")
+    assert len(texts) == 5
+    fragments = [block for block in texts if block.lstrip().startswith("--")]
+    variables = next(block for block in texts if "export NCCL_DEBUG" in block)
+    for text in [*fragments, *(block + "\n" + variables for block in texts if "python" in block)]:
         file.write_text(text, encoding="utf-8")
-        told = {one.entry.key for one in translate_arguments("lightrft", [str(file)]).outcomes}
-        assert told == set(re.findall(r"(?<!\w)--(\w+)", text)) | set(
+        recorded = {
+            outcome.entry.key for outcome in translate_arguments("lightrft", [str(file)]).outcomes
+        }
+        assert recorded == set(re.findall(r"(?<!\w)--(\w+)", text)) | set(
             re.findall(r"^export (\w+)=", text, re.M)
         )
 

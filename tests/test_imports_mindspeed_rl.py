@@ -1,5 +1,4 @@
-"""MindSpeed-RL's files as train-grpo reads them. What a key means there is taken from its sources (04aa0845 and 05a90d77)."""
-# ruff: noqa: E501  (lines as users see them)
+"""MindSpeed-RL files in train-grpo. Meanings of keys: its source code (04aa0845 and 05a90d77)."""
 
 from __future__ import annotations
 
@@ -31,14 +30,18 @@ from test_cli import msrl
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
 PRESENT, FIRST = EXAMPLES / "grpo_qwen25_7b_A3.yaml", EXAMPLES / "grpo_r1_zero_qwen25_7b.yaml"
 QWEN25_7B = {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-    "vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4,
+    "vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with what both examples name: the model's config, data, and a checkpoint to start from."""
+    """Return a working directory with the model config, data and checkpoint that both examples
+    name.
+    """
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "Qwen2.5-7B", **QWEN25_7B)
     make_model(tmp_path / "ckpt", **QWEN25_7B)
@@ -49,21 +52,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @functools.cache
-def tree_of(file: Path) -> dict[str, Any]:
+def read_tree(file: Path) -> dict[str, Any]:
     return plain(read(file))
 
 
 def changed(file: Path, folder: Path, changes: dict[str, Any]) -> str:
-    """A copy of an example with keys (`section.key`) set; the model's file beside it."""
-    tree = copy.deepcopy(tree_of(file))
+    """Write an example with changed keys (`section.key`) and its model file; return the path."""
+    tree = copy.deepcopy(read_tree(file))
     for path, value in changes.items():
         *sections, key = path.split(".")
-        place = tree
+        target = tree
         for section in sections:
-            place = place.setdefault(section, {})
-        place.pop(key, None)
+            target = target.setdefault(section, {})
+        target.pop(key, None)
         if value is not ...:
-            place[key] = value
+            target[key] = value
     if not (folder / "model").exists():
         (folder / "model").symlink_to(EXAMPLES / "model")
     (folder / "changed.yaml").write_text("\n".join(_lines(tree)) + "\n", encoding="utf-8")
@@ -98,7 +101,7 @@ def mistakes(file: Path, folder: Path, **changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("file", [PRESENT, FIRST], ids=lambda file: file.stem)
-def test_an_example_runs_as_it_is_and_says_what_became_of_every_key(
+def test_an_example_runs_unchanged_and_reports_every_key(
     file: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert msrl("train-grpo", "-c", str(file), "--dry-run") == 0
@@ -115,25 +118,26 @@ def test_an_example_runs_as_it_is_and_says_what_became_of_every_key(
     )
 
 
-def test_the_complete_example_of_the_r1_zero_guide_has_no_key_that_is_not_told(folder: Path):
+def test_every_key_of_the_r1_zero_guide_example_is_reported(folder: Path):
     block = re.search(r"^```shell\n(defaults:.*?)^```", guide("mindspeed-rl-r1-zero"), re.S | re.M)
     assert block is not None
     text = re.sub(r" +<--.*", "", re.sub(r"^ *\.\.\.\n", "", block[1], flags=re.M))
     (folder / "guide.yaml").write_text(text, encoding="utf-8")
-    found = foreign(str(folder / "guide.yaml"))
-    assert found is not None and not found.errors and not found.refused()
+    translation = foreign(str(folder / "guide.yaml"))
+    assert translation is not None and not translation.errors and not translation.refused()
     keys = set(re.findall(r"^ +([a-z_]+):", text, re.M))
     assert (
-        keys == {outcome.entry.key for outcome in found.outcomes} - {"defaults"} and len(keys) > 45
+        keys == {outcome.entry.key for outcome in translation.outcomes} - {"defaults"}
+        and len(keys) > 45
     )
-    tree = plain(found.complete_tree())
+    tree = plain(translation.complete_tree())
     assert (
         tree["train"]["updates"]["samples_per_update"] == 512
         and tree["rollout"]["prompts_per_step"] == 64
     )
     assert (
         tree["cluster"]["devices_per_node"] == 8
-    )  # the reference, on 8 others there, shares them here
+    )  # the reference shares these devices; the original uses 8 others
 
 
 def test_an_example_is_found_by_its_name(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -142,7 +146,7 @@ def test_an_example_is_found_by_its_name(folder: Path, capsys: pytest.CaptureFix
     assert "  samples per step: 512\n" in capsys.readouterr().out
 
 
-def test_a_run_says_in_one_line_how_its_file_was_read(
+def test_a_run_summarizes_the_translation_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     from test_cli import reached
@@ -168,10 +172,10 @@ def test_a_mini_batch_counts_prompts_now_and_samples_in_the_first_generation(fol
     )
     assert (
         without_roles.config.train.updates.samples_per_update == 512
-    )  # more than 64 prompts cannot be meant
+    )  # the value exceeds the 64 prompts
 
 
-def test_defaults_are_those_of_the_generation(folder: Path):
+def test_defaults_depend_on_the_generation(folder: Path):
     def terms(resolved: Resolved) -> tuple[float, float, str]:
         algo = resolved.config.algo
         return algo.entropy_coef, algo.kl.loss.coef, algo.kl.loss.estimator
@@ -241,12 +245,12 @@ def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(
     )
     with pytest.raises(MsrlError) as caught:
         load([path])
-    (found,) = str(caught.value).splitlines()
-    assert found.startswith(f"{path}:{number}: {section}.{key}=1: ")
-    assert_mentions(found, "key", "MindSpeed-RL", *fragments)
+    (message,) = str(caught.value).splitlines()
+    assert message.startswith(f"{path}:{number}: {section}.{key}=1: ")
+    assert_mentions(message, "key", "MindSpeed-RL", *fragments)
 
 
-def test_every_mistake_of_a_file_is_named_at_once(folder: Path):
+def test_all_errors_of_a_file_are_reported_together(folder: Path):
     lines = mistakes(
         PRESENT,
         folder,
@@ -271,12 +275,12 @@ def test_weights_of_verifiers_are_numbers(weights: list[object], folder: Path):
 @pytest.mark.parametrize(
     "key", ["rl_config__rule_reward", "actor_config__finetune", "actor_config__no_load_optim"]
 )
-def test_a_switch_in_quotes_is_named_not_taken_for_on(key: str, folder: Path):
+def test_a_quoted_switch_is_refused(key: str, folder: Path):
     (line,) = mistakes(PRESENT, folder, **{key: "false"})
     assert_mentions(line, key.split("__")[1], "true or false", "quotes")
 
 
-def test_what_has_no_default_in_the_original_gets_none_of_msrls(folder: Path):
+def test_keys_without_a_default_in_the_original_are_required(folder: Path):
     path = folder / "short.yaml"
     path.write_text(
         re.sub(
@@ -292,7 +296,7 @@ def test_what_has_no_default_in_the_original_gets_none_of_msrls(folder: Path):
         assert_mentions(line, "missing", keyword)
 
 
-def test_what_is_not_built_yet_and_would_change_results_is_refused_by_both_names(folder: Path):
+def test_unsupported_keys_that_change_results_are_refused_by_both_names(folder: Path):
     (line,) = mistakes(PRESENT, folder, rl_config__partial_rollout_max_split=2)
     assert_mentions(
         line, "rl_config.partial_rollout_max_split=2", "version", "rollout.async.partial"
@@ -304,7 +308,7 @@ def test_what_is_not_built_yet_and_would_change_results_is_refused_by_both_names
     )
 
 
-def test_facts_of_the_model_must_be_those_of_its_config(folder: Path):
+def test_model_properties_must_equal_the_model_config(folder: Path):
     (folder / "Qwen2.5-7B" / "config.json").write_text(
         json.dumps({**json.loads((folder / "ckpt" / "config.json").read_text())}), encoding="utf-8"
     )
@@ -312,7 +316,7 @@ def test_facts_of_the_model_must_be_those_of_its_config(folder: Path):
     assert_mentions(line, "num_layers=27", "config.json", 28)
 
 
-def test_a_checkpoint_is_gone_on_from_where_megatron_would(folder: Path):
+def test_a_run_resumes_under_the_conditions_of_megatron(folder: Path):
     start = load([str(PRESENT)]).config.checkpoint
     assert (start.load, start.save, start.resume) == ("./ckpt", "./saved", "none")
     resumed = native(
@@ -331,7 +335,7 @@ def test_a_checkpoint_is_gone_on_from_where_megatron_would(folder: Path):
     assert_mentions(line, "no_load_rng=true", "random")
 
 
-def test_a_checkpoint_of_mindspeed_has_no_config_of_its_own_and_takes_the_models(folder: Path):
+def test_a_mindspeed_checkpoint_without_a_config_uses_that_of_the_model(folder: Path):
     from msrl.workflows.training.settings import hf_files, weights_path
 
     config = load([str(PRESENT)]).config
@@ -348,7 +352,7 @@ def test_the_reference_starts_from_the_actors_weights_or_is_refused(folder: Path
     assert_mentions(line, "ref_config.load=./other", "version", "cluster.roles.reference.load")
 
 
-def test_a_reward_model_scores_on_the_training_ranks_where_rule_reward_is_false(folder: Path):
+def test_a_reward_model_scores_on_the_training_ranks_if_rule_reward_is_false(folder: Path):
     (source,) = native(
         PRESENT, folder, **{"rl_config.rule_reward": False, "reward_config.load": "./rm"}
     ).config.reward.sources
@@ -374,15 +378,18 @@ def test_dapo_reads_its_own_keys_and_has_no_kl(folder: Path):
         "rl_config.overlong_buffer": 512,
         "rl_config.rollout_max_tokens": 1024,
     }
-    found = translated(PRESENT, folder, {"megatron_training.stage": "ray_dapo", **overlong})
+    translation = translated(PRESENT, folder, {"megatron_training.stage": "ray_dapo", **overlong})
     assert_each_mentions(
-        found.errors, ("rl_config.rollout_max_tokens=1024", "sampling_config.max_tokens=2048")
+        translation.errors, ("rl_config.rollout_max_tokens=1024", "sampling_config.max_tokens=2048")
     )
-    assert plain(found.complete_tree())["reward"]["overlong"] == {"buffer": 512, "factor": 1.0}
+    assert plain(translation.complete_tree())["reward"]["overlong"] == {
+        "buffer": 512,
+        "factor": 1.0,
+    }
 
 
-def test_ppo_asks_for_its_critic(folder: Path):
-    found = translated(
+def test_ppo_translates_its_critic(folder: Path):
+    translation = translated(
         PRESENT,
         folder,
         {
@@ -391,20 +398,20 @@ def test_ppo_asks_for_its_critic(folder: Path):
             "rl_config.cliprange_value": 0.5,
         },
     )
-    whole = plain(found.complete_tree())
+    tree = plain(translation.complete_tree())
     assert (
-        found.algorithm == "ppo"
-        and whole["algo"]["advantage"]["estimator"] == "gae"
-        and whole["algo"]["value"]["clip"] == 0.5
+        translation.algorithm == "ppo"
+        and tree["algo"]["advantage"]["estimator"] == "gae"
+        and tree["algo"]["value"]["clip"] == 0.5
     )
-    assert "kl" not in whole["algo"]
+    assert "kl" not in tree["algo"]
 
 
 PPO = {"megatron_training__stage": "ray_ppo", "rl_config__adv_estimator": "gae"}
 
 
-def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_numbers(folder: Path):
-    found = native(
+def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_settings(folder: Path):
+    config = native(
         PRESENT,
         folder,
         **PPO,
@@ -416,11 +423,11 @@ def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_numbers(folder: Path):
         },
     ).config
     assert (
-        found.algo.advantage.lam == 0.95
-        and found.algo.advantage.whiten
-        and found.algo.value.clip == 0.5
+        config.algo.advantage.lam == 0.95
+        and config.algo.advantage.whiten
+        and config.algo.value.clip == 0.5
     )
-    critic = found.cluster.roles.critic
+    critic = config.cluster.roles.critic
     assert (
         critic.optimizer.lr,
         critic.optimizer.min_lr,
@@ -445,79 +452,116 @@ def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_numbers(folder: Path):
     assert (own.advantage.lam, own.value.clip, own.advantage.gamma) == (0.9, 0.1, 0.99)
 
 
-def test_a_critic_that_no_estimator_needs_is_told_to_have_no_effect(folder: Path):
-    given = {"critic_config": {"lr": 5e-6}, "rl_config.lam": 0.9, "rl_config.cliprange_value": 0.1}
+def test_critic_keys_have_no_effect_without_gae(folder: Path):
+    keys = {"critic_config": {"lr": 5e-6}, "rl_config.lam": 0.9, "rl_config.cliprange_value": 0.1}
     for stage in ("ray_grpo", "ray_ppo"):
-        found = translated(PRESENT, folder, {"megatron_training.stage": stage, **given})
+        translation = translated(PRESENT, folder, {"megatron_training.stage": stage, **keys})
         dead = {
-            outcome.entry.path for outcome in found.outcomes if outcome.status is KeyStatus.DEAD
+            outcome.entry.path
+            for outcome in translation.outcomes
+            if outcome.status is KeyStatus.DEAD
         }
         assert {
             "critic_config.lr",
             "rl_config.lam",
             "rl_config.cliprange_value",
-        } <= dead and not found.refused()
+        } <= dead and not translation.refused()
 
 
 DAPO = {"megatron_training.stage": "ray_dapo"}
 FILTERED = {
-    **DAPO, "rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc", "rl_config.verifier_function": ["acc"],
-    "rl_config.verifier_weight": [1.0], "rl_config.filter_groups_train_batch_size": 32, "megatron_training.global_batch_size": 32,
+    **DAPO, "rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc",
+    "rl_config.verifier_function": ["acc"],
+    "rl_config.verifier_weight": [1.0], "rl_config.filter_groups_train_batch_size": 32,
+    "megatron_training.global_batch_size": 32,
 }  # fmt: skip
 # For each key that has a native one: what to change besides, and another value than the example's.
 OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
-    "megatron.data_path": ({}, "dataset/data"), "megatron.tokenizer_name_or_path": ({}, "ckpt"), "megatron.prompt_type": ({}, "qwen_r1"),
-    "megatron.no_shuffle": ({}, True), "megatron.global_batch_size": ({}, 64), "megatron.micro_batch_size": ({}, 2),
-    "megatron.train_iters": ({}, 7), "megatron.seed": ({}, 7), "megatron.load": ({}, "Qwen2.5-7B"), "megatron.save": ({}, "elsewhere"),
+    "megatron.data_path": ({}, "dataset/data"), "megatron.tokenizer_name_or_path": ({}, "ckpt"),
+    "megatron.prompt_type": ({}, "qwen_r1"),
+    "megatron.no_shuffle": ({}, True), "megatron.global_batch_size": ({}, 64),
+    "megatron.micro_batch_size": ({}, 2),
+    "megatron.train_iters": ({}, 7), "megatron.seed": ({}, 7), "megatron.load": ({}, "Qwen2.5-7B"),
+    "megatron.save": ({}, "elsewhere"),
     "megatron.save_interval": ({}, 7),
-    "megatron.finetune": ({"actor_config.no_load_optim": False, "actor_config.no_load_rng": False}, False),
-    "megatron.no_load_optim": ({"actor_config.finetune": False, "actor_config.no_load_rng": False}, False),
-    "megatron.lr": ({}, 0.1), "megatron.lr_decay_style": ({}, "cosine"), "megatron.min_lr": ({}, 1.0e-7),
-    "megatron.lr_warmup_fraction": ({}, 0.1), "megatron.weight_decay": ({}, 0.2), "megatron.clip_grad": ({}, 0),
-    "megatron.adam_beta1": ({}, 0.8), "megatron.adam_beta2": ({}, 0.9), "megatron.tensor_model_parallel_size": ({}, 2),
-    "megatron.pipeline_model_parallel_size": ({}, 2), "megatron.sequence_parallel": ({}, False), "megatron.bf16": ({"generate_config.dtype": ...}, False),
-    "rl_config.n_samples_per_prompt": ({}, 4), "rl_config.mini_batch_size": ({}, 16), "rl_config.epochs": ({}, 2),
-    "rl_config.shuffle_mini_batch": ({}, True), "rl_config.shuffle_minibatch": ({"rl_config.shuffle_mini_batch": ...}, True),
+    "megatron.finetune": ({"actor_config.no_load_optim": False, "actor_config.no_load_rng": False},
+        False),
+    "megatron.no_load_optim": ({"actor_config.finetune": False, "actor_config.no_load_rng": False},
+        False),
+    "megatron.lr": ({}, 0.1), "megatron.lr_decay_style": ({}, "cosine"),
+    "megatron.min_lr": ({}, 1.0e-7),
+    "megatron.lr_warmup_fraction": ({}, 0.1), "megatron.weight_decay": ({}, 0.2),
+    "megatron.clip_grad": ({}, 0),
+    "megatron.adam_beta1": ({}, 0.8), "megatron.adam_beta2": ({}, 0.9),
+    "megatron.tensor_model_parallel_size": ({}, 2),
+    "megatron.pipeline_model_parallel_size": ({}, 2), "megatron.sequence_parallel": ({}, False),
+    "megatron.bf16": ({"generate_config.dtype": ...}, False),
+    "rl_config.n_samples_per_prompt": ({}, 4), "rl_config.mini_batch_size": ({}, 16),
+    "rl_config.epochs": ({}, 2),
+    "rl_config.shuffle_mini_batch": ({}, True),
+    "rl_config.shuffle_minibatch": ({"rl_config.shuffle_mini_batch": ...}, True),
     "rl_config.actor_forward_micro_batch_size": ({}, 4), "rl_config.use_dynamic_bsz": ({}, True),
     "rl_config.max_packing_token_size": ({"rl_config.use_dynamic_bsz": True}, 9000),
     "rl_config.update_max_packing_token_size": ({"rl_config.use_dynamic_bsz": True}, 9000),
-    "rl_config.max_prompt_length": ({}, 1024), "rl_config.adv_estimator": ({}, "rloo"), "rl_config.clip_ratio": ({}, 0.1),
+    "rl_config.max_prompt_length": ({}, 1024), "rl_config.adv_estimator": ({}, "rloo"),
+    "rl_config.clip_ratio": ({}, 0.1),
     "rl_config.clip_higher_enable": ({"megatron_training.stage": "ray_dapo"}, True),
-    "rl_config.clip_ratio_low": ({"megatron_training.stage": "ray_dapo", "rl_config.clip_higher_enable": True}, 0.3),
-    "rl_config.clip_ratio_high": ({"megatron_training.stage": "ray_dapo", "rl_config.clip_higher_enable": True}, 0.3),
+    "rl_config.clip_ratio_low": ({"megatron_training.stage": "ray_dapo",
+        "rl_config.clip_higher_enable": True}, 0.3),
+    "rl_config.clip_ratio_high": ({"megatron_training.stage": "ray_dapo",
+        "rl_config.clip_higher_enable": True}, 0.3),
     "rl_config.token_level_loss": ({"megatron_training.stage": "ray_dapo"}, False),
-    "rl_config.entropy_coeff": ({}, 0.1), "rl_config.kl_penalty": ({}, "mse"), "rl_config.init_kl_coef": ({}, 0.1),
+    "rl_config.entropy_coeff": ({}, 0.1), "rl_config.kl_penalty": ({}, "mse"),
+    "rl_config.init_kl_coef": ({}, 0.1),
     "rl_config.verifier_function": ({}, ["acc"]), "rl_config.verifier_weight": ({}, [0.5]),
-    "rl_config.actor_resource": ({}, {"num_npus": 8}), "rl_config.hccl_buffersize": ({}, 512), "rl_config.runtime_env_path": ({}, str(EXAMPLES / "envs" / "runtime_env.yaml")),
+    "rl_config.actor_resource": ({}, {"num_npus": 8}), "rl_config.hccl_buffersize": ({}, 512),
+    "rl_config.runtime_env_path": ({}, str(EXAMPLES / "envs" / "runtime_env.yaml")),
     "rl_config.use_tensorboard": ({}, False), "rl_config.wandb_exp_name": ({}, "named"),
-    "generate_config.infer_tensor_parallel_size": ({}, 2), "generate_config.data_parallel_size": ({}, 2), "generate_config.max_num_seqs": ({}, 7),
-    "generate_config.max_num_batched_tokens": ({}, 4096), "generate_config.max_model_len": ({}, 8192),
-    "generate_config.gpu_memory_utilization": ({}, 0.7), "generate_config.enable_prefix_caching": ({}, False), "generate_config.enforce_eager": ({}, True),
-    "sampling_config.max_tokens": ({}, 1024), "sampling_config.temperature": ({}, 0.7), "sampling_config.top_p": ({}, 0.9), "sampling_config.top_k": ({}, 40),
-    "sampling_config.min_p": ({}, 0.1), "sampling_config.seed": ({}, 7), "sampling_config.stop": ({}, ["END"]),
-    # What one of the algorithms reads, and what is or was not built: `later` keys count too.
+    "generate_config.infer_tensor_parallel_size": ({}, 2),
+    "generate_config.data_parallel_size": ({}, 2), "generate_config.max_num_seqs": ({}, 7),
+    "generate_config.max_num_batched_tokens": ({}, 4096),
+    "generate_config.max_model_len": ({}, 8192),
+    "generate_config.gpu_memory_utilization": ({}, 0.7),
+    "generate_config.enable_prefix_caching": ({}, False),
+    "generate_config.enforce_eager": ({}, True),
+    "sampling_config.max_tokens": ({}, 1024), "sampling_config.temperature": ({}, 0.7),
+    "sampling_config.top_p": ({}, 0.9), "sampling_config.top_k": ({}, 40),
+    "sampling_config.min_p": ({}, 0.1), "sampling_config.seed": ({}, 7),
+    "sampling_config.stop": ({}, ["END"]),
+    # Keys that one algorithm reads, and keys that are or were unsupported: `later` keys count too.
     "rl_config.gamma": ({"megatron_training.stage": "ray_ppo"}, 0.9),
-    **{key: ({"megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae"}, 0.2) for key in ("rl_config.lam", "rl_config.cliprange_value")},
+    **{key: ({"megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae"},
+        0.2) for key in ("rl_config.lam", "rl_config.cliprange_value")},
     "rl_config.use_kl_in_reward": ({"megatron_training.stage": "ray_ppo"}, True),
     "rl_config.overlong_buffer_enable": ({**DAPO, "rl_config.overlong_buffer": 512}, True),
     "rl_config.overlong_buffer": ({**DAPO, "rl_config.overlong_buffer_enable": True}, 512),
-    "rl_config.overlong_buffer_penalty_factor": ({**DAPO, "rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 512}, 0.5),
+    "rl_config.overlong_buffer_penalty_factor": ({**DAPO, "rl_config.overlong_buffer_enable": True,
+        "rl_config.overlong_buffer": 512}, 0.5),
     "rl_config.filter_groups_enable": ({**FILTERED, "rl_config.filter_groups_enable": False}, True),
     "rl_config.filter_groups_max_batches": (FILTERED, 3),
-    "rl_config.filter_groups_metric": ({**FILTERED, "rl_config.verifier_function": ["acc", "format"], "rl_config.verifier_weight": [1.0, 1.0]}, "format"),
-    "rl_config.partial_rollout_max_split": ({}, 2), "rl_config.integrated_mode_config": ({}, {"ref_model_load_path": "x"}),
+    "rl_config.filter_groups_metric": ({**FILTERED,
+        "rl_config.verifier_function": ["acc", "format"], "rl_config.verifier_weight": [1.0, 1.0]},
+    "format"),
+    "rl_config.partial_rollout_max_split": ({}, 2),
+    "rl_config.integrated_mode_config": ({}, {"ref_model_load_path": "x"}),
     "rl_config.multi_turn_enable": ({}, True), "rl_config.is_multimodal": ({}, True),
-    "megatron.split": ({}, "90,5,5"), "megatron.vocab_extra_ids": ({}, 2), "megatron.optimizer": ({}, "sgd"),
-    "megatron.num_layers_per_virtual_pipeline_stage": ({}, 2), "megatron.num_layer_list": ({}, "13,15"), "megatron.noop_layers": ({}, "0,29"),
+    "megatron.split": ({}, "90,5,5"), "megatron.vocab_extra_ids": ({}, 2),
+    "megatron.optimizer": ({}, "sgd"),
+    "megatron.num_layers_per_virtual_pipeline_stage": ({}, 2),
+    "megatron.num_layer_list": ({}, "13,15"), "megatron.noop_layers": ({}, "0,29"),
     "megatron.expert_model_parallel_size": ({}, 2), "megatron.context_parallel_size": ({}, 2),
     "megatron.context_parallel_algo": ({}, "megatron_cp_algo"),
-    "megatron.recompute_granularity": ({"megatron_training.recompute-granularity": ...}, "selective"),
+    "megatron.recompute_granularity": ({"megatron_training.recompute-granularity": ...},
+        "selective"),
     "megatron.recompute_method": ({"megatron_training.recompute-method": ...}, "block"),
     "megatron.recompute_num_layers": ({"megatron_training.recompute-num-layers": ...}, 2),
-    "megatron.lora_target_modules": ({}, ["linear_qkv"]), "megatron.lora_r": ({"actor_config.lora_target_modules": ["linear_qkv"]}, 4),
+    "megatron.lora_target_modules": ({}, ["linear_qkv"]),
+    "megatron.lora_r": ({"actor_config.lora_target_modules": ["linear_qkv"]}, 4),
     "megatron.lora_alpha": ({"actor_config.lora_target_modules": ["linear_qkv"]}, 4),
-    "generate_config.infer_pipeline_parallel_size": ({}, 2), "generate_config.infer_expert_parallel_size": ({}, 2),
-    "generate_config.offload_train_optimizer": ({}, False), "generate_config.offload_train_grad": ({}, False),
+    "generate_config.infer_pipeline_parallel_size": ({}, 2),
+    "generate_config.infer_expert_parallel_size": ({}, 2),
+    "generate_config.offload_train_optimizer": ({}, False),
+    "generate_config.offload_train_grad": ({}, False),
     "generate_config.offload_train_param": ({}, False),
 }  # fmt: skip
 ELSEWHERE = {
@@ -526,7 +570,7 @@ ELSEWHERE = {
     "ref_config",
     "reward_config",
     "critic_config",
-}  # tested above or below, as whole files
+}  # tested above or below as complete files
 REPORTED_ONLY = {
     "rl_config.filter_groups_train_batch_size",
     "megatron.no_load_rng",
@@ -537,12 +581,12 @@ REPORTED_ONLY = {
 }
 
 
-def of_file(key: str) -> str:
+def file_key(key: str) -> str:
     section, name = key.split(".")
     if section == "megatron":
-        given = tree_of(PRESENT)
+        tree = read_tree(PRESENT)
         return (
-            f"actor_config.{name}" if name in given["actor_config"] else f"megatron_training.{name}"
+            f"actor_config.{name}" if name in tree["actor_config"] else f"megatron_training.{name}"
         )
     return f"generate_config.{key}" if section == "sampling_config" else key
 
@@ -564,7 +608,7 @@ def test_changing_a_key_changes_its_native_key(key: str, folder: Path):
         f"{key} has a native key: say another value of it in OTHERS"
     )
     before = translated(PRESENT, folder, besides)
-    after = translated(PRESENT, folder, {**besides, of_file(key): value})
+    after = translated(PRESENT, folder, {**besides, file_key(key): value})
     assert not before.errors and not after.errors, (before.errors, after.errors)
 
     def values(translation: Translation) -> list[object]:
@@ -572,7 +616,7 @@ def test_changing_a_key_changes_its_native_key(key: str, folder: Path):
         return [_at(tree, native_key) for native_key in (*row.to, "checkpoint.load")]
 
     if row.same and refusal(row.to[0], value):
-        return  # changes no results, and is not built yet: told as such
+        return  # unsupported, but reported as not changing results
     assert values(before) != values(after)
     assert not any(
         outcome.status in (KeyStatus.DEAD, KeyStatus.SAME)
@@ -583,8 +627,8 @@ def test_changing_a_key_changes_its_native_key(key: str, folder: Path):
 
 
 def _at(tree: Any, key: str) -> object:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
     return tree
 
 
@@ -599,19 +643,21 @@ def test_a_key_of_the_environment_reaches_the_workers(folder: Path):
     }
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_what_a_checkpoint_holds_is_no_choice_and_nothing_is_said_to_be_missing(
-    folder: Path, given: bool
-):
-    found = translated(
-        PRESENT, folder, {"actor_config.no_save_optim": given, "actor_config.no_save_rng": given}
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_no_save_keys_have_no_effect_and_are_supported(folder: Path, is_saved: bool):
+    translation = translated(
+        PRESENT,
+        folder,
+        {"actor_config.no_save_optim": is_saved, "actor_config.no_save_rng": is_saved},
     )
-    said = [str(one) for one in found.outcomes if one.entry.key.startswith("no_save_")]
-    assert len(said) == 2 and all("optimizer" in line for line in said), said
-    assert not any("version" in line for line in said)
+    lines = [
+        str(outcome) for outcome in translation.outcomes if outcome.entry.key.startswith("no_save_")
+    ]
+    assert len(lines) == 2 and all("optimizer" in line for line in lines), lines
+    assert not any("version" in line for line in lines)
 
 
-def test_wandb_wins_over_tensorboard_and_is_not_needed_for_the_results(folder: Path):
+def test_wandb_overrides_tensorboard(folder: Path):
     resolved = native(PRESENT, folder, rl_config__use_wandb=True)
     if refusal("log.trackers", ["wandb"]):
         assert any("metrics.jsonl" in str(outcome) for outcome in resolved.translations[0].outcomes)

@@ -1,6 +1,4 @@
-"""A file of MindSpeed-RL trains here: from a checkpoint as MindSpeed writes it, which brings no
-config.json.
-"""
+"""Training with a MindSpeed-RL file from a MindSpeed checkpoint, which has no config.json."""
 
 from __future__ import annotations
 
@@ -18,9 +16,11 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FILE = """\
 defaults: [{model: [tiny]}]
 megatron_training:
-  {model: tiny, stage: ray_grpo, bf16: false, tokenizer_name_or_path: hf, data_path: data, global_batch_size: 4, train_iters: 2}
+  {model: tiny, stage: ray_grpo, bf16: false, tokenizer_name_or_path: hf, data_path: data,
+   global_batch_size: 4, train_iters: 2}
 actor_config:
-  {micro_batch_size: 2, lr: 1e-3, lr_decay_style: constant, finetune: true, load: ckpt, save: saved, no_load_optim: true, no_load_rng: true}
+  {micro_batch_size: 2, lr: 1e-3, lr_decay_style: constant, finetune: true, load: ckpt,
+   save: saved, no_load_optim: true, no_load_rng: true}
 rl_config:
   n_samples_per_prompt: 4
   mini_batch_size: 2
@@ -35,13 +35,15 @@ generate_config:
 """
 
 
-def test_the_quickstart_in_mindspeeds_form_is_the_same_training():
+def test_the_quickstart_as_a_mindspeed_file_is_the_same_training():
     native = load([str(EXAMPLES / "quickstart" / "grpo.yaml")]).config
     theirs = load([str(EXAMPLES / "mindspeed" / "grpo_quickstart.yaml")]).config
     for section in ("reward", "algo"):
         assert getattr(native, section) == getattr(theirs, section)
-    warmup = {"warmup": native.train.optimizer.warmup / 30}  # updates there, a share of them here
-    updates = {"samples_per_update": 256}  # all of a step there
+    warmup = {
+        "warmup": native.train.optimizer.warmup / 30
+    }  # updates in msrl, a fraction of them in MindSpeed
+    updates = {"samples_per_update": 256}  # one update per step
     expected = native.train.model_copy(
         update={
             "optimizer": native.train.optimizer.model_copy(update=warmup),
@@ -58,7 +60,7 @@ def test_the_quickstart_in_mindspeeds_form_is_the_same_training():
     )
 
 
-def test_the_quickstart_by_ppo_in_mindspeeds_form_trains_a_critic_with_its_own_numbers():
+def test_the_quickstart_with_ppo_as_a_mindspeed_file_trains_a_critic():
     theirs = load([str(EXAMPLES / "mindspeed" / "ppo_quickstart.yaml")]).config
     algo, critic = theirs.algo, theirs.cluster.roles.critic
     assert (

@@ -1,6 +1,4 @@
-"""Scripts of MindSpeed-LLM as its users have them: each flag is taken or told, and what is left out
-has the original's default.
-"""
+"""Import of MindSpeed-LLM scripts: flags, and defaults of the original."""
 
 from __future__ import annotations
 
@@ -18,14 +16,17 @@ from msrl.importers.translation import KeyStatus, Translation
 from support import assert_each_mentions, assert_mentions
 from test_cli import msrl
 
-TUNE = "posttrain_gpt.py --stage sft --finetune --load ckpt --data-path data --lr 1e-5 --global-batch-size 16 --train-iters 20"
+TUNE = (
+    "posttrain_gpt.py --stage sft --finetune --load ckpt --data-path data --lr 1e-5 "
+    "--global-batch-size 16 --train-iters 20"
+)
 
 
 def imported(line: str) -> Translation:
     return translate_arguments("mindspeed-llm", line.split())
 
 
-def tree_of(line: str) -> Any:
+def native_tree(line: str) -> Any:
     return plain(parse(native_yaml(imported(line)), "native.yaml"))
 
 
@@ -35,8 +36,11 @@ def mistakes(line: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_the_devices_that_torchrun_starts_are_those_of_the_training(tmp_path: Path):
-    launcher = "torchrun --nproc_per_node 8 --nnodes=4 --node_rank 0 --master_addr localhost --master_port 6000 "
+def test_torchrun_sets_the_devices_of_the_training(tmp_path: Path):
+    launcher = (
+        "torchrun --nproc_per_node 8 --nnodes=4 --node_rank 0 --master_addr localhost "
+        "--master_port 6000 "
+    )
     (tmp_path / "native.yaml").write_text(native_yaml(imported(launcher + TUNE)), encoding="utf-8")
     cluster = load([str(tmp_path / "native.yaml")]).config.cluster
     assert (cluster.nodes, cluster.devices_per_node) == (4, 8)
@@ -46,9 +50,9 @@ def test_the_devices_that_torchrun_starts_are_those_of_the_training(tmp_path: Pa
     )
 
 
-def test_a_training_without_the_flag_bf16_is_one_in_float32():
-    assert tree_of(TUNE)["model"]["dtype"] == "float32"
-    assert tree_of(f"{TUNE} --bf16")["model"]["dtype"] == "bfloat16"
+def test_a_training_without_the_flag_bf16_uses_float32():
+    assert native_tree(TUNE)["model"]["dtype"] == "float32"
+    assert native_tree(f"{TUNE} --bf16")["model"]["dtype"] == "bfloat16"
 
 
 def test_dropout_is_refused_in_a_supervised_script_too():
@@ -57,7 +61,7 @@ def test_dropout_is_refused_in_a_supervised_script_too():
 
 
 @pytest.mark.parametrize("flag", ["--lr 1e-5", "--global-batch-size 16"])
-def test_a_script_says_its_learning_rate_and_its_batch(flag: str):
+def test_a_script_must_set_learning_rate_and_batch_size(flag: str):
     (line,) = mistakes(TUNE.replace(flag, ""))
     assert_mentions(line, flag.split()[0].removeprefix("--").replace("-", "_"), "missing")
 
@@ -81,31 +85,42 @@ def test_a_script_says_its_learning_rate_and_its_batch(flag: str):
         ("--moe-z-loss-coeff 0.01", {"z_loss_coef": 0.01}),
     ],
 )
-def test_what_balances_experts_in_a_script_balances_them_here(
+def test_load_balancing_flags_of_a_script_are_translated(
     flags: str, router: dict[str, object] | None, tmp_path: Path
 ):
-    mixture = "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --norm-topk-prob --moe-grouped-gemm "
-    speed = "--moe-token-dispatcher-type alltoall_seq --use-ascend-mc2 --reuse-fp32-param --use-cp-send-recv-overlap --neat-pack "
+    mixture = (
+        "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --norm-topk-prob "
+        "--moe-grouped-gemm "
+    )
+    speed = (
+        "--moe-token-dispatcher-type alltoall_seq --use-ascend-mc2 --reuse-fp32-param "
+        "--use-cp-send-recv-overlap --neat-pack "
+    )
     line = f"{TUNE} {mixture}{speed}{flags}"
-    assert tree_of(line)["train"].get("router") == router
+    assert native_tree(line)["train"].get("router") == router
     (tmp_path / "native.yaml").write_text(native_yaml(imported(line)), encoding="utf-8")
     assert load([str(tmp_path / "native.yaml")])
 
 
-def test_facts_of_a_model_that_change_nothing_are_not_held_against_its_config(tmp_path: Path):
-    """Shipped scripts say their sequence length for max_position_embeddings, and a width that no
-    layer of a mixture has.
-    """
+def test_irrelevant_model_properties_are_not_checked(tmp_path: Path):
+    """Scripts set max_position_embeddings to the sequence length and an unused ffn width."""
     mixture = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1, "num_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [],
-    }  # fmt: skip
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    }
     make_model(tmp_path / "mixture", **mixture)
-    found = imported(
-        f"{TUNE} --tokenizer-name-or-path {tmp_path}/mixture --max-position-embeddings 77 --ffn-hidden-size 8192"
+    translation = imported(
+        f"{TUNE} --tokenizer-name-or-path {tmp_path}/mixture --max-position-embeddings 77 "
+        "--ffn-hidden-size 8192"
     )
-    fates = {one.entry.key: one.status for one in found.outcomes}
-    assert (fates["max_position_embeddings"], fates["ffn_hidden_size"]) == (
+    statuses = {outcome.entry.key: outcome.status for outcome in translation.outcomes}
+    assert (statuses["max_position_embeddings"], statuses["ffn_hidden_size"]) == (
         KeyStatus.SAME,
         KeyStatus.DEAD,
     )
@@ -114,28 +129,36 @@ def test_facts_of_a_model_that_change_nothing_are_not_held_against_its_config(tm
     assert_mentions(line, "ffn_hidden_size=8192", "config.json")
 
 
-def test_an_unknown_balance_of_experts_is_refused():
+def test_unknown_load_balancing_is_refused():
     (line,) = mistakes(f"{TUNE} --moe-router-load-balancing-type sinkhorn")
     assert_mentions(line, "sinkhorn", "aux_loss", "seq_aux_loss", "none")
 
 
-def test_a_script_of_inference_repeats_the_model_and_draws_as_the_original_does():
-    model = "--use-mcore-models --tensor-model-parallel-size 1 --num-layers 24 --seq-length 4096 --micro-batch-size 1 --bf16"
-    line = f"torchrun --nproc_per_node 1 inference.py {model} --load ckpt --tokenizer-name-or-path tok --seed 42"
+def test_an_inference_script_samples_like_the_original():
+    model = (
+        "--use-mcore-models --tensor-model-parallel-size 1 --num-layers 24 --seq-length 4096 "
+        "--micro-batch-size 1 --bf16"
+    )
+    line = (
+        f"torchrun --nproc_per_node 1 inference.py {model} --load ckpt --tokenizer-name-or-path "
+        "tok --seed 42"
+    )
     sampling = {"temperature": 0.7, "top_p": 0.95, "top_k": 50, "max_tokens": 128}
-    tree = tree_of(line)
+    tree = native_tree(line)
     assert tree == {
         "generate": {"model": "ckpt", "seed": 42, **sampling},
         "chat": {"model": "ckpt", "seed": 42, **sampling},
     }
-    fates = {one.entry.key: one.status for one in imported(line).outcomes}
-    assert fates["num_layers"] is fates["nproc_per_node"] is KeyStatus.SAME
+    statuses = {outcome.entry.key: outcome.status for outcome in imported(line).outcomes}
+    assert statuses["num_layers"] is statuses["nproc_per_node"] is KeyStatus.SAME
 
 
-def test_the_task_of_inference_says_how_answers_are_drawn():
-    found = imported("inference.py --task greedy --load ckpt --temperature 0.9 --top-k 5")
-    assert plain(found.tree)["generate"]["temperature"] == 0
-    assert {one.entry.key for one in found.outcomes if one.status is KeyStatus.DEAD} == {
+def test_the_inference_task_sets_the_sampling():
+    translation = imported("inference.py --task greedy --load ckpt --temperature 0.9 --top-k 5")
+    assert plain(translation.tree)["generate"]["temperature"] == 0
+    assert {
+        outcome.entry.key for outcome in translation.outcomes if outcome.status is KeyStatus.DEAD
+    } == {
         "temperature",
         "top_k",
     }
@@ -163,15 +186,15 @@ def test_the_task_of_inference_says_how_answers_are_drawn():
         ("--lora-r 8 --lora-alpha 16", None),
     ],
 )
-def test_adapters_of_a_script_are_trained_where_it_names_their_layers(
+def test_lora_target_modules_of_a_script_enable_adapters(
     flags: str, lora: dict[str, object] | None
 ):
-    assert tree_of(f"{TUNE} {flags}")["train"].get("lora") == lora
+    assert native_tree(f"{TUNE} {flags}")["train"].get("lora") == lora
 
 
-def test_warm_up_is_a_share_or_a_number_not_both():
+def test_warmup_is_a_fraction_or_a_number_of_updates():
     assert (
-        tree_of(f"{TUNE} --lr-warmup-fraction 0.01 --lr-warmup-iters 0")["train"]["optimizer"][
+        native_tree(f"{TUNE} --lr-warmup-fraction 0.01 --lr-warmup-iters 0")["train"]["optimizer"][
             "warmup"
         ]
         == 0.01
@@ -183,12 +206,14 @@ def test_warm_up_is_a_share_or_a_number_not_both():
 SFT = """\
 defaults: [{model: [small]}]
 sft:
-  {model: small, stage: sft, tokenizer_name_or_path: hf, data_path: data, global_batch_size: 4, micro_batch_size: 2, train_iters: 5,
-   lr: 5e-5, min_lr: 1e-6, lr_decay_style: cosine, lr_warmup_fraction: 0.01, no_shuffle: true, lora_target_modules: [linear_qkv]}
+  {model: small, stage: sft, tokenizer_name_or_path: hf, data_path: data,
+   global_batch_size: 4, micro_batch_size: 2, train_iters: 5,
+   lr: 5e-5, min_lr: 1e-6, lr_decay_style: cosine, lr_warmup_fraction: 0.01,
+   no_shuffle: true, lora_target_modules: [linear_qkv]}
 """
 
 
-def test_a_supervised_file_of_mindspeed_rl_trains_as_it_is(
+def test_a_supervised_file_of_mindspeed_rl_trains_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -236,7 +261,7 @@ def test_a_supervised_file_of_mindspeed_rl_trains_as_it_is(
         ("lr: 5e-5, ", "", ("lr", "missing", "learning rate")),
     ],
 )
-def test_mistakes_in_a_supervised_file_are_named(
+def test_errors_in_a_supervised_file_are_reported(
     old: str, new: str, fragments: tuple[str, ...], tmp_path: Path
 ):
     (tmp_path / "model").mkdir()
@@ -247,7 +272,7 @@ def test_mistakes_in_a_supervised_file_are_named(
     assert_mentions(caught.value, *fragments)
 
 
-def test_overrides_as_hydra_has_them_are_told_how_msrl_takes_them(
+def test_hydra_overrides_are_refused_with_the_msrl_syntax(
     capsys: pytest.CaptureFixture[str],
 ):
     assert msrl("train-grpo", "actor_config.lr=1e-6") == 2

@@ -1,5 +1,5 @@
-"""What every documented key of the five guides becomes: none is left out, and none becomes a key
-that there will never be.
+"""Every documented key of the five guides has a row, and every row names existing or planned native
+keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msrl.models.shape import Shape
 from support import assert_mentions
 
 SYSTEMS = ("mindspeed_rl", "mindspeed_llm", "roll", "lightrft")
-# How many keys the reader above finds in each guide: a guide or a reader that changes is noticed.
+# Number of keys in each guide, to detect changes of the guides or their reader.
 NUM_DOCUMENTED = {
     "mindspeed-rl-grpo-parameters": 85,
     "mindspeed-rl-r1-zero": 87,
@@ -34,25 +34,25 @@ def test_every_documented_key_is_in_a_table(name: str):
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_row_says_what_becomes_of_its_key(system: str):
+def test_every_row_describes_the_translation_of_its_key(system: str):
     for row in load_table(system).rows.values():
         assert row.to or row.by or row.same or row.dead or row.shape or row.refuse, row
         assert row.via in CONVERSIONS, row
         assert not row.shape or row.shape in Shape.__slots__, row
         for key in row.to:
             assert is_designed(key), (
-                f"{system} {row.section}.{row.key}: {key} is neither a key nor one to come"
+                f"{system} {row.section}.{row.key}: {key} is neither a native nor a planned key"
             )
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_defaults_of_the_originals_are_right_for_their_native_keys(system: str):
+def test_defaults_of_the_originals_are_valid_for_their_native_keys(system: str):
     for row in load_table(system).rows.values():
         if row.has_default and row.to and not row.by and row.default is not None:
             CONVERSIONS[row.via](row.default)
 
 
-def test_keys_that_are_to_come_are_refused_and_keys_that_are_there_are_not():
+def test_planned_keys_are_refused_and_existing_keys_are_not():
     assert_mentions(refusal("rollout.async.partial", True), "version")
     assert_mentions(refusal("env.max_turns", 4), "version")
     assert refusal("cluster.env.NCCL_DEBUG", "INFO") == ""

@@ -1,6 +1,4 @@
-"""The estimate of a training's memory, held to the live tensors and to the resident memory of real
-ranks.
-"""
+"""The memory estimate of a training against live tensors and resident memory of real ranks."""
 
 from __future__ import annotations
 
@@ -30,33 +28,44 @@ COMMON = {
 }
 MODELS = {
     "dense": {
-        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 16384, "tie_word_embeddings": True,
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 384, "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 16384,
+        "tie_word_embeddings": True,
     },
     "large vocabulary": {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 65536, "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 65536,
+        "tie_word_embeddings": False,
     },
     "mixture": {
-        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192, "tie_word_embeddings": False, "num_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 384, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "head_dim": 64,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192,
+        "tie_word_embeddings": False, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 384, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
     "latent attention": {
-        **DEEPSEEK_V3, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 8192,
-        "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        **DEEPSEEK_V3, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "vocab_size": 8192,
+        "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16, "v_head_dim": 32,
         "moe_intermediate_size": 128, "tie_word_embeddings": False, "max_position_embeddings": 4096,
     },
     "capped": {
-        **GEMMA2, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
-        "num_key_value_heads": 2, "vocab_size": 16384, "sliding_window": 128, "tie_word_embeddings": True, "max_position_embeddings": 4096,
+        **GEMMA2, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "head_dim": 64,
+        "num_key_value_heads": 2, "vocab_size": 16384, "sliding_window": 128,
+        "tie_word_embeddings": True, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
 LENGTHS = (233, 90, 61, 128, 300, 200, 12)
 
 
 def make_model(folder: Path, config: dict) -> Path:
-    """A Hugging Face folder of random weights."""
+    """Write a Hugging Face folder with random weights."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "", **COMMON, **config}))
     torch.manual_seed(0)
@@ -80,15 +89,18 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def estimate(case: Case, *sets: str) -> Memory:
-    """What a configuration that asks for the case is told."""
+    """Return the estimate for the configuration of a case."""
     layout = case.layout
-    asked = [
-        f"model.path={case.model}", f"model.dtype={case.dtype}", f"cluster.devices_per_node={layout.replica_size}",
-        f"train.parallel.tp={layout.tp}", f"train.parallel.pp={layout.pp}", f"train.parallel.cp={layout.cp}",
-        f"train.parallel.ep={layout.ep}", f"train.parallel.etp={layout.etp or 'null'}", f"train.parallel.sp={str(layout.sp).lower()}",
+    settings = [
+        f"model.path={case.model}", f"model.dtype={case.dtype}",
+        f"cluster.devices_per_node={layout.replica_size}",
+        f"train.parallel.tp={layout.tp}", f"train.parallel.pp={layout.pp}",
+        f"train.parallel.cp={layout.cp}",
+        f"train.parallel.ep={layout.ep}", f"train.parallel.etp={layout.etp or 'null'}",
+        f"train.parallel.sp={str(layout.sp).lower()}",
         f"train.max_tokens_per_micro_batch={sum(case.lengths)}", *sets,
     ]  # fmt: skip
-    config = load(sets=asked).config
+    config = load(sets=settings).config
     return training_memory(
         config,
         load_shape(case.model),
@@ -112,24 +124,24 @@ def measured(cases: list[Case], num_ranks: int) -> list[Measured]:
 
 
 @pytest.mark.slow
-def test_the_estimate_is_what_the_live_tensors_of_three_shapes_take_and_near_the_resident_memory(
+def test_the_estimate_matches_live_tensors_and_resident_memory_of_three_models(
     folders,
 ):
-    """Live tensors: every storage that an operation makes, while it lives."""
+    """Live tensors are counted by storage, from allocation to release."""
     dtypes = {"dense": "float32", "large vocabulary": "bfloat16", "mixture": "float32"}
     cases = {
         name: Case(name, folders[name], LENGTHS, dtype=dtype) for name, dtype in dtypes.items()
     }
-    for found in measured(list(cases.values()), 1):
-        expected = estimate(cases[found.name]).training
-        assert found.live == pytest.approx(expected, rel=0.05), (found.name, found.by_maker)
-        assert found.resident == pytest.approx(expected, rel=0.3), found.name
+    for result in measured(list(cases.values()), 1):
+        expected = estimate(cases[result.name]).training
+        assert result.live == pytest.approx(expected, rel=0.05), (result.name, result.by_maker)
+        assert result.resident == pytest.approx(expected, rel=0.3), result.name
 
 
-def test_a_mixture_is_spread_along_the_sequence_whether_it_is_asked_or_not(folders):
+def test_a_mixture_always_uses_sequence_parallelism(folders):
     cases = [
-        Case("mixture", folders["mixture"], LENGTHS, Layout(tp=2, sp=is_asked))
-        for is_asked in (False, True)
+        Case("mixture", folders["mixture"], LENGTHS, Layout(tp=2, sp=is_set))
+        for is_set in (False, True)
     ]
     assert estimate(cases[0]) == estimate(cases[1])
 
@@ -215,14 +227,14 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_the_estimate_holds_in_every_layout_and_with_every_option_that_saves_memory(folders):
+def test_the_estimate_holds_for_every_layout_and_memory_option(folders):
     cases = {
         name: Case(name, folders[model], LENGTHS, **more)
         for name, (model, more, _) in TABLE.items()
     }
     fullest: dict[str, int] = {}
-    for found in measured(list(cases.values()), 2):
-        fullest[found.name] = max(found.live, fullest.get(found.name, 0))
+    for result in measured(list(cases.values()), 2):
+        fullest[result.name] = max(result.live, fullest.get(result.name, 0))
     ratios = {
         name: estimate(cases[name], *TABLE[name][2]).training / live
         for name, live in fullest.items()

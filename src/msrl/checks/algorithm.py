@@ -112,9 +112,7 @@ def _loss(resolved: Resolved) -> Iterator[str]:
 
 
 def _one_advantage(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each key that varies advantages within a sequence, if the loss needs equal
-    ones.
-    """
+    """Yield a line for each key that varies advantages within a sequence, if that is invalid."""
     algo, varying = resolved.config.algo, dict(_varying_by_token(resolved))
     loss = registry.declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
     if loss.constant("ONE_ADVANTAGE"):
@@ -127,9 +125,7 @@ def _one_advantage(resolved: Resolved) -> Iterator[str]:
 
 
 def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield (key, (effect, remedy)) for keys that vary advantages or mismatch weights within a
-    sequence.
-    """
+    """Yield (key, (effect, remedy)) for keys that vary advantages or weights within a sequence."""
     algo = resolved.config.algo
     estimator = registry.declaration(
         ADVANTAGES, algo.advantage.estimator, key="algo.advantage.estimator"

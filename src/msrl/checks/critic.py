@@ -56,9 +56,7 @@ def _set_keys(resolved: Resolved, key: str) -> list[str]:
 
 
 def _fits(resolved: Resolved) -> Iterator[str]:
-    """Check that a critic with other weights fits the vocabulary, lengths and parallel layout of
-    the policy.
-    """
+    """Check that a critic with other weights fits vocabulary, lengths and layout of the policy."""
     config, load = resolved.config, resolved.config.cluster.roles.critic.load
     if load is None or not (is_hf(load) or is_mcore(load)):
         return

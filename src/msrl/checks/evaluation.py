@@ -58,9 +58,7 @@ def check_grpo_only_keys(resolved: Resolved) -> Iterator[str]:
 
 
 def check_grpo_evaluation(resolved: Resolved) -> Iterator[str]:
-    """Check the evaluation settings of train-grpo: held-out prompts, sampling, lengths and reward
-    source.
-    """
+    """Check the evaluation settings of train-grpo: prompts, sampling, lengths and source."""
     section = resolved.config.eval
     for key in ("every_steps", "at_start"):
         if getattr(section, key) and resolved.config.data.eval is None:

@@ -1,4 +1,4 @@
-"""Files and folders that a configuration names: are they there, and of the right kind?"""
+"""Checks of the files and folders that a configuration names."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def check_data(resolved: Resolved) -> Iterator[str]:
     for prefix, mistake in _data_prefixes(resolved):
         if not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
             yield mistake(
-                f"no preprocessed data found ({prefix}_*.idx). Create it with `msrl preprocess`."
+                f"no preprocessed data with this prefix ({prefix}_*.idx). "
+                "Create it with `msrl preprocess`."
             )
 
 

@@ -23,8 +23,7 @@ def check_plugin_name(
 def check_options(
     resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()
 ) -> Iterator[str]:
-    """Check the options under `key` against the parameters of plugins (package, name, main
-    function).
+    """Check the options under `key` against plugins, given as (package, name, main function).
 
     Options in `own` are set by another key and count as unknown. Plugins are not imported.
     """

@@ -1,5 +1,4 @@
-"""Checks of each command before it starts: missing keys and files, unknown names, incompatible
-sizes.
+"""Checks of each command before it starts: missing keys, files, names and sizes.
 
 Each check is a generator of lines. All of them run, so that one pass reports every error.
 """

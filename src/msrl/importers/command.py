@@ -1,6 +1,4 @@
-"""Import of a file or command line of another system as native YAML with a report (`msrl config
-import`).
-"""
+"""Import of another system's file or command line as native YAML (`msrl config import`)."""
 
 from __future__ import annotations
 

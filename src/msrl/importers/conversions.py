@@ -49,9 +49,7 @@ def text_list(value: Any) -> list[Any]:
 
 
 def int_list(value: Any) -> list[int]:
-    """Return the integers of a list or of a text such as `11,13,19,21`, the form of Megatron's
-    flags.
-    """
+    """Return the integers of a list, or of Megatron's form `11,13,19,21`."""
     try:
         items = (
             cast("list[Any]", value)
@@ -150,9 +148,7 @@ def token_level(value: Any) -> str:
 
 
 def aggregate(value: Any) -> str:
-    """Return the aggregation mode of ROLL's loss_agg_mode; its sum-norm divides by the constant
-    padded length.
-    """
+    """Return the mode of ROLL's loss_agg_mode; sum-norm divides by the constant padded length."""
     names = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
     return _look_up({**names, "seq-mean-token-sum-norm": "seq-sum-over-constant"}, value)
 
@@ -183,9 +179,7 @@ def inverse_recompute(value: Any) -> str | None:
 
 
 def some_right(value: Any) -> list[float] | None:
-    """Return the bounds of LightRFT's dynamic_sampling, which masks groups whose rewards are all 0
-    or all 1.
-    """
+    """Return the bounds of LightRFT's dynamic_sampling: it masks rewards of all 0 or all 1."""
     return [0.0, 1.0] if value else None
 
 

@@ -24,8 +24,7 @@ def with_model(
     translation: Translation,
     section: str = "megatron",
 ) -> list[SourceKey]:
-    """Return the keys of the model file that `model` names, followed by the keys, which override
-    them.
+    """Return the keys of the model file that `model` names, then `keys`, which override them.
 
     Both belong to the same section of the table.
     """
@@ -105,9 +104,7 @@ class MegatronKeys:
                 self.translation.errors.append(f"{where}: {key}: missing. Set {meaning}.")
 
     def _checkpoint(self) -> None:
-        """Translate load to a resume if finetune is false and the optimizer is loaded; else to
-        weights only.
-        """
+        """Translate load to a resume (without finetune, with the optimizer) or to weights only."""
         keys = self.keys
         load, save = keys.get("load"), keys.get("save")
         restores_optimizer = keys.value("no_load_optim") is not True
@@ -153,9 +150,7 @@ class MegatronKeys:
             self.translation.assign(entry, ["train.optimizer.betas"], betas)
 
     def _warmup(self) -> None:
-        """Check that warmup is either a fraction or a number of updates: Megatron accepts only one
-        of both.
-        """
+        """Check that warmup is either a fraction or a number of updates, as Megatron requires."""
         fraction, number = self.keys.get("lr_warmup_fraction"), self.keys.get("lr_warmup_iters")
         if fraction is None or number is None or fraction.value is None:
             return
@@ -197,9 +192,7 @@ class MegatronKeys:
             self.keys.assign(key, [native], self.keys.value(key))
 
     def apply_shapes(self) -> None:
-        """Check that the model properties in the file equal those of config.json, if that is
-        readable.
-        """
+        """Check that the model properties in the file equal those of a readable config.json."""
         shape = self._shape()
         for entry in self.keys:
             name = self.translation.row(entry).shape
@@ -242,9 +235,7 @@ class MegatronKeys:
 
 
 def data_parallel(keys: Keys, world: int | None) -> int | None:
-    """Return the data-parallel size; None if a size is unknown or the sizes do not divide the
-    devices.
-    """
+    """Return the data-parallel size; None if a size is unknown or does not divide the devices."""
     replica_size = 1
     for key in (
         "tensor_model_parallel_size",
@@ -258,9 +249,7 @@ def data_parallel(keys: Keys, world: int | None) -> int | None:
 
 
 def converted(keys: Keys, key: str, via: str) -> object:
-    """Return the converted value or default of a key; add an error and return None if it is not
-    allowed.
-    """
+    """Return the converted value or default of a key; None, with an error, if it is invalid."""
     try:
         return CONVERSIONS[via](keys.value(key))
     except ValueError as error:

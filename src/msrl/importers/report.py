@@ -9,9 +9,7 @@ from msrl.importers.translation import KeyOutcome, KeyStatus, Translation
 
 
 def full(translation: Translation) -> list[str]:
-    """Return a line per key, grouped by status, and the defaults of the original that were filled
-    in.
-    """
+    """Return a line per key, grouped by status, and the defaults that were filled in."""
     lines = [summary(translation)]
     for status in KeyStatus:
         outcomes = [outcome for outcome in translation.outcomes if outcome.status is status]

@@ -13,9 +13,7 @@ from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 
 class Keys:
-    """Keys of one table section that a file sets; the defaults of the original stand in for the
-    others.
-    """
+    """Keys of one table section, with the defaults of the original for keys that a file omits."""
 
     def __init__(
         self, translation: Translation, section: str, entries: Iterable[SourceKey]
@@ -45,9 +43,7 @@ class Keys:
         return self.translation.default(self.section, keys[0])
 
     def number(self, *keys: str) -> int | None:
-        """Return the value if it is an integer; the check of the native key reports any other
-        value.
-        """
+        """Return the value if it is an integer; a check of the native key reports other values."""
         value = self.value(*keys)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 

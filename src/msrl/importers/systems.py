@@ -50,9 +50,7 @@ def foreign(path: str) -> Translation | None:
 
 
 def refuse_foreign_key(path: str) -> None:
-    """Raise MsrlError if a dotted key belongs to MindSpeed-RL files; the message names the native
-    key.
-    """
+    """Raise MsrlError, which names the native key, if a dotted key belongs to MindSpeed-RL."""
     first, *names = path.lstrip("+").split(".")
     if first not in _SECTIONS or not names:
         return

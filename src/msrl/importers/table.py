@@ -32,8 +32,9 @@ TABLES = Path(__file__).parent / "tables"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Mapping of one key. Absent fields are empty; `has_default` tells a default of null from no
-    default.
+    """Mapping of one key. Absent fields are empty.
+
+    `has_default` tells a default of null from no default.
     """
 
     section: str

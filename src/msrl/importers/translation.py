@@ -95,8 +95,7 @@ class Translation:
     def entries(
         self, section: Node | None, name: str, path: str, *, also: Iterable[str] = ()
     ) -> Iterator[SourceKey]:
-        """Yield the valid keys of a section of the file; unknown, duplicate and quoted ones are
-        errors.
+        """Yield the valid keys of a section; add errors for unknown, duplicate and quoted ones.
 
         `name` and `also` are the table sections that are searched for a key, in this order.
         """
@@ -135,9 +134,7 @@ class Translation:
         return not row.only or self.algorithm in row.only or self.mode in row.only
 
     def default(self, section: str, key: str) -> object:
-        """Return the original's default; `other_defaults` holds those of another generation of
-        files.
-        """
+        """Return the original's default; `other_defaults` has those of another generation."""
         row = self.table.row(section, key)
         assert row is not None, (section, key)
         return self.other_defaults.get((section, key), row.default)
@@ -164,8 +161,7 @@ class Translation:
         self.tree = merge(self.tree, at(key, node))
 
     def set_default(self, key: str, value: object) -> None:
-        """Set a native key to the original's default; an unsupported default is refused like a set
-        value.
+        """Set a native key to the original's default; an unsupported one is refused like a value.
 
         A native key that has a value keeps it, because several source keys can map to one native
         key.

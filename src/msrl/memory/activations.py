@@ -46,9 +46,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Parallel sizes of a pass: tensor, expert-tensor and context parallelism, and sequence
-    parallelism.
-    """
+    """Parallel sizes of a pass: tensor, expert-tensor and context, and sequence parallelism."""
 
     tp: int = 1
     etp: int = 1
@@ -67,9 +65,7 @@ class Recomputed:
 
 
 class LayerBytes(NamedTuple):
-    """Saved bytes of a layer: its input, attention without the core, core attention, and
-    feed-forward block.
-    """
+    """Saved bytes of a layer: input, attention without its core, core attention, feed-forward."""
 
     input: int
     attention: int
@@ -180,8 +176,7 @@ def _latent_attention(
 def _feed_forward(
     shape: Shape, ffn: int, tokens: int, element: int, saves_output: bool = True
 ) -> int:
-    """Return the bytes of gate and up, of the output, and of the activated gate for activations
-    other than SiLU.
+    """Return the bytes of gate and up, of the output, and of a saved activated gate.
 
     The fused SiLU does not save the activated gate.
     """

@@ -60,9 +60,7 @@ def _head_weights(shape: Shape) -> int:
 
 
 def _attention(shape: Shape, layer: int, lengths: Sequence[int]) -> int:
-    """Return the operations of attention scores and weighted sums over the visible pairs of
-    positions.
-    """
+    """Return the operations of attention scores and weighted sums over visible pairs."""
     window = shape.attention.layer_window(layer)
     pairs = sum(_visible_pairs(length, window) for length in lengths)
     channels = (
@@ -74,8 +72,7 @@ def _attention(shape: Shape, layer: int, lengths: Sequence[int]) -> int:
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
-    """Return the number of (query, key) pairs of a causal sequence with at most `window` keys per
-    query.
+    """Return the (query, key) pairs of a causal sequence with at most `window` keys per query.
 
     >>> _visible_pairs(4, None), _visible_pairs(4, 2)
     (10, 7)

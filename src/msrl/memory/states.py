@@ -1,6 +1,4 @@
-"""Exact sizes of the persistent state of a training rank: weights, gradients, optimizer and
-reference weights.
-"""
+"""Exact bytes of the persistent state of a training rank: weights, gradients, optimizer."""
 
 from __future__ import annotations
 

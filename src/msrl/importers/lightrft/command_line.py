@@ -28,9 +28,7 @@ def translate_script(text: str, name: str) -> Translation:
         MsrlError: if the script has no training command or several.
     """
     script = parse_script(text, name)
-    commands = [
-        words for words in script.commands if sum(word.text.startswith("--") for word in words) > 1
-    ]
+    commands = [words for words in script.commands if _num_flags(words) > 1]
     if len(commands) != 1:
         raise MsrlError(
             f"{name}: must contain one LightRFT command with flags, but has {len(commands)}"
@@ -39,6 +37,10 @@ def translate_script(text: str, name: str) -> Translation:
     for variable, word in script.exported.items():
         _environment(translation, variable, word)
     return translation
+
+
+def _num_flags(words: list[Word]) -> int:
+    return sum(word.text.startswith("--") for word in words)
 
 
 def translate_words(words: list[Word], name: str) -> Translation:
@@ -181,7 +183,8 @@ class _Flags:
             if entry is not None and entry.value:
                 self.translation.assign(entry, ["reward.sources"], [{native: entry.value}])
         running = keys.value("reward_running_norm") is True
-        keys.assign("reward_running_norm", ["reward.norm.scale"], "running") if running else None
+        if running:
+            keys.assign("reward_running_norm", ["reward.norm.scale"], "running")
         if keys.value("reward_running_norm_minus_mean") is True and running:
             keys.assign("reward_running_norm_minus_mean", ["reward.norm.center"], "running")
         for key in ("reward_running_norm", "reward_running_norm_minus_mean"):
@@ -204,15 +207,10 @@ class _Flags:
 
     def _engine(self) -> None:
         keys = self.keys
-        if keys.value("engine_type") != "vllm":
-            keys.record(
-                "engine_type",
-                KeyStatus.SAME,
-                "msrl generates with vLLM and does not support sglang",
-            )
-        keys.assign("engine_type", ["rollout.engine.name"], "vllm") if keys.value(
-            "engine_type"
-        ) == "vllm" else None
+        if keys.value("engine_type") == "vllm":
+            keys.assign("engine_type", ["rollout.engine.name"], "vllm")
+        reason = "msrl generates with vLLM and does not support sglang"
+        keys.record("engine_type", KeyStatus.SAME, reason)
 
     def _files(self) -> None:
         keys = self.keys

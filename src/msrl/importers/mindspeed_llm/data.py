@@ -1,5 +1,4 @@
-"""Import of MindSpeed data options: flags and YAML of preprocess_data.py, and data of continued
-pretraining.
+"""Import of options of preprocess_data.py and of data of continued pretraining.
 
 Sources: MindSpeed-RL 05a90d77 (cli/preprocess_data.py, whose configuration is one flat file),
 MindSpeed-LLM b626d239 and Megatron's `--data-path`: one prefix, or pairs of weight and prefix.

@@ -113,9 +113,7 @@ class Algorithm:
         self.rl.record("clip_higher_enable", KeyStatus.APPLIED, text)
 
     def _values(self) -> None:
-        """Translate the keys of the critic; the original whitens gae advantages regardless of
-        advantage_whiten.
-        """
+        """Translate the keys of the critic; gae always whitens, despite advantage_whiten."""
         if self.name != "ppo":
             return None
         natives = {"lam": "algo.advantage.lambda", "cliprange_value": "algo.value.clip"}
@@ -221,9 +219,7 @@ class Algorithm:
         return self.rl.record(key, KeyStatus.DEAD, "read by dapo only")
 
     def _metric(self) -> None:
-        """Translate the verifier whose scores the filter compares; it must be a verifier of the
-        run.
-        """
+        """Translate the verifier whose scores the filter compares, which the run must have."""
         metric, names = (
             self.rl.value("filter_groups_metric"),
             [str(name) for name in as_list(self.rl.value("verifier_function"))],

@@ -1,5 +1,6 @@
-"""Import of MindSpeed-RL files: `defaults` with model/*.yaml, megatron_training, actor_config,
-rl_config and others.
+"""Import of MindSpeed-RL files (megatron_training, actor_config, rl_config and others).
+
+`defaults` names model files in model/*.yaml.
 
 Two generations differ in mini_batch_size. It counts samples in the first generation (which has
 ref_config or colocate_*, or a value above global_batch_size), and prompts in the second. Sources:
@@ -42,10 +43,10 @@ def translate(tree: Node, file: Path) -> Translation:
         return mindspeed_sft.translate(tree, file)
     if mindspeed_data.is_preprocessing(tree):
         return mindspeed_data.translate(tree, file)
-    return _File(tree, file).translate()
+    return _RlFile(tree, file).translate()
 
 
-class _File:
+class _RlFile:
     """Translation of the sections of one file."""
 
     def __init__(self, tree: Node, file: Path) -> None:
@@ -72,9 +73,7 @@ class _File:
         )
 
     def _megatron(self) -> Keys:
-        """Return the keys of actor_config, which override megatron_training, which overrides the
-        model file.
-        """
+        """Return the keys of actor_config, then megatron_training, then the model file."""
         layers = [
             self.translation.entries(self._section(name), "megatron", name)
             for name in ("megatron_training", "actor_config")
@@ -269,8 +268,9 @@ class _File:
         return self.translation.set("run.name", wrap(self.file.stem, Origin(self.translation.name)))
 
     def _environment(self) -> None:
-        """Translate the variables of runtime_env_path, or else of envs/runtime_env.yaml beside this
-        file.
+        """Translate the variables of runtime_env_path, by default envs/runtime_env.yaml.
+
+        The default path is relative to the folder of the file.
         """
         entry = self.rl.get("runtime_env_path")
         path = (
@@ -291,9 +291,7 @@ class _File:
             )
 
     def _runtime_env(self, name: str) -> Path:
-        """Return the path relative to the working directory, or else relative to the root of the
-        original.
-        """
+        """Return the path, relative to the working directory or else to the original's root."""
         beside = self.file.parent.parent / name
         return Path(name) if Path(name).is_file() or not beside.is_file() else beside
 
@@ -331,9 +329,7 @@ class _File:
             )
 
     def _reward_model(self, load: SourceKey | None) -> None:
-        """Translate the reward model of rule_reward: false, a Megatron checkpoint on the training
-        ranks.
-        """
+        """Translate the reward model of rule_reward: false, which runs on the training ranks."""
         if load is None:
             return self.rl.add_error(
                 "rule_reward",

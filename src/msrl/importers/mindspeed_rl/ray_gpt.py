@@ -1,5 +1,6 @@
-"""Import of MindSpeed-LLM RL files (ray_gpt.py): training, actor_rollout_ref, reward, algorithm,
-resource_pool.
+"""Import of MindSpeed-LLM RL files (ray_gpt.py).
+
+Their sections are training, actor_rollout_ref, reward, algorithm and resource_pool.
 
 Source: MindSpeed-LLM 324a9d6d, tasks/posttrain/rlxf. A mini-batch counts samples of one
 data-parallel rank, responses have seq_length minus max_prompt_length tokens, GRPO has a k3 KL term
@@ -38,10 +39,10 @@ def table() -> Table:
 
 def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
-    return _File(tree, file).translate()
+    return _RayGptFile(tree, file).translate()
 
 
-class _File:
+class _RayGptFile:
     """Translation of the sections of one file."""
 
     def __init__(self, tree: Node, file: Path) -> None:
@@ -286,9 +287,7 @@ class _File:
                 )
 
     def _critic(self) -> None:
-        """Translate weights, learning rate, lambda and value clip of the critic, which only ppo
-        with gae has.
-        """
+        """Translate weights, learning rate, lambda and value clip of the critic of ppo."""
         if self.translation.algorithm != "ppo" or self.algorithm.value("adv_estimator") != "gae":
             record_unused(
                 self.translation,

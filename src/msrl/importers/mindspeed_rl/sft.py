@@ -1,8 +1,8 @@
-"""Import of MindSpeed-RL files for SFT (cli/train_sft.py): `defaults` with model/*.yaml, and the
-section sft.
+"""Import of MindSpeed-RL files for SFT (cli/train_sft.py): `defaults` and the section sft.
 
-The keys are the flags of MindSpeed-LLM's posttrain_gpt.py. Their defaults differ: bf16 is on, and
-adapters have half the rank. Source: MindSpeed-RL 6a5b469^, configs/sft_*.yaml.
+`defaults` names model files in model/*.yaml. The keys are the flags of MindSpeed-LLM's
+posttrain_gpt.py. Their defaults differ: bf16 is on, and adapters have half the rank.
+Source: MindSpeed-RL 6a5b469^, configs/sft_*.yaml.
 """
 
 from __future__ import annotations

@@ -159,14 +159,12 @@ class Devices:
             if own.get("num_gpus_per_worker")
             else ("tensor_parallel_size", config)
         )
-        keys.assign(key, ["rollout.engine.tp"], tp) if keys.get(key) else None
-        num_devices = (
-            device_count(own.value("device_mapping")) if own.get("device_mapping") else None
-        )
-        if self.world is not None:
-            engines = max(1, min(num_devices or self.world, self.world) // tp)
+        if keys.get(key):
+            keys.assign(key, ["rollout.engine.tp"], tp)
+        mapping = own.get("device_mapping")
+        if mapping is not None and self.world is not None:
+            num_devices = device_count(mapping.value) or self.world
+            engines = max(1, min(num_devices, self.world) // tp)
             why = "engines share the devices of training"
-            own.assign("device_mapping", ["rollout.engine.dp"], engines, why=why) if own.get(
-                "device_mapping"
-            ) else None
+            own.assign("device_mapping", ["rollout.engine.dp"], engines, why=why)
         config.apply_remaining()

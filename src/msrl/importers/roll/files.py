@@ -56,10 +56,10 @@ class Worker:
 def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
     translation = Translation("ROLL", load_table("roll"), str(file))
-    return _File(translation, resolved(tree, file, translation)).translate()
+    return _RollFile(translation, resolved(tree, file, translation)).translate()
 
 
-class _File:
+class _RollFile:
     def __init__(self, translation: Translation, tree: Node) -> None:
         self.translation = translation
         self.top = Keys(translation, "top", translation.entries(tree, "top", ""))
@@ -215,9 +215,7 @@ class _File:
         top.record("difficulty_mask", KeyStatus.OFF, "")
 
     def _kl(self) -> None:
-        """Translate the KL terms: reward and loss have separate coefficients, and the loss is
-        always k3.
-        """
+        """Translate the KL terms of reward and loss; the loss always uses k3."""
         top = self.top
         if top.value("add_token_level_kl") is True:
             self._reward_kl()
@@ -404,9 +402,8 @@ class _File:
             )
             if section == "reward_normalization":
                 self._agentic_norm(keys)
-            keys.record(
-                "group_size", KeyStatus.APPLIED, "rollout.samples_per_prompt"
-            ) if section == "env_manager" else None
+            if section == "env_manager":
+                keys.record("group_size", KeyStatus.APPLIED, "rollout.samples_per_prompt")
             keys.apply_remaining()
             self.translation.record(entry, KeyStatus.APPLIED, "key by key")
         if self.is_agentic:
@@ -421,9 +418,7 @@ class _File:
             )
 
     def _agentic_norm(self, keys: Keys) -> None:
-        """Translate grouping and method (identity, mean, mean_std); asym_clip equals mean_std at
-        this commit.
-        """
+        """Translate grouping and method; asym_clip equals mean_std at this commit."""
         group = {"batch": "batch", "traj_group_id": "group"}.get(
             str(keys.value("grouping")), str(keys.value("grouping"))
         )

@@ -1,5 +1,4 @@
-"""Rules for keys of ROLL's actor_train that depend on each other: warmup, adapters and virtual
-pipeline stages.
+"""Rules for dependent keys of ROLL's actor_train: warmup, LoRA, virtual pipeline stages.
 
 Source: ROLL 1d3b9ae2, roll/configs/model_args.py, and transformers' TrainingArguments.
 """
@@ -15,9 +14,7 @@ from msrl.models.families import load_shape
 
 
 def put_warmup(args: Keys) -> None:
-    """Record the warmup key that the original ignores: a positive warmup_steps overrides
-    warmup_ratio.
-    """
+    """Record the ignored warmup key: a positive warmup_steps overrides warmup_ratio."""
     if args.get("warmup_steps") and args.value("warmup_steps"):
         return args.record("warmup_ratio", KeyStatus.DEAD, "overridden by warmup_steps")
     if args.get("warmup_ratio"):
@@ -45,9 +42,7 @@ def put_lora(model: Keys) -> None:
 
 
 def put_virtual_stages(config: Keys, stages: int, model: object) -> None:
-    """Convert the number of virtual stages to layers per stage; config.json of the model has the
-    number of layers.
-    """
+    """Convert the number of virtual stages to layers per stage, with config.json of the model."""
     key = "virtual_pipeline_model_parallel_size"
     virtual = config.number(key)
     if virtual is None or virtual == 1:

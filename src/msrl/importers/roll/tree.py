@@ -46,9 +46,7 @@ def _with_defaults(tree: Node, file: Path, translation: Translation) -> Node:
 
 
 def _without_deepspeed(node: Node) -> Node:
-    """Replace `${deepspeed_...}`, a section that msrl does not read, by {} and `${oc.env:NAME}` by
-    `${env:NAME}`.
-    """
+    """Replace sections `${deepspeed_...}` by {}, and `${oc.env:NAME}` by `${env:NAME}`."""
     if isinstance(node.value, dict):
         return Node(
             {key: _without_deepspeed(child) for key, child in node.value.items()}, node.origin

@@ -53,9 +53,7 @@ def put_validation(translation: Translation, top: Keys, sections: Mapping[str, K
 
 
 def _lengths(translation: Translation, top: Keys) -> None:
-    """Translate the length keys, which must be set together; by default, responses are as long as
-    in training.
-    """
+    """Translate the length keys, which must be set together; they default to training."""
     entries = [
         entry for key in _LENGTHS if (entry := top.get(key)) is not None and entry.value is not None
     ]
