@@ -71,7 +71,7 @@ def write_samples(path: Path, order: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_torch_reads_what_was_streamed(tmp_path: Path, mmap: bool) -> None:
+def test_torch_reads_streamed_files(tmp_path: Path, mmap: bool) -> None:
     write_samples(tmp_path / "file.pt")
     loaded = torch.load(tmp_path / "file.pt", weights_only=False, mmap=mmap)
     assert loaded["args"] == argparse.Namespace(a=1)
@@ -233,9 +233,7 @@ def test_programs_and_old_files_and_junk_are_refused(tmp_path: Path) -> None:
             read_torch_file(tmp_path / f"{name}.pt")
 
 
-def test_what_megatron_itself_saves_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_saved_by_megatron_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enums = types.ModuleType("megatron.core.enums")
     monkeypatch.setitem(sys.modules, "megatron.core.enums", enums)
     kind = Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
@@ -470,7 +468,7 @@ def test_other_folders_are_refused_with_a_hint(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
-def test_the_writer_cuts_shards_and_indexes_them(tmp_path: Path) -> None:
+def test_the_writer_splits_and_indexes_shards(tmp_path: Path) -> None:
     weights = tiny.tensors(LLAMA)
     writer = HfWriter(
         tmp_path, {name: tensor_spec(t) for name, t in weights.items()}, max_shard_bytes=20_000

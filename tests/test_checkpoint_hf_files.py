@@ -176,7 +176,7 @@ def test_types_that_differ_are_cast_when_one_is_chosen(tmp_path: Path) -> None:
     )
 
 
-def test_all_mistakes_of_a_sharded_folder_are_said_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_sharded_folder_are_reported_at_once(tmp_path: Path) -> None:
     tiny.save(tmp_path, shards=3)
     (tmp_path / FIRST).write_bytes((tmp_path / FIRST).read_bytes()[:-10])
     (tmp_path / "model-00002-of-00003.safetensors").unlink()

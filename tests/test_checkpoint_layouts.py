@@ -129,7 +129,7 @@ def test_every_layout_comes_back_from_any_number_of_ranks(
         (Joined((3, 2)), ((3, 5), (2, 5))),
     ],
 )
-def test_shards_of_one_cut_are_made_of_those_of_another(
+def test_shards_of_one_layout_are_built_from_those_of_another(
     layout: Layout, shapes: tuple[tuple[int, ...], ...], before: int, after: int
 ) -> None:
     tensors = [torch.randn(size) for size in shapes]

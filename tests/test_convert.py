@@ -293,7 +293,7 @@ def test_a_failure_in_mid_write_leaves_no_trace(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_disk_that_becomes_full_is_said_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
 
     def full(num_bytes: int) -> None:
@@ -446,7 +446,7 @@ def test_a_swap_in_both_directions_fails_the_verification(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore.failed-verification"]
 
 
-def test_inspect_says_what_a_checkpoint_holds(
+def test_inspect_prints_the_contents_of_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.save(tmp_path / "hf")

@@ -91,7 +91,7 @@ def test_virtual_stages_are_models_of_one_file(tmp_path: Path, folder: Path) -> 
     ) == (1, 2)
 
 
-def test_uneven_stages_and_empty_layers_are_told_by_the_arguments(
+def test_uneven_stages_and_empty_layers_are_recorded_in_the_arguments(
     tmp_path: Path, folder: Path
 ) -> None:
     uneven = write(
@@ -163,7 +163,7 @@ def test_a_family_comes_back_from_virtual_stages(tmp_path: Path, family: str) ->
 
 
 @pytest.mark.parametrize("chain", [("tp2 pp2", "tp1 pp4", "tp4 pp1"), ("vpp", "uneven", "empty")])
-def test_a_chain_of_cuts_ends_as_if_converted_directly(
+def test_a_chain_of_layouts_ends_as_if_converted_directly(
     tmp_path: Path, chain: tuple[str, ...]
 ) -> None:
     layouts = {
@@ -200,7 +200,7 @@ def test_a_chain_of_cuts_ends_as_if_converted_directly(
 
 # --- experts ---
 
-MIXTURE_CUTS = {
+MIXTURE_LAYOUTS = {
     "whole": ParallelLayout(), "ep4": ParallelLayout(ep=4), "tp2 ep2": ParallelLayout(2, ep=2),
     "tp2 ep2 etp1": ParallelLayout(2, ep=2, etp=1), "tp2 ep4 etp1": ParallelLayout(2, ep=4, etp=1),
     "tp4 ep2 etp1": ParallelLayout(4, ep=2, etp=1),
@@ -229,28 +229,31 @@ def mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> mixtures.Weights
 
 
 @pytest.mark.parametrize(
-    ("cut", "naming"),
+    ("layout", "naming"),
     [("tp2 ep2", "grouped"), ("extended", "local"), ("tp2 ep4 etp1", "te grouped")],
 )
 def test_a_mixture_comes_back(
     tmp_path: Path, mixture: mixtures.Weights, layout: str, naming: str
 ) -> None:
-    write(mixture, tmp_path / "mcore", MIXTURE_CUTS[layout], NAMINGS[naming])
+    write(mixture, tmp_path / "mcore", MIXTURE_LAYOUTS[layout], NAMINGS[naming])
     back = open_mcore(tmp_path / "mcore")
-    assert back.layout == MIXTURE_CUTS[layout]
+    assert back.layout == MIXTURE_LAYOUTS[layout]
     assert compare(mixture, back, None).different == ()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("naming", NAMINGS)
-@pytest.mark.parametrize("cut", MIXTURE_CUTS)
+@pytest.mark.parametrize("layout", MIXTURE_LAYOUTS)
 @pytest.mark.parametrize("target", ["whole", "tp2 ep2", "tp2 ep4 etp1"])
-def test_a_mixture_comes_back_from_every_cut_by_way_of_another(
+def test_a_mixture_comes_back_from_every_layout_through_another(
     tmp_path: Path, mixture: mixtures.Weights, layout: str, naming: str, target: str
 ) -> None:
-    write(mixture, tmp_path / "first", MIXTURE_CUTS[layout], NAMINGS[naming])
+    write(mixture, tmp_path / "first", MIXTURE_LAYOUTS[layout], NAMINGS[naming])
     write(
-        open_mcore(tmp_path / "first"), tmp_path / "second", MIXTURE_CUTS[target], NAMINGS[naming]
+        open_mcore(tmp_path / "first"),
+        tmp_path / "second",
+        MIXTURE_LAYOUTS[target],
+        NAMINGS[naming],
     )
     assert compare(mixture, open_mcore(tmp_path / "second"), None).different == ()
 

@@ -271,7 +271,7 @@ def _rank(folder: Path, tp_rank: int) -> Path:
     return mcore.rank_file(folder, 1, ParallelLayout(2), Coords(tp_rank))
 
 
-def test_inspect_names_every_file_that_is_missing_cut_short_or_altered(tmp_path: Path) -> None:
+def test_inspect_names_every_missing_truncated_or_altered_file(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2))
     contents = bytearray(_rank(tmp_path / "mcore", 0).read_bytes())
@@ -319,7 +319,7 @@ def test_a_hugging_face_folder_of_ours_vouches_for_its_files(
     assert not (tmp_path / "mcore").exists()
 
 
-def test_a_checkpoint_written_again_by_other_means_is_told_from_the_one_of_the_manifest(
+def test_a_checkpoint_rewritten_by_another_program_differs_from_the_manifest(
     tmp_path: Path,
 ) -> None:
     tiny.save(tmp_path / "hf")

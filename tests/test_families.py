@@ -147,7 +147,7 @@ def test_packed_tensors_are_split_by_head_and_by_half(
 
 
 @pytest.mark.parametrize("name", ["internlm 2", "chatglm 2", "baichuan 2", "glm 4"])
-def test_packed_groups_and_halves_are_not_cut_through(name: str) -> None:
+def test_packed_groups_and_halves_are_not_split(name: str) -> None:
     with pytest.raises(MsrlError, match=mentions("tp=8", "query groups")):
         ParallelLayout(8).check(families.shape(FAMILIES[name].config))
 
@@ -173,7 +173,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), BAD)
-def test_what_a_family_does_not_do_is_refused_by_key(
+def test_unsupported_features_of_a_family_are_refused_by_key(
     name: str, changes: dict[str, object], message: tuple[str, ...]
 ) -> None:
     with pytest.raises(MsrlError, match=mentions(*message)):

@@ -78,7 +78,7 @@ def test_blocks_are_multiplied_by_their_scales() -> None:
     assert torch.equal(dequantize(weight, scales, (2, 2), torch.float32), expected)
 
 
-def test_a_packed_model_is_converted_as_what_it_stands_for(tmp_path: Path) -> None:
+def test_a_quantized_model_is_converted_dequantized(tmp_path: Path) -> None:
     source, meant = folder(tmp_path / "fp8")
     write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2)))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
@@ -140,7 +140,7 @@ def test_a_model_may_come_without_its_layers_for_multi_token_prediction(tmp_path
         ({"tensors": {UP_SCALE: torch.ones(2, 2)}}, ("[2, 2]", "[16, 32]", "[6, 2]")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(
+def test_invalid_scales_and_blocks_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]
 ) -> None:
     with pytest.raises(MsrlError) as error:

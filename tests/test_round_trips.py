@@ -89,7 +89,7 @@ def _assert_same_folder(folder: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)]
 )
-def test_a_family_comes_back_from_a_chain_of_cuts_in_both_formats(
+def test_a_family_comes_back_from_a_chain_of_layouts_in_both_formats(
     folders: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
     _assert_same_folder(_through_chain(folders[name], tmp_path, name), folders[name])

@@ -76,7 +76,7 @@ FILES = {
     "section": in_section,
     "metadata": in_metadata,
 }
-UNREAD = "not a readable checkpoint file|not a readable index|not a tensor at byte"
+UNREAD = "checkpoint file: |readable index|not a tensor"
 
 # --- Opcodes ---
 
@@ -323,7 +323,7 @@ SHAPES = {
     "no value": b"",
     "absent memo": pickle.BINGET + b"\1",
     "pop of nothing": pickle.POP,
-    "key without a value": pickle.EMPTY_DICT + pickle.MARK + pickle.NONE + pickle.SETITEMS,
+    "missing value of a key": pickle.EMPTY_DICT + pickle.MARK + pickle.NONE + pickle.SETITEMS,
     "tuple of too little": pickle.NONE + pickle.TUPLE3,
     "later protocol": pickle.PROTO + b"\x09" + pickle.NONE,
     "array of too few bytes": ARRAY + pickle.BUILD,
@@ -503,7 +503,7 @@ def test_a_file_of_tensors_outside_the_folder_is_refused(tmp_path: Path, name: s
             )
         ),
     )
-    with pytest.raises(MsrlError, match="not a file in its folder") as error:
+    with pytest.raises(MsrlError, match=r"names .*, which") as error:
         read()
     assert str(path) in str(error.value)
 
@@ -535,7 +535,7 @@ def test_records_of_one_name_and_of_another_byte_order_are_refused(tmp_path: Pat
     path = write_archive(tmp_path / "twice.pt", pickled(pickled_dict(a=tensor())))
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("archive/data/0", bytes(16))
-    with pytest.raises(MsrlError, match=r"twice\.pt: .*one name"):
+    with pytest.raises(MsrlError, match=r"twice\.pt: .*duplicate"):
         read_torch_file(path)
 
 
@@ -579,7 +579,7 @@ def test_a_defaultdict_of_dict_is_read_as_a_dict(tmp_path: Path, file: str) -> N
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("mapped", [True, False])
-def test_what_torch_saves_is_read_as_torch_reads_it(
+def test_files_of_torch_are_read_as_torch_reads_them(
     tmp_path: Path, protocol: int, mapped: bool
 ) -> None:
     matrix = torch.arange(12.0).view(3, 4)
