@@ -1,8 +1,7 @@
-"""One row per model architecture: a small config of it with every feature of the real one, and who
-else computes its logits.
+"""Table of model architectures: a small config with every feature, and a reference for its logits.
 
-A row is a real config with its sizes made smaller (`source` is the file in the real inputs, or
-where its values were taken from). Contract tests hold that every registered architecture has a row.
+A row is a real config with reduced sizes (`source` is the file in the real inputs, or the origin of
+its values). Contract tests require a row for every registered architecture.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from msrl.models.families import all_rules, shape_from_config
 from msrl.models.hf_config import HfConfig
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 199, "max_position_embeddings": 512,
 }  # fmt: skip
 COMMON = {
@@ -42,7 +42,8 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
 }
 QWEN2 = {
-    **COMMON, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    **COMMON, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
     "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 2,
 }  # fmt: skip
 MISTRAL = {
@@ -53,42 +54,59 @@ MISTRAL = {
     "sliding_window": None,
 }
 LLAMA3_SCALING = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
 }  # fmt: skip
 GLM = {
-    **COMMON, "architectures": ["GlmForCausalLM"], "model_type": "glm", "head_dim": 16, "attention_bias": True, "rms_norm_eps": 1.5625e-7,
+    **COMMON, "architectures": ["GlmForCausalLM"], "model_type": "glm", "head_dim": 16,
+    "attention_bias": True, "rms_norm_eps": 1.5625e-7,
     "partial_rotary_factor": 0.5, "rope_theta": 1e4, "pad_token_id": 0, "eos_token_id": [1, 2],
 }  # fmt: skip
 CHATGLM = {
-    "architectures": ["ChatGLMModel"], "model_type": "chatglm", "add_bias_linear": False, "add_qkv_bias": True,
-    "apply_query_key_layer_scaling": True, "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0,
-    "ffn_hidden_size": 96, "fp32_residual_connection": False, "hidden_dropout": 0.0, "hidden_size": 64, "kv_channels": 16,
-    "layernorm_epsilon": 1.5625e-7, "multi_query_attention": True, "multi_query_group_num": 2, "num_attention_heads": 4, "num_layers": 4,
-    "original_rope": True, "padded_vocab_size": 199, "post_layer_norm": True, "rmsnorm": True, "seq_length": 512,
+    "architectures": ["ChatGLMModel"], "model_type": "chatglm", "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "apply_query_key_layer_scaling": True, "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
+    "ffn_hidden_size": 96, "fp32_residual_connection": False, "hidden_dropout": 0.0,
+    "hidden_size": 64, "kv_channels": 16,
+    "layernorm_epsilon": 1.5625e-7, "multi_query_attention": True, "multi_query_group_num": 2,
+    "num_attention_heads": 4, "num_layers": 4,
+    "original_rope": True, "padded_vocab_size": 199, "post_layer_norm": True, "rmsnorm": True,
+    "seq_length": 512,
     "torch_dtype": "float32", "tie_word_embeddings": False,
 }  # fmt: skip
 INTERNLM2 = {
-    **COMMON, "architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    **COMMON, "architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     "rope_scaling": {"type": "dynamic", "factor": 2.0},
 }  # fmt: skip
 BAICHUAN = {
-    **{key: value for key, value in COMMON.items() if key != "num_key_value_heads"}, "architectures": ["BaichuanForCausalLM"],
+    **{key: value for key, value in COMMON.items() if key != "num_key_value_heads"},
+    "architectures": ["BaichuanForCausalLM"],
     "model_type": "baichuan", "model_max_length": 512, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 GEMMA2 = {
-    **SIZES, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 32, "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 24,
-    "sliding_window": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    **SIZES, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0.0,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "torch_dtype": "float32",
 }  # fmt: skip
 QWEN2_5_VL = {
-    **COMMON, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "use_sliding_window": False,
-    "sliding_window": 8, "max_window_layers": 4, "vision_start_token_id": 190, "vision_end_token_id": 191, "vision_token_id": 192,
+    **COMMON, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": {"type": "mrope",
+    "mrope_section": [2, 3, 3]}, "use_sliding_window": False,
+    "sliding_window": 8, "max_window_layers": 4, "vision_start_token_id": 190,
+    "vision_end_token_id": 191, "vision_token_id": 192,
     "image_token_id": 197, "video_token_id": 198,
     "vision_config": {
-        "depth": 2, "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_chans": 3, "out_hidden_size": 64,
-        "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1],
+        "depth": 2, "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48,
+        "num_heads": 2, "in_chans": 3, "out_hidden_size": 64,
+        "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
+        "fullatt_block_indexes": [1],
         "tokens_per_second": 2, "temporal_patch_size": 2,
     },
 }  # fmt: skip
@@ -103,9 +121,12 @@ _OUTER = (
 NESTED_VL = {
     **{key: QWEN2_5_VL[key] for key in _OUTER}, "dtype": "float32",
     "text_config": {
-        **{key: value for key, value in QWEN2_5_VL.items() if key not in (*_OUTER, "rope_scaling", "rope_theta", "torch_dtype")},
-        "model_type": "qwen2_5_vl_text", "dtype": "float32", "layer_types": ["full_attention"] * 4, "sliding_window": None,
-        "rope_parameters": {"type": "mrope", "rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        **{key: value for key, value in QWEN2_5_VL.items() if key not in (*_OUTER, "rope_scaling",
+        "rope_theta", "torch_dtype")},
+        "model_type": "qwen2_5_vl_text", "dtype": "float32", "layer_types": ["full_attention"] * 4,
+        "sliding_window": None,
+        "rope_parameters": {"type": "mrope", "rope_type": "default", "rope_theta": 1e6,
+        "mrope_section": [2, 3, 3]},
     },
 }  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -113,8 +134,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 @dataclass(frozen=True)
 class Family:
-    """`reference` is `transformers`, or the name of a forward pass in `reference_models.py`,
-    written by hand for remote code.
+    """One row. `reference` is `transformers`, or a forward pass in `reference_models.py` for remote
+    code.
     """
 
     config: dict[str, Any]
@@ -127,74 +148,87 @@ class Family:
 
 
 FAMILIES = {
-    "qwen1.5": Family({**QWEN2, "num_key_value_heads": 4, "tie_word_embeddings": True}, "Qwen1.5-0.5B-Chat.config.json"),
+    "qwen1.5": Family({**QWEN2, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "Qwen1.5-0.5B-Chat.config.json"),
     "qwen2.5": Family(QWEN2, "Qwen2.5-7B-Instruct.config.json"),
-    "qwen2 windows": Family({**QWEN2, "use_sliding_window": True}, "Qwen2.5-7B-Instruct.config.json, its window switched on"),
-    "qwen2 yarn": Family({**QWEN2, "rope_scaling": YARN}, "Qwen2.5-7B-Instruct.config.json, with the rope scaling of its model card"),
+    "qwen2 windows": Family({**QWEN2, "use_sliding_window": True},
+    "Qwen2.5-7B-Instruct.config.json, its window switched on"),
+    "qwen2 yarn": Family({**QWEN2, "rope_scaling": YARN},
+    "Qwen2.5-7B-Instruct.config.json, with the rope scaling of its model card"),
     "qwen3": Family(
-        {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "attention_bias": False},
+        {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32,
+        "attention_bias": False},
         "Qwen3-4B.config.json",
     ),
-    "llama 2": Family({**LLAMA, "num_key_value_heads": 4, "rope_scaling": None}, "Llama-2-7b-chat.config.json"),
+    "llama 2": Family({**LLAMA, "num_key_value_heads": 4, "rope_scaling": None},
+    "Llama-2-7b-chat.config.json"),
     "llama 3.2": Family(
-        {**LLAMA, "head_dim": 16, "mlp_bias": False, "rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING, "tie_word_embeddings": True},
+        {**LLAMA, "head_dim": 16, "mlp_bias": False, "rope_theta": 5e5,
+        "rope_scaling": LLAMA3_SCALING, "tie_word_embeddings": True},
         "Llama-3.2-3B-Instruct.config.json",
     ),
-    "llama linear": Family({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "Llama-2-7b-chat.config.json, positions scaled"),
+    "llama linear": Family({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "Llama-2-7b-chat.config.json, positions scaled"),
     "llama dynamic": Family(
-        {**LLAMA, "max_position_embeddings": 24, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {**LLAMA, "max_position_embeddings": 24, "rope_scaling": {"type": "dynamic",
+        "factor": 2.0}},
         "Llama-2-7b-chat.config.json, scaled beyond its length",
     ),
     "yi": Family({**LLAMA, "rope_theta": 5e6, "rope_scaling": None}, "Yi-6B-Chat.config.json"),
-    "mistral v0.1": Family({**MISTRAL, "sliding_window": 8, "rope_theta": 1e4}, "Mistral-7B-Instruct-v0.2.config.json, v0.1's window"),
+    "mistral v0.1": Family({**MISTRAL, "sliding_window": 8, "rope_theta": 1e4},
+    "Mistral-7B-Instruct-v0.2.config.json, v0.1's window"),
     "mistral v0.2": Family({**MISTRAL, "rope_theta": 1e6}, "Mistral-7B-Instruct-v0.2.config.json"),
     "glm 4": Family(GLM, "the defaults of transformers' GlmConfig, those of glm-4-9b-chat-hf"),
     "chatglm 2": Family(CHATGLM, "chatglm2-6b.config.json", "chatglm"),
-    "glm 4 remote code": Family({**CHATGLM, "rope_ratio": 500, "num_hidden_layers": 4}, "glm-4-9b-chat.config.json", "chatglm"),
+    "glm 4 remote code": Family({**CHATGLM, "rope_ratio": 500, "num_hidden_layers": 4},
+    "glm-4-9b-chat.config.json", "chatglm"),
     "chatglm for generation": Family(
-        {**CHATGLM, "architectures": ["ChatGLMForConditionalGeneration"]}, "chatglm3-6b.config.json, its other class", "chatglm"
+        {**CHATGLM, "architectures": ["ChatGLMForConditionalGeneration"]},
+        "chatglm3-6b.config.json, its other class", "chatglm"
     ),
     "internlm 2": Family(INTERNLM2, "InternVL2-2B.config.json, its llm_config", "internlm2"),
     "baichuan 2": Family(BAICHUAN, "Baichuan2-7B.config.json", "baichuan"),
     "baichuan": Family(
-        {**BAICHUAN, "architectures": ["BaiChuanForCausalLM"]}, "Baichuan2-7B.config.json, under the first one's class", "baichuan"
+        {**BAICHUAN, "architectures": ["BaiChuanForCausalLM"]},
+        "Baichuan2-7B.config.json, under the first one's class", "baichuan"
     ),
     "qwen2.5-vl": Family(QWEN2_5_VL, "Qwen2.5-VL.config.json"),
-    "qwen2.5-vl, transformers 5": Family(NESTED_VL, "Qwen2.5-VL.config.json, as transformers 5.19 saves it"),
+    "qwen2.5-vl, transformers 5": Family(NESTED_VL,
+    "Qwen2.5-VL.config.json, as transformers 5.19 saves it"),
     "gemma 2": Family(GEMMA2, "the defaults of transformers' Gemma2Config, those of gemma-2-2b"),
 }  # fmt: skip
 
 
 def shape(config: dict[str, Any], **changes: Any) -> Any:
-    """The shape of a config, with `changes` made."""
+    """Return the shape of a config after `changes`."""
     return shape_from_config(HfConfig({**config, **changes}, "config.json"))
 
 
 def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Random float32 weights under their Hugging Face names, of a size at which every part of the
-    model shows in the logits.
+    """Return random float32 weights by Hugging Face name, large enough that every part affects the
+    logits.
     """
     torch.manual_seed(seed)
-    found = shape(config)
-    one = 0.0 if found.zero_centered_norm else 1.0
+    model_shape = shape(config)
+    norm_center = 0.0 if model_shape.zero_centered_norm else 1.0
     result: dict[str, Tensor] = {}
-    for rule in all_rules(found):
+    for rule in all_rules(model_shape):
         for name, size in zip(rule.hf, rule.shapes, strict=True):
             is_norm = "norm" in rule.mcore
             result[name] = torch.randn(size) * (0.15 if len(size) > 1 else 0.2) + (
-                one if is_norm else 0.0
+                norm_center if is_norm else 0.0
             )
-    result = dict(stack_experts(result.items(), stack_sizes(found)))
-    return result | (_vision_weights(config) if found.carried else {})
+    result = dict(stack_experts(result.items(), stack_sizes(model_shape)))
+    return result | (_vision_weights(config) if model_shape.carried else {})
 
 
 def save_models(root: Path, rows: Mapping[str, Family]) -> dict[str, Path]:
-    """A small random model of each row as a Hugging Face folder."""
+    """Save a small random model of each row as a Hugging Face folder."""
     return {name: save_model(root / name, family.config) for name, family in rows.items()}
 
 
 def save_model(folder: Path, config: dict[str, Any]) -> Path:
-    """A small random model as a Hugging Face folder, which may be there."""
+    """Save a small random model as a Hugging Face folder, which may exist."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights(config), folder / "model.safetensors", metadata={"format": "pt"})
@@ -202,7 +236,7 @@ def save_model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def _vision_weights(config: dict[str, Any]) -> dict[str, Tensor]:
-    """The vision tower under its published names, as transformers initialises it."""
+    """Return the vision tower under its published names, as transformers initializes it."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     tower = Qwen2_5_VLForConditionalGeneration(

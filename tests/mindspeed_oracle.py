@@ -1,8 +1,7 @@
-"""MindSpeed-LLM's own converter, run as a program on a CPU without Megatron, MindSpeed or
-torch_npu.
+"""MindSpeed-LLM's converter as a program on a CPU without Megatron, MindSpeed and torch_npu.
 
-The sources are not part of this project: `checkout` finds them. Run as a script:
-`mindspeed_oracle.py CHECKOUT ARGUMENTS`, with the arguments of their convert_ckpt_v2.py.
+The sources are not part of this project: `checkout` locates them. Run as a script:
+`mindspeed_oracle.py CHECKOUT ARGUMENTS`, with the arguments of MindSpeed-LLM's convert_ckpt_v2.py.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ CONVERTER = Path("mindspeed_llm", "tasks", "checkpoint", "convert_mg2hf.py")
 
 
 def checkout() -> Path:
-    """Return the checkout of MindSpeed-LLM (MSRL_MINDSPEED_LLM, or ../MindSpeed-LLM). Skip the test
-    if there is none.
+    """Return the checkout of MindSpeed-LLM (MSRL_MINDSPEED_LLM, or ../MindSpeed-LLM), or skip the
+    test.
     """
     root = Path(
         os.environ.get("MSRL_MINDSPEED_LLM", Path(__file__).resolve().parents[2] / "MindSpeed-LLM")
@@ -44,9 +43,9 @@ def convert(root: Path, *arguments: str) -> None:
 
 
 def _main(root: Path, arguments: list[str]) -> None:
-    """Import the converter beside empty stand-ins for what it never calls here, and run it.
+    """Import the converter with empty stand-ins for modules that it never calls here, and run it.
 
-    `mindspeed_llm/__init__.py` patches Megatron for the backend `mcore` alone, and
+    `mindspeed_llm/__init__.py` patches Megatron only for the backend `mcore`, and
     `training/utils.py` imports the accelerator's libraries.
     """
     os.environ["TRAINING_BACKEND"] = "none"
@@ -61,7 +60,7 @@ def _main(root: Path, arguments: list[str]) -> None:
     torch.Tensor.npu = lambda self: self  # type: ignore[attr-defined]
     import convert_ckpt_v2  # type: ignore[import-not-found]
 
-    # The program offers fewer model types than its model_cfg.json describes: mixtral is one of the others.
+    # The program offers fewer model types than its model_cfg.json describes: mixtral is missing.
     model_type = arguments[arguments.index("--model-type-hf") + 1]
     with mock.patch.object(
         sys,

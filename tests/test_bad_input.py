@@ -1,6 +1,4 @@
-"""Bad input to the commands: one clear message on standard error, exit code 2, nothing written, no
-worker started.
-"""
+"""Bad input to the commands: one message on standard error, exit code 2, no files, no workers."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ from tiny_qwen2 import make_tokenizer
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that trainings need."""
+    """Create a working directory with the inputs of a training."""
     monkeypatch.chdir(tmp_path)
     return make_working_folder(tmp_path)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The message of a command that exits with 2."""
+    """Return the message of a command that exits with 2."""
     before = sorted(Path.cwd().rglob("*"))
     assert msrl(*arguments) == 2
     captured = capsys.readouterr()
@@ -45,41 +43,56 @@ MANY = "--set=cluster.devices_per_node=2"
         ((*SFT, "--set", "model.path=gone"), ("--set: model.path=gone", "folder")),
         ((*RL, "--set", "model.path=gone"), ("--set: model.path=gone", "folder")),
         (("train-sft", "-c", "gone.yaml"), ("gone.yaml", "file")),
-        (("convert-ckpt", "hf2mcore", "--load", "gone", "--save", "out"), ("--load: convert.load=gone", "folder")),
-        (("generate", "--model", "gone", "--prompt", "x"), ("--model: generate.model=gone", "folder")),
+        (("convert-ckpt", "hf2mcore", "--load", "gone", "--save", "out"),
+        ("--load: convert.load=gone", "folder")),
+        (("generate", "--model", "gone", "--prompt", "x"),
+        ("--model: generate.model=gone", "folder")),
         ((*SFT, "--set", "train.parallel.tp=8"), ("--set: train.parallel.tp=8", "query groups")),
         ((*HF2MCORE, "--tp", "8"), ("convert.tp=8", "query groups")),
         ((*HF2MCORE, "--pp", "2", "--vpp", "3"), ("--vpp: convert.vpp=3", "virtual", "layers")),
-        ((*HF2MCORE, "--pp", "2", "--num-layer-list", "1,2"), ("convert.num_layer_list=1,2", "4 layers")),
-        ((*HF2MCORE, "--pp", "5", "--noop-layers", "7"), ("--noop-layers: convert.noop_layers=7", "positions", "4")),
+        ((*HF2MCORE, "--pp", "2", "--num-layer-list", "1,2"),
+        ("convert.num_layer_list=1,2", "4 layers")),
+        ((*HF2MCORE, "--pp", "5", "--noop-layers", "7"),
+        ("--noop-layers: convert.noop_layers=7", "positions", "4")),
         ((*HF2MCORE, "--ep", "2"), ("--ep: convert.ep=2", "experts")),
         ((*SFT, "--set", "train.parallel.pp=3"), ("--set: train.parallel.pp=3", "4 layers")),
         ((*SFT, "--set", "train.stepps=3"), ("--set: train.stepps=3", "key", "'steps'")),
         ((*SFT, "--set", "train.steps=many"), ("--set: train.steps=many",)),
-        ((*SFT, "--set", "train.global_batch=7", "--set", "train.micro_batch=2"), ("train.global_batch=7", "multiple of 2")),
-        ((*SFT, MANY, "--set", "train.global_batch=7"), ("train.global_batch=7", "multiple of 2", "data parallel")),
-        ((*RL, "--set", "train.updates.samples_per_update=5"), ("train.updates.samples_per_update=5", "samples")),
-        ((*RL, MANY, "--set", "train.updates.samples_per_update=1"), ("train.updates.samples_per_update=1", "multiple of 2")),
-        ((*RL, "--set", "rollout.samples_per_prompt=1"), ("rollout.samples_per_prompt=1", "group_norm", "prompt")),
-        ((*RL, "--set=reward.sources=[{verifier: akk}]"), ("sources.0.verifier=akk", "rewards.verifiers")),
-        ((*RL, "--set", "algo.advantage.estimator=rlo"), ("algo.advantage.estimator=rlo", "'rloo'")),
+        ((*SFT, "--set", "train.global_batch=7", "--set", "train.micro_batch=2"),
+        ("train.global_batch=7", "multiple of 2")),
+        ((*SFT, MANY, "--set", "train.global_batch=7"),
+        ("train.global_batch=7", "multiple of 2", "data parallel")),
+        ((*RL, "--set", "train.updates.samples_per_update=5"),
+        ("train.updates.samples_per_update=5", "samples")),
+        ((*RL, MANY, "--set", "train.updates.samples_per_update=1"),
+        ("train.updates.samples_per_update=1", "multiple of 2")),
+        ((*RL, "--set", "rollout.samples_per_prompt=1"),
+        ("rollout.samples_per_prompt=1", "group_norm", "prompt")),
+        ((*RL, "--set=reward.sources=[{verifier: akk}]"),
+        ("sources.0.verifier=akk", "rewards.verifiers")),
+        ((*RL, "--set", "algo.advantage.estimator=rlo"),
+        ("algo.advantage.estimator=rlo", "'rloo'")),
         ((*SFT, "--set", "model.template=qwen_r2"), ("model.template=qwen_r2", "'qwen_r1'")),
-        ((*RL, "--set", "rollout.max_response_tokens=500"), ("rollout.max_response_tokens=500", "512")),
+        ((*RL, "--set", "rollout.max_response_tokens=500"),
+        ("rollout.max_response_tokens=500", "512")),
         ((*SFT, "--set", "data.seq_length=513"), ("data.seq_length=513", "512")),
         ((*SFT, "--set", "data.train=other"), ("data.train=other", "prefix")),
         ((*SFT, "--resume", "gone"), ("checkpoint.resume=gone",)),
         (SFT, ("data_packed_input_ids_document.idx", "0 bytes", "index")),
         (RL, ("model", "tokenizer.json", "vocabulary")),
-        (("generate", "--model", "model", "--prompt", "a\udcff"), ("--prompt", "'a\\udcff'", "UTF-8")),
-        (("preprocess", "gone\udcff.jsonl", "--handler", "gsm8k"), ("--input", "'gone\\udcff.jsonl'", "UTF-8")),
+        (("generate", "--model", "model", "--prompt", "a\udcff"),
+        ("--prompt", "'a\\udcff'", "UTF-8")),
+        (("preprocess", "gone\udcff.jsonl", "--handler", "gsm8k"),
+        ("--input", "'gone\\udcff.jsonl'", "UTF-8")),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: tuple[str, ...]
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...],
+    message: tuple[str, ...]
 ):  # fmt: skip
-    said = refused(capsys, *arguments)
-    assert_mentions(said, *message)
-    assert len(said.splitlines()) == 1
+    message_text = refused(capsys, *arguments)
+    assert_mentions(message_text, *message)
+    assert len(message_text.splitlines()) == 1
 
 
 def test_damaged_prompts_are_named(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -95,11 +108,11 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(
         (*SFT, "--set", "model.path=other"),
         ("convert-ckpt", "hf2mcore", "--load", "other", "--save", "out"),
     ):
-        said = refused(capsys, *arguments)
+        message_text = refused(capsys, *arguments)
         assert (
-            "MambaForCausalLM" in said
-            and "Qwen2ForCausalLM" in said
-            and len(said.splitlines()) == 1
+            "MambaForCausalLM" in message_text
+            and "Qwen2ForCausalLM" in message_text
+            and len(message_text.splitlines()) == 1
         )
 
 
@@ -107,8 +120,8 @@ def test_truncated_weights_are_named(folder: Path, capsys: pytest.CaptureFixture
     tiny_checkpoints.save(folder / "cut")
     whole = (folder / "cut" / "model.safetensors").read_bytes()
     (folder / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    said = refused(capsys, "convert-ckpt", "hf2mcore", "--load", "cut", "--save", "out")
-    assert "model.safetensors" in said and len(said.splitlines()) == 1
+    message_text = refused(capsys, "convert-ckpt", "hf2mcore", "--load", "cut", "--save", "out")
+    assert "model.safetensors" in message_text and len(message_text.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -138,7 +151,8 @@ def test_truncated_weights_are_named(folder: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_a_mistake_in_preprocessing_is_one_line_and_exit_code_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], rows: list[object], flags: tuple[str, ...], message: tuple[str, ...]
+    folder: Path, capsys: pytest.CaptureFixture[str], rows: list[object], flags: tuple[str, ...],
+    message: tuple[str, ...]
 ):  # fmt: skip
     make_tokenizer().save_pretrained(folder / "tokenizer")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -149,16 +163,16 @@ def test_a_mistake_in_preprocessing_is_one_line_and_exit_code_2(
         "--output-prefix": "out",
     }
     chosen = {**right, **dict(zip(flags[::2], flags[1::2], strict=True))}
-    arguments = [part for pair in chosen.items() for part in pair]
-    said = refused(capsys, "preprocess", "--input", "rows.jsonl", *arguments)
-    assert_mentions(said, *message)
-    assert len(said.splitlines()) == 1
+    arguments = [argument for pair in chosen.items() for argument in pair]
+    message_text = refused(capsys, "preprocess", "--input", "rows.jsonl", *arguments)
+    assert_mentions(message_text, *message)
+    assert len(message_text.splitlines()) == 1
 
 
 def test_a_port_that_is_taken_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        said = refused(capsys, "cluster", "up", "--host", "127.0.0.1", "--port", str(port))
-    assert str(port) in said and "taken" in said
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        message_text = refused(capsys, "cluster", "up", "--host", "127.0.0.1", "--port", str(port))
+    assert str(port) in message_text and "taken" in message_text

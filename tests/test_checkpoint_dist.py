@@ -1,5 +1,5 @@
-"""Megatron's distributed checkpoints: what we write its own ranks load, what they save we read, and
-nothing in a file is run.
+"""Megatron's distributed checkpoints, exchanged with Megatron's ranks; nothing in a file is
+executed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SOME = (*RANKS, "chatglm 2", "gemma 2")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each row as a Hugging Face folder."""
+    """Save a small random model of each row as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("dist")
     return families.save_models(root, {name: ROWS[name] for name in SOME})
 
@@ -81,11 +81,11 @@ def test_a_distributed_checkpoint_comes_back_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_megatron_loads_what_we_write_and_we_read_what_it_saves(
+def test_megatron_and_msrl_load_each_others_distributed_checkpoints(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Four ranks, Megatron's own GPTModel and its own `dist_checkpointing`; every weight is that of
-    the Hugging Face folder.
+    """Four ranks with Megatron's GPTModel and `dist_checkpointing` have the weights of the Hugging
+    Face folder.
     """
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
@@ -116,7 +116,7 @@ def test_megatron_loads_what_we_write_and_we_read_what_it_saves(
 
 
 class Harmful:
-    """Touches a file when it is unpickled."""
+    """Object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -131,23 +131,24 @@ def written(folders: dict[str, Path], tmp_path: Path) -> Path:
     return tmp_path / "dist"
 
 
-def test_nothing_in_a_distributed_checkpoint_is_run(written: Path, tmp_path: Path) -> None:
+def test_nothing_in_a_distributed_checkpoint_is_executed(written: Path, tmp_path: Path) -> None:
     folder, mark = written / "iter_0000001", tmp_path / "harmed"
     metadata = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Harmful(mark)}))
     with pytest.raises(MsrlError, match=mentions(".metadata", "pathlib.Path.touch")):
         open_weights(written)
     (folder / ".metadata").write_bytes(metadata)
-    torch.save(
-        [Harmful(mark), torch.zeros(1 << 18)], folder / "harmful.pt"
-    )  # as large as the tensors whose place it takes
+    # As large as the tensors that it replaces.
+    torch.save([Harmful(mark), torch.zeros(1 << 18)], folder / "harmful.pt")
     with (folder / "harmful.pt").open("rb") as file:
         size = len(file.read())
     (folder / "harmful.pt").replace(folder / "__1_0.distcp")
     index = pickle.loads(metadata)
-    for where in index.storage_data.values():
-        where.offset, where.length = (
-            (0, size) if where.relative_path == "__1_0.distcp" else (where.offset, where.length)
+    for location in index.storage_data.values():
+        location.offset, location.length = (
+            (0, size)
+            if location.relative_path == "__1_0.distcp"
+            else (location.offset, location.length)
         )
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(MsrlError, match=mentions("__1_0.distcp", "tensor", "names")):
@@ -185,8 +186,8 @@ def test_damage_to_a_distributed_checkpoint_is_named(
         compare(open_weights(folders["qwen3"]), open_weights(written), None)
 
 
-def test_parts_that_lie_over_each_other_or_outside_are_refused(written: Path) -> None:
-    """What no part holds would be whatever memory held before."""
+def test_chunks_that_overlap_or_exceed_the_tensor_are_refused(written: Path) -> None:
+    """Elements that no chunk covers would be uninitialized memory."""
     folder, key = written / "iter_0000001", "decoder.final_layernorm.weight"
     tensors = GlobalTensors(folder)
     whole = tensors.stored[key]
@@ -197,7 +198,7 @@ def test_parts_that_lie_over_each_other_or_outside_are_refused(written: Path) ->
     index = pickle.loads((folder / ".metadata").read_bytes())
     index.state_dict_metadata[key].chunks[0].sizes = torch.Size([whole.shape[0] + 1])
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(MsrlError, match=mentions(key, "[0]", "outside")):
+    with pytest.raises(MsrlError, match=mentions(key, "[0]", "exceeds")):
         open_weights(written)
 
 
@@ -218,16 +219,16 @@ def test_a_distributed_checkpoint_of_another_model_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("cut", "naming", "message"),
+    ("layout", "naming", "message"),
     [
         (ParallelLayout(noop_layers=(0,)), Naming(), ("distributed", "layers")),
         (ParallelLayout(), Naming(legacy=True), ("distributed", "legacy")),
     ],
 )
-def test_what_the_distributed_format_has_no_place_for_is_refused(
+def test_options_that_the_distributed_format_does_not_support_are_refused(
     folders: dict[str, Path],
     tmp_path: Path,
-    cut: ParallelLayout,
+    layout: ParallelLayout,
     naming: Naming,
     message: tuple[str, ...],
 ) -> None:
@@ -235,13 +236,13 @@ def test_what_the_distributed_format_has_no_place_for_is_refused(
         write_mcore(
             open_weights(folders["qwen3"]),
             tmp_path / "dist",
-            McoreTarget(cut, naming=naming, distributed=True),
+            McoreTarget(layout, naming=naming, distributed=True),
         )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_the_commands_write_prove_show_and_read_a_distributed_checkpoint(
+def test_the_commands_write_verify_inspect_and_read_a_distributed_checkpoint(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dist, ranks, hf = (str(tmp_path / name) for name in ("dist", "ranks", "hf"))
@@ -287,8 +288,8 @@ def test_the_commands_write_prove_show_and_read_a_distributed_checkpoint(
 def test_latent_attention_has_megatron_cores_names(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Those of MLASelfAttention by its two layer specs; queries of the Lite model come from the
-    token itself.
+    """The names are those of MLASelfAttention with its two layer specs. Queries of the Lite model
+    are not compressed.
     """
     attention = "decoder.layers.2.self_attention."
     for te, name, rows in (

@@ -1,4 +1,4 @@
-"""Files of checkpoints: whole, damaged, harmful; Hugging Face's and Megatron's."""
+"""Checkpoint files of Hugging Face and Megatron: complete, damaged and harmful."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from msrl.tracking.run import RunFolder
 from support import assert_mentions, mentions
 from test_models import LLAMA, QWEN2, shape
 
-# --- torch's file format ------------------------------------------------------------------------------------------------------------
+# --- torch's file format ---
 
 SAMPLES = {
     "matrix": torch.arange(6.0).view(2, 3),
@@ -71,13 +71,13 @@ def write_samples(path: Path, order: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_torch_reads_what_was_streamed(tmp_path: Path, mmap: bool) -> None:
+def test_torch_reads_streamed_files(tmp_path: Path, mmap: bool) -> None:
     write_samples(tmp_path / "file.pt")
-    found = torch.load(tmp_path / "file.pt", weights_only=False, mmap=mmap)
-    assert found["args"] == argparse.Namespace(a=1)
+    loaded = torch.load(tmp_path / "file.pt", weights_only=False, mmap=mmap)
+    assert loaded["args"] == argparse.Namespace(a=1)
     for name, tensor in SAMPLES.items():
-        assert found["model"][name].dtype == tensor.dtype and torch.equal(
-            found["model"][name], tensor
+        assert loaded["model"][name].dtype == tensor.dtype and torch.equal(
+            loaded["model"][name], tensor
         )
 
 
@@ -85,8 +85,8 @@ def test_streamed_files_are_sound_zip_archives_with_aligned_data(tmp_path: Path)
     written = write_samples(tmp_path / "file.pt")
     with zipfile.ZipFile(tmp_path / "file.pt") as archive:
         assert archive.testzip() is None
-    found = torch.load(tmp_path / "file.pt", weights_only=False, mmap=True)
-    plain = [tensor for tensor in found["model"].values() if tensor.numel()]
+    loaded = torch.load(tmp_path / "file.pt", weights_only=False, mmap=True)
+    plain = [tensor for tensor in loaded["model"].values() if tensor.numel()]
     assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in plain)
     assert written.num_bytes == (tmp_path / "file.pt").stat().st_size
     assert written.sha256 == check_records(tmp_path / "file.pt")
@@ -97,8 +97,8 @@ def test_tensors_larger_than_a_block_are_written_whole(
 ) -> None:
     monkeypatch.setattr("msrl.checkpoint.torch_files.reader.BLOCK_BYTES", 10)
     written = write_samples(tmp_path / "file.pt")
-    found = torch.load(tmp_path / "file.pt", weights_only=False)["model"]
-    assert all(torch.equal(found[name], tensor) for name, tensor in SAMPLES.items())
+    loaded = torch.load(tmp_path / "file.pt", weights_only=False)["model"]
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in SAMPLES.items())
     assert written.sha256 == check_records(tmp_path / "file.pt")
 
 
@@ -107,11 +107,11 @@ def test_the_order_of_writing_changes_no_byte(tmp_path: Path) -> None:
     assert (tmp_path / "front.pt").read_bytes() == (tmp_path / "back.pt").read_bytes()
 
 
-def test_tensors_that_were_not_announced_or_not_given_are_an_error(tmp_path: Path) -> None:
+def test_undeclared_and_missing_tensors_are_an_error(tmp_path: Path) -> None:
     writer = TorchWriter(
         tmp_path / "f.pt", {"a": TensorSpec(torch.float32, (2,))}, lambda model: model
     )
-    with pytest.raises(ValueError, match=mentions("announced")):
+    with pytest.raises(ValueError, match=mentions("declared")):
         writer.write("a", torch.zeros(3))
     with pytest.raises(ValueError, match="not written: data/0"):
         writer.close()
@@ -120,7 +120,9 @@ def test_tensors_that_were_not_announced_or_not_given_are_an_error(tmp_path: Pat
 def test_files_beyond_four_gigabytes_are_read_by_torch_and_zipfile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tensors of 4.3 GB, whose zeros stay holes of the file: sizes and places take 64 bits."""
+    """Write two tensors of 4.3 GB, whose zeros are holes of the file: sizes and positions need 64
+    bits.
+    """
     block, count = (
         torch.zeros(torch_file.BLOCK_BYTES, dtype=torch.uint8),
         1 + (1 << 32) // torch_file.BLOCK_BYTES,
@@ -145,13 +147,13 @@ def test_files_beyond_four_gigabytes_are_read_by_torch_and_zipfile(
     for name in "abcd":
         writer.write(name, small if name in "bd" else Pieces(large, itertools.repeat(block, count)))
     assert writer.close().num_bytes == (tmp_path / "file.pt").stat().st_size > 8 << 30
-    found = torch.load(tmp_path / "file.pt", weights_only=False, mmap=True)
+    loaded = torch.load(tmp_path / "file.pt", weights_only=False, mmap=True)
     assert (
-        torch.equal(found["b"], small)
-        and torch.equal(found["d"], small)
-        and found["c"].shape == large.shape
+        torch.equal(loaded["b"], small)
+        and torch.equal(loaded["d"], small)
+        and loaded["c"].shape == large.shape
     )
-    assert not found["a"][::1000].any() and not found["c"][-1].any()
+    assert not loaded["a"][::1000].any() and not loaded["c"][-1].any()
     with zipfile.ZipFile(tmp_path / "file.pt") as file:
         assert (
             file.read("archive/data/3") == small.numpy().tobytes()
@@ -164,23 +166,23 @@ def test_a_tensor_in_pieces_is_written_as_one_and_cast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     monkeypatch.setattr("msrl.checkpoint.torch_files.reader.BLOCK_BYTES", block_bytes)
-    parts = [torch.randn(3, 4), torch.randn(4, 5).t()[:, :4], torch.randn(4, 4)[1:3]]
-    expected = torch.cat(parts).bfloat16()
+    pieces = [torch.randn(3, 4), torch.randn(4, 5).t()[:, :4], torch.randn(4, 4)[1:3]]
+    expected = torch.cat(pieces).bfloat16()
     spec = tensor_spec(expected)
     writer = TorchWriter(tmp_path / "f.pt", {"a": spec}, lambda model: model)
-    for wrong in (parts[:2], [*parts, parts[0]]):
-        with pytest.raises(ValueError, match=mentions("bytes", "announced")):
+    for wrong in (pieces[:2], [*pieces, pieces[0]]):
+        with pytest.raises(ValueError, match=mentions("bytes", "declared")):
             writer.write("a", Pieces(spec, wrong))
-    writer.write("a", Pieces(spec, iter(parts)))
+    writer.write("a", Pieces(spec, iter(pieces)))
     writer.close()
     assert torch.equal(read_torch_file(tmp_path / "f.pt")["a"], expected)
 
 
-def test_the_checksum_of_a_whole_follows_from_those_of_its_pieces() -> None:
-    """Against zlib's, of the whole."""
+def test_the_checksum_of_concatenated_blocks_follows_from_those_of_the_blocks() -> None:
+    """Compare with zlib's checksum of the concatenated data."""
     data = random.Random(0).randbytes(100_000)
-    for cut in (0, 1, 63, 4096, 99_999, 100_000):
-        first, second = data[:cut], data[cut:]
+    for length in (0, 1, 63, 4096, 99_999, 100_000):
+        first, second = data[:length], data[length:]
         assert (
             combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
             == zlib.crc32(data)
@@ -189,7 +191,7 @@ def test_the_checksum_of_a_whole_follows_from_those_of_its_pieces() -> None:
 
 
 class Harmful:
-    """Unpickling it makes a folder."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -198,15 +200,15 @@ class Harmful:
         return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize("place", ["args", "model"])
-def test_a_harmful_file_is_refused_by_name_and_runs_nothing(tmp_path: Path, place: str) -> None:
-    file = {"args": argparse.Namespace(), "model": {}, place: Harmful(tmp_path / "proof")}
+@pytest.mark.parametrize("key", ["args", "model"])
+def test_a_harmful_file_is_refused_by_name_and_executes_nothing(tmp_path: Path, key: str) -> None:
+    file = {"args": argparse.Namespace(), "model": {}, key: Harmful(tmp_path / "proof")}
     torch.save(file, tmp_path / "file.pt")
     with pytest.raises(MsrlError, match=mentions("file.pt", "posix.mkdir")):
         mcore.read_rank_file(tmp_path / "file.pt")
     assert not (tmp_path / "proof").exists()
     torch.load(tmp_path / "file.pt", weights_only=False)
-    assert (tmp_path / "proof").exists()  # the file does do harm to a reader that trusts it
+    assert (tmp_path / "proof").exists()  # a reader that trusts the file executes it
 
 
 @pytest.mark.parametrize("function", [eval, getattr, torch.load, sum, __import__])
@@ -231,9 +233,7 @@ def test_programs_and_old_files_and_junk_are_refused(tmp_path: Path) -> None:
             read_torch_file(tmp_path / f"{name}.pt")
 
 
-def test_what_megatron_itself_saves_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_saved_by_megatron_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enums = types.ModuleType("megatron.core.enums")
     monkeypatch.setitem(sys.modules, "megatron.core.enums", enums)
     kind = Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
@@ -258,51 +258,53 @@ def test_what_megatron_itself_saves_is_read(
     torch.save(
         {"args": args, "iteration": 5, "rng_state": rng, "model": model}, tmp_path / "file.pt"
     )
-    found = mcore.read_rank_file(tmp_path / "file.pt")
+    loaded = mcore.read_rank_file(tmp_path / "file.pt")
     assert (
-        isinstance(found["args"].model_type, Foreign)
-        and found["args"].params_dtype == torch.bfloat16
+        isinstance(loaded["args"].model_type, Foreign)
+        and loaded["args"].params_dtype == torch.bfloat16
     )
-    assert list(found["model"]) == ["weight"] and found["iteration"] == 5
+    assert list(loaded["model"]) == ["weight"] and loaded["iteration"] == 5
     assert np.array_equal(
-        found["rng_state"][0]["numpy"][1], np.random.RandomState(0).get_state()[1]
+        loaded["rng_state"][0]["numpy"][1], np.random.RandomState(0).get_state()[1]
     )
 
 
-# --- Megatron's folders ---------------------------------------------------------------------------------------------------------------
+# --- Megatron's folders ---
 
 
-def test_ranks_have_the_places_that_mindspeed_gives_them(tmp_path: Path) -> None:
-    def place(cut: ParallelLayout, at: Coords) -> str:
-        return str(mcore.rank_file(tmp_path, 1, cut, at).relative_to(tmp_path))
+def test_rank_files_have_mindspeeds_paths(tmp_path: Path) -> None:
+    def path_of(layout: ParallelLayout, at: Coords) -> str:
+        return str(mcore.rank_file(tmp_path, 1, layout, at).relative_to(tmp_path))
 
-    assert place(ParallelLayout(4), Coords(3)) == "iter_0000001/mp_rank_03/model_optim_rng.pt"
+    assert path_of(ParallelLayout(4), Coords(3)) == "iter_0000001/mp_rank_03/model_optim_rng.pt"
     assert (
-        place(ParallelLayout(4, 2), Coords(3, 1))
+        path_of(ParallelLayout(4, 2), Coords(3, 1))
         == "iter_0000001/mp_rank_03_001/model_optim_rng.pt"
     )
     assert (
-        place(ParallelLayout(2, 2, ep=4), Coords(1, 1, 3))
+        path_of(ParallelLayout(2, 2, ep=4), Coords(1, 1, 3))
         == "iter_0000001/mp_rank_01_001_003/model_optim_rng.pt"
     )
     assert (
-        place(ParallelLayout(2, 1, ep=4), Coords(1, 0, 3))
+        path_of(ParallelLayout(2, 1, ep=4), Coords(1, 0, 3))
         == "iter_0000001/mp_rank_01_003/model_optim_rng.pt"
     )
 
 
 def test_a_rank_file_holds_what_megatron_expects(tmp_path: Path) -> None:
-    found = shape(QWEN2)
+    loaded = shape(QWEN2)
     mcore.write_rank_file(
-        tmp_path / "m" / "f.pt", {"a": torch.ones(2)}, mcore.namespace(found, ParallelLayout(2)), 7
+        tmp_path / "m" / "f.pt", {"a": torch.ones(2)}, mcore.namespace(loaded, ParallelLayout(2)), 7
     )
     contents = torch.load(tmp_path / "m" / "f.pt", weights_only=False)
     assert sorted(contents) == ["args", "checkpoint_version", "iteration", "model"]
     assert (contents["checkpoint_version"], contents["iteration"]) == (3.0, 7)
     args = vars(contents["args"])
     expected = {
-        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_layers": 2, "hidden_size": 64, "padded_vocab_size": 100,
-        "untie_embeddings_and_output_weights": True, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 16,
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_layers": 2,
+        "hidden_size": 64, "padded_vocab_size": 100,
+        "untie_embeddings_and_output_weights": True, "group_query_attention": True,
+        "num_query_groups": 2, "kv_channels": 16,
         "add_qkv_bias": True, "rotary_base": 1e6, "num_experts": None, "bf16": True,
     }  # fmt: skip
     assert {name: args[name] for name in expected} == expected
@@ -330,13 +332,13 @@ def test_the_word_release_is_an_iteration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [("soon", "release"), ("9", "iter_0000009")])
-def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_tracker_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / mcore.TRACKER).write_text(text)
     with pytest.raises(MsrlError, match=mentions("latest_checkpointed_iteration.txt", message)):
         find_checkpoint(tmp_path)
 
 
-def test_missing_and_strange_ranks_are_named(tmp_path: Path) -> None:
+def test_missing_and_unexpected_ranks_are_named(tmp_path: Path) -> None:
     args = mcore.namespace(shape(QWEN2), ParallelLayout(2, 2))
     for tp_rank, pp_rank in ((0, 0), (1, 0), (1, 1)):
         mcore.write_rank_file(
@@ -368,13 +370,13 @@ def test_names_of_transformer_engine_and_local_spec_are_each_others() -> None:
 
 def test_names_of_transformer_engine_keep_the_norm_before_latent_attention() -> None:
     names = [
-        f"decoder.layers.3.{rest}"
-        for rest in ("input_layernorm.weight", "self_attention.linear_kv_up_proj.weight")
+        f"decoder.layers.3.{suffix}"
+        for suffix in ("input_layernorm.weight", "self_attention.linear_kv_up_proj.weight")
     ]
     assert [entry.name for entry in file_tensors(names, Naming(te=True))] == names
 
 
-# --- Hugging Face folders -------------------------------------------------------------------------------------------------------------
+# --- Hugging Face folders ---
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -466,7 +468,7 @@ def test_other_folders_are_refused_with_a_hint(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
-def test_the_writer_cuts_shards_and_indexes_them(tmp_path: Path) -> None:
+def test_the_writer_splits_and_indexes_shards(tmp_path: Path) -> None:
     weights = tiny.tensors(LLAMA)
     writer = HfWriter(
         tmp_path, {name: tensor_spec(t) for name, t in weights.items()}, max_shard_bytes=20_000
@@ -505,7 +507,7 @@ def test_a_writer_that_lacks_a_tensor_says_so(tmp_path: Path) -> None:
     writer = HfWriter(
         tmp_path, {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.bfloat16, (3,))}
     )
-    with pytest.raises(ValueError, match=mentions("announced")):
+    with pytest.raises(ValueError, match=mentions("declared")):
         writer.write("a", torch.zeros(3))
     writer.write("b", torch.zeros(3, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="not written: a"):
@@ -544,7 +546,7 @@ def test_a_folder_that_is_being_written_is_not_written_twice(tmp_path: Path) -> 
 def test_a_file_system_without_locks_is_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Lustre answers where it is mounted without them."""
+    """Lustre answers like this if it is mounted without locks."""
 
     def no_such_call(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -567,7 +569,7 @@ def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
     ).is_symlink()
 
 
-def test_an_empty_folder_that_nothing_can_take_the_place_of_is_refused_before_the_work(
+def test_an_empty_folder_that_cannot_be_replaced_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -576,18 +578,18 @@ def test_an_empty_folder_that_nothing_can_take_the_place_of_is_refused_before_th
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "volume")
     with (
-        pytest.raises(MsrlError, match=mentions("volume", "mounted")),
+        pytest.raises(MsrlError, match=mentions("volume", "mount")),
         staged_folder(tmp_path / "volume"),
     ):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["volume"]
 
 
-def test_what_a_killed_run_left_behind_counts_as_free(
+def test_remains_of_a_killed_run_count_as_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is cleared before the first byte; a conversion that fills half of the disk could not be
-    made again after a kill.
+    """They are removed before the first write. Otherwise a conversion that fills half of the disk
+    could not be repeated after a kill.
     """
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1_000_000))
     (tmp_path / ".out.partial" / "iter_0000001").mkdir(parents=True)
@@ -613,9 +615,9 @@ def test_a_link_in_the_place_of_an_unfinished_folder_is_not_cleared(tmp_path: Pa
     assert (tmp_path / "home" / "file").read_text() == "x"
 
 
-def test_what_cannot_take_its_name_in_the_end_is_kept(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_renamed_is_kept(tmp_path: Path) -> None:
     with (
-        pytest.raises(MsrlError, match=mentions(".out.partial", "name")),
+        pytest.raises(MsrlError, match=mentions(".out.partial", "complete")),
         staged_folder(tmp_path / "out") as folder,
     ):
         (folder / "file").write_text("x")

@@ -1,6 +1,4 @@
-"""The forms in which Hugging Face folders hold weights, and how each is refused: by file and
-tensor, exit code 2, nothing left behind.
-"""
+"""Forms of weights in Hugging Face folders, and errors that name file and tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from test_convert import to_mcore
 
 
 def as_torch_files(folder: Path, shards: int = 1, **save: Any) -> dict[str, Tensor]:
-    """A tiny folder whose weights are in `pytorch_model*.bin`."""
+    """Save a tiny folder with weights in `pytorch_model*.bin`."""
     weights = tiny.save(folder)
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
@@ -89,7 +87,7 @@ def test_a_harmful_torch_file_runs_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "proof").exists()
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------------------
+# --- what is refused ---
 
 FIRST = "model-00001-of-00003.safetensors"
 
@@ -130,7 +128,8 @@ SINGLE: list[tuple[str, Any, tuple[str, ...]]] = [
             "tensor",
             "Qwen2ForCausalLM",
             "model.layers.0.self_attn.query.weight",
-            "model.layers.*.self_attn.q_proj.weight -> decoder.layers.*.self_attention.linear_qkv.weight",
+            "model.layers.*.self_attn.q_proj.weight -> "
+            "decoder.layers.*.self_attention.linear_qkv.weight",
         ),
     ),
     (
@@ -162,9 +161,9 @@ def test_the_command_refuses_a_damaged_folder_and_leaves_nothing(
     tiny.save(tmp_path / "hf")
     damage(tmp_path / "hf" / "model.safetensors")
     assert msrl("convert-ckpt", "hf2mcore", "--load", "hf", "--save", "out", "--no-verify") == 2
-    said = capsys.readouterr()
-    assert_mentions(said.err, *message)
-    assert "Traceback" not in said.err and said.out == ""
+    output = capsys.readouterr()
+    assert_mentions(output.err, *message)
+    assert "Traceback" not in output.err and output.out == ""
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
@@ -177,7 +176,7 @@ def test_types_that_differ_are_cast_when_one_is_chosen(tmp_path: Path) -> None:
     )
 
 
-def test_all_mistakes_of_a_sharded_folder_are_said_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_sharded_folder_are_reported_at_once(tmp_path: Path) -> None:
     tiny.save(tmp_path, shards=3)
     (tmp_path / FIRST).write_bytes((tmp_path / FIRST).read_bytes()[:-10])
     (tmp_path / "model-00002-of-00003.safetensors").unlink()

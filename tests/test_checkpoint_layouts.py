@@ -1,6 +1,4 @@
-"""Where each number of a weight goes: worked out by hand from Megatron's layout, then the same on
-random tensors.
-"""
+"""Positions of weight elements: calculated by hand from Megatron's layout, then random tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from msrl.models.stages import stage_tensors
 from support import assert_mentions
 from test_models import LLAMA, QWEN2, QWEN3, shape
 
-# Two groups of two query heads, each of two rows. A group is [its four q rows, its two k rows, its two v rows].
+# Two groups of two query heads, each of two rows. A group is [four q rows, two k rows, two v rows].
 Q, K, V = torch.arange(8.0), torch.arange(10.0, 14), torch.arange(20.0, 24)
 QKV = Qkv(num_groups=2, heads_per_group=2, head_dim=2)
 QKV_RANKS = ([0, 1, 2, 3, 10, 11, 20, 21], [4, 5, 6, 7, 12, 13, 22, 23])
@@ -45,7 +43,7 @@ def test_qkv_of_a_rank_holds_whole_query_groups() -> None:
 
 def test_qkv_comes_apart_into_q_k_and_v() -> None:
     canonical = join(QKV, [torch.tensor(rank) for rank in QKV_RANKS])
-    assert [part.tolist() for part in unfuse(QKV, canonical)] == [
+    assert [tensor.tolist() for tensor in unfuse(QKV, canonical)] == [
         Q.tolist(),
         K.tolist(),
         V.tolist(),
@@ -60,10 +58,10 @@ def test_a_rank_holds_its_gate_rows_then_its_up_rows() -> None:
     ] == expected
     assert [shard(GateUp(), (gate, up), rank, 2).flatten().tolist() for rank in (0, 1)] == expected
     back = unfuse(GateUp(), join(GateUp(), [torch.tensor(rank)[:, None] for rank in expected]))
-    assert [part.flatten().tolist() for part in back] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert [tensor.flatten().tolist() for tensor in back] == [[0, 1, 2, 3], [10, 11, 12, 13]]
 
 
-def test_row_parallel_weights_are_cut_by_columns() -> None:
+def test_row_parallel_weights_are_split_by_columns() -> None:
     weight = torch.arange(8).view(2, 4)
     assert [rank.tolist() for rank in split(Sharded(1), weight, 2)] == [
         [[0, 1], [4, 5]],
@@ -131,7 +129,7 @@ def test_every_layout_comes_back_from_any_number_of_ranks(
         (Joined((3, 2)), ((3, 5), (2, 5))),
     ],
 )
-def test_shards_of_one_cut_are_made_of_those_of_another(
+def test_shards_of_one_layout_are_built_from_those_of_another(
     layout: Layout, shapes: tuple[tuple[int, ...], ...], before: int, after: int
 ) -> None:
     tensors = [torch.randn(size) for size in shapes]
@@ -139,14 +137,11 @@ def test_shards_of_one_cut_are_made_of_those_of_another(
     shards, rows = split(layout, canonical, before), 12 if isinstance(layout, Vocab) else None
     for rank, expected in enumerate(split(layout, canonical, after, rows)):
         assert torch.equal(torch.cat(list(reshard(layout, shards, rank, after, rows))), expected)
-    found = hf_pieces(layout, shards)
-    assert all(
-        torch.equal(torch.cat(list(parts)), tensor)
-        for parts, tensor in zip(found, tensors, strict=True)
-    )
+    for tensor_pieces, tensor in zip(hf_pieces(layout, shards), tensors, strict=True):
+        assert torch.equal(torch.cat(list(tensor_pieces)), tensor)
 
 
-def test_what_is_cut_by_rows_is_cut_anew_without_a_copy() -> None:
+def test_tensors_split_by_rows_are_resharded_without_a_copy() -> None:
     shards = [torch.randn(6, 5), torch.randn(6, 5)]
     storages = {tensor.untyped_storage().data_ptr() for tensor in shards}
     for layout in (Qkv(6, 1, 1), GateUp(), Sharded(0), Vocab(12)):
@@ -156,9 +151,9 @@ def test_what_is_cut_by_rows_is_cut_anew_without_a_copy() -> None:
             } <= storages
     for layout in (GateUp(), Sharded(0), Vocab(11)):
         assert {
-            part.untyped_storage().data_ptr()
-            for parts in hf_pieces(layout, shards)
-            for part in parts
+            piece.untyped_storage().data_ptr()
+            for tensor_pieces in hf_pieces(layout, shards)
+            for piece in tensor_pieces
         } == storages
 
 
@@ -174,19 +169,19 @@ def test_a_shard_is_made_of_views_of_its_sources_and_of_padding() -> None:
         assert {
             piece.untyped_storage().data_ptr() for piece in pieces(layout, sources, 1, 2)
         } <= storages
-    parts = list(pieces(Vocab(8), tensors[:1], 1, 2, 12))
+    views = list(pieces(Vocab(8), tensors[:1], 1, 2, 12))
     assert (
-        [len(part) for part in parts] == [2, 4]
-        and parts[0].untyped_storage().data_ptr() in storages
-        and not parts[1].any()
+        [len(tensor) for tensor in views] == [2, 4]
+        and views[0].untyped_storage().data_ptr() in storages
+        and not views[1].any()
     )
 
 
 def test_stages_are_equal_blocks_that_count_their_own_layers() -> None:
     stages = [
         [
-            placed.name
-            for placed in stage_tensors(
+            entry.name
+            for entry in stage_tensors(
                 shape(LLAMA, num_hidden_layers=4), ParallelLayout(pp=2), Coords(pp=rank)
             )
         ]
@@ -202,8 +197,8 @@ def test_stages_are_equal_blocks_that_count_their_own_layers() -> None:
         layers,
     ]
     second = {
-        placed.name: placed.rule.hf[0]
-        for placed in stage_tensors(
+        entry.name: entry.rule.hf[0]
+        for entry in stage_tensors(
             shape(LLAMA, num_hidden_layers=4), ParallelLayout(pp=2), Coords(pp=1)
         )
     }
@@ -214,25 +209,26 @@ def test_stages_are_equal_blocks_that_count_their_own_layers() -> None:
 
 def test_a_tied_output_layer_is_stored_only_with_several_stages() -> None:
     tied = shape(QWEN2, tie_word_embeddings=True)
-    one, two = (
-        stage_tensors(tied, ParallelLayout(), Coords()),
-        stage_tensors(tied, ParallelLayout(pp=2), Coords(pp=1)),
-    )
-    assert "output_layer.weight" not in [placed.name for placed in one]
-    assert two[-1].name == "output_layer.weight" and two[-1].rule.hf == (
+    single = stage_tensors(tied, ParallelLayout(), Coords())
+    last = stage_tensors(tied, ParallelLayout(pp=2), Coords(pp=1))
+    assert "output_layer.weight" not in [entry.name for entry in single]
+    assert last[-1].name == "output_layer.weight" and last[-1].rule.hf == (
         "model.embed_tokens.weight",
     )
 
 
 def test_a_plan_counts_what_all_ranks_hold() -> None:
-    found = shape(QWEN3)
+    model_shape = shape(QWEN3)
     replicated = sum(
-        size[0] for rule in all_rules(found) if rule.layout == Replicated() for size in rule.shapes
+        size[0]
+        for rule in all_rules(model_shape)
+        if rule.layout == Replicated()
+        for size in rule.shapes
     )
-    plan = make_plan(found, ParallelLayout(2, 2), vocab_multiple=64)
+    plan = make_plan(model_shape, ParallelLayout(2, 2), vocab_multiple=64)
     padding = 2 * (128 - 100) * 64  # embedding and output layer, rows added, hidden size
     assert plan.padded_vocab == 128
-    assert plan.num_elements == num_parameters(found) + replicated + padding
+    assert plan.num_elements == num_parameters(model_shape) + replicated + padding
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Conversions as a whole: where the numbers end up, every layout and back, what is refused, what a
-kill leaves behind.
-"""
+"""Conversions from end to end: positions of elements, all layouts, refusals and killed runs."""
 
 from __future__ import annotations
 
@@ -35,20 +33,20 @@ LAYER = "model.layers.{}."
 
 
 def to_mcore(
-    folder: Path, save: Path, cut: ParallelLayout | None = None, **target: Any
+    folder: Path, save: Path, parallel: ParallelLayout | None = None, **target: Any
 ) -> dict[Coords, dict[str, Tensor]]:
-    """Convert and read the files back with plain torch: tensors by rank."""
-    cut = cut or ParallelLayout()
-    write_mcore(open_weights(folder), save, McoreTarget(cut, **target))
+    """Convert, and return the tensors of the files by rank, read with torch."""
+    parallel = parallel or ParallelLayout()
+    write_mcore(open_weights(folder), save, McoreTarget(parallel, **target))
     return {
-        at: torch.load(mcore.rank_file(save, 1, cut, at), weights_only=False)["model"]
-        for at in cut.ranks()
+        at: torch.load(mcore.rank_file(save, 1, parallel, at), weights_only=False)["model"]
+        for at in parallel.ranks()
     }
 
 
-def test_every_number_goes_to_its_place(tmp_path: Path) -> None:
-    """The sizes: hidden 64, 4 heads of 16 in 2 groups, feed-forward 96, vocabulary 100, 2 layers;
-    cut by tp 2 and pp 2.
+def test_every_element_goes_to_its_position(tmp_path: Path) -> None:
+    """Sizes: hidden 64, 4 heads of 16 in 2 groups, feed-forward 96, vocabulary 100, 2 layers, with
+    tp 2 and pp 2.
     """
     hf = tiny.save(tmp_path / "hf", "qwen2")
     ranks = to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2, 2))
@@ -102,15 +100,17 @@ def test_a_model_comes_back_from_every_layout(
 
 def test_a_tied_embedding_is_copied_to_the_last_of_several_stages(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", tie_word_embeddings=True)
-    one = to_mcore(tmp_path / "hf", tmp_path / "one")
+    single = to_mcore(tmp_path / "hf", tmp_path / "one")
     two = to_mcore(tmp_path / "hf", tmp_path / "two", ParallelLayout(pp=2))
-    assert "output_layer.weight" not in one[Coords()] and "output_layer.weight" not in two[Coords()]
+    assert (
+        "output_layer.weight" not in single[Coords()] and "output_layer.weight" not in two[Coords()]
+    )
     assert torch.equal(
         two[Coords(pp=1)]["output_layer.weight"], two[Coords()]["embedding.word_embeddings.weight"]
     )
 
 
-def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
+def test_a_tied_copy_that_differs_is_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", tie_word_embeddings=True)
     last = to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(pp=2))[Coords(pp=1)]
     path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(pp=2), Coords(pp=1))
@@ -122,7 +122,7 @@ def test_a_tied_copy_that_went_astray_is_refused(tmp_path: Path) -> None:
         1,
     )
     path.with_suffix(".new").replace(path)
-    with pytest.raises(MsrlError, match=mentions("output_layer", "embeddings")):
+    with pytest.raises(MsrlError, match=mentions("output_layer", "tie_word_embeddings")):
         open_weights(tmp_path / "mcore")
 
 
@@ -164,8 +164,8 @@ def test_one_layout_becomes_another_as_if_converted_directly(
         assert all(same_bits(resharded[rank][name], expected[name]) for name in expected)
 
 
-def test_other_tensors_of_the_same_names_are_cut_the_same_way(tmp_path: Path) -> None:
-    """An optimizer's moments, say: float32, another scale, the names of the weights."""
+def test_other_tensors_of_the_same_names_are_sharded_the_same_way(tmp_path: Path) -> None:
+    """For example optimizer moments: float32, on another scale, under the names of the weights."""
     tiny.save(tmp_path / "hf")
     source = open_weights(tmp_path / "hf")
     moments = {
@@ -175,11 +175,11 @@ def test_other_tensors_of_the_same_names_are_cut_the_same_way(tmp_path: Path) ->
         }
         for at in ParallelLayout(2).ranks()
     }
-    found = ShardedSource(source.shape, ParallelLayout(2), moments, tmp_path, "moments")
+    resharded = ShardedSource(source.shape, ParallelLayout(2), moments, tmp_path, "moments")
     expected = dict(source.local_tensors(ParallelLayout(pp=2), Coords(pp=1)))
     assert all(
         torch.equal(tensor, expected[name].float() ** 2)
-        for name, tensor in found.local_tensors(ParallelLayout(pp=2), Coords(pp=1))
+        for name, tensor in resharded.local_tensors(ParallelLayout(pp=2), Coords(pp=1))
     )
 
 
@@ -235,7 +235,7 @@ def test_files_of_another_model_or_layout_are_refused(tmp_path: Path) -> None:
         open_weights(tmp_path / "mcore")
 
 
-def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
     path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(), Coords())
@@ -256,12 +256,15 @@ def advance(num_bytes):
     if written[0] == 5:
         os.kill(os.getpid(), signal.SIGKILL)
 source, save = open_weights(Path(sys.argv[1])), Path(sys.argv[2])
-write_mcore(source, save, McoreTarget(ParallelLayout(2)), advance) if sys.argv[3] == "mcore" else write_hf(source, save, None, advance)
+if sys.argv[3] == "mcore":
+    write_mcore(source, save, McoreTarget(ParallelLayout(2)), advance)
+else:
+    write_hf(source, save, None, advance)
 """
 
 
 @pytest.mark.parametrize("kind", ["mcore", "hf"])
-def test_a_kill_in_mid_write_leaves_nothing_visible_and_nothing_in_the_way(
+def test_a_run_killed_while_writing_leaves_nothing_visible_and_can_be_repeated(
     tmp_path: Path, kind: str
 ) -> None:
     hf = tiny.save(tmp_path / "hf")
@@ -290,7 +293,7 @@ def test_a_failure_in_mid_write_leaves_no_trace(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_disk_that_becomes_full_is_said_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
 
     def full(num_bytes: int) -> None:
@@ -313,7 +316,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         write_mcore(open_weights(tmp_path / "hf"), tmp_path / "file" / "out", McoreTarget())
 
 
-# --- the command, with its proof --------------------------------------------------------------------------------------------------------
+# --- the command, with its proof ---
 
 
 def run(**convert: Any) -> None:
@@ -326,20 +329,23 @@ def run(**convert: Any) -> None:
 
 
 def save_real(folder: Path, family: str, *, tied: bool, dtype: str = "float32") -> None:
-    """A random model of transformers with 4 layers, whose logits depend on every weight."""
+    """Save a random model of transformers with 4 layers, whose logits depend on every weight."""
     import transformers
 
     architecture = tiny.FAMILIES[family]["architectures"][0]
     settings: dict[str, Any] = {
-        "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "tie_word_embeddings": tied,
+        "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
+        "tie_word_embeddings": tied,
         "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
     if family == "qwen3":
         settings["head_dim"] = 32
     if family == "llama":
         settings["rope_parameters"] = {
-            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }  # fmt: skip
     torch.manual_seed(0)
@@ -353,7 +359,7 @@ def save_real(folder: Path, family: str, *, tied: bool, dtype: str = "float32") 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tied", "cut"),
+    ("family", "tied", "parallel"),
     [
         pytest.param("qwen2", True, {"pp": 2, "vpp": 1}, marks=pytest.mark.full),
         pytest.param("qwen2", False, {"tp": 2}, marks=pytest.mark.full),
@@ -364,10 +370,14 @@ def save_real(folder: Path, family: str, *, tied: bool, dtype: str = "float32") 
     ],
 )
 def test_a_conversion_proves_itself_on_real_megatron_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, tied: bool, cut: dict[str, Any]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    family: str,
+    tied: bool,
+    parallel: dict[str, Any],
 ) -> None:
     save_real(tmp_path / "hf", family, tied=tied)
-    run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", **cut)
+    run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", **parallel)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back")
     proofs = capsys.readouterr().out
     assert all(
@@ -412,10 +422,12 @@ def _k_and_v_swapped(layout: Any, tensors: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("swap", [_swapped, _k_and_v_swapped])
-def test_a_swap_in_both_directions_fails_the_proof(
+def test_a_swap_in_both_directions_fails_the_verification(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: Any
 ) -> None:
-    """Gate with up, or k with v, both ways: the round trip stays equal, the logits tell."""
+    """If gate and up, or k and v, are swapped both ways, the round trip is equal but the logits
+    differ.
+    """
     save_real(tmp_path / "hf", "qwen2", tied=True)
     fuse, unfuse, pieces = layouts.fuse, layouts.unfuse, layouts.pieces
     monkeypatch.setattr(
@@ -434,19 +446,19 @@ def test_a_swap_in_both_directions_fails_the_proof(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore.failed-verification"]
 
 
-def test_inspect_says_what_a_checkpoint_holds(
+def test_inspect_prints_the_contents_of_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.save(tmp_path / "hf")
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2, verify=False)
     run(command="inspect", load=tmp_path / "mcore")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "iteration 1, tp 2, pp 1" in said
-        and "mp_rank_01/model_optim_rng.pt" in said
-        and "bfloat16" in said
+        "iteration 1, tp 2, pp 1" in output
+        and "mp_rank_01/model_optim_rng.pt" in output
+        and "bfloat16" in output
     )
-    assert_mentions(said, "files:", "manifest")
+    assert_mentions(output, "files:", "manifest")
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_converted(

@@ -1,6 +1,4 @@
-"""Checkpoints of every cut: what their files hold, worked out by hand from MindSpeed's layout, and
-that any cut becomes any other.
-"""
+"""Checkpoints of every parallel layout: MindSpeed's format by hand, and resharding."""
 
 from __future__ import annotations
 
@@ -30,33 +28,36 @@ from support import mentions
 
 LAYERS = 4
 CUTS = {
-    "tp2": ParallelLayout(2), "pp2": ParallelLayout(pp=2), "tp2 pp4": ParallelLayout(2, 4), "vpp": ParallelLayout(pp=2, vpp=1), "tp2 vpp": ParallelLayout(2, 2, vpp=1),
-    "uneven": ParallelLayout(2, 2, num_layer_list=(3, 1)), "empty": ParallelLayout(2, 3, noop_layers=(0, 5)), 
+    "tp2": ParallelLayout(2), "pp2": ParallelLayout(pp=2), "tp2 pp4": ParallelLayout(2, 4),
+    "vpp": ParallelLayout(pp=2, vpp=1), "tp2 vpp": ParallelLayout(2, 2, vpp=1),
+    "uneven": ParallelLayout(2, 2, num_layer_list=(3, 1)),
+    "empty": ParallelLayout(2, 3, noop_layers=(0, 5)), 
     "vpp with empty": ParallelLayout(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
 }  # fmt: skip
 FAMILIES = tuple(tiny.FAMILIES)
 
 
 def write(
-    source: WeightSource, save: Path, cut: ParallelLayout, naming: Naming | None = None
+    source: WeightSource, save: Path, layout: ParallelLayout, naming: Naming | None = None
 ) -> dict[Coords, dict[str, Any]]:
-    """Convert, and the files as plain torch reads them."""
-    write_mcore(source, save, McoreTarget(cut, naming=naming or Naming()))
+    """Convert, and return the contents of the files, read with torch."""
+    write_mcore(source, save, McoreTarget(layout, naming=naming or Naming()))
     return {
-        at: torch.load(mcore.rank_file(save, 1, cut, at), weights_only=False) for at in cut.ranks()
+        at: torch.load(mcore.rank_file(save, 1, layout, at), weights_only=False)
+        for at in layout.ranks()
     }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 of four layers."""
+    """Save a Qwen2 of four layers."""
     path = tmp_path_factory.mktemp("hf")
     tiny.save(path, num_hidden_layers=LAYERS)
     return path
 
 
 def norms(chunk: Mapping[str, Tensor]) -> list[int]:
-    """The local layer numbers of a chunk."""
+    """Return the local layer numbers of a virtual stage."""
     return sorted(
         int(name.split(".")[2]) for name in chunk if name.endswith("pre_mlp_layernorm.weight")
     )
@@ -90,7 +91,7 @@ def test_virtual_stages_are_models_of_one_file(tmp_path: Path, folder: Path) -> 
     ) == (1, 2)
 
 
-def test_uneven_stages_and_empty_layers_are_told_by_the_arguments(
+def test_uneven_stages_and_empty_layers_are_recorded_in_the_arguments(
     tmp_path: Path, folder: Path
 ) -> None:
     uneven = write(
@@ -106,24 +107,24 @@ def test_uneven_stages_and_empty_layers_are_told_by_the_arguments(
 
 
 @pytest.mark.parametrize(
-    "cut",
+    "layout",
     [
         ParallelLayout(pp=3, noop_layers=(0, 5)),
         ParallelLayout(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
     ],
     ids=str,
 )
-def test_empty_layers_that_the_arguments_only_count_are_found_by_the_names(
-    tmp_path: Path, folder: Path, cut: ParallelLayout
+def test_empty_layers_that_the_arguments_only_count_follow_from_the_names(
+    tmp_path: Path, folder: Path, layout: ParallelLayout
 ) -> None:
-    """MindSpeed's converter asks for them again on the way back; we need not."""
-    write(open_weights(folder), tmp_path / "mcore", cut)
-    for at in cut.ranks():
-        path = mcore.rank_file(tmp_path / "mcore", 1, cut, at)
+    """MindSpeed's converter needs them as an option on the way back; msrl does not."""
+    write(open_weights(folder), tmp_path / "mcore", layout)
+    for at in layout.ranks():
+        path = mcore.rank_file(tmp_path / "mcore", 1, layout, at)
         contents = mcore.read_rank_file(path, mmap=False)
         delattr(contents["args"], "noop_layers")
         mcore.write_rank_file(path, contents["model"], contents["args"], 1)
-    assert open_mcore(tmp_path / "mcore").layout == cut
+    assert open_mcore(tmp_path / "mcore").layout == layout
     assert compare(open_weights(folder), open_weights(tmp_path / "mcore"), None).different == ()
 
 
@@ -141,13 +142,13 @@ def test_arguments_are_read_as_megatron_keeps_them_after_parsing() -> None:
     assert layout_from_args(args) == ParallelLayout(4, num_layer_list=(3, 5))
 
 
-def round_trip(tmp_path: Path, family: str, cut: ParallelLayout, naming: Naming) -> None:
+def round_trip(tmp_path: Path, family: str, layout: ParallelLayout, naming: Naming) -> None:
     tiny.save(tmp_path / "hf", family, num_hidden_layers=LAYERS, vocab_size=99)
     source = open_weights(tmp_path / "hf")
-    cut.check(source.shape)
-    write(source, tmp_path / "mcore", cut, naming)
+    layout.check(source.shape)
+    write(source, tmp_path / "mcore", layout, naming)
     back = open_mcore(tmp_path / "mcore")
-    assert back.layout == cut
+    assert back.layout == layout
     write_hf(back, tmp_path / "back", None)
     result = open_weights(tmp_path / "back")
     assert (
@@ -162,10 +163,10 @@ def test_a_family_comes_back_from_virtual_stages(tmp_path: Path, family: str) ->
 
 
 @pytest.mark.parametrize("chain", [("tp2 pp2", "tp1 pp4", "tp4 pp1"), ("vpp", "uneven", "empty")])
-def test_a_chain_of_cuts_ends_as_if_converted_directly(
+def test_a_chain_of_layouts_ends_as_if_converted_directly(
     tmp_path: Path, chain: tuple[str, ...]
 ) -> None:
-    cuts = {
+    layouts = {
         **CUTS,
         "tp2 pp2": ParallelLayout(2, 2),
         "tp1 pp4": ParallelLayout(1, 4),
@@ -181,28 +182,32 @@ def test_a_chain_of_cuts_ends_as_if_converted_directly(
     )
     source = open_weights(tmp_path / "hf")
     for number, name in enumerate(chain):
-        write(source, tmp_path / str(number), cuts[name])
+        write(source, tmp_path / str(number), layouts[name])
         source = open_weights(tmp_path / str(number))
-    direct = write(open_weights(tmp_path / "hf"), tmp_path / "direct", cuts[chain[-1]])
+    direct = write(open_weights(tmp_path / "hf"), tmp_path / "direct", layouts[chain[-1]])
     for at, expected in direct.items():
-        found = torch.load(
-            mcore.rank_file(tmp_path / str(len(chain) - 1), 1, cuts[chain[-1]], at),
+        model_shape = torch.load(
+            mcore.rank_file(tmp_path / str(len(chain) - 1), 1, layouts[chain[-1]], at),
             weights_only=False,
         )
         for key in (key for key in expected if key.startswith("model")):
-            assert list(found[key]) == list(expected[key])
+            assert list(model_shape[key]) == list(expected[key])
             assert all(
-                same_bits(found[key][name], tensor) for name, tensor in expected[key].items()
+                same_bits(model_shape[key][name], tensor) for name, tensor in expected[key].items()
             )
     assert compare(open_weights(tmp_path / "hf"), source, None).different == ()
 
 
-# --- experts ----------------------------------------------------------------------------------------------------------------------------
+# --- experts ---
 
-MIXTURE_CUTS = {
-    "whole": ParallelLayout(), "ep4": ParallelLayout(ep=4), "tp2 ep2": ParallelLayout(2, ep=2), "tp2 ep2 etp1": ParallelLayout(2, ep=2, etp=1), "tp2 ep4 etp1": ParallelLayout(2, ep=4, etp=1),
-    "tp4 ep2 etp1": ParallelLayout(4, ep=2, etp=1), "extended": ParallelLayout(2, ep=2, moe_tp_extend_ep=True), "pp2 vpp ep2": ParallelLayout(1, 2, vpp=1, ep=2),
-    "tp2 pp2 ep2 etp1": ParallelLayout(2, 2, ep=2, etp=1), "tp4 etp2 ep2": ParallelLayout(4, ep=2, etp=2),
+MIXTURE_LAYOUTS = {
+    "whole": ParallelLayout(), "ep4": ParallelLayout(ep=4), "tp2 ep2": ParallelLayout(2, ep=2),
+    "tp2 ep2 etp1": ParallelLayout(2, ep=2, etp=1), "tp2 ep4 etp1": ParallelLayout(2, ep=4, etp=1),
+    "tp4 ep2 etp1": ParallelLayout(4, ep=2, etp=1),
+    "extended": ParallelLayout(2, ep=2, moe_tp_extend_ep=True),
+    "pp2 vpp ep2": ParallelLayout(1, 2, vpp=1, ep=2),
+    "tp2 pp2 ep2 etp1": ParallelLayout(2, 2, ep=2, etp=1),
+    "tp4 etp2 ep2": ParallelLayout(4, ep=2, etp=2),
 }  # fmt: skip
 NAMINGS = {
     "local": Naming(),
@@ -214,38 +219,41 @@ NAMINGS = {
 
 @pytest.fixture
 def mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> mixtures.Weights:
-    """Weights of the mixture; `open_mcore` takes any checkpoint for one of it."""
-    found = mixtures.install(monkeypatch)
-    monkeypatch.setattr(source_module, "load_shape", lambda folder: found)
+    """Return weights of a mixture of experts; `open_mcore` treats every checkpoint as one of it."""
+    model_shape = mixtures.install(monkeypatch)
+    monkeypatch.setattr(source_module, "load_shape", lambda folder: model_shape)
     monkeypatch.setattr(ParallelLayout, "_tensor_problems", lambda self, shape: iter(()))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({}))
-    return mixtures.Weights(found, tmp_path / "hf")
+    return mixtures.Weights(model_shape, tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
-    ("cut", "naming"),
+    ("layout", "naming"),
     [("tp2 ep2", "grouped"), ("extended", "local"), ("tp2 ep4 etp1", "te grouped")],
 )
 def test_a_mixture_comes_back(
-    tmp_path: Path, mixture: mixtures.Weights, cut: str, naming: str
+    tmp_path: Path, mixture: mixtures.Weights, layout: str, naming: str
 ) -> None:
-    write(mixture, tmp_path / "mcore", MIXTURE_CUTS[cut], NAMINGS[naming])
+    write(mixture, tmp_path / "mcore", MIXTURE_LAYOUTS[layout], NAMINGS[naming])
     back = open_mcore(tmp_path / "mcore")
-    assert back.layout == MIXTURE_CUTS[cut]
+    assert back.layout == MIXTURE_LAYOUTS[layout]
     assert compare(mixture, back, None).different == ()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("naming", NAMINGS)
-@pytest.mark.parametrize("cut", MIXTURE_CUTS)
+@pytest.mark.parametrize("layout", MIXTURE_LAYOUTS)
 @pytest.mark.parametrize("target", ["whole", "tp2 ep2", "tp2 ep4 etp1"])
-def test_a_mixture_comes_back_from_every_cut_by_way_of_another(
-    tmp_path: Path, mixture: mixtures.Weights, cut: str, naming: str, target: str
+def test_a_mixture_comes_back_from_every_layout_through_another(
+    tmp_path: Path, mixture: mixtures.Weights, layout: str, naming: str, target: str
 ) -> None:
-    write(mixture, tmp_path / "first", MIXTURE_CUTS[cut], NAMINGS[naming])
+    write(mixture, tmp_path / "first", MIXTURE_LAYOUTS[layout], NAMINGS[naming])
     write(
-        open_mcore(tmp_path / "first"), tmp_path / "second", MIXTURE_CUTS[target], NAMINGS[naming]
+        open_mcore(tmp_path / "first"),
+        tmp_path / "second",
+        MIXTURE_LAYOUTS[target],
+        NAMINGS[naming],
     )
     assert compare(mixture, open_mcore(tmp_path / "second"), None).different == ()
 
@@ -253,8 +261,8 @@ def test_a_mixture_comes_back_from_every_cut_by_way_of_another(
 def test_experts_of_a_rank_are_fused_for_grouped_products(
     tmp_path: Path, mixture: mixtures.Weights
 ) -> None:
-    """Four experts of two columns each on a rank: weight1 is [hidden, 4 * 2 * 2] over memory [4,
-    hidden, 4], weight2 [4 * 2, hidden].
+    """With four experts of two columns each on a rank, weight1 is [hidden, 4 * 2 * 2] in memory as
+    [4, hidden, 4], and weight2 is [4 * 2, hidden].
     """
     files = write(mixture, tmp_path / "mcore", ParallelLayout(2, ep=2), Naming(grouped=True))
     model = files[Coords(1, 0, 1)]["model"]
@@ -282,16 +290,17 @@ def test_experts_of_a_rank_are_fused_for_grouped_products(
 
 def test_names_of_transformer_engine_keep_the_norm_before_a_router() -> None:
     names = [
-        f"decoder.layers.{layer}.{rest}"
+        f"decoder.layers.{layer}.{suffix}"
         for layer in (0, 1)
-        for rest in ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+        for suffix in ("input_layernorm.weight", "pre_mlp_layernorm.weight")
     ]
     names += [
         f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc{i}.weight"
         for e in (0, 1)
         for i in (1, 2)
     ]
-    assert [entry.name.removeprefix("decoder.layers.") for entry in file_tensors(names, Naming(te=True, grouped=True))] == [
+    assert [entry.name.removeprefix("decoder.layers.") for entry in file_tensors(names,
+    Naming(te=True, grouped=True))] == [
         "0.self_attention.linear_qkv.layer_norm_weight", "0.mlp.linear_fc1.layer_norm_weight",
         "1.self_attention.linear_qkv.layer_norm_weight", "1.pre_mlp_layernorm.weight",
         "1.mlp.experts.linear_fc1.weight0", "1.mlp.experts.linear_fc2.weight0",
@@ -326,7 +335,7 @@ def test_grouped_experts_whose_number_is_unknown_are_refused(
     contents = torch.load(path, weights_only=False)
     contents["args"].num_experts = None
     torch.save(contents, path)
-    with pytest.raises(MsrlError, match=mentions("args", "num_experts")):
+    with pytest.raises(MsrlError, match=mentions("arguments", "num_experts")):
         open_mcore(tmp_path / "mcore")
 
 

@@ -1,6 +1,4 @@
-"""What a conversion would write is known from config.json alone: of every real config at hand, in
-under a second.
-"""
+"""Plans of conversions from config.json, of every real config, in under a second."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ from support import assert_mentions, shared_data
 from test_cli import msrl
 
 
-def _usual_cut(shape: Shape) -> ParallelLayout:
-    """As large as the sizes allow, up to 8 of each."""
+def _usual_layout(shape: Shape) -> ParallelLayout:
+    """Return sizes as large as the model allows, up to 8 each."""
     experts = num_experts(shape)
     tp, pp = math.gcd(8, shape.num_query_groups), math.gcd(8, shape.num_layers)
     return (
@@ -40,7 +38,7 @@ def _usual_cut(shape: Shape) -> ParallelLayout:
 
 
 def _seconds(shape: Shape, target: McoreTarget) -> float:
-    """What a plan takes of the processor."""
+    """Return the processor time of a plan."""
     start = time.process_time()
     assert dict(file_rows(shape, target, ruled_plan(shape, target), Path("save")))
     return time.process_time() - start
@@ -48,7 +46,7 @@ def _seconds(shape: Shape, target: McoreTarget) -> float:
 
 @pytest.mark.slow
 def test_files_bytes_and_padding_of_every_real_config_are_planned_in_under_a_second() -> None:
-    """Or it is refused for a feature of it, by key."""
+    """An unsupported model is refused; the message names the key of the feature."""
     planned, refused = 0, list[str]()
     for file in sorted(shared_data("configs").rglob("*.json")):
         if (json.loads(file.read_text()).get("architectures") or ["none"])[0] not in registered():
@@ -58,7 +56,7 @@ def test_files_bytes_and_padding_of_every_real_config_are_planned_in_under_a_sec
         except MsrlError as error:
             refused.append(str(error))
             continue
-        target = McoreTarget(_usual_cut(shape), vocab_multiple=128)
+        target = McoreTarget(_usual_layout(shape), vocab_multiple=128)
         first = _seconds(shape, target)
         assert min(first, _seconds(shape, target) if first > 1 else first) < 1, (
             file
@@ -78,26 +76,28 @@ def test_files_bytes_and_padding_of_every_real_config_are_planned_in_under_a_sec
 
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize(
-    ("name", "cut"),
+    ("name", "layout"),
     [
         ("qwen1.5", ParallelLayout(2, 2)),
         ("deepseek v3", ParallelLayout(2, ep=2, etp=1)),
         ("gpt-oss", ParallelLayout(pp=2, ep=4)),
     ],
 )
-def test_the_plan_is_what_is_written(
-    tmp_path: Path, name: str, cut: ParallelLayout, distributed: bool
+def test_the_written_files_match_the_plan(
+    tmp_path: Path, name: str, layout: ParallelLayout, distributed: bool
 ) -> None:
     family = (FAMILIES | MIXTURES)[name]
     folder = families.save_models(tmp_path, {name: family})[name]
-    target = McoreTarget(cut, torch.bfloat16, distributed=distributed)
+    target = McoreTarget(layout, torch.bfloat16, distributed=distributed)
     plan = ruled_plan(load_shape(folder), target)
     planned = dict(file_rows(load_shape(folder), target, plan, tmp_path / "mcore"))
     write_mcore(open_weights(folder), tmp_path / "mcore", target)
     if distributed:
         stored, _ = read_metadata(tmp_path / "mcore" / "iter_0000001")
-        found = [stored[key].dtype.itemsize * math.prod(stored[key].shape) for key in stored]
-        assert sum(found) == sum(spec.num_bytes for specs in planned.values() for spec in specs)
+        tensor_bytes = [stored[key].dtype.itemsize * math.prod(stored[key].shape) for key in stored]
+        assert sum(tensor_bytes) == sum(
+            spec.num_bytes for specs in planned.values() for spec in specs
+        )
         assert all((tmp_path / "mcore" / file).is_file() for file in planned)
         return
     files = {
@@ -115,9 +115,9 @@ def test_the_plan_is_what_is_written(
 def test_a_dry_run_prints_the_plan_of_a_folder_that_has_a_config_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank of two has of each of 4 layers 96 x 64 + 96 of q, k and v, 64 x 32, 96 x 64 and 64 x
-    48 weights and 2 x 64 of norms: 17,632; with 100 of 200 rows of the tied embedding and the last
-    norm 76,992, four bytes each.
+    """Each of two ranks has, for each of 4 layers, 96 x 64 + 96 (q, k and v), 64 x 32, 96 x 64, 64
+    x 48 and 2 x 64 (norms) elements, 17,632 in total. With 100 of 200 rows of the tied embedding
+    and the last norm they are 76,992, four bytes each.
     """
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(FAMILIES["qwen1.5"].config))
@@ -126,12 +126,12 @@ def test_a_dry_run_prints_the_plan_of_a_folder_that_has_a_config_alone(
         msrl("convert-ckpt", "hf2mcore", "--load", load, "--save", save, "--tp", "2", "--dry-run")
         == 0
     )
-    said = capsys.readouterr().out
-    assert_mentions(said, "2 files", "615.9 KB", "vocabulary", "199 rows", 200)
+    output = capsys.readouterr().out
+    assert_mentions(output, "2 files", "615.9 KB", "vocabulary", "199 rows", 200)
     for rank in (0, 1):
         assert (
             f"iter_0000001/mp_rank_0{rank}/model_optim_rng.pt  30       76,992      308.0 KB"
-            in said
+            in output
         )
     assert not (tmp_path / "mcore").exists()
     arguments = ("--load", load, "--save", save, "--format", "dist", "--noop-layers", "0,5")

@@ -1,4 +1,4 @@
-"""What the proof of a conversion measures, and that it comes out the same layer by layer as whole."""
+"""Verification of conversions: its measures, and equal results in memory and layer by layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.shape import Shape
 from msrl.verification import layerwise as convert_layerwise
 from msrl.verification import logits as convert_logits
-from msrl.verification import report as convert_proof
+from msrl.verification import report as convert_report
 from msrl.verification.agreement import compare_logits
 from msrl.verification.bits import require_equal_copies
 from msrl.verification.tolerance import family_tolerance
@@ -31,47 +31,49 @@ from test_convert import run, save_real, to_mcore
 
 
 def test_agreement_by_hand() -> None:
-    """Two positions over three tokens; the second one's first choice changes: KL of (1/2, 1/4, 1/4)
-    against (1/4, 1/2, 1/4) is ln 2 / 4.
+    """Of two positions over three tokens, the second has another most likely token: KL of (1/2,
+    1/4, 1/4) against (1/4, 1/2, 1/4) is ln 2 / 4.
     """
     left = torch.tensor([[3.0, 1.0, 2.0], [2.0, 1.0, 1.0]]).log()
     right = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 1.0]]).log()
-    found = compare_logits([left], [right], 3, tie=1e-4)
-    assert (found.num_sequences, found.num_positions, found.same_choice) == (1, 2, 1)
-    assert found.largest == pytest.approx(0.6931472) and found.divergence == pytest.approx(
+    result = compare_logits([left], [right], 3, tie=1e-4)
+    assert (result.num_sequences, result.num_positions, result.same_choice) == (1, 2, 1)
+    assert result.largest == pytest.approx(0.6931472) and result.divergence == pytest.approx(
         0.6931472 / 4
     )
-    assert compare_logits([left], [right], 3, tie=1.0).same_choice == 2  # a tie may change places
+    assert (
+        compare_logits([left], [right], 3, tie=1.0).same_choice == 2
+    )  # tied tokens count as the same
     padded = torch.cat([left, torch.full((2, 1), 9.0)], 1)
     assert compare_logits([padded], [left], 3, tie=0.0).largest == 0.0
 
 
-def test_what_is_not_a_number_agrees_with_nothing() -> None:
+def test_a_nan_agrees_with_nothing() -> None:
     broken = torch.tensor([[0.0, float("nan")]])
-    found = compare_logits([torch.zeros(1, 2)], [broken], 2, tie=1e-4)
-    assert found.largest == float("inf") and found.divergence == float("inf")
+    result = compare_logits([torch.zeros(1, 2)], [broken], 2, tie=1e-4)
+    assert result.largest == float("inf") and result.divergence == float("inf")
 
 
-def test_a_mixture_may_have_few_positions_whose_experts_tied_and_a_dense_model_none() -> None:
-    """What is wrong is wrong everywhere: three of four positions off are refused of a mixture, one
-    of four of a dense model.
+def test_a_mixture_may_have_a_few_outliers_and_a_dense_model_none() -> None:
+    """A wrong weight rule affects every position: three of four outliers are refused for a mixture,
+    one of four for a dense model.
     """
     left = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
-    one, three = left.clone(), left.clone()
-    one[1] += torch.linspace(0, 0.1, 9)
-    three[1:] += torch.linspace(0, 0.1, 9)
-    samples = convert_proof.Samples([[1, 2, 3, 4]], "4 tokens")
+    one_off, three_off = left.clone(), left.clone()
+    one_off[1] += torch.linspace(0, 0.1, 9)
+    three_off[1:] += torch.linspace(0, 0.1, 9)
+    samples = convert_report.Samples([[1, 2, 3, 4]], "4 tokens")
     dense, mixture = families.shape({**families.LLAMA, "vocab_size": 9}), mixture_shape(9)
     for shape, right, expected in (
-        (dense, one, False),
-        (mixture, one, True),
-        (mixture, three, False),
+        (dense, one_off, False),
+        (mixture, one_off, True),
+        (mixture, three_off, False),
         (dense, left, True),
     ):
-        checks = convert_proof._check_logits(shape, samples, [left], [right], "left, right")
+        checks = convert_report._check_logits(shape, samples, [left], [right], "left, right")
         assert all(check.passed for check in checks) is expected
-    (logits, distributions) = convert_proof._check_logits(
-        mixture, samples, [left], [one], "left, right"
+    (logits, distributions) = convert_report._check_logits(
+        mixture, samples, [left], [one_off], "left, right"
     )
     assert_mentions(logits.result, "1 positions", "25%")
     assert "3/3" in distributions.result
@@ -115,11 +117,11 @@ def test_transformers_computes_the_same_layer_by_layer(
 ) -> None:
     save_real(tmp_path / "hf", family, tied=tied)
     source, tokens = open_weights(tmp_path / "hf"), [[0, 5, 98, 7], [3, 1]]
-    whole, parts = (
-        convert_logits._pretrained(tmp_path / "hf", tokens),
+    whole, layer_by_layer = (
+        convert_logits._logits_from_folder(tmp_path / "hf", tokens),
         convert_layerwise.transformers_logits(source, tokens, None),
     )
-    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(layer_by_layer, whole, rtol=0, atol=1e-5)
 
 
 LAYERWISE = {
@@ -137,22 +139,22 @@ SOME_LAYERWISE = (
 
 
 def _assert_alike_layer_by_layer(root: Path, name: str) -> None:
-    """Sequences of one length, so that a rope scaling which follows the length is the same in one
-    pass as in several.
+    """Compare both ways on sequences of equal length, as some rope scaling depends on the length of
+    the batch.
     """
     families.save_models(root, {name: LAYERWISE[name]})
     folder, tokens = root / name, np.random.default_rng(5).integers(0, 190, (2, 30)).tolist()
-    whole, parts = (
-        convert_logits._pretrained(folder, tokens),
+    whole, layer_by_layer = (
+        convert_logits._logits_from_folder(folder, tokens),
         convert_layerwise.transformers_logits(open_weights(folder), tokens, None),
     )
     assert whole[0].std() > 0.3, "logits so small that nothing is compared"
-    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(layer_by_layer, whole, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME_LAYERWISE)
-def test_experts_and_what_stands_beside_a_vision_tower_are_found_layer_by_layer(
+def test_experts_and_models_with_a_vision_tower_are_computed_layer_by_layer(
     tmp_path: Path, name: str
 ) -> None:
     _assert_alike_layer_by_layer(tmp_path, name)
@@ -166,13 +168,13 @@ def test_every_family_is_found_layer_by_layer(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.slow
-def test_a_folder_with_code_and_a_name_of_its_own_is_computed_without_them(tmp_path: Path) -> None:
-    """Kimi K2 as it is published: `model_type` kimi_k2 is none of transformers', and `auto_map`
+def test_code_and_unknown_model_type_of_a_folder_are_ignored(tmp_path: Path) -> None:
+    """As in the release of Kimi K2, transformers does not know `model_type` kimi_k2, and `auto_map`
     names code.
     """
     families.save_models(tmp_path, {"deepseek": MIXTURES["kimi k2"]})
     folder, tokens = tmp_path / "deepseek", [[0, 5, 98, 7], [3, 1, 2, 2]]
-    expected = convert_logits._pretrained(folder, tokens)
+    expected = convert_logits._logits_from_folder(folder, tokens)
     config = json.loads((folder / "config.json").read_text())
     auto_map = {
         "AutoConfig": "configuration_deepseek.DeepseekV3Config",
@@ -185,34 +187,36 @@ def test_a_folder_with_code_and_a_name_of_its_own_is_computed_without_them(tmp_p
         "raise SystemExit('code of a checkpoint was run')"
     )
     source = open_weights(folder)
-    for found in (
-        convert_logits._pretrained(folder, tokens),
-        convert_logits._filled(source, tokens, None),
+    for result in (
+        convert_logits._logits_from_folder(folder, tokens),
+        convert_logits._logits_from_weights(source, tokens, None),
         convert_layerwise.transformers_logits(source, tokens, None),
     ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert_mentions(convert_proof.sample_tokens(source.shape, folder).origin, "0 texts", "2 rows")
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    assert_mentions(convert_report.sample_tokens(source.shape, folder).origin, "0 texts", "2 rows")
 
 
-def _assert_proven_layer_by_layer(
+def _assert_verified_layer_by_layer(
     root: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     families.save_models(root, {name: LAYERWISE[name]})
-    cut = {"ep": 2} if name in MIXTURES else {"tp": 2}
-    run(command="hf2mcore", load=root / name, save=root / "mcore", pp=2, **cut)
-    said = capsys.readouterr().out
-    assert_mentions(said, "layer by layer", "transformers, Megatron", "round trip", "distributions")
+    layout = {"ep": 2} if name in MIXTURES else {"tp": 2}
+    run(command="hf2mcore", load=root / name, save=root / "mcore", pp=2, **layout)
+    output = capsys.readouterr().out
+    assert_mentions(
+        output, "layer by layer", "transformers, Megatron", "round trip", "distributions"
+    )
 
 
 @pytest.mark.slow
-def test_a_mixture_larger_than_memory_is_proven_layer_by_layer(
+def test_a_mixture_larger_than_memory_is_verified_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts, first dense layers, latent attention and the biases of experts, by one rank that
-    holds one layer at a time.
+    """One rank holds one layer at a time, with experts, first dense layers, latent attention and
+    router biases.
     """
-    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: False)
-    _assert_proven_layer_by_layer(tmp_path, "deepseek v3", capsys)
+    monkeypatch.setattr(convert_report, "fits_in_memory", lambda shape: False)
+    _assert_verified_layer_by_layer(tmp_path, "deepseek v3", capsys)
 
 
 @pytest.mark.slow
@@ -232,8 +236,8 @@ def test_a_mixture_larger_than_memory_is_proven_layer_by_layer(
 def test_every_mixture_larger_than_memory_is_proven_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: False)
-    _assert_proven_layer_by_layer(tmp_path, name, capsys)
+    monkeypatch.setattr(convert_report, "fits_in_memory", lambda shape: False)
+    _assert_verified_layer_by_layer(tmp_path, name, capsys)
 
 
 @pytest.mark.slow
@@ -242,12 +246,12 @@ def test_a_model_larger_than_memory_is_proven_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tied: bool
 ) -> None:
     save_real(tmp_path / "hf", "qwen2", tied=tied)
-    monkeypatch.setattr(convert_proof, "fits_in_memory", lambda shape: False)
+    monkeypatch.setattr(convert_report, "fits_in_memory", lambda shape: False)
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2, pp=2)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back", dtype="bf16")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     counts = {
-        name: said.count(name)
+        name: output.count(name)
         for name in (
             "layer by layer",
             "verified in",
@@ -260,14 +264,14 @@ def test_a_model_larger_than_memory_is_proven_layer_by_layer(
     assert set(counts.values()) == {2}, counts
 
 
-# --- files that are not as they were written ----------------------------------------------------------------------------------------------
+# --- files that are not as they were written ---
 
 
 def _rank(folder: Path, tp_rank: int) -> Path:
     return mcore.rank_file(folder, 1, ParallelLayout(2), Coords(tp_rank))
 
 
-def test_inspect_names_every_file_that_is_missing_cut_short_or_altered(tmp_path: Path) -> None:
+def test_inspect_names_every_missing_truncated_or_altered_file(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2))
     contents = bytearray(_rank(tmp_path / "mcore", 0).read_bytes())
@@ -290,11 +294,11 @@ def test_a_hugging_face_folder_of_ours_vouches_for_its_files(
     assert_mentions(capsys.readouterr().out, "files:", "no manifest")
     run(command="hf2hf", load=tmp_path / "hf", save=tmp_path / "ours", verify=False)
     run(command="inspect", load=tmp_path / "ours")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert_mentions(
-        said, "Hugging Face", "Qwen2ForCausalLM", "model.safetensors", "files:", "manifest"
+        output, "Hugging Face", "Qwen2ForCausalLM", "model.safetensors", "files:", "manifest"
     )
-    assert "no manifest" not in said
+    assert "no manifest" not in output
     path = tmp_path / "ours" / "model.safetensors"
     contents = bytearray(path.read_bytes())
     contents[-1] ^= 1
@@ -315,7 +319,7 @@ def test_a_hugging_face_folder_of_ours_vouches_for_its_files(
     assert not (tmp_path / "mcore").exists()
 
 
-def test_a_checkpoint_written_again_by_other_means_is_told_from_the_one_of_the_manifest(
+def test_a_checkpoint_rewritten_by_another_program_differs_from_the_manifest(
     tmp_path: Path,
 ) -> None:
     tiny.save(tmp_path / "hf")
@@ -342,14 +346,14 @@ def test_an_altered_checkpoint_is_not_converted(
     contents[len(contents) // 2] ^= 1
     _rank(tmp_path / "mcore", 1).write_bytes(contents)
     assert msrl("convert-ckpt", command, "--load", "mcore", "--save", "out") == 2
-    said = capsys.readouterr()
-    assert_mentions(said.err, "mp_rank_01", "checksum")
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert_mentions(output.err, "mp_rank_01", "checksum")
+    assert output.out == ""
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "mcore"]
 
 
 @pytest.mark.parametrize(
-    ("config", "cut", "rank", "name"),
+    ("config", "layout", "rank", "name"),
     [
         ({}, ParallelLayout(2), Coords(1), "decoder.layers.1.input_layernorm.weight"),
         (
@@ -371,32 +375,34 @@ def test_ranks_that_hold_a_tensor_differently_are_not_converted_as_if_they_agree
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     config: dict[str, Any],
-    cut: ParallelLayout,
+    layout: ParallelLayout,
     rank: Coords,
     name: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.save(tmp_path / "hf", **config)
-    to_mcore(tmp_path / "hf", tmp_path / "mcore", cut)
-    (tmp_path / "mcore" / mcore.MANIFEST).unlink()  # as other systems' checkpoints are
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", layout)
+    (tmp_path / "mcore" / mcore.MANIFEST).unlink()  # other systems write no manifest
     source = open_weights(tmp_path / "mcore")
     assert isinstance(source, ShardedSource) and len(list(source.copies())) > 2
     require_equal_copies(source, tmp_path)
-    path = mcore.rank_file(tmp_path / "mcore", 1, cut, rank)
+    path = mcore.rank_file(tmp_path / "mcore", 1, layout, rank)
     contents = mcore.read_rank_file(path, mmap=False)
     contents["model"][name].view(-1)[0] += 0.5
     mcore.write_rank_file(path, contents["model"], contents["args"], 1)
     assert msrl("convert-ckpt", "mcore2hf", "--load", "mcore", "--save", "out") == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert_mentions(
-        " ".join(told.split()), "mcore", name, f"tp {rank.tp} pp 0", "copies", "5.0e-01"
+        " ".join(message.split()), "mcore", name, f"tp {rank.tp} pp 0", "copies", "5.0e-01"
     )
     assert not (tmp_path / "out").exists()
     assert msrl("convert-ckpt", "reshard", "--load", "mcore", "--save", "out", "--no-verify") == 0
     assert msrl("convert-ckpt", "mcore2hf", "--load", "out", "--save", "proven") == 0
 
 
-def test_what_is_not_converted_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contents_that_are_not_converted_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
     path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(), Coords())
@@ -405,20 +411,20 @@ def test_what_is_not_converted_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "mcore" / "msrl_manifest.json").unlink()
     (path.parent / "distrib_optim.pt").write_bytes(b"x")
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back", verify=False)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert_mentions(
-        said, "optimizer state", "random number generators", "distrib_optim.pt", "not verified"
+        output, "optimizer state", "random number generators", "distrib_optim.pt", "not verified"
     )
 
 
-def test_a_proof_that_is_interrupted_is_said_to_be_none(
+def test_an_interrupted_verification_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     tiny.save(tmp_path / "hf")
-    monkeypatch.setattr(convert_proof, "checks", interrupted)
+    monkeypatch.setattr(convert_report, "checks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "out")
     assert_mentions(capsys.readouterr().out, tmp_path / "out", "verification")

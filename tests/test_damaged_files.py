@@ -1,6 +1,4 @@
-"""Files with altered bytes: read as they are or refused in one message, never a traceback, and
-found by a look at the checksums.
-"""
+"""Files with altered bytes: read unchanged or refused in one message, and found by checksums."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ def test_a_torch_file_with_an_altered_byte_is_read_or_refused_by_name(tmp_path: 
     assert refused > 100
 
 
-def test_a_record_under_another_name_than_the_directorys_is_found(tmp_path: Path) -> None:
-    """torch and zipfile look at the name before the record too, and would not read it."""
+def test_a_record_whose_name_differs_from_the_directory_is_found(tmp_path: Path) -> None:
+    """torch and zipfile compare the name in the record's header too, and would not read it."""
     path = tmp_path / "file.pt"
     whole = _torch_file(path)
     with zipfile.ZipFile(path) as archive:
@@ -64,8 +62,8 @@ def test_a_record_under_another_name_than_the_directorys_is_found(tmp_path: Path
             check_records(path)
 
 
-def test_a_torch_file_that_was_packed_again_is_not_read_as_it_lies(tmp_path: Path) -> None:
-    """Mapped, the compressed bytes of the first tensor and what follows them would be its numbers."""
+def test_a_compressed_torch_file_is_not_mapped(tmp_path: Path) -> None:
+    """If it were mapped, compressed bytes would be read as the numbers of the first tensor."""
     path, tensors = tmp_path / "file.pt", {"zeros": torch.zeros(1000), "noise": torch.randn(9000)}
     torch.save(tensors, path)
     with zipfile.ZipFile(path) as archive:
@@ -120,14 +118,14 @@ def test_json_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "model", "message"),
     [
-        ({"expert_tensor_parallel_size": "x"}, {}, ("expert_tensor_parallel_size='x'", "number")),
-        ({"num_layer_list": "1,x"}, {}, ("num_layer_list='1,x'", "layers")),
+        ({"expert_tensor_parallel_size": "x"}, {}, ("expert_tensor_parallel_size='x'", "integer")),
+        ({"num_layer_list": "1,x"}, {}, ("num_layer_list='1,x'", "layer numbers")),
         ({"num_layers": None}, {}, ("num_layers=None", "2")),
         ({}, {1: torch.zeros(2)}, ("model entry 1", "tensor")),
-        ({}, {"language_model": {1: torch.zeros(2)}}, ("language_model.1", "Megatron")),
+        ({}, {"language_model": {1: torch.zeros(2)}}, ("language_model.1", "legacy")),
     ],
 )
-def test_a_rank_file_whose_contents_make_no_sense_is_refused(
+def test_a_rank_file_with_invalid_contents_is_refused(
     tmp_path: Path, arguments: dict[str, Any], model: dict[Any, Any], message: tuple[str, ...]
 ) -> None:
     tiny.save(tmp_path / "hf")

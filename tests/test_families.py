@@ -1,6 +1,4 @@
-"""Every family on real Megatron ranks computes the logits of transformers (or of a forward pass
-written by hand for remote code).
-"""
+"""Logits of every family on Megatron ranks, compared with transformers or a reference."""
 
 from __future__ import annotations
 
@@ -40,24 +38,25 @@ def test_every_registered_architecture_has_a_row() -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each row as a Hugging Face folder."""
+    """Save a small random model of each row as a Hugging Face folder."""
     return families.save_models(tmp_path_factory.mktemp("families"), FAMILIES)
 
 
 @pytest.fixture(scope="module")
 def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
-    """Logits of every row at every layout, [tokens, vocabulary]."""
+    """Return the logits of every row with every layout, [tokens, vocabulary]."""
     cases = [
-        Case(f"{name}, {cut}", folder, layout)
-        for cut, layout in LAYOUTS.items()
+        Case(f"{name}, {layout_name}", folder, layout)
+        for layout_name, layout in LAYOUTS.items()
         for name, folder in folders.items()
     ]
     return parity_ranks.logits_of(cases)
 
 
 def further_layouts(num_layers: int) -> dict[str, Layout]:
-    """Two stages; virtual ones (filled up with empty layers where the number asks for it), uneven
-    ones, and some with empty layers.
+    """Return layouts with two stages, virtual stages, uneven stages and empty layers.
+
+    Virtual stages are filled up with empty layers where the number of layers requires it.
     """
     fours = -(-num_layers // 4) * 4
     evens = num_layers + 2 - num_layers % 2
@@ -78,29 +77,31 @@ def test_logits_do_not_depend_on_virtual_uneven_or_empty_stages(
     folders: dict[str, Path], megatron: dict[str, np.ndarray]
 ) -> None:
     cases = [
-        Case(f"{name}, {cut}", folders[name], layout)
+        Case(f"{name}, {layout_name}", folders[name], layout)
         for name, family in FAMILIES.items()
-        for cut, layout in further_layouts(families.shape(family.config).num_layers).items()
+        for layout_name, layout in further_layouts(families.shape(family.config).num_layers).items()
     ]
-    found = parity_ranks.logits_of(cases)
-    assert len(found) == 4 * len(FAMILIES)
+    logits = parity_ranks.logits_of(cases)
+    assert len(logits) == 4 * len(FAMILIES)
     for case in cases:
         whole = megatron[f"{case.name.split(', ')[0]}, whole"]
-        np.testing.assert_allclose(found[case.name], whole, rtol=0, atol=1e-4, err_msg=case.name)
+        np.testing.assert_allclose(logits[case.name], whole, rtol=0, atol=1e-4, err_msg=case.name)
 
 
 def transformers_logits(folder: Path, ids: list[np.ndarray]) -> np.ndarray:
-    """Logits of transformers, one sequence at a time; it must find every weight and have a place
-    for each.
+    """Return the logits of transformers, one sequence at a time, after checking that all weights
+    load.
     """
     import transformers
 
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
     classes = getattr(transformers, architecture)
-    model, found = classes.from_pretrained(
+    model, loading_info = classes.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(
+        loading_info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
     with torch.inference_mode():
         return torch.cat(
             [model.eval()(torch.from_numpy(row)[None]).logits[0] for row in ids]
@@ -121,16 +122,16 @@ def test_logits_are_those_of_the_reference_at_every_layout(
             family.config, load_file(folders[name] / "model.safetensors"), ids
         )
     assert expected.std() > 0.3, "logits so small that nothing is compared"
-    for cut in LAYOUTS:
-        found = megatron[f"{name}, {cut}"]
-        assert np.abs(found - expected).max() < 1e-4, cut
+    for layout_name in LAYOUTS:
+        logits = megatron[f"{name}, {layout_name}"]
+        assert np.abs(logits - expected).max() < 1e-4, layout_name
 
 
-def test_packed_tensors_are_cut_by_head_and_by_half(
+def test_packed_tensors_are_split_by_head_and_by_half(
     tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    """Rank 1 of 2 of ChatGLM's 4 heads of 16 in 2 groups: its heads are rows 32 to 63, its key 80
-    to 95, its value 112 to 127.
+    """Of ChatGLM's 4 heads of 16 in 2 groups, rank 1 of 2 has rows 32 to 63 (heads), 80 to 95 (key)
+    and 112 to 127 (value).
     """
     hf = load_file(folders["chatglm 2"] / "model.safetensors")
     rank = dict(open_weights(folders["chatglm 2"]).local_tensors(ParallelLayout(2), Coords(1)))
@@ -146,7 +147,7 @@ def test_packed_tensors_are_cut_by_head_and_by_half(
 
 
 @pytest.mark.parametrize("name", ["internlm 2", "chatglm 2", "baichuan 2", "glm 4"])
-def test_packed_groups_and_halves_are_not_cut_through(name: str) -> None:
+def test_packed_groups_and_halves_are_not_split(name: str) -> None:
     with pytest.raises(MsrlError, match=mentions("tp=8", "query groups")):
         ParallelLayout(8).check(families.shape(FAMILIES[name].config))
 
@@ -161,7 +162,8 @@ BAD = [
     ("chatglm 2", {"padded_vocab_size": None}, ("padded_vocab_size",)),
     ("chatglm 2", {"kv_channels": 18}, ("head_dim", "even")),
     ("glm 4", {"partial_rotary_factor": 1.5}, ("partial_rotary_factor", "1.5")),
-    ("qwen2.5-vl", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}, ("mrope_section", "head_dim", "8")),
+    ("qwen2.5-vl", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+    ("mrope_section", "head_dim", "8")),
     ("qwen2.5-vl", {"text_config": []}, ("text_config",)),
     ("qwen2.5", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, ("'mrope'",)),
     ("gemma 2", {"hidden_activation": "silu"}, ("hidden_activation",)),
@@ -171,7 +173,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), BAD)
-def test_what_a_family_does_not_do_is_refused_by_key(
+def test_unsupported_features_of_a_family_are_refused_by_key(
     name: str, changes: dict[str, object], message: tuple[str, ...]
 ) -> None:
     with pytest.raises(MsrlError, match=mentions(*message)):
@@ -199,9 +201,9 @@ def test_a_vision_tower_is_carried_and_the_language_model_is_proven(
 ) -> None:
     folder = folders["qwen2.5-vl"]
     _convert(command="hf2mcore", load=folder, save=tmp_path / "mcore", tp=2, dtype="bf16")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     count = sum(name.startswith("visual.") for name in load_file(folder / "model.safetensors"))
-    assert_mentions(said, f"{count} tensors visual.*", "logits, fp32")
+    assert_mentions(output, f"{count} tensors visual.*", "logits, fp32")
     _convert(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "hf")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
     assert before.keys() == after.keys()
@@ -230,8 +232,8 @@ def test_a_family_with_code_of_its_own_says_that_its_logits_were_not_compared(
     tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _convert(command="hf2mcore", load=folders["internlm 2"], save=tmp_path / "mcore")
-    said = capsys.readouterr().out
-    assert_mentions(said, "round trip", "transformers", "InternLM2ForCausalLM", "not compared")
+    output = capsys.readouterr().out
+    assert_mentions(output, "round trip", "transformers", "InternLM2ForCausalLM", "not compared")
 
 
 def test_a_checkpoint_without_the_vision_tower_is_refused(

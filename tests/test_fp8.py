@@ -1,6 +1,4 @@
-"""FP8 weights with a scale per block: their numbers against those of a plain loop, a whole model
-through convert-ckpt, what is refused.
-"""
+"""FP8 weights with a scale per block: dequantization, conversion of a model, and refusals."""
 
 from __future__ import annotations
 
@@ -26,31 +24,32 @@ from support import assert_each_mentions, assert_mentions, mentions
 BLOCK = (16, 32)
 PACKED: dict[str, Any] = {
     **DEEPSEEK_V3, "torch_dtype": "bfloat16",
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": list(BLOCK)},
 }  # fmt: skip
 
 UP = "model.layers.0.mlp.up_proj.weight"
 UP_SCALE = f"{UP}_scale_inv"
 
 
-def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in FP8 and its scales, by the recipe of the technical report: the largest of a block
-    becomes 448, what e4m3 can hold.
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in FP8 and its scales: the largest element of a block becomes 448, the
+    maximum of e4m3.
     """
     rows, columns = BLOCK
     scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
     result = torch.empty(weight.shape, dtype=FP8)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
-            part = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
-            scales[i, j] = weight[part].abs().max() / 448
-            result[part] = (weight[part] / scales[i, j]).to(FP8)
+            block = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
+            scales[i, j] = weight[block].abs().max() / 448
+            result[block] = (weight[block] / scales[i, j]).to(FP8)
     return result, scales
 
 
 def folder(path: Path, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
-    """A model whose matrices inside layers are packed, routers excepted, as DeepSeek V3 is
-    published; and the numbers it stands for.
+    """Save a model with quantized matrices inside layers except routers, as DeepSeek V3 is
+    published, and return its dequantized weights.
     """
     path.mkdir()
     tensors, meant = dict[str, Tensor](), dict[str, Tensor]()
@@ -58,7 +57,7 @@ def folder(path: Path, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
         if ".layers." not in name or weight.dim() < 2 or name.endswith("mlp.gate.weight"):
             meant[name] = tensors[name] = weight if name.endswith("bias") else weight.bfloat16()
             continue
-        tensors[name], tensors[f"{name}_scale_inv"] = packed(weight)
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize(weight)
         scales = (
             tensors[f"{name}_scale_inv"]
             .repeat_interleave(BLOCK[0], 0)
@@ -79,7 +78,7 @@ def test_blocks_are_multiplied_by_their_scales() -> None:
     assert torch.equal(dequantize(weight, scales, (2, 2), torch.float32), expected)
 
 
-def test_a_packed_model_is_converted_as_what_it_stands_for(tmp_path: Path) -> None:
+def test_a_quantized_model_is_converted_dequantized(tmp_path: Path) -> None:
     source, meant = folder(tmp_path / "fp8")
     write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2)))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
@@ -93,10 +92,10 @@ def test_a_packed_model_is_converted_as_what_it_stands_for(tmp_path: Path) -> No
     assert config == {key: value for key, value in PACKED.items() if key != "quantization_config"}
 
 
-def test_layers_for_multi_token_prediction_are_carried_through(tmp_path: Path) -> None:
-    """In the type that they stand for: they are packed like the rest."""
+def test_layers_for_multi_token_prediction_pass_through(tmp_path: Path) -> None:
+    """They are dequantized like the other weights."""
     plain = (torch.randn(32, 64) * 0.1).bfloat16()
-    weight, scales = packed(plain.float())
+    weight, scales = quantize(plain.float())
     extra = {
         f"model.layers.4.{name}": tensor
         for name, tensor in (("eh_proj.weight", weight), ("eh_proj.weight_scale_inv", scales))
@@ -141,7 +140,7 @@ def test_a_model_may_come_without_its_layers_for_multi_token_prediction(tmp_path
         ({"tensors": {UP_SCALE: torch.ones(2, 2)}}, ("[2, 2]", "[16, 32]", "[6, 2]")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(
+def test_invalid_scales_and_blocks_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: tuple[str, ...]
 ) -> None:
     with pytest.raises(MsrlError) as error:

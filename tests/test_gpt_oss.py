@@ -1,6 +1,4 @@
-"""What gpt-oss alone has: MXFP4 weights, the experts of a layer in one tensor, gate and up in turn,
-biases of experts.
-"""
+"""Features of gpt-oss: MXFP4 weights, stacked experts, interleaved gate and up, expert biases."""
 
 from __future__ import annotations
 
@@ -39,65 +37,67 @@ PACKED = {key: value for key, value in GPT_OSS.items() if key != "torch_dtype"} 
 
 
 def _blocks(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Random blocks and scales of a stack whose entries have `rows` outputs; numbers are around
-    0.1.
+    """Return random blocks and scales of a stack whose entries have `rows` outputs; values are
+    around 0.1.
     """
     blocks = torch.randint(0, 256, (EXPERTS, rows, columns // 32, 16), dtype=torch.uint8)
     return blocks, torch.randint(119, 123, blocks.shape[:-1], dtype=torch.uint8)
 
 
 def _folder(path: Path, **changes: Tensor | None) -> tuple[Path, dict[str, Tensor]]:
-    """A model as OpenAI publishes it (no type in config.json, experts in MXFP4), and the numbers it
-    stands for by transformers' reading.
+    """Save a model as OpenAI publishes it (no dtype in config.json, experts in MXFP4), and return
+    its weights as transformers dequantizes them.
     """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     path.mkdir()
-    meant = {name: tensor.bfloat16() for name, tensor in families.weights(GPT_OSS).items()}
-    tensors: dict[str, Tensor | None] = dict(meant)
-    for name, tensor in meant.items():
+    expected_weights = {
+        name: tensor.bfloat16() for name, tensor in families.weights(GPT_OSS).items()
+    }
+    tensors: dict[str, Tensor | None] = dict(expected_weights)
+    for name, tensor in expected_weights.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             blocks, scales = _blocks(tensor.shape[2], tensor.shape[1])
             del tensors[name]
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            meant[name] = convert_moe_packed_tensors(blocks, scales)
-    kept = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
-    save_file(kept, path / "model.safetensors")
+            expected_weights[name] = convert_moe_packed_tensors(blocks, scales)
+    stored = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+    save_file(stored, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(PACKED))
-    return path, meant
+    return path, expected_weights
 
 
 def test_four_bits_are_read_low_half_first_times_a_power_of_two() -> None:
-    """0x2 is 1, 0x7 is 6, 0xB is -1.5 (OCP Microscaling Formats 1.0, table 5); exponents 128 and
-    125 are times 2 and a quarter.
+    """0x2 is 1, 0x7 is 6, 0xB is -1.5 (OCP Microscaling Formats 1.0, table 5). Exponents 128 and
+    125 multiply by 2 and 1/4.
     """
     blocks = torch.zeros(1, 2, 16, dtype=torch.uint8)
     blocks[0, 0, 0], blocks[0, 1, 15] = 0x72, 0xB1
-    found = dequantize(blocks, torch.tensor([[128, 125]], dtype=torch.uint8), torch.bfloat16)
+    result = dequantize(blocks, torch.tensor([[128, 125]], dtype=torch.uint8), torch.bfloat16)
     expected = torch.zeros(1, 64, dtype=torch.bfloat16)
     expected[0, 0], expected[0, 1], expected[0, 62], expected[0, 63] = 2, 12, 0.125, -0.375
-    assert torch.equal(found, expected)
+    assert torch.equal(result, expected)
 
 
 def test_weights_in_mxfp4_come_out_as_the_numbers_that_transformers_reads(tmp_path: Path) -> None:
-    folder, meant = _folder(tmp_path / "packed")
+    folder, expected_weights = _folder(tmp_path / "packed")
     write_mcore(
         open_weights(folder), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2, ep=2, pp=2))
     )
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "plain", None)
-    found = load_file(tmp_path / "plain" / "model.safetensors")
-    assert found.keys() == meant.keys()
-    assert all(same_bits(found[name], tensor) for name, tensor in meant.items())
+    result = load_file(tmp_path / "plain" / "model.safetensors")
+    assert result.keys() == expected_weights.keys()
+    assert all(same_bits(result[name], tensor) for name, tensor in expected_weights.items())
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
 
 
 @pytest.mark.slow
-def test_a_conversion_of_mxfp4_proves_itself(
+def test_a_conversion_of_mxfp4_passes_its_verification(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real ranks of the cut against transformers, with experts cut and spread, then back to plain
-    weights.
+    """Megatron ranks with sharded and distributed experts agree with transformers; then the model
+    is converted back.
     """
     folder, _ = _folder(tmp_path / "packed")
     there = {
@@ -123,9 +123,9 @@ def test_a_conversion_of_mxfp4_proves_itself(
     assert capsys.readouterr().out.count("round trip") == 2
 
 
-def test_an_expert_is_untwisted_turned_and_cut(tmp_path: Path) -> None:
-    """Expert 5 of 8 is number 1 of the second of 2 ranks; its second half of columns has gate at
-    even places, up at odd ones.
+def test_an_expert_is_deinterleaved_transposed_and_sharded(tmp_path: Path) -> None:
+    """Expert 5 of 8 is the second expert of rank 1 of 2. The second half of its columns has gate at
+    even and up at odd positions.
     """
     hf = families.weights(GPT_OSS)
     save_file(hf, tmp_path / "model.safetensors")
@@ -162,7 +162,10 @@ def test_an_expert_is_untwisted_turned_and_cut(tmp_path: Path) -> None:
         ({f"{DOWN}_scales": None}, ("_blocks", "_scales", "MXFP4", DOWN)),
         ({f"{DOWN}_scales": torch.zeros(EXPERTS, HIDDEN, 2, dtype=torch.uint8)}, (DOWN,)),
         ({f"{DOWN}_bias": torch.zeros(EXPERTS - 1, HIDDEN)}, ("missing", f"{DOWN}_bias[7]")),
-        ({f"{DOWN}_bias": torch.zeros(EXPERTS, HIDDEN + 1)}, ("down_proj_bias[0]", "[65]", "[64]", "config.json")),
+        (
+            {f"{DOWN}_bias": torch.zeros(EXPERTS, HIDDEN + 1)},
+            ("down_proj_bias[0]", "[65]", "[64]", "config.json"),
+        ),
         ({"model.norm.weight": torch.zeros(HIDDEN, dtype=torch.uint8)}, ("uint8",)),
     ],
 )  # fmt: skip
@@ -175,7 +178,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(
 
 
 def test_fused_experts_have_no_biases_but_transformer_engines_have(tmp_path: Path) -> None:
-    folder, meant = _folder(tmp_path / "packed")
+    folder, expected_weights = _folder(tmp_path / "packed")
     with pytest.raises(MsrlError, match=mentions("--moe-grouped-gemm", "biases")):
         write_mcore(
             open_weights(folder), tmp_path / "fused", McoreTarget(naming=Naming(grouped=True))
@@ -188,7 +191,9 @@ def test_fused_experts_have_no_biases_but_transformer_engines_have(tmp_path: Pat
     )
     bias = f"{DOWN}_bias"
     write_hf(open_weights(tmp_path / "te"), tmp_path / "plain", None)
-    assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")[bias], meant[bias])
+    assert torch.equal(
+        load_file(tmp_path / "plain" / "model.safetensors")[bias], expected_weights[bias]
+    )
 
 
 def test_a_config_without_rope_settings_has_the_class_s_own() -> None:

@@ -1,6 +1,4 @@
-"""Checkpoints of Megatron's models before megatron-core: the tree of modules by hand, and every
-direction of the guides' table.
-"""
+"""Checkpoints of Megatron's models before megatron-core: module tree and all conversions."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ LEGACY = Naming(legacy=True)
 def by_hand(
     hf: dict[str, Tensor], *, stage: int, tp_rank: int, tied: bool
 ) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """A file of tp 2, pp 2 of the tiny Qwen2 (hidden 64, 4 heads of 16 in 2 groups, feed-forward
-    96, vocabulary 100, 2 layers).
+    """Return a file of the tiny Qwen2 with tp 2 and pp 2 (hidden 64, 4 heads of 16 in 2 groups,
+    feed-forward 96, vocabulary 100, 2 layers).
     """
 
     def half(tensor: Tensor, axis: int = 0) -> Tensor:
@@ -89,31 +87,28 @@ def leaves(tree: object, prefix: str = "") -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_files_are_the_tree_of_modules_that_the_old_models_save_and_read(
-    tmp_path: Path, tied: bool
-) -> None:
-    hf, cut = tiny.save(tmp_path / "hf", tie_word_embeddings=tied), ParallelLayout(2, 2)
-    found = to_mcore(tmp_path / "hf", tmp_path / "legacy", cut, naming=LEGACY)
-    theirs = (
-        tmp_path / "theirs"
-    )  # the same by hand, as torch writes it, with what such files hold besides
-    for at in cut.ranks():
+def test_files_have_the_tree_of_modules_of_legacy_models(tmp_path: Path, tied: bool) -> None:
+    hf, layout = tiny.save(tmp_path / "hf", tie_word_embeddings=tied), ParallelLayout(2, 2)
+    files = to_mcore(tmp_path / "hf", tmp_path / "legacy", layout, naming=LEGACY)
+    # The same tree written by torch, with further entries of such files.
+    by_torch = tmp_path / "theirs"
+    for at in layout.ranks():
         expected = leaves(by_hand(hf, stage=at.pp, tp_rank=at.tp, tied=tied))
-        ours = leaves(found[at])
+        ours = leaves(files[at])
         assert ours.keys() == expected.keys() and all(
             same_bits(ours[name], expected[name]) for name in expected
         )
-        path = mcore.rank_file(tmp_path / "legacy", 1, cut, at)
+        path = mcore.rank_file(tmp_path / "legacy", 1, layout, at)
         tree = by_hand(hf, stage=at.pp, tp_rank=at.tp, tied=tied)
         tree["language_model"]["encoder"]["layers.0.self_attention._extra_state"] = None  # pyright: ignore
         args = mcore.read_rank_file(path)["args"]
         assert args.use_mcore_models is False
-        copy = mcore.rank_file(theirs, 1, cut, at)
+        copy = mcore.rank_file(by_torch, 1, layout, at)
         copy.parent.mkdir(parents=True)
         torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": tree}, copy)
-    (theirs / "latest_checkpointed_iteration.txt").write_text("1")
-    (theirs / "hf").symlink_to(tmp_path / "hf")
-    write_hf(open_weights(theirs), tmp_path / "back", None)
+    (by_torch / "latest_checkpointed_iteration.txt").write_text("1")
+    (by_torch / "hf").symlink_to(tmp_path / "hf")
+    write_hf(open_weights(by_torch), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == hf.keys() and all(same_bits(back[name], hf[name]) for name in hf)
 
@@ -123,7 +118,7 @@ def test_files_are_the_tree_of_modules_that_the_old_models_save_and_read(
 def test_every_direction_of_the_guides_table_ends_as_if_converted_directly(
     tmp_path: Path, family: str, tied: bool
 ) -> None:
-    """HF -> legacy -> mcore -> legacy -> legacy -> HF, each at another cut."""
+    """HF -> legacy -> mcore -> legacy -> legacy -> HF, each with another parallel layout."""
     hf = tiny.save(
         tmp_path / "0", family, tie_word_embeddings=tied, num_hidden_layers=4, vocab_size=99
     )
@@ -133,11 +128,11 @@ def test_every_direction_of_the_guides_table_ends_as_if_converted_directly(
         (ParallelLayout(1, 2, vpp=1), LEGACY),
         (ParallelLayout(2, 2, num_layer_list=(1, 3)), LEGACY),
     ]
-    for number, (cut, naming) in enumerate(steps):
+    for number, (layout, naming) in enumerate(steps):
         write_mcore(
             open_weights(tmp_path / str(number)),
             tmp_path / str(number + 1),
-            McoreTarget(cut, naming=naming),
+            McoreTarget(layout, naming=naming),
         )
     write_hf(open_weights(tmp_path / "4"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -165,14 +160,14 @@ def test_a_model_that_the_old_ones_cannot_name_is_refused_before_anything_is_wri
     assert not (tmp_path / "legacy").exists()
 
 
-def test_a_tensor_of_an_old_model_that_is_not_known_is_named(tmp_path: Path) -> None:
+def test_an_unknown_legacy_tensor_is_named(tmp_path: Path) -> None:
     hf = tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "legacy", naming=LEGACY)
     path = mcore.rank_file(tmp_path / "legacy", 1, ParallelLayout(), Coords())
     contents = torch.load(path, weights_only=False)
     contents["model"]["language_model"]["pooler"] = {"dense.weight": hf["model.norm.weight"]}
     torch.save(contents, path)
-    with pytest.raises(MsrlError, match=mentions("language_model.pooler.dense.weight", "Megatron")):
+    with pytest.raises(MsrlError, match=mentions("language_model.pooler.dense.weight", "legacy")):
         open_weights(tmp_path / "legacy")
 
 
@@ -182,5 +177,5 @@ def test_a_conversion_to_legacy_names_is_proven_by_real_ranks(
 ) -> None:
     save_real(tmp_path / "hf", "qwen2", tied=True)
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "legacy", tp=2, names="legacy")
-    said = capsys.readouterr().out
-    assert_mentions(said, "round trip", "64/64")
+    output = capsys.readouterr().out
+    assert_mentions(output, "round trip", "64/64")

@@ -1,6 +1,4 @@
-"""Checkpoints exchanged with MindSpeed-LLM: its converter's files read here, ours read by its
-converter, bit for bit.
-"""
+"""Checkpoints exchanged bit for bit with MindSpeed-LLM's converter, in both directions."""
 
 from __future__ import annotations
 
@@ -25,19 +23,25 @@ from msrl.verification.bits import same_bits
 from test_cli import msrl
 
 MODEL_TYPES = {
-    "qwen2.5": "qwen25", "qwen3": "qwen3", "llama 2": "llama2", "llama 3.2": "llama2", "gemma 2": "gemma2", "qwen3 moe": "qwen3-moe",
-    "mixtral": "mixtral", "deepseek v2 lite": "deepseek2-lite", "deepseek v2": "deepseek2", "deepseek v3": "deepseek3",
+    "qwen2.5": "qwen25", "qwen3": "qwen3", "llama 2": "llama2", "llama 3.2": "llama2",
+    "gemma 2": "gemma2", "qwen3 moe": "qwen3-moe",
+    "mixtral": "mixtral", "deepseek v2 lite": "deepseek2-lite", "deepseek v2": "deepseek2",
+    "deepseek v3": "deepseek3",
 }  # fmt: skip
 DENSE = ("qwen2.5", "qwen3", "llama 2", "llama 3.2", "gemma 2")
 # The options of msrl; MindSpeed-LLM's names are made from them.
 LAYOUTS = {
-    "one rank": "", "tp2": "--tp 2", "pp2": "--pp 2", "tp2 pp2": "--tp 2 --pp 2", "pp2 vpp1": "--pp 2 --vpp 1",
-    "tp2 pp2 vpp1": "--tp 2 --pp 2 --vpp 1", "pp2 uneven": "--pp 2 --num-layer-list 1,3", "pp2 empty": "--pp 2 --noop-layers 0,5",
+    "one rank": "", "tp2": "--tp 2", "pp2": "--pp 2", "tp2 pp2": "--tp 2 --pp 2",
+    "pp2 vpp1": "--pp 2 --vpp 1",
+    "tp2 pp2 vpp1": "--tp 2 --pp 2 --vpp 1", "pp2 uneven": "--pp 2 --num-layer-list 1,3",
+    "pp2 empty": "--pp 2 --noop-layers 0,5",
 }  # fmt: skip
 EXPERTS = {
-    "ep2": "--ep 2", "tp2 ep2": "--tp 2 --ep 2", "tp2 pp2 ep2": "--tp 2 --pp 2 --ep 2", "pp2 vpp1 ep2": "--pp 2 --vpp 1 --ep 2",
+    "ep2": "--ep 2", "tp2 ep2": "--tp 2 --ep 2", "tp2 pp2 ep2": "--tp 2 --pp 2 --ep 2",
+    "pp2 vpp1 ep2": "--pp 2 --vpp 1 --ep 2",
     "tp2 grouped": "--tp 2 --moe-grouped-gemm", "ep2 grouped": "--ep 2 --moe-grouped-gemm",
-    "tp2 pp2 ep2 grouped": "--tp 2 --pp 2 --ep 2 --moe-grouped-gemm", "tp2 ep2 etp1": "--tp 2 --ep 2 --etp 1",
+    "tp2 pp2 ep2 grouped": "--tp 2 --pp 2 --ep 2 --moe-grouped-gemm",
+    "tp2 ep2 etp1": "--tp 2 --ep 2 --etp 1",
     "tp2 ep2 etp1 grouped": "--tp 2 --ep 2 --etp 1 --moe-grouped-gemm",
     "tp2 ep2 extended grouped": "--tp 2 --ep 2 --moe-tp-extend-ep --moe-grouped-gemm",
 }  # fmt: skip
@@ -48,7 +52,8 @@ TABLE = [
 ]
 NORMAL = {("qwen2.5", "tp2 pp2"), ("deepseek v3", "tp2 ep2 extended grouped")}
 THEIRS = {
-    "--tp": "--target-tensor-parallel-size", "--pp": "--target-pipeline-parallel-size", "--ep": "--target-expert-parallel-size",
+    "--tp": "--target-tensor-parallel-size", "--pp": "--target-pipeline-parallel-size",
+    "--ep": "--target-expert-parallel-size",
     "--etp": "--expert-tensor-parallel-size", "--vpp": "--num-layers-per-virtual-pipeline-stage",
 }  # fmt: skip
 PARAMETERS = [
@@ -63,62 +68,78 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-# Arguments that the other systems read from a checkpoint: load_args_from_checkpoint and check_checkpoint_args of Megatron-LM core_v0.12.1,
+# Arguments that the other systems read from a checkpoint: load_args_from_checkpoint and
+# check_checkpoint_args of Megatron-LM core_v0.12.1,
 # load_args_from_checkpoint_wrapper of MindSpeed-LLM c77308a1, and Mg2HfConvert of the same.
 LOADED_BY_MEGATRON = words("""
-    num_layers hidden_size ffn_hidden_size seq_length num_attention_heads num_query_groups group_query_attention kv_channels
-    max_position_embeddings position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base rotary_percent
-    rotary_interleaved add_bias_linear add_qkv_bias squared_relu swiglu untie_embeddings_and_output_weights apply_layernorm_1p normalization
-    apply_query_key_layer_scaling attention_dropout hidden_dropout hybrid_override_pattern spec hybrid_attention_ratio hybrid_mlp_ratio
-    num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_token_dispatcher_type moe_router_pre_softmax moe_grouped_gemm
-    moe_shared_expert_intermediate_size mamba_state_dim mamba_head_dim mamba_num_groups is_hybrid_model heterogeneous_layers_config_path
-    heterogeneous_layers_config_encoded_json tokenizer_type tokenizer_model tiktoken_pattern padded_vocab_size ckpt_format
-    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+    num_layers hidden_size ffn_hidden_size seq_length num_attention_heads num_query_groups
+    group_query_attention kv_channels max_position_embeddings position_embedding_type
+    add_position_embedding use_rotary_position_embeddings rotary_base rotary_percent
+    rotary_interleaved add_bias_linear add_qkv_bias squared_relu swiglu
+    untie_embeddings_and_output_weights apply_layernorm_1p normalization
+    apply_query_key_layer_scaling attention_dropout hidden_dropout hybrid_override_pattern spec
+    hybrid_attention_ratio hybrid_mlp_ratio num_experts moe_layer_freq moe_ffn_hidden_size
+    moe_router_topk moe_token_dispatcher_type moe_router_pre_softmax moe_grouped_gemm
+    moe_shared_expert_intermediate_size mamba_state_dim mamba_head_dim mamba_num_groups
+    is_hybrid_model heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+    tokenizer_type tokenizer_model tiktoken_pattern padded_vocab_size ckpt_format
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    num_layers_per_virtual_pipeline_stage
     expert_model_parallel_size
 """)
 CHECKED_BY_MEGATRON = words("""
-    num_layers hidden_size num_attention_heads add_position_embedding max_position_embeddings make_vocab_size_divisible_by padded_vocab_size
-    tokenizer_type data_parallel_random_init tensor_model_parallel_size pipeline_model_parallel_size no_save_optim no_save_rng
+    num_layers hidden_size num_attention_heads add_position_embedding max_position_embeddings
+    make_vocab_size_divisible_by padded_vocab_size tokenizer_type data_parallel_random_init
+    tensor_model_parallel_size pipeline_model_parallel_size no_save_optim no_save_rng
     consumed_train_samples skipped_train_samples consumed_valid_samples
 """)
 LOADED_BY_MINDSPEED = words("""
-    num_layer_list post_norm num_experts sequence_parallel n_shared_experts qk_layernorm moe_intermediate_size first_k_dense_replace
-    moe_layer_freq multi_latent_attention qk_pos_emb_head_dim qk_head_dim q_lora_rank kv_lora_rank v_head_dim shared_expert_gate
+    num_layer_list post_norm num_experts sequence_parallel n_shared_experts qk_layernorm
+    moe_intermediate_size first_k_dense_replace moe_layer_freq multi_latent_attention
+    qk_pos_emb_head_dim qk_head_dim q_lora_rank kv_lora_rank v_head_dim shared_expert_gate
     expert_model_parallel_size
 """)
 READ_BY_MG2HF = words("""
-    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size first_k_dense_replace n_shared_experts
-    expert_tensor_parallel_size num_layers num_layer_list num_layers_per_virtual_pipeline_stage num_experts hidden_size
-    num_attention_heads num_key_value_heads kv_channels add_qkv_bias qk_layernorm q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-    post_norm shared_expert_gate untie_embeddings_and_output_weights
+    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
+    first_k_dense_replace n_shared_experts expert_tensor_parallel_size num_layers num_layer_list
+    num_layers_per_virtual_pipeline_stage num_experts hidden_size num_attention_heads
+    num_key_value_heads kv_channels add_qkv_bias qk_layernorm q_lora_rank qk_head_dim
+    qk_pos_emb_head_dim v_head_dim post_norm shared_expert_gate
+    untie_embeddings_and_output_weights
 """)
 NOT_WRITTEN = {
     # Settings of a training or a machine, which a converted model does not fix
     "sequence_parallel", "moe_token_dispatcher_type", "tokenizer_model", "tiktoken_pattern", "spec",
     # Architectures that msrl does not have
-    "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio", "is_hybrid_model", "mamba_state_dim", "mamba_head_dim",
-    "mamba_num_groups", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
-    "enable_dsa_indexer", "indexer_types", "index_topk_freq", "index_skip_topk_offset", "full_attention_interval",
+    "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio", "is_hybrid_model",
+    "mamba_state_dim", "mamba_head_dim",
+    "mamba_num_groups", "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+    "enable_dsa_indexer", "indexer_types", "index_topk_freq", "index_skip_topk_offset",
+    "full_attention_interval",
     "apply_layernorm_1p",  # MindSpeed-LLM's RMSNorm has --add-rmsnorm-offset in its place
-    "qkv_type", "fc_type", "router_bias",  # mg2hf has them from its own model_cfg.json, by the model type
+    "qkv_type", "fc_type", "router_bias",
+    # mg2hf has them from its own model_cfg.json, by the model type
 }  # fmt: skip
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """Return the config of a row with bf16 weights and a vocabulary that two ranks divide
-    (MindSpeed-LLM does not pad it).
+def row_config(name: str) -> dict[str, Any]:
+    """Return the config of a row with bf16 weights and a vocabulary that two ranks divide.
+
+    MindSpeed-LLM does not pad the vocabulary.
     """
     config = {**(FAMILIES | MIXTURES)[name].config, "torch_dtype": "bfloat16", "vocab_size": 200}
-    return config | (
-        {"num_experts": config["num_local_experts"]} if name == "mixtral" else {}
-    )  # its name in MindSpeed-LLM
+    if name == "mixtral":
+        config["num_experts"] = config["num_local_experts"]  # the name in MindSpeed-LLM
+    return config
 
 
 def save_source(folder: Path, name: str) -> dict[str, Tensor]:
-    """Write a Hugging Face folder with bf16 weights; a router's correction bias stays float32, as
-    published. Return the weights.
+    """Write a Hugging Face folder with bf16 weights and return the weights.
+
+    A router's correction bias stays float32, as published.
     """
-    families.save_model(folder, config_of(name))
+    families.save_model(folder, row_config(name))
     weights = {
         key: value if key.endswith("e_score_correction_bias") else value.to(torch.bfloat16)
         for key, value in load_file(folder / "model.safetensors").items()
@@ -191,11 +212,11 @@ def test_mindspeeds_converter_reads_a_checkpoint_of_ours_as_it_is(
 
 
 def model_shape(name: str) -> Any:
-    return families.shape(config_of(name))
+    return families.shape(row_config(name))
 
 
-def arguments(name: str, cut: ParallelLayout | None = None, **changes: Any) -> dict[str, Any]:
-    return vars(namespace(model_shape(name), cut or ParallelLayout(), **changes))
+def arguments(name: str, layout: ParallelLayout | None = None, **changes: Any) -> dict[str, Any]:
+    return vars(namespace(model_shape(name), layout or ParallelLayout(), **changes))
 
 
 @pytest.mark.parametrize(
@@ -323,15 +344,18 @@ def test_norms_behind_the_parts_of_a_layer_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "expected"),
+    ("layout", "expected"),
     [
-        (ParallelLayout(2, ep=2, moe_tp_extend_ep=True), None), (ParallelLayout(ep=2, moe_tp_extend_ep=True), None), (ParallelLayout(2, ep=2, etp=1), 1), (ParallelLayout(2, ep=2), 2),
+        (ParallelLayout(2, ep=2, moe_tp_extend_ep=True), None),
+        (ParallelLayout(ep=2, moe_tp_extend_ep=True), None),
+        (ParallelLayout(2, ep=2, etp=1), 1),
+        (ParallelLayout(2, ep=2), 2),
     ],
 )  # fmt: skip
 def test_the_size_of_an_experts_group_is_unset_beside_extended_expert_parallelism(
-    cut: ParallelLayout, expected: int | None
+    layout: ParallelLayout, expected: int | None
 ) -> None:
-    assert arguments("deepseek v3", cut)["expert_tensor_parallel_size"] == expected
+    assert arguments("deepseek v3", layout)["expert_tensor_parallel_size"] == expected
 
 
 def test_layers_with_experts_are_a_period_for_mindspeed_and_a_list_for_megatron() -> None:
@@ -350,8 +374,8 @@ def test_the_arguments_name_the_format(distributed: bool, expected: str) -> None
     "options", ["--tp 2 --ep 2 --moe-tp-extend-ep --moe-grouped-gemm", "--tp 2 --ep 2 --etp 1"]
 )
 def test_a_checkpoint_with_fewer_arguments_is_read(tmp_path: Path, options: str) -> None:
-    """Those that msrl 0.1 wrote: an expert's group of 1 beside extended expert parallelism, and
-    none of the names added since.
+    """msrl 0.1 wrote expert_tensor_parallel_size=1 with extended expert parallelism, and fewer
+    arguments.
     """
     weights = save_source(tmp_path / "hf", "deepseek v3")
     folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
@@ -388,7 +412,7 @@ def test_a_checkpoint_with_fewer_arguments_is_read(tmp_path: Path, options: str)
 
 @pytest.mark.parametrize("options", ["--tp 2", "--pp 2 --vpp 1"])
 def test_a_model_saved_as_a_defaultdict_is_read(tmp_path: Path, options: str) -> None:
-    """The container of Hf2MgConvert.run, one per virtual stage."""
+    """Hf2MgConvert.run saves one defaultdict per virtual stage."""
     weights = save_source(tmp_path / "hf", "qwen3")
     folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
     assert msrl("convert-ckpt", "hf2mcore", *folders, *options.split(), "--no-verify") == 0

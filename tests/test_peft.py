@@ -1,4 +1,4 @@
-"""Adapters that PEFT itself makes and saves, merged here and by it."""
+"""Adapters that PEFT creates and saves, merged by msrl and by PEFT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANK, ALPHA = 4, 8.0
 
 @pytest.mark.slow
 def test_an_adapter_of_the_output_layer_comes_with_its_base(tmp_path: Path) -> None:
-    """PEFT saves the base weight beside the factors where the output layer is a target."""
+    """PEFT saves the base weight next to the factors if the output layer is a target."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     tiny.save(tmp_path / "hf", dtype=torch.float32, model_type="qwen2")
     model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
@@ -59,8 +59,8 @@ def test_an_adapter_of_the_output_layer_comes_with_its_base(tmp_path: Path) -> N
 def test_an_embedding_trained_beside_a_tied_output_layer_is_merged_only_if_peft_tied_them(
     tmp_path: Path, ties: bool
 ) -> None:
-    """Without `ensure_weight_tying`, PEFT's merged model keeps the old output layer and is tied no
-    more.
+    """Without `ensure_weight_tying`, PEFT's merged model keeps the old output layer and is no
+    longer tied.
     """
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     tiny.save(tmp_path / "hf", dtype=torch.float32, model_type="qwen2", tie_word_embeddings=True)
@@ -92,9 +92,9 @@ def test_an_embedding_trained_beside_a_tied_output_layer_is_merged_only_if_peft_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek v3", "qwen3 moe"])
-def test_the_adapters_that_peft_leaves_out_are_named(tmp_path: Path, name: str) -> None:
-    """Shared experts and the first layers of DeepSeek have the names of experts; PEFT then adapts
-    the experts alone.
+def test_the_adapters_that_peft_ignores_are_named(tmp_path: Path, name: str) -> None:
+    """Shared experts and first layers of DeepSeek have the names of experts; PEFT then adapts only
+    the experts.
     """
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     shape = load_shape(families.save_model(tmp_path / "hf", MIXTURES[name].config))
@@ -112,16 +112,18 @@ def test_the_adapters_that_peft_leaves_out_are_named(tmp_path: Path, name: str) 
     write_peft(adapter, tmp_path / "peft", "base")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     read = {
-        part
-        for part, _ in peft.PeftModel.from_pretrained(
+        name_in_peft
+        for name_in_peft, _ in peft.PeftModel.from_pretrained(
             model, str(tmp_path / "peft")
         ).named_parameters()
-        if ".lora_B." in part
+        if ".lora_B." in name_in_peft
     }
     alone = {n.removesuffix(".weight") for n in deltas if ".experts." not in n}
-    lost = {n for n in alone if not any(f"{n}.lora_B." in part for part in read)}
-    assert dropped_by_peft(adapter, shape) == sorted({n.rsplit(".", 1)[-1] for n in lost})
-    assert bool(lost) == (name == "deepseek v3") and any(".experts." in part for part in read)
+    ignored = {n for n in alone if not any(f"{n}.lora_B." in name_in_peft for name_in_peft in read)}
+    assert dropped_by_peft(adapter, shape) == sorted({n.rsplit(".", 1)[-1] for n in ignored})
+    assert bool(ignored) == (name == "deepseek v3") and any(
+        ".experts." in name_in_peft for name_in_peft in read
+    )
 
 
 def _is_adapted(name: str) -> bool:

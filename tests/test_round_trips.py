@@ -1,5 +1,6 @@
-"""Every family comes back bit for bit: through chains of cuts in both file formats, and from every
-cut by itself (the whole table).
+"""Bitwise round trips of every family through chains of parallel layouts and both file formats.
+
+The full table converts from every layout separately.
 """
 
 from __future__ import annotations
@@ -22,44 +23,52 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.verification.bits import compare
 
 ROWS = FAMILIES | MIXTURES
-CUTS = {
-    "tp2": ParallelLayout(2), "pp2": ParallelLayout(pp=2), "tp2 pp4": ParallelLayout(2, 4), "vpp": ParallelLayout(pp=2, vpp=1), "tp2 vpp": ParallelLayout(2, 2, vpp=1),
-    "uneven": ParallelLayout(2, 2, num_layer_list=(3, 1)), "empty": ParallelLayout(2, 3, noop_layers=(0, 5)),
+LAYOUTS = {
+    "tp2": ParallelLayout(2), "pp2": ParallelLayout(pp=2), "tp2 pp4": ParallelLayout(2, 4),
+    "vpp": ParallelLayout(pp=2, vpp=1), "tp2 vpp": ParallelLayout(2, 2, vpp=1),
+    "uneven": ParallelLayout(2, 2, num_layer_list=(3, 1)),
+    "empty": ParallelLayout(2, 3, noop_layers=(0, 5)),
     "vpp with empty": ParallelLayout(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
 }  # fmt: skip
 SPREAD = {
-    "ep4": ParallelLayout(ep=4), "tp2 ep2 etp1": ParallelLayout(2, ep=2, etp=1), "tp2 pp2 ep2": ParallelLayout(2, 2, ep=2), "tp2 ep4 etp1": ParallelLayout(2, ep=4, etp=1),
-    "pp2 vpp ep2": ParallelLayout(pp=2, vpp=1, ep=2), "extended": ParallelLayout(2, ep=2, moe_tp_extend_ep=True),
+    "ep4": ParallelLayout(ep=4), "tp2 ep2 etp1": ParallelLayout(2, ep=2, etp=1),
+    "tp2 pp2 ep2": ParallelLayout(2, 2, ep=2), "tp2 ep4 etp1": ParallelLayout(2, ep=4, etp=1),
+    "pp2 vpp ep2": ParallelLayout(pp=2, vpp=1, ep=2),
+    "extended": ParallelLayout(2, ep=2, moe_tp_extend_ep=True),
 }  # fmt: skip
-TABLE = [(name, cut) for name in ROWS for cut in (CUTS | SPREAD if name in MIXTURES else CUTS)]
+TABLE = [
+    (name, layout_name)
+    for name in ROWS
+    for layout_name in (LAYOUTS | SPREAD if name in MIXTURES else LAYOUTS)
+]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each row as a Hugging Face folder."""
+    """Save a small random model of each row as a Hugging Face folder."""
     return families.save_models(tmp_path_factory.mktemp("families"), ROWS)
 
 
 def _chain(name: str) -> tuple[McoreTarget, ...]:
-    """Two ranks by two stages, four stages, four ranks (or as many as there are groups of queries);
-    the third one in Megatron's format.
+    """Return targets: tp 2 pp 2, pp 4, tp 4 (or the number of query groups), one of them
+    distributed.
     """
     tp = min(4, families.shape(ROWS[name].config).num_query_groups)
-    cuts = (ParallelLayout(2, 2), ParallelLayout(1, 4), ParallelLayout(tp))
+    layouts = (ParallelLayout(2, 2), ParallelLayout(1, 4), ParallelLayout(tp))
     if name in MIXTURES:
-        cuts = (
+        layouts = (
             ParallelLayout(2, 2, ep=2, etp=1),
             ParallelLayout(1, 4, ep=4),
             ParallelLayout(tp, ep=2),
         )
     first, second, third = (
-        McoreTarget(cut, naming=Naming(te=number == 1)) for number, cut in enumerate(cuts)
+        McoreTarget(layout, naming=Naming(te=number == 1)) for number, layout in enumerate(layouts)
     )
-    return first, second, McoreTarget(cuts[0], distributed=True, vocab_multiple=64), third
+    return first, second, McoreTarget(layouts[0], distributed=True, vocab_multiple=64), third
 
 
 def _through_chain(folder: Path, root: Path, name: str) -> Path:
-    """The Hugging Face folder at the end of the chain."""
+    """Return the Hugging Face folder at the end of the chain."""
     source = open_weights(folder)
     for number, target in enumerate(_chain(name)):
         write_mcore(source, root / str(number), target)
@@ -68,19 +77,19 @@ def _through_chain(folder: Path, root: Path, name: str) -> Path:
     return root / "hf"
 
 
-def _assert_same_folder(found: Path, expected: Path) -> None:
-    before, after = (load_file(folder / "model.safetensors") for folder in (expected, found))
+def _assert_same_folder(folder: Path, expected: Path) -> None:
+    before, after = (load_file(folder / "model.safetensors") for folder in (expected, folder))
     assert before.keys() == after.keys() and all(
         same_bits(before[tensor], after[tensor]) for tensor in before
     )
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (expected, found)]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (expected, folder)]
     assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize(
     "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)]
 )
-def test_a_family_comes_back_from_a_chain_of_cuts_in_both_formats(
+def test_a_family_comes_back_from_a_chain_of_layouts_in_both_formats(
     folders: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
     _assert_same_folder(_through_chain(folders[name], tmp_path, name), folders[name])
@@ -89,7 +98,7 @@ def test_a_family_comes_back_from_a_chain_of_cuts_in_both_formats(
 def test_layers_for_multi_token_prediction_go_through_the_chain_as_they_came(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Those of DeepSeek V3 stand behind the last layer under the next number; no cut holds them."""
+    """DeepSeek V3 numbers them after the last layer; they are not part of any parallel layout."""
     source, generator = folders["deepseek v3"], torch.Generator().manual_seed(0)
     more = {
         "enorm.weight": (64,),
@@ -117,16 +126,16 @@ def test_layers_for_multi_token_prediction_go_through_the_chain_as_they_came(
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "cut"), TABLE)
-def test_every_family_comes_back_from_every_cut(
-    folders: dict[str, Path], name: str, cut: str, tmp_path: Path
+@pytest.mark.parametrize(("name", "layout_name"), TABLE)
+def test_every_family_comes_back_from_every_layout(
+    folders: dict[str, Path], name: str, layout_name: str, tmp_path: Path
 ) -> None:
-    """Names are those of the local layers and of Transformer Engine's in turn, experts one by one
-    and fused.
-    """
-    number = TABLE.index((name, cut))
+    """Local and Transformer Engine's names alternate, with separate and fused experts."""
+    number = TABLE.index((name, layout_name))
     source = open_weights(folders[name])
     is_fused = name in MIXTURES and number % 4 > 1 and (number % 2 == 1 or name != "gpt-oss")
     naming = Naming(te=number % 2 == 1, grouped=is_fused)
-    write_mcore(source, tmp_path / "mcore", McoreTarget((CUTS | SPREAD)[cut], naming=naming))
+    write_mcore(
+        source, tmp_path / "mcore", McoreTarget((LAYOUTS | SPREAD)[layout_name], naming=naming)
+    )
     assert compare(source, open_weights(tmp_path / "mcore"), None).different == ()

@@ -1,6 +1,4 @@
-"""Small Hugging Face folders of each family, made without transformers, for tests of checkpoint
-files.
-"""
+"""Small Hugging Face folders of each family, created without transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ FAMILIES = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "mistral": MISTRAL}
 
 
 def tensors(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Every Hugging Face tensor of a config, random."""
+    """Return every Hugging Face tensor of a config with random values."""
     torch.manual_seed(0)
     rules = all_rules(shape(config))
     return {
@@ -37,8 +35,9 @@ def save(
     shards: int = 1,
     **changes: Any,
 ) -> dict[str, Tensor]:
-    """Write config, a tokenizer file and weights (in `shards` files with an index, if several);
-    returns the weights.
+    """Write config, a tokenizer file and weights, and return the weights.
+
+    Several `shards` are written with an index.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**FAMILIES[family], **changes}

@@ -37,7 +37,7 @@ _REFUSED = {
     "fan_in_fan_out": "fan_in_fan_out",
     "lora_bias": "biases of adapters",
     "trainable_token_indices": "trained tokens",
-    "target_parameters": "one adapter for all experts of a layer",
+    "target_parameters": "adapters of all experts of a layer in one",
     "layer_replication": "replicated layers",
     "alora_invocation_tokens": "adapters activated by tokens",
     "use_qalora": "QA-LoRA",

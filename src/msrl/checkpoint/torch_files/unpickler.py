@@ -427,8 +427,8 @@ def _extent(members: list[object], extents: dict[int, _Extent | None]) -> _Exten
         depth, num_values = max(depth, inner.depth), num_values + inner.num_values
     if depth > MAX_DEPTH or num_values > MAX_VALUES:
         raise UnpicklingError(
-            f"its values exceed nesting depth {MAX_DEPTH} or, with shared values expanded, number "
-            f"{MAX_VALUES}"
+            f"its values are nested more than {MAX_DEPTH} deep, "
+            f"or are more than {MAX_VALUES} with shared values expanded"
         )
     return _Extent(depth + 1, num_values)
 
