@@ -1,6 +1,4 @@
-"""What the trainer does where the device is not the CPU, as far as that can be told without one:
-what it asks of its parts.
-"""
+"""Device-specific behavior of the trainer, tested without devices by the calls that it makes."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def test_reductions_use_a_dtype_that_the_back_end_supports(
 
 
 class Device(CudaPlatform):
-    """A device whose generator counts the bytes that it gives."""
+    """CUDA platform whose random state is a plain tensor."""
 
     def __init__(self) -> None:
         self.state = torch.zeros(16, dtype=torch.uint8)
@@ -61,7 +59,7 @@ class Device(CudaPlatform):
 
 
 def rank_on(platform: Platform) -> Any:
-    """What `_restore_random` needs of a worker."""
+    """Return the attributes of a worker that `_restore_random` uses."""
     return SimpleNamespace(platform=platform, layout=Layout())
 
 
@@ -114,9 +112,7 @@ def test_a_rank_selects_its_device_before_it_joins_a_group(monkeypatch: pytest.M
 
 
 class GroupAdamW:
-    """Counts its updates as Apex's, Transformer Engine's and MindSpeed's do: once for all
-    parameters of a group.
-    """
+    """Optimizer with one update count per group, like those of Apex and MindSpeed."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         self.param_groups = [{"lr": lr, **group} for group in groups]
@@ -133,15 +129,15 @@ class GroupAdamW:
 
 
 def trained_by(kind: Any, platform: str) -> Any:
-    """What `optimizer_state` needs of a worker that trains one matrix."""
+    """Return a worker that trains one matrix, with the attributes that `optimizer_state` uses."""
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = kind([{"params": [model.weight]}], lr=0.1)
     model.weight.grad = torch.ones(2, 3)
-    part = SimpleNamespace(
+    optimizer_shard = SimpleNamespace(
         optimizer=optimizer, model_param_group_index_map={model.weight: (0, 0)},
         _get_model_param_range_map=lambda parameter: {"param": SimpleNamespace(start=0, end=6)},
     )  # fmt: skip
-    chain = SimpleNamespace(chained_optimizers=[part], reload_model_params=lambda: None)
+    chain = SimpleNamespace(chained_optimizers=[optimizer_shard], reload_model_params=lambda: None)
     worker = SimpleNamespace(
         model=model,
         optimizer=chain,
@@ -158,9 +154,7 @@ def trained_by(kind: Any, platform: str) -> Any:
 def test_the_update_count_is_restored_wherever_the_optimizer_stores_it(
     kind: Any, platform: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Otherwise the correction of the moments' bias would begin anew, and the first steps after a
-    resume be many times too large.
-    """
+    """A restart of the bias correction would make the first steps after a resume too large."""
     monkeypatch.setattr(optimizer_state.dist, "all_reduce", lambda count, op: None)
     worker, optimizer = trained_by(kind, platform)
     for _ in range(5):
@@ -178,12 +172,12 @@ def test_the_update_count_is_restored_wherever_the_optimizer_stores_it(
     assert optimizer_state.num_updates(again) == 6
 
 
-@pytest.mark.parametrize(("platform", "there"), [("cuda", 1), ("npu", 0)])
+@pytest.mark.parametrize(("platform", "num_devices"), [("cuda", 1), ("npu", 0)])
 def test_more_ranks_than_devices_are_refused_before_any_rank_starts(
-    platform: str, there: int, monkeypatch: pytest.MonkeyPatch
+    platform: str, num_devices: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(type(get(platform)), "device_count", lambda self: there)
+    monkeypatch.setattr(type(get(platform)), "device_count", lambda self: num_devices)
     with pytest.raises(
-        MsrlError, match=mentions("cluster.devices_per_node", "2 ranks", platform, there)
+        MsrlError, match=mentions("cluster.devices_per_node", "2 ranks", platform, num_devices)
     ):
         LocalRanks("nowhere:main", None, num_ranks=2, platform=get(platform))

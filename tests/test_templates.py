@@ -1,6 +1,4 @@
-"""Templates: their token ids and loss masks against Hugging Face's own rendering, and what is
-refused.
-"""
+"""Templates: token ids and loss masks compared with the rendering of Hugging Face, and messages."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def hf_ids(hf, conversation: Conversation, **options) -> list[int]:
 
 
 def trained_texts(hf, example) -> list[str]:
-    """The stretches that are learnt, as text."""
+    """Return the trained spans as text."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask.astype(int), [0]])))
     return [hf.decode(example.token_ids[a:b]) for a, b in edges.reshape(-1, 2)]
 
@@ -95,7 +93,8 @@ def test_qwen_has_mindspeeds_default_system_text():
 
 def test_prompt_tokens_of_qwen_match_the_golden_ids():
     prompt = renderer("qwen", qwen2()).prompt(talk(("user", "2+2?")))
-    # <|im_start|> is 151644, <|im_end|> 151645, "\n" 198, "system" 8948, "user" 872, "assistant" 77091 in Qwen's vocabulary.
+    # In Qwen's vocabulary <|im_start|> is 151644, <|im_end|> 151645, "\n" 198, "system" 8948,
+    # "user" 872 and "assistant" 77091.
     text = [2610, 525, 264, 10950, 17847, 13]
     question = [17, 10, 17, 30]
     expected = [
@@ -269,7 +268,7 @@ def test_default_and_empty_are_plain_text():
 
 
 def with_tokens(tmp_path, *tokens: str, **names: str):
-    """GPT-2's tokenizer with further control tokens."""
+    """Return GPT-2's tokenizer with additional control tokens."""
     hf = load_tokenizer(shared_data("tokenizers", "gpt2"))
     hf.add_special_tokens({"additional_special_tokens": list(tokens), **names})
     hf.save_pretrained(tmp_path)
@@ -390,7 +389,7 @@ def test_unknown_template_is_refused_with_the_nearest_name():
 
 
 def test_all_packaged_templates_load():
-    wanted = {
+    expected = {
         "empty",
         "default",
         "qwen",
@@ -402,7 +401,7 @@ def test_all_packaged_templates_load():
         "deepseek3",
         "native",
     }
-    assert wanted <= set(template_names())
+    assert expected <= set(template_names())
     assert all(load_template(name).name == name for name in template_names())
 
 
