@@ -179,10 +179,8 @@ def test_reasoning_content_is_put_in_front_of_the_answer():
         {"role": "assistant", "content": "Done", "reasoning_content": "It is 1."},
     ]
     made = converse("sharegpt", {"messages": messages})
-    assert (
-        made.messages[1].content
-        == '<think>\nFirst f.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    )
+    call_text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert made.messages[1].content == f"<think>\nFirst f.\n</think>\n\n{call_text}"
     assert made.messages[3].content == "<think>\nIt is 1.\n</think>\n\nDone"
 
 

@@ -114,12 +114,18 @@ def test_the_npu_platform_lists_all_missing_packages():
 @pytest.mark.slow
 def test_the_npu_platform_hides_the_command_line_and_imports_in_order(tmp_path):
     """Stand-ins of the two modules record what they see; no NPU is involved."""
-    note = "import json, os, sys; open(os.environ['SEEN'], 'a').write(json.dumps([__name__, sys.argv]) + '\\n')\n"
+    note = (
+        "import json, os, sys; open(os.environ['SEEN'], 'a').write(json.dumps([__name__, "
+        "sys.argv]) + '\\n')\n"
+    )
     (tmp_path / "torch_npu.py").write_text(note)
     (tmp_path / "mindspeed").mkdir()
     (tmp_path / "mindspeed" / "__init__.py").write_text("")
     (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text(note)
-    code = "import sys; sys.argv = ['prog', '--load', 'x']; from msrl.platforms import get; get('npu').prepare(); print(sys.argv)"
+    code = (
+        "import sys; sys.argv = ['prog', '--load', 'x']; from msrl.platforms import get; "
+        "get('npu').prepare(); print(sys.argv)"
+    )
     output = _python(
         code, path=tmp_path, SEEN=str(tmp_path / "seen"), ASCEND_HOME_PATH="/somewhere"
     )
@@ -130,15 +136,27 @@ def test_the_npu_platform_hides_the_command_line_and_imports_in_order(tmp_path):
 
 @pytest.mark.slow
 def test_cpu_redirects_cuda_only_in_a_process_that_calls_prepare():
-    look = "import torch; print(torch.cuda.current_device() if torch.cuda.is_available() or PREPARED else 'untouched')"
+    look = (
+        "import torch; print(torch.cuda.current_device() if torch.cuda.is_available() or "
+        "PREPARED else 'untouched')"
+    )
     assert _python("PREPARED = False\n" + look) == "untouched"
-    prepare = "from msrl.platforms import get; get('cpu').prepare(); get('cpu').prepare(); PREPARED = True\n"
+    prepare = (
+        "from msrl.platforms import get; get('cpu').prepare(); get('cpu').prepare(); PREPARED = "
+        "True\n"
+    )
     assert _python(prepare + look) == "cpu"
-    factories = "import torch; print(torch.zeros(2, device='cuda').device, torch.ones(1).cuda().device, torch.tensor(1.0).type())"
+    factories = (
+        "import torch; print(torch.zeros(2, device='cuda').device, torch.ones(1).cuda().device, "
+        "torch.tensor(1.0).type())"
+    )
     assert _python(prepare + factories) == "cpu cpu torch.cuda.FloatTensor"
 
 
 @pytest.mark.slow
 def test_megatron_is_imported_unmodified_after_prepare():
-    code = "from msrl.platforms import get; get('cpu').prepare(); import megatron.core; print(megatron.core.__version__)"
+    code = (
+        "from msrl.platforms import get; get('cpu').prepare(); import megatron.core; "
+        "print(megatron.core.__version__)"
+    )
     assert _python(code).startswith("0.16")

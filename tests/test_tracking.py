@@ -76,7 +76,10 @@ def test_progress_reports_that_work_was_stopped() -> None:
 
 
 def test_progress_on_a_terminal_is_a_bar_on_standard_error_only() -> None:
-    code = "from msrl.tracking.progress import progress\nwith progress('packing', total=2, unit='rows') as bar: bar.advance(2)"
+    code = (
+        "from msrl.tracking.progress import progress\nwith progress('packing', total=2, "
+        "unit='rows') as bar: bar.advance(2)"
+    )
     leader, follower = pty.openpty()
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -383,7 +386,10 @@ def test_a_resumed_run_keeps_its_earlier_configuration(tmp_path: Path) -> None:
 
 
 def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
-    code = f"from msrl.tracking.run import RunFolder; RunFolder.create({str(tmp_path)!r}, 'a', config={{}}, resume=True)"
+    code = (
+        f"from msrl.tracking.run import RunFolder; RunFolder.create({str(tmp_path)!r}, 'a', "
+        f"config={{}}, resume=True)"
+    )
     with RunFolder.create(tmp_path, "a", config={}):
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert_mentions(other.stderr, tmp_path / "a", "process")
@@ -446,8 +452,10 @@ def test_a_running_mean_ignores_nan() -> None:
 
 def test_plots_need_no_display_and_do_not_import_pyplot() -> None:
     code = (
-        "import sys, pathlib, tempfile\nfrom msrl.tracking.plots import plot_metrics\nfrom msrl.types import StepReport\n"
-        "plot_metrics([StepReport(1, {'a': 1.0})], ['a'], pathlib.Path(tempfile.mkdtemp()) / 'a.png')\n"
+        "import sys, pathlib, tempfile\nfrom msrl.tracking.plots import plot_metrics\nfrom "
+        "msrl.types import StepReport\n"
+        "plot_metrics([StepReport(1, {'a': 1.0})], ['a'], pathlib.Path(tempfile.mkdtemp()) / "
+        "'a.png')\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     environment = {name: value for name, value in os.environ.items() if name != "DISPLAY"}
