@@ -83,7 +83,9 @@ class PromptDataset:
         self.manifest = _manifest(prefix, "prompts")
         self._ids = _open(prefix, "input_ids")
         self._decode = decode
-        self._answers = _LineReader(answers_path(prefix)) if answers_path(prefix).is_file() else None
+        self._answers = (
+            _LineReader(answers_path(prefix)) if answers_path(prefix).is_file() else None
+        )
         self._labels = None if self._answers else _open(prefix, "labels")
         if self._answers is None and decode is None:
             raise MsrlError(
