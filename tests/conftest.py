@@ -1,5 +1,7 @@
-"""Quiet threads before anything imports torch (spinning OpenMP threads cost ten times on a small
-machine), and the order of the files.
+"""Thread settings and file order of the tests.
+
+Threads are limited before anything imports torch: on a small machine, spinning OpenMP threads are
+ten times slower.
 """
 
 import os
@@ -15,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 
-# The files that take longest, longest first: side by side, one that begins last would be waited for alone.
+# The slowest files, slowest first. In parallel runs, a slow file at the end would run alone.
 LONGEST = ("train_grpo", "training", "train_sft", "gsm8k", "mixture_training", "cluster")
 
 

@@ -1,6 +1,4 @@
-"""What several tests share: where the real inputs are, and where processes that they start find
-modules.
-"""
+"""Helpers of several tests: real input files, PYTHONPATH of subprocesses, checks of messages."""
 
 from __future__ import annotations
 
@@ -14,22 +12,21 @@ import pytest
 
 
 def python_path() -> str:
-    """PYTHONPATH for processes that import test modules: this folder, then what this process itself
-    was given.
-    """
+    """Return a PYTHONPATH with this folder, followed by the one of this process."""
     return os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
 
 
-def shared_data(*parts: str) -> Path:
-    """A file or folder of the real inputs (`../shared/data`, or MSRL_TEST_DATA); skips the test
-    where it is absent.
+def shared_data(*names: str) -> Path:
+    """Return a file or folder of the real inputs; skip the test if it is absent.
+
+    The inputs are in `../shared/data` or in MSRL_TEST_DATA.
     """
     root = Path(
         os.environ.get("MSRL_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
     )
-    path = root.joinpath(*parts)
+    path = root.joinpath(*names)
     if not path.exists():
         pytest.skip(f"real inputs are not here: {path} (set MSRL_TEST_DATA)")
     return path
@@ -38,9 +35,9 @@ def shared_data(*parts: str) -> Path:
 def _pattern(fragment: object) -> str:
     """Return the regular expression of a fragment.
 
-    A number at its edge must end there: `steps=3` does not match `steps=30`. What has letters alone
-    must begin a word: `folder` does not match `test_folder_...`, the name that pytest gives to the
-    temporary folder of a test.
+    A number at its edge must end there: `steps=3` does not match `steps=30`. A fragment of letters
+    only must start a word: `folder` does not match `test_folder_...`, the name that pytest gives to
+    the temporary folder of a test.
     """
     text = str(fragment)
     before = ""
@@ -53,19 +50,16 @@ def _pattern(fragment: object) -> str:
 
 
 def mentions(*fragments: object) -> str:
-    """Return a regular expression for `pytest.raises(match=...)` that requires all fragments, in
-    any order and letter case.
+    """Return a regular expression for `pytest.raises(match=...)` that requires all fragments.
 
-    A test of a message names the key, the value and one keyword, so that the sentence around them
-    may be reworded.
+    Their order and case are ignored. A test of a message contains the key, the value and one
+    keyword, so that the sentence can be reworded.
     """
     return r"(?is)\A" + "".join(f"(?=.*{_pattern(fragment)})" for fragment in fragments)
 
 
 def assert_mentions(message: object, *fragments: object) -> None:
-    """Assert that a text, or the text of an exception, contains all fragments, in any order and
-    letter case.
-    """
+    """Assert that a text or exception contains all fragments, in any order and case."""
     text = str(message)
     absent = [
         str(fragment)
@@ -76,9 +70,7 @@ def assert_mentions(message: object, *fragments: object) -> None:
 
 
 def assert_each_mentions(messages: Iterable[object], *expected: Iterable[object]) -> None:
-    """Assert that there are as many messages as expected, and that each contains all of its
-    fragments.
-    """
+    """Assert that each message contains all of its expected fragments, and none is missing."""
     texts = [str(message) for message in messages]
     assert len(texts) == len(expected), "\n".join(texts)
     for text, fragments in zip(texts, expected, strict=True):

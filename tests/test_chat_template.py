@@ -1,6 +1,4 @@
-"""Templates as Jinja: transformers renders with them what msrl renders, for every packaged
-template.
-"""
+"""Templates as Jinja: transformers renders the same text as msrl for every packaged template."""
 
 from __future__ import annotations
 
@@ -24,22 +22,39 @@ from tiny_qwen2 import make_tokenizer
 TOOL = '{"type": "function", "function": {"name": "weather", "description": "日本 \\"it\'s\\""}}'
 CONVERSATIONS = {
     "a question": talk(("user", "What is 2 + 2?")),
-    "a system text": talk(("system", "Say it's \"so\".\n"), ("user", "  Two\n\nlines, 日本語 🙂 ")),
-    "several turns": talk(("user", "Hi"), ("assistant", "\n\nHello!"), ("user", "{{content}} {%- x %}"), ("user", "So?")),
+    "a system text": talk(("system", 'Say it\'s "so".\n'), ("user", "  Two\n\nlines, 日本語 🙂 ")),
+    "several turns": talk(
+        ("user", "Hi"),
+        ("assistant", "\n\nHello!"),
+        ("user", "{{content}} {%- x %}"),
+        ("user", "So?"),
+    ),
     "an answer": talk(("user", "Hi"), ("assistant", "Hello!")),
-    "thoughts": talk(("user", "a"), ("assistant", "<think>\nb\n</think>\n\nc"), ("user", "d"), ("assistant", "<think>e</think>f")),
+    "thoughts": talk(
+        ("user", "a"),
+        ("assistant", "<think>\nb\n</think>\n\nc"),
+        ("user", "d"),
+        ("assistant", "<think>e</think>f"),
+    ),
     "tool answers": talk(
-        ("user", "Weather?"), ("assistant", "<think>\nhm\n</think>\n\ncall"), ("tool", "sunny"), ("tool", "warm"),
-        ("assistant", "Fine."), ("tool", "!"), ("assistant", "ok"),
+        ("user", "Weather?"),
+        ("assistant", "<think>\nhm\n</think>\n\ncall"),
+        ("tool", "sunny"),
+        ("tool", "warm"),
+        ("assistant", "Fine."),
+        ("tool", "!"),
+        ("assistant", "ok"),
     ),
     "tools": talk(("user", "Weather?"), extra={"tools": f"[{TOOL}, {TOOL}]"}),
-    "tools and a system text": talk(("system", "Be brief."), ("user", "Weather?"), extra={"tools": f"[{TOOL}]"}),
-}  # fmt: skip
+    "tools and a system text": talk(
+        ("system", "Be brief."), ("user", "Weather?"), extra={"tools": f"[{TOOL}]"}
+    ),
+}
 
 
 @cache
 def tokenizer_with(tokens: tuple[str, ...]) -> TextTokenizer:
-    """A tokenizer that has the control tokens of a template."""
+    """Return a tokenizer that has the control tokens of a template."""
     backend: Any = make_tokenizer().backend_tokenizer
     backend.add_special_tokens([*tokens, "<s>", "</s>"])
     return TextTokenizer(backend, "<s>", "</s>", None, folder="here")
@@ -65,8 +80,8 @@ def by_jinja(source: str, conversation: Conversation, *, asks: bool, **options: 
 
 def by_parts(renderer: Renderer, conversation: Conversation, *, asks: bool) -> str:
     return "".join(
-        part.text
-        for part in [*renderer.spans(conversation), *(renderer.generation_prompt() if asks else [])]
+        span.text
+        for span in [*renderer.spans(conversation), *(renderer.generation_prompt() if asks else [])]
     )
 
 
@@ -115,18 +130,18 @@ def test_an_exported_folder_contains_the_template_and_its_stop_tokens(tmp_path: 
     (tmp_path / "from" / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "from" / "config.json").write_text("{}")
     (tmp_path / "from" / "generation_config.json").write_text('{"eos_token_id": 0, "top_p": 0.8}')
-    taught = make_renderer(load_template("qwen_r1"), open_tokenizer(tmp_path / "from"))
+    original = make_renderer(load_template("qwen_r1"), open_tokenizer(tmp_path / "from"))
     copy_sidecars(
         tmp_path / "from",
         tmp_path / "to",
         None,
-        ChatFormat(chat_template(taught), taught.stop_token_ids),
+        ChatFormat(chat_template(original), original.stop_token_ids),
     )
-    found = choose_renderer(tmp_path / "to", None)
+    exported = choose_renderer(tmp_path / "to", None)
     question = CONVERSATIONS["a question"]
-    assert found.prompt(question).tolist() == taught.prompt(question).tolist()
+    assert exported.prompt(question).tolist() == original.prompt(question).tolist()
     assert (
-        set(found.stop_token_ids) == {0, 2} == set(taught.stop_token_ids)
+        set(exported.stop_token_ids) == {0, 2} == set(original.stop_token_ids)
     )  # <|endoftext|> and <|im_end|>
     assert json.loads((tmp_path / "to" / "generation_config.json").read_text()) == {
         "eos_token_id": [2, 0],

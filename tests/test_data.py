@@ -24,7 +24,7 @@ from msrl.types import Conversation, Message
 from support import assert_mentions, mentions, shared_data
 
 
-def rows_of(*inputs) -> list:
+def read_rows(*inputs) -> list:
     return [
         row
         for batch in read_batches(find_files([str(i) for i in inputs]))
@@ -41,7 +41,7 @@ def turns(conversation: Conversation) -> list[tuple[str, str]]:
     return [(m.role, m.content) for m in conversation.messages]
 
 
-# --- readers ---------------------------------------------------------------------------------------------------------------------
+# --- readers ---
 
 
 def test_rows_are_the_same_from_json_jsonl_and_parquet(tmp_path):
@@ -54,19 +54,19 @@ def test_rows_are_the_same_from_json_jsonl_and_parquet(tmp_path):
     (tmp_path / "z.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "w.parquet", row_group_size=100)
     for name in ("x.json", "y.jsonl", "z.json", "w.parquet"):
-        assert rows_of(tmp_path / name) == rows
+        assert read_rows(tmp_path / name) == rows
 
 
 def test_folder_and_glob_are_read_in_order_of_name_and_each_file_once(tmp_path):
     for name in ("b", "a"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"name": name}) + "\n\n")
     (tmp_path / "notes.txt").write_text("no data")
-    assert [r["name"] for r in rows_of(tmp_path, tmp_path / "*.jsonl")] == ["a", "b"]
+    assert [r["name"] for r in read_rows(tmp_path, tmp_path / "*.jsonl")] == ["a", "b"]
 
 
 def test_one_object_is_one_row(tmp_path):
     (tmp_path / "x.json").write_text('{\n "a": 1\n}')
-    assert rows_of(tmp_path / "x.json") == [{"a": 1}]
+    assert read_rows(tmp_path / "x.json") == [{"a": 1}]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_one_object_is_one_row(tmp_path):
 def test_an_unreadable_file_raises_an_error_with_its_name(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(MsrlError) as caught:
-        rows_of(tmp_path / name)
+        read_rows(tmp_path / name)
     assert_mentions(caught.value, *message)
 
 
@@ -98,7 +98,7 @@ def test_an_input_without_files_is_refused(tmp_path):
             find_files([str(item)])
 
 
-# --- handlers --------------------------------------------------------------------------------------------------------------------
+# --- handlers ---
 
 
 def test_alpaca_joins_instruction_and_input_and_keeps_history():
@@ -179,10 +179,8 @@ def test_reasoning_content_is_put_in_front_of_the_answer():
         {"role": "assistant", "content": "Done", "reasoning_content": "It is 1."},
     ]
     made = converse("sharegpt", {"messages": messages})
-    assert (
-        made.messages[1].content
-        == '<think>\nFirst f.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    )
+    call_text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert made.messages[1].content == f"<think>\nFirst f.\n</think>\n\n{call_text}"
     assert made.messages[3].content == "<think>\nIt is 1.\n</think>\n\nDone"
 
 
@@ -269,7 +267,7 @@ def test_gsm8k_answer_is_the_number_after_the_mark():
 
 
 def shared_rows(name: str) -> list:
-    return rows_of(shared_data(*name.split("/")))
+    return read_rows(shared_data(*name.split("/")))
 
 
 MATH = {
@@ -376,11 +374,12 @@ def test_unknown_handler_kind_and_option_are_refused():
         assert_mentions(caught.value, *message)
 
 
-# --- packing ---------------------------------------------------------------------------------------------------------------------
+# --- packing ---
 
 
 def test_best_fit_selects_the_row_with_the_least_free_space():
-    # Longest first: 7 opens a row, 6 opens one, 4 goes to 6 (fills it), 3 goes to 7 (fills it), 2 opens one, 2 joins it.
+    # Longest first: 7 and 6 start rows, 4 fills the row of 6, 3 fills the row of 7, 2 starts a row,
+    # and the other 2 joins it.
     assert pack_rows([2, 6, 3, 7, 2, 4], 10) == [[0, 4], [1, 5], [2, 3]]
 
 
@@ -392,7 +391,7 @@ def test_every_example_is_in_one_row_and_rows_are_nearly_full():
     assert len(rows) <= -(-sum(lengths) // 512) * 1.02
 
 
-# --- indexed files ---------------------------------------------------------------------------------------------------------------
+# --- indexed files ---
 
 
 def write(folder, name: str, sequences) -> None:
@@ -442,11 +441,11 @@ def test_truncated_files_are_refused(tmp_path, suffix):
         IndexedReader(tmp_path / "x")
 
 
-# --- datasets --------------------------------------------------------------------------------------------------------------------
+# --- datasets ---
 
 
 def mindspeed_files(folder, columns: dict) -> str:
-    """Files as MindSpeed's preprocessing leaves them: no manifest, no answers as text."""
+    """Write files as MindSpeed's preprocessing does: no manifest, no answers as text."""
     for key, sequences in columns.items():
         write(folder, f"data_packed_{key}_document", sequences)
     return str(folder / "data")
@@ -510,7 +509,11 @@ def test_files_of_different_runs_are_refused(tmp_path):
 
 
 def test_reading_data_imports_neither_torch_nor_transformers_nor_megatron():
-    code = "import sys, msrl.data.dataset, msrl.data.tokenize; print([m for m in sys.modules if m in {'torch', 'transformers', 'megatron'}])"
+    code = (
+        "import sys, msrl.data.dataset, msrl.data.tokenize\n"
+        "heavy = {'torch', 'transformers', 'megatron'}\n"
+        "print([m for m in sys.modules if m in heavy])"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -519,7 +522,7 @@ def test_reading_data_imports_neither_torch_nor_transformers_nor_megatron():
     )
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------------------
+# --- tokenizers ---
 
 
 def test_a_tokenizer_opened_without_transformers_is_equal(tmp_path):

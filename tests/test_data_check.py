@@ -1,4 +1,4 @@
-"""Preprocessed data is of the model that learns from it, or refused by what tells them apart."""
+"""Check that data was preprocessed with the tokenizer of the model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a model that brings a tokenizer, another tokenizer of the same size,
-    and data of either.
-    """
+    """Create a model with a tokenizer, another tokenizer of the same size, and data of each."""
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "model", vocab_size=VOCAB_SIZE)
     for name in ("model", "other"):
@@ -31,14 +29,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     swap(tmp_path / "other" / "tokenizer.json", "a", "b")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"instruction": "ab", "output": "ba"}) + "\n")
     for tokenizer, prefix in (("model", "own"), ("other", "foreign")):
-        given = {
+        settings = {
             "input": ["rows.jsonl"],
             "tokenizer": tokenizer,
             "handler": "alpaca",
             "template": "qwen",
             "output_prefix": prefix,
         }
-        run(Config.model_validate({"preprocess": given}))
+        run(Config.model_validate({"preprocess": settings}))
     return tmp_path
 
 
@@ -106,7 +104,7 @@ def swap(file: Path, one: str, other: str) -> None:
     """Two tokens of a tokenizer.json in each other's place."""
     content = json.loads(file.read_text(encoding="utf-8"))
     vocab = content["model"]["vocab"]
-    vocab[one], vocab[other] = vocab[other], vocab[one]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
     file.write_text(json.dumps(content), encoding="utf-8")
 
 

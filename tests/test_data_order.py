@@ -1,6 +1,4 @@
-"""Which rows a step reads: every row once an epoch, the same for the same seed, whatever was read
-before.
-"""
+"""Row order: every row once per epoch, reproducible from the seed and the step."""
 
 from __future__ import annotations
 

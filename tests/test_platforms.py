@@ -1,4 +1,4 @@
-"""What every platform promises, and what `prepare` does on those that this machine can try."""
+"""Contract of every platform, and `prepare` on the platforms that this machine supports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLATFORMS = [name for name in registry.names("msrl.platforms") if name != "base"
 
 
 def _python(code: str, *, path: Path | None = None, **env: str) -> str:
-    """What a fresh process prints."""
+    """Return the output of a new process."""
     variables = {**os.environ, **env, **({"PYTHONPATH": str(path)} if path else {})}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -56,13 +56,13 @@ def test_a_platform_defines_the_required_attributes(name):
 def test_cpu_threads_spin_briefly_unless_a_process_has_only_one(monkeypatch):
     monkeypatch.setattr(type(get("cpu")), "device_count", lambda self: 4)
     for environment in (get("cpu").worker_environment, get("cpu").engine_environment):
-        few, one = environment(2), environment(4)
+        shared, single = environment(2), environment(4)
         assert (
-            few["OMP_NUM_THREADS"] == "2"
-            and 0 < int(few["GOMP_SPINCOUNT"]) < 1_000_000
-            and few["OMP_WAIT_POLICY"] == "PASSIVE"
+            shared["OMP_NUM_THREADS"] == "2"
+            and 0 < int(shared["GOMP_SPINCOUNT"]) < 1_000_000
+            and shared["OMP_WAIT_POLICY"] == "PASSIVE"
         )
-        assert one["OMP_NUM_THREADS"] == "1" and "GOMP_SPINCOUNT" not in one
+        assert single["OMP_NUM_THREADS"] == "1" and "GOMP_SPINCOUNT" not in single
 
 
 def test_auto_selects_the_first_supported_platform():
@@ -75,20 +75,20 @@ def test_without_a_supported_platform_the_message_lists_what_each_lacks(monkeypa
         monkeypatch.setattr(
             type(get(name)), "missing", lambda self: f"no {self.name}; run: something"
         )
-    told = "; ".join(f"{name}: no {name}; run: something" for name in NAMES)
-    with pytest.raises(MsrlError, match=mentions("cluster.platform=auto: ", told)):
+    expected = "; ".join(f"{name}: no {name}; run: something" for name in NAMES)
+    with pytest.raises(MsrlError, match=mentions("cluster.platform=auto: ", expected)):
         resolve("auto")
     assert msrl("doctor", "--no-imports") == 2
-    assert_mentions(" ".join(capsys.readouterr().out.split()), "platform", told)
+    assert_mentions(" ".join(capsys.readouterr().out.split()), "platform", expected)
 
 
 def test_cuda_without_megatron_is_refused_before_training(monkeypatch):
     monkeypatch.setattr(type(get("cuda")), "missing", lambda self: None)
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, package=None: None if name == "megatron" else found(name, package),
+        lambda name, package=None: None if name == "megatron" else find_spec(name, package),
     )
     with pytest.raises(
         MsrlError, match=mentions("cluster.platform=cuda", "Megatron", "pip install 'msrl[cuda]'")
@@ -113,30 +113,50 @@ def test_the_npu_platform_lists_all_missing_packages():
 
 @pytest.mark.slow
 def test_the_npu_platform_hides_the_command_line_and_imports_in_order(tmp_path):
-    """Stand-ins for the two modules write down what they saw; no NPU is claimed here."""
-    note = "import json, os, sys; open(os.environ['SEEN'], 'a').write(json.dumps([__name__, sys.argv]) + '\\n')\n"
+    """Stand-ins of the two modules record what they see; no NPU is involved."""
+    note = (
+        "import json, os, sys; open(os.environ['SEEN'], 'a').write(json.dumps([__name__, "
+        "sys.argv]) + '\\n')\n"
+    )
     (tmp_path / "torch_npu.py").write_text(note)
     (tmp_path / "mindspeed").mkdir()
     (tmp_path / "mindspeed" / "__init__.py").write_text("")
     (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text(note)
-    code = "import sys; sys.argv = ['prog', '--load', 'x']; from msrl.platforms import get; get('npu').prepare(); print(sys.argv)"
-    said = _python(code, path=tmp_path, SEEN=str(tmp_path / "seen"), ASCEND_HOME_PATH="/somewhere")
+    code = (
+        "import sys; sys.argv = ['prog', '--load', 'x']; from msrl.platforms import get; "
+        "get('npu').prepare(); print(sys.argv)"
+    )
+    output = _python(
+        code, path=tmp_path, SEEN=str(tmp_path / "seen"), ASCEND_HOME_PATH="/somewhere"
+    )
     seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
     assert seen == [["torch_npu", ["prog"]], ["mindspeed.megatron_adaptor", ["prog"]]]
-    assert said == "['prog', '--load', 'x']"
+    assert output == "['prog', '--load', 'x']"
 
 
 @pytest.mark.slow
 def test_cpu_redirects_cuda_only_in_a_process_that_calls_prepare():
-    look = "import torch; print(torch.cuda.current_device() if torch.cuda.is_available() or PREPARED else 'untouched')"
+    look = (
+        "import torch; print(torch.cuda.current_device() if torch.cuda.is_available() or "
+        "PREPARED else 'untouched')"
+    )
     assert _python("PREPARED = False\n" + look) == "untouched"
-    prepare = "from msrl.platforms import get; get('cpu').prepare(); get('cpu').prepare(); PREPARED = True\n"
+    prepare = (
+        "from msrl.platforms import get; get('cpu').prepare(); get('cpu').prepare(); PREPARED = "
+        "True\n"
+    )
     assert _python(prepare + look) == "cpu"
-    factories = "import torch; print(torch.zeros(2, device='cuda').device, torch.ones(1).cuda().device, torch.tensor(1.0).type())"
+    factories = (
+        "import torch; print(torch.zeros(2, device='cuda').device, torch.ones(1).cuda().device, "
+        "torch.tensor(1.0).type())"
+    )
     assert _python(prepare + factories) == "cpu cpu torch.cuda.FloatTensor"
 
 
 @pytest.mark.slow
 def test_megatron_is_imported_unmodified_after_prepare():
-    code = "from msrl.platforms import get; get('cpu').prepare(); import megatron.core; print(megatron.core.__version__)"
+    code = (
+        "from msrl.platforms import get; get('cpu').prepare(); import megatron.core; "
+        "print(megatron.core.__version__)"
+    )
     assert _python(code).startswith("0.16")

@@ -1,4 +1,4 @@
-"""msrl preprocess from files to datasets: real inputs, drop counts, packing, workers, and messages."""
+"""msrl preprocess from files to datasets: real inputs, drop counts, packing, workers, messages."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def preprocess(prefix, **settings):
         "template": "qwen",
         **settings,
     }
-    given = {key: value for key, value in settings.items() if value is not None}
-    return run(Config.model_validate({"preprocess": {"output_prefix": str(prefix), **given}}))
+    present = {key: value for key, value in settings.items() if value is not None}
+    return run(Config.model_validate({"preprocess": {"output_prefix": str(prefix), **present}}))
 
 
 def jsonl(path, rows) -> list[str]:
@@ -54,15 +54,13 @@ def qwen():
 
 
 def rendered(row: dict):
-    """The conversation of a GSM8K row as the renderer gives it."""
+    """Return a GSM8K row as rendered by the renderer."""
     turns = (Message("user", row["question"]), Message("assistant", row["answer"]))
     return make_renderer(load_template("qwen"), qwen()).examples([Conversation(turns)])[0]
 
 
-def same(one, other) -> bool:
-    return np.array_equal(one.token_ids, other.token_ids) and np.array_equal(
-        one.loss_mask, other.loss_mask
-    )
+def same(a, b) -> bool:
+    return np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.loss_mask, b.loss_mask)
 
 
 def test_gsm8k_is_converted_to_examples_in_file_order(tmp_path):
@@ -153,12 +151,14 @@ def test_packed_rows_contain_every_example_once_with_its_boundaries(tmp_path):
         tmp_path / "g", input=inputs, handler="gsm8k", kind="sft", seq_length=512, pack=True
     )
     data = SftDataset(tmp_path / "g")
-    found = [example for row in data for example in row]
-    assert len(data) == manifest.num_rows < len(found) == manifest.num_examples == len(rows)
+    examples = [example for row in data for example in row]
+    assert len(data) == manifest.num_rows < len(examples) == manifest.num_examples == len(rows)
     key = lambda e: e.token_ids.tolist()  # noqa: E731
     assert all(
         same(a, b)
-        for a, b in zip(sorted(found, key=key), sorted(map(rendered, rows), key=key), strict=True)
+        for a, b in zip(
+            sorted(examples, key=key), sorted(map(rendered, rows), key=key), strict=True
+        )
     )
     raw = np.fromfile(tmp_path / "g_packed_attention_mask_document.bin", np.int32).reshape(-1, 512)
     assert all((np.diff(row[row > 0]) >= 0).all() and row[0] == 1 for row in raw)
@@ -196,9 +196,9 @@ def test_files_are_identical_for_any_number_of_workers(tmp_path, pack):
             pack=pack,
             workers=workers,
         )
-    one, two = (sorted((tmp_path / f"w{n}").iterdir()) for n in (1, 2))
-    assert [p.name for p in one] == [p.name for p in two] and len(one) == 7
-    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
+    first, second = (sorted((tmp_path / f"w{n}").iterdir()) for n in (1, 2))
+    assert [p.name for p in first] == [p.name for p in second] and len(first) == 7
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, second, strict=True))
 
 
 def test_real_alpaca_and_tool_conversations_are_preprocessed(tmp_path):
@@ -263,10 +263,10 @@ def test_examples_longer_than_seq_length_are_dropped_or_truncated(tmp_path):
         preprocess(tmp_path / "y", input=inputs, handler="alpaca", seq_length=length).num_examples
         == 1
     )
-    cut = preprocess(
+    shortened = preprocess(
         tmp_path / "z", input=inputs, handler="alpaca", seq_length=length - 3, too_long="truncate"
     )
-    assert (cut.truncated, cut.num_tokens, cut.dropped) == (1, length - 3, {})
+    assert (shortened.truncated, shortened.num_tokens, shortened.dropped) == (1, length - 3, {})
     full, short = SftDataset(tmp_path / "x")[0][0], SftDataset(tmp_path / "z")[0][0]
     assert short.token_ids.tolist() == full.token_ids[:-3].tolist()
 
@@ -365,7 +365,7 @@ def test_tools_that_the_template_cannot_show_raise_an_error_with_the_row(tmp_pat
 @pytest.mark.parametrize("part", ["instruction", "output", "note"])
 def test_an_unpaired_surrogate_raises_an_error_with_its_row(tmp_path, part):
     row = {"instruction": "2+2?", "output": "4", "note": "x"}
-    files = jsonl(tmp_path / "in.jsonl", [row, {**row, part: "cut \ud83d"}])
+    files = jsonl(tmp_path / "in.jsonl", [row, {**row, part: "shortened \ud83d"}])
     with pytest.raises(MsrlError, match=mentions("in.jsonl:2", "\\ud83d", "character")):
         preprocess(tmp_path / "out", input=files, handler="r1", map_keys={"extra.note": "note"})
 

@@ -41,7 +41,9 @@ FILES: dict[
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small random model of the examples, with the vocabulary and the tokenizer of Qwen2.5."""
+    """Create the small random model of the examples, with the vocabulary and the tokenizer of
+    Qwen2.5.
+    """
     sys.path.insert(0, str(EXAMPLES / "gsm8k"))
     from make_small_model import make_small_model  # pyright: ignore[reportMissingImports]
 
@@ -54,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_real_packed_rows_train_at_tp2(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """The loss begins at that of a guess over the whole vocabulary, and falls."""
+    """The loss starts at the value of a uniform guess over the vocabulary, and decreases."""
     from msrl.cli import app
 
     files, options, num_rows = FILES[name]

@@ -1,4 +1,4 @@
-"""Where training ranks meet: the port is theirs from the moment it is named."""
+"""Rendezvous of training ranks: the port is reserved as soon as it is chosen."""
 
 from __future__ import annotations
 

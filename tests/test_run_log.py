@@ -1,6 +1,4 @@
-"""What both trainings keep of a run, where the disk is full: one message that says what to do,
-whatever else fails on the way out.
-"""
+"""Run log on a full disk: one message with a remedy, whatever else fails during shutdown."""
 
 from __future__ import annotations
 
@@ -37,9 +35,9 @@ def test_a_full_disk_for_metrics_is_one_message(tmp_path: Path, monkeypatch: pyt
     ):
         log.log(StepReport(1, {"train/loss": 2.0}, {}))
         monkeypatch.setattr(MetricsWriter, "log", _no_room)
-        monkeypatch.setattr(MetricsWriter, "close", _no_room)  # what it holds back is written then
+        monkeypatch.setattr(MetricsWriter, "close", _no_room)  # close writes the buffered data
         log.log(StepReport(2, {"train/loss": 1.0}, {}))
-    RunFolder.check(tmp_path, "full", resume=True)  # raises for a folder that is not let go
+    RunFolder.check(tmp_path, "full", resume=True)  # raises if the folder is still locked
 
 
 def test_a_failed_write_at_the_end_of_a_run_is_reported(

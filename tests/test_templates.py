@@ -1,6 +1,4 @@
-"""Templates: their token ids and loss masks against Hugging Face's own rendering, and what is
-refused.
-"""
+"""Templates: token ids and loss masks compared with the rendering of Hugging Face, and messages."""
 
 from __future__ import annotations
 
@@ -19,9 +17,12 @@ from support import assert_mentions, mentions, shared_data
 
 SYSTEM = "You are a helpful assistant."
 PREAMBLE = (
-    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first thinks "
-    "about the reasoning process in the mind and then provides the user with the answer. The reasoning process and answer are enclosed "
-    "within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think><answer> answer "
+    "A conversation between User and Assistant. The user asks a question, and the Assistant "
+    "solves it. The assistant first thinks "
+    "about the reasoning process in the mind and then provides the user with the answer. The "
+    "reasoning process and answer are enclosed "
+    "within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning "
+    "process here </think><answer> answer "
     "here </answer>. Put your final answer within \\boxed{}.\n"
 )
 
@@ -53,7 +54,7 @@ def hf_ids(hf, conversation: Conversation, **options) -> list[int]:
 
 
 def trained_texts(hf, example) -> list[str]:
-    """The stretches that are learnt, as text."""
+    """Return the trained spans as text."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask.astype(int), [0]])))
     return [hf.decode(example.token_ids[a:b]) for a, b in edges.reshape(-1, 2)]
 
@@ -95,7 +96,8 @@ def test_qwen_has_mindspeeds_default_system_text():
 
 def test_prompt_tokens_of_qwen_match_the_golden_ids():
     prompt = renderer("qwen", qwen2()).prompt(talk(("user", "2+2?")))
-    # <|im_start|> is 151644, <|im_end|> 151645, "\n" 198, "system" 8948, "user" 872, "assistant" 77091 in Qwen's vocabulary.
+    # In Qwen's vocabulary <|im_start|> is 151644, <|im_end|> 151645, "\n" 198, "system" 8948,
+    # "user" 872 and "assistant" 77091.
     text = [2610, 525, 264, 10950, 17847, 13]
     question = [17, 10, 17, 30]
     expected = [
@@ -200,7 +202,8 @@ def test_native_has_the_ids_and_masks_of_the_packaged_template(template, hf):
 
 def test_native_masks_follow_generation_blocks(tmp_path):
     hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
-    hf.chat_template = "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}!{% endgeneration %}\n{% else %}"
+    hf.chat_template = "{% for m in messages %}{% if m.role == 'assistant' %}"
+    hf.chat_template += "A:{% generation %}{{ m.content }}!{% endgeneration %}\n{% else %}"
     hf.chat_template += "Q:{{ m.content }}\n{% endif %}{% endfor %}"
     hf.save_pretrained(tmp_path)
     hf = load_tokenizer(tmp_path)
@@ -222,14 +225,20 @@ def test_native_needs_a_chat_template():
 
 
 def test_qwen_r1_is_mindspeeds_prompt():
-    text = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{PREAMBLE}2+2?<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{PREAMBLE}2+2?<|im_end|>\n"
+        f"<|im_start|>assistant\n"
+    )
     prompt = renderer("qwen_r1", qwen2()).prompt(talk(("user", "2+2?")))
     assert prompt.tolist() == qwen2()(text)["input_ids"]
 
 
 def test_qwen_math_r1_asks_for_a_box():
     system = "Please reason step by step, and put your final answer within \\boxed{}."
-    text = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+        f"<|im_start|>assistant\n"
+    )
     assert (
         renderer("qwen_math_r1", qwen2()).prompt(talk(("user", "2+2?"))).tolist()
         == qwen2()(text)["input_ids"]
@@ -269,7 +278,7 @@ def test_default_and_empty_are_plain_text():
 
 
 def with_tokens(tmp_path, *tokens: str, **names: str):
-    """GPT-2's tokenizer with further control tokens."""
+    """Return GPT-2's tokenizer with additional control tokens."""
     hf = load_tokenizer(shared_data("tokenizers", "gpt2"))
     hf.add_special_tokens({"additional_special_tokens": list(tokens), **names})
     hf.save_pretrained(tmp_path)
@@ -283,7 +292,10 @@ def test_llama3_is_metas_prompt_format(tmp_path):
         [talk(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"))]
     )[0]
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    text = f"<|begin_of_text|>{header.format('system')}Be brief.<|eot_id|>{header.format('user')}Hi<|eot_id|>{header.format('assistant')}"
+    text = (
+        f"<|begin_of_text|>{header.format('system')}Be "
+        f"brief.<|eot_id|>{header.format('user')}Hi<|eot_id|>{header.format('assistant')}"
+    )
     assert hf.decode(example.token_ids) == f"{text}Hello<|eot_id|>"
     assert trained_texts(hf, example) == ["Hello<|eot_id|>"]
     assert renderer("llama3", hf).stop_token_ids == (
@@ -390,7 +402,7 @@ def test_unknown_template_is_refused_with_the_nearest_name():
 
 
 def test_all_packaged_templates_load():
-    wanted = {
+    expected = {
         "empty",
         "default",
         "qwen",
@@ -402,7 +414,7 @@ def test_all_packaged_templates_load():
         "deepseek3",
         "native",
     }
-    assert wanted <= set(template_names())
+    assert expected <= set(template_names())
     assert all(load_template(name).name == name for name in template_names())
 
 

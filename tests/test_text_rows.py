@@ -1,6 +1,4 @@
-"""Continued pretraining: how documents become rows, in which order the rows of several datasets
-come, and a training on them.
-"""
+"""Continued pretraining: rows of documents, order of several datasets, and a training run."""
 
 from __future__ import annotations
 
@@ -54,8 +52,8 @@ def test_every_token_except_the_first_of_a_document_is_trained_once(tmp_path, ro
     random = np.random.default_rng(1)
     documents = [random.integers(0, 1000, random.integers(1, 30)).tolist() for _ in range(12)]
     rows = TextRows([write_text(tmp_path / "a", documents)], row_tokens)
-    learnt = Counter(pair for row in as_lists(rows) for ids in row for pair in pairwise(ids))
-    assert learnt == Counter(pair for d in documents for pair in pairwise(d))
+    trained = Counter(pair for row in as_lists(rows) for ids in row for pair in pairwise(ids))
+    assert trained == Counter(pair for d in documents for pair in pairwise(d))
     assert (
         rows.longest >= max(sum(map(len, row)) for row in as_lists(rows))
         and rows.longest <= row_tokens
@@ -83,7 +81,8 @@ def test_a_row_of_a_huge_document_needs_only_the_memory_of_a_row(tmp_path):
 
 def test_a_blend_follows_its_weights_as_computed_by_hand():
     first = [int(row) for step in range(4) for row in replace(BLEND, shuffle=False).of_step(step)]
-    # Due at (j + 0.5) / 0.7 = 0.71, 2.14, 3.57, 5, 6.43, ... and (j + 0.5) / 0.3 = 1.67, 5, 8.33, ...; ties go to the first.
+    # Due at (j + 0.5) / 0.7 = 0.71, 2.14, 3.57, 5, 6.43, ... and (j + 0.5) / 0.3 = 1.67, 5, 8.33,
+    # ...; the first dataset wins ties.
     assert first[:10] == [0, 10, 1, 2, 3, 11, 4, 5, 12, 6]
     datasets = np.array(first) >= 10
     assert all(abs(datasets[:n].sum() - 0.3 * n) <= 1 for n in range(1, 21))
@@ -143,11 +142,11 @@ def test_training_on_two_blended_texts_learns_and_resumes_and_repeats_bit_for_bi
     save_model(tmp_path / "hf", tied=True, positions=64)
     random = np.random.default_rng(2)
     texts = [
-        [[i % 5 + 10 * part + 3 for i in range(random.integers(2, 60))] for _ in range(9)]
-        for part in (1, 2)
+        [[i % 5 + 10 * number + 3 for i in range(random.integers(2, 60))] for _ in range(9)]
+        for number in (1, 2)
     ]
     prefixes = [
-        write_text(tmp_path / f"text{part}", documents) for part, documents in enumerate(texts)
+        write_text(tmp_path / f"text{number}", documents) for number, documents in enumerate(texts)
     ]
     settings = {
         "run": {"name": "whole", "dir": str(tmp_path)},

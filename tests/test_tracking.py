@@ -1,6 +1,4 @@
-"""What a run writes about itself: progress, metrics, trackers, console lines, plots, the run
-folder, the report.
-"""
+"""Output of a run: progress, metrics, trackers, console, plots, the run folder and the report."""
 
 from __future__ import annotations
 
@@ -78,7 +76,10 @@ def test_progress_reports_that_work_was_stopped() -> None:
 
 
 def test_progress_on_a_terminal_is_a_bar_on_standard_error_only() -> None:
-    code = "from msrl.tracking.progress import progress\nwith progress('packing', total=2, unit='rows') as bar: bar.advance(2)"
+    code = (
+        "from msrl.tracking.progress import progress\nwith progress('packing', total=2, "
+        "unit='rows') as bar: bar.advance(2)"
+    )
     leader, follower = pty.openpty()
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -196,20 +197,21 @@ def test_tensorboard_reads_the_events_and_hides_repeated_steps_of_a_resumed_run(
 
 
 def wandb_records(file: Path) -> list[bytes]:
-    """The records of a .wandb file: LevelDB's log format (doc/log_format.md) behind a header of
-    seven bytes.
+    """Return the records of a .wandb file.
+
+    The format is LevelDB's log format (doc/log_format.md) after a header of seven bytes.
     """
-    data, at, found, part = file.read_bytes(), 7, list[bytes](), b""
+    data, at, records, record = file.read_bytes(), 7, list[bytes](), b""
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+        if 32768 - at % 32768 < 7:  # no header fits into the end of a block
             at += 32768 - at % 32768
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        part += data[at + 7 : at + 7 + length]
+        record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            found.append(part)
-            part = b""
-    return found
+        if kind in (1, 4):  # a complete record, or its last fragment
+            records.append(record)
+            record = b""
+    return records
 
 
 @pytest.mark.slow
@@ -221,20 +223,22 @@ def test_wandb_stores_every_step_of_every_attempt_offline(
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "config.yaml").write_text("train: {steps: 3}\n")
-    found = []
+    attempts = []
     for resumed_step, steps in [(None, (1, 2, 3)), (1, (2, 3))]:
         (tracker,) = open_trackers(("wandb",), tmp_path, resumed_step=resumed_step)
         for step in steps:
             tracker.log(report(step, train__loss=2.0 * step))
         tracker.close()
-        (file,) = set(tmp_path.glob("wandb/offline-run-*/*.wandb")) - {file for file, _, _ in found}
+        (file,) = set(tmp_path.glob("wandb/offline-run-*/*.wandb")) - {
+            file for file, _, _ in attempts
+        }
         records = [Record.FromString(data) for data in wandb_records(file)]
         names = {record.run.display_name for record in records if record.run.display_name}
         items = [
             {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
             for record in records
         ]
-        found.append(
+        attempts.append(
             (
                 file,
                 names,
@@ -246,7 +250,7 @@ def test_wandb_stores_every_step_of_every_attempt_offline(
             )
         )
         assert all(row["seconds/update"] == "0.25" for row in items if "train/loss" in row)
-    assert [rest for _, *rest in found] == [
+    assert [[names, steps] for _, names, steps in attempts] == [
         [{tmp_path.name}, [(1, 2.0), (2, 4.0), (3, 6.0)]],
         [{f"{tmp_path.name} from step 1"}, [(2, 4.0), (3, 6.0)]],
     ]
@@ -342,7 +346,7 @@ def test_a_run_folder_contains_the_resolved_configuration_and_the_versions(tmp_p
     "file", ["metrics.jsonl", "checkpoints/iter_0000002/x", "iter_0000002/x", "notes.txt"]
 )
 def test_an_existing_run_is_refused_with_a_remedy(file: str, tmp_path: Path) -> None:
-    if file != "notes.txt":  # any file of a folder that no run of ours has begun is somebody's
+    if file != "notes.txt":  # any file of a folder without attempts belongs to someone else
         RunFolder.create(tmp_path, "a", config={}).close()
     (tmp_path / "a" / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "a" / file).write_text("1\n")
@@ -382,7 +386,10 @@ def test_a_resumed_run_keeps_its_earlier_configuration(tmp_path: Path) -> None:
 
 
 def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
-    code = f"from msrl.tracking.run import RunFolder; RunFolder.create({str(tmp_path)!r}, 'a', config={{}}, resume=True)"
+    code = (
+        f"from msrl.tracking.run import RunFolder; RunFolder.create({str(tmp_path)!r}, 'a', "
+        f"config={{}}, resume=True)"
+    )
     with RunFolder.create(tmp_path, "a", config={}):
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert_mentions(other.stderr, tmp_path / "a", "process")
@@ -396,7 +403,7 @@ def test_a_run_name_cannot_leave_its_folder(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"),
+    ("folder", "reason"),
     [
         ("a/b", "file"),
         ("/proc/x", "No such file"),
@@ -405,12 +412,12 @@ def test_a_run_name_cannot_leave_its_folder(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_run_folder_that_cannot_be_created_is_refused_with_the_reason(
-    place: str, reason: str, tmp_path: Path
+    folder: str, reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a").write_text("")
     for open_run in (RunFolder.check, partial(RunFolder.create, config={})):
         with pytest.raises(MsrlError, match=rf"(?s)folder.*({reason}).*run\.dir"):
-            open_run(tmp_path / place, "run")
+            open_run(tmp_path / folder, "run")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -445,8 +452,10 @@ def test_a_running_mean_ignores_nan() -> None:
 
 def test_plots_need_no_display_and_do_not_import_pyplot() -> None:
     code = (
-        "import sys, pathlib, tempfile\nfrom msrl.tracking.plots import plot_metrics\nfrom msrl.types import StepReport\n"
-        "plot_metrics([StepReport(1, {'a': 1.0})], ['a'], pathlib.Path(tempfile.mkdtemp()) / 'a.png')\n"
+        "import sys, pathlib, tempfile\nfrom msrl.tracking.plots import plot_metrics\nfrom "
+        "msrl.types import StepReport\n"
+        "plot_metrics([StepReport(1, {'a': 1.0})], ['a'], pathlib.Path(tempfile.mkdtemp()) / "
+        "'a.png')\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     environment = {name: value for name, value in os.environ.items() if name != "DISPLAY"}

@@ -1,6 +1,4 @@
-"""A random Qwen2 of some 200 thousand parameters and a byte-level tokenizer with ChatML, for tests
-that start a real engine.
-"""
+"""A random Qwen2 with about 200,000 parameters and a byte-level ChatML tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 CHATML = (
-    "{%- for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{%- for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -16,7 +15,7 @@ VOCAB_SIZE = 288  # 3 special tokens, 256 bytes, and padding that no text uses
 
 
 def make_tokenizer(chat_template: bool = True) -> Any:
-    """One token per byte of UTF-8."""
+    """Return a tokenizer with one token per UTF-8 byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,15 +35,24 @@ def make_tokenizer(chat_template: bool = True) -> Any:
 
 
 def make_model(*, tied: bool, seed: int = 0, head_dim: int = 32, positions: int = 512) -> Any:
-    """A Qwen2ForCausalLM in fp32 whose weights are large enough for its logits to differ clearly."""
+    """Return a Qwen2ForCausalLM in fp32 with weights that give clearly different logits."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=4 * head_dim, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=positions, tie_word_embeddings=tied, initializer_range=0.25,
-        bos_token_id=None, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=4 * head_dim,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        tie_word_embeddings=tied,
+        initializer_range=0.25,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(config).eval()
 
@@ -52,7 +60,7 @@ def make_model(*, tied: bool, seed: int = 0, head_dim: int = 32, positions: int 
 def save_model(
     folder: Path, *, tied: bool, seed: int = 0, positions: int = 512, chat_template: bool = True
 ) -> Any:
-    """Write model and tokenizer to `folder`; returns the model."""
+    """Write model and tokenizer to `folder` and return the model."""
     model = make_model(tied=tied, seed=seed, positions=positions)
     model.save_pretrained(folder)
     make_tokenizer(chat_template).save_pretrained(folder)

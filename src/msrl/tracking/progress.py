@@ -36,7 +36,7 @@ def progress(
     Args:
         description: name of the operation.
         total: total amount in units, None if unknown.
-        unit: unit of the amounts. "B" stands for bytes, which are shown as KB, MB or GB.
+        unit: unit of the amounts. "B" means bytes, which are shown as KB, MB or GB.
         stream: output, standard error by default.
         interval_s: minimum time between two lines in seconds, where the stream is no terminal.
     """
