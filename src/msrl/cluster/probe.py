@@ -93,7 +93,7 @@ def check_port_free(host: str, port: int, *, flag: str) -> None:
 def _bind_message(error: OSError, host: str, port: int, flag: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"{flag} {port}: the port is in use on {host}{_listener(port)}. Choose another "
+            f"{flag} {port}: the port is already taken on {host}{_listener(port)}. Choose another "
             f"{flag} or end that process."
         )
     if error.errno == errno.EADDRNOTAVAIL:

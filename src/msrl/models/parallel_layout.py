@@ -171,17 +171,19 @@ class ParallelLayout:
         yield from self._expert_problems(shape)
 
     def _tensor_problems(self, shape: Shape) -> Iterator[tuple[str, str]]:
-        sizes: list[tuple[str, int]] = [("attention heads", shape.num_attention_heads)]
+        groups: list[tuple[str, int]] = []
+        columns: list[tuple[str, int]] = []
         for rule in _distinct(shape):
             if rule.expert is not None:
                 continue
             layout, shapes = rule.unpacked
             if isinstance(layout, Qkv):
-                sizes.append(("query groups", layout.num_groups))
+                groups.append(("query groups", layout.num_groups))
             elif isinstance(layout, Sharded) and layout.units is not None:
-                sizes.append(("query groups", layout.units))
+                groups.append(("query groups", layout.units))
             elif isinstance(layout, GateUp):
-                sizes.append(("ffn columns", shapes[0][0]))
+                columns.append(("ffn columns", shapes[0][0]))
+        sizes = [*groups, ("attention heads", shape.num_attention_heads), *columns]
         for unit, size in dict.fromkeys(sizes):
             if size % self.tp:
                 yield "tp", f"must divide the model's {size} {unit}"
