@@ -31,10 +31,8 @@ def ground_truth(answer: str) -> str:
     else the complete text. It is empty if only braces, math mode and full stops remain, so that no
     response equals it.
     """
-    if "####" in answer:
-        final = answer.rpartition("####")[2].strip()
-    else:
-        final = last_boxed(answer) or answer.strip()
+    _, marker, solution = answer.rpartition("####")
+    final = solution.strip() if marker else last_boxed(answer) or answer.strip()
     return final if _MARKUP.sub("", final) else ""
 
 
