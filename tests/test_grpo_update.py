@@ -20,7 +20,7 @@ from msrl.errors import MsrlError
 from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.update import Prepared, Updater
+from msrl.workflows.rl.update import PreparedStep, Updater
 from support import mentions
 from tiny_qwen2 import make_tokenizer
 from training_runs import write_rows
@@ -59,7 +59,7 @@ def group(index: int, *rewards: float) -> ScoredGroup:
     return ScoredGroup(RolloutGroup(Prompt(index, np.array([1, 2])), answers), tuple(Reward(total, {}) for total in rewards))
 
 
-def advantages(prepared: Prepared) -> list[float]:
+def advantages(prepared: PreparedStep) -> list[float]:
     """The first token's, by sample."""
     return [float(sample.advantages[0]) for sample in prepared.samples]
 

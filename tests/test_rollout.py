@@ -25,7 +25,7 @@ from msrl.rollout.engine import (
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.rl import worker_groups as grpo_team
-from msrl.workflows.rl.worker_groups import shares
+from msrl.workflows.rl.worker_groups import engine_shares
 from support import mentions, shared_data
 
 
@@ -56,7 +56,7 @@ def test_the_seeds_of_a_prompt_do_not_change_with_the_batch():
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 7])
 def test_a_prompt_that_a_step_asks_twice_is_answered_anew_whichever_engines_share_the_prompts(num_engines: int):
     asked, sampling = [prompt(index, 1) for index in (7, 3, 9, 7, 4, 3)], SamplingParams(max_tokens=1, num_samples=2, seed=5)
-    places, found = shares(asked, num_engines), dict[int, list[int | None]]()
+    places, found = engine_shares(asked, num_engines), dict[int, list[int | None]]()
     for mine in places:
         seeds = sample_seeds([asked[place] for place in mine], sampling, 0)
         found |= {place: seeds[2 * number : 2 * number + 2] for number, place in enumerate(mine)}
@@ -64,8 +64,8 @@ def test_a_prompt_that_a_step_asks_twice_is_answered_anew_whichever_engines_shar
 
 
 def test_engines_share_prompts_evenly_neighbours_together():
-    assert shares([prompt(index, 1) for index in range(5)], 2) == [[0, 1], [2, 3, 4]]
-    assert shares([prompt(index, 1) for index in range(2)], 3) == [[], [0], [1]]
+    assert engine_shares([prompt(index, 1) for index in range(5)], 2) == [[0, 1], [2, 3, 4]]
+    assert engine_shares([prompt(index, 1) for index in range(2)], 3) == [[], [0], [1]]
 
 
 class Answering:
