@@ -15,7 +15,7 @@ from msrl.config.schema import AlgoConfig
 from msrl.config.show import to_yaml
 from msrl.errors import ManyErrors, MsrlError
 from msrl.plan.derived import aggregate_constant, needs_reference
-from msrl.workflows.rl.setup import steps_of
+from msrl.workflows.rl.setup import count_steps
 from msrl.workflows.rl.update import policy_loss
 from support import assert_each_mentions, assert_mentions, mentions
 
@@ -308,11 +308,11 @@ def test_a_run_of_epochs_must_be_longer_than_the_critic_warmup(folder: Path):
     config = resolve(
         "algo.preset=ppo", "algo.value.warmup_steps=3", "train={steps: null, epochs: 2}"
     ).config
-    assert steps_of(config, 7) == 4 and steps_of(resolve("train={steps: 9}").config, 7) == 9
+    assert count_steps(config, 7) == 4 and count_steps(resolve("train={steps: 9}").config, 7) == 9
     with pytest.raises(
         MsrlError, match=mentions("warmup_steps=3", "train.epochs=2", "3 steps", "6 prompts")
     ):
-        steps_of(config, 6)
+        count_steps(config, 6)
 
 
 def test_the_constant_of_dr_grpo_is_the_token_budget_of_an_update(folder: Path):

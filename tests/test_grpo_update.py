@@ -19,7 +19,7 @@ from msrl.errors import MsrlError
 from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.update import Prepared, Updater
+from msrl.workflows.rl.update import PreparedStep, Updater
 from support import mentions
 from tiny_qwen2 import make_tokenizer
 from training_runs import write_rows
@@ -80,7 +80,7 @@ def group(index: int, *rewards: float) -> ScoredGroup:
     )
 
 
-def advantages(prepared: Prepared) -> list[float]:
+def advantages(prepared: PreparedStep) -> list[float]:
     """Return the advantage of the first token of every sample."""
     return [float(sample.advantages[0]) for sample in prepared.samples]
 

@@ -25,7 +25,7 @@ from msrl.rollout.engine import (
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.rl import worker_groups
-from msrl.workflows.rl.worker_groups import shares
+from msrl.workflows.rl.worker_groups import engine_shares
 from support import mentions, shared_data
 
 
@@ -58,7 +58,7 @@ def test_a_repeated_prompt_gets_new_samples_for_any_number_of_engines(num_engine
     prompts = [prompt(index, 1) for index in (7, 3, 9, 7, 4, 3)]
     sampling = SamplingParams(max_tokens=1, num_samples=2, seed=5)
     by_position = dict[int, list[int | None]]()
-    for positions in shares(prompts, num_engines):
+    for positions in engine_shares(prompts, num_engines):
         seeds = sample_seeds([prompts[position] for position in positions], sampling, 0)
         for number, position in enumerate(positions):
             by_position[position] = seeds[2 * number : 2 * number + 2]
@@ -68,8 +68,8 @@ def test_a_repeated_prompt_gets_new_samples_for_any_number_of_engines(num_engine
 
 
 def test_engines_share_prompts_evenly_in_contiguous_ranges():
-    assert shares([prompt(index, 1) for index in range(5)], 2) == [[0, 1], [2, 3, 4]]
-    assert shares([prompt(index, 1) for index in range(2)], 3) == [[], [0], [1]]
+    assert engine_shares([prompt(index, 1) for index in range(5)], 2) == [[0, 1], [2, 3, 4]]
+    assert engine_shares([prompt(index, 1) for index in range(2)], 3) == [[], [0], [1]]
 
 
 class EchoActor:

@@ -182,7 +182,9 @@ def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(
     asked = Asked(set(range(ROWS)) - {2})
     section = FilterConfig(kind="all_equal", refill=True, max_refills=most)
     found = make_rollouts(asked, section).generate(0, Clock())
-    assert len(asked.calls) == calls and sorted(itertools.chain(*asked.calls)) == list(range(4 * calls)), "no row twice in a step"
+    assert len(asked.calls) == calls and sorted(itertools.chain(*asked.calls)) == list(
+        range(4 * calls)
+    ), "no row twice in a step"
     assert indices(found.train_groups) == [0, 1, 2, 3]
     assert select_informative(section, found.train_groups).tolist() == [False, False, True, False]
     assert found.metrics["rollout/missing"] == 3

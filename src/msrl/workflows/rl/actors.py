@@ -1,9 +1,12 @@
-"""The Ray actors of GRPO: thin shells around a training rank and around a rollout engine.
-Everything heavy is imported inside.
+"""Ray actors of GRPO: a training rank and a rollout engine.
+
+Actors import torch, Megatron and vLLM in their methods, so that the driver can import this module
+without them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +27,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank stands in the layout. The reporter of a data-parallel rank is the first
-    tensor-parallel rank of the last stage.
+class ActorPosition:
+    """Position of a rank in the parallel layout.
 
-    The tokens of its micro-batches are a multiple of `sequence_multiple`, for whichever model they
-    are.
+    The reporter of a data-parallel rank is the first tensor-parallel rank of the last pipeline
+    stage. The number of tokens of every micro-batch must be a multiple of `sequence_multiple`, for
+    all models of the rank.
     """
 
     dp_rank: int
@@ -39,31 +42,33 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Where checkpoints go, the folder with config and tokenizer, and whether they are written
-    beside the training.
-    """
+    """Settings for saving checkpoints."""
 
-    root: Path
-    hf_dir: Path
-    in_background: bool
+    root: Path  # folder of the checkpoints
+    hf_dir: Path  # folder with config and tokenizer
+    in_background: bool  # write checkpoints while training continues
 
 
 class TrainActor:
-    """One training rank."""
+    """Actor of one training rank."""
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self._settings, self._rank, self._world_size = settings, rank, world_size
 
     def rendezvous(self) -> str:
-        """Where the ranks meet; asked of rank 0, which holds the place until they have met."""
+        """Return the rendezvous address of the ranks. Rank 0 reserves it until all ranks have
+        joined.
+        """
         self._rendezvous = Rendezvous()
         return self._rendezvous.init_method
 
     def start(
         self, init_method: str, resume: SavedTraining | None, saves: SavePlan
-    ) -> tuple[RankPlace, dict[str, Any]]:
-        """Join the other ranks and load. Returns the rank's place, and the workflow's own state of
-        the checkpoint.
+    ) -> tuple[ActorPosition, dict[str, Any]]:
+        """Join the other ranks and load the models.
+
+        Returns:
+            The rank's position, and the workflow's state in the checkpoint.
         """
         get(self._settings.platform).prepare()
         quiet_megatron()
@@ -82,9 +87,8 @@ class TrainActor:
         )
         position = self._training_rank.position
         is_reporter = position.is_last_stage and position.tp_rank == 0
-        return RankPlace(
-            position.dp_rank, is_reporter, self._training_rank.sequence_multiple
-        ), extra
+        multiple = self._training_rank.sequence_multiple
+        return ActorPosition(position.dp_rank, is_reporter, multiple), extra
 
     def logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool
@@ -94,7 +98,7 @@ class TrainActor:
     def update(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float
     ) -> dict[str, float]:
-        with self._saves_come_first():
+        with self._finish_saves_on_gradient_error():
             return self._training_rank.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
@@ -103,7 +107,7 @@ class TrainActor:
     def update_critic(
         self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: int, lr: float
     ) -> dict[str, float]:
-        with self._saves_come_first():
+        with self._finish_saves_on_gradient_error():
             return self._training_rank.train_critic_step(
                 micro_batches, loss, num_tokens=num_tokens, lr=lr
             )
@@ -112,8 +116,8 @@ class TrainActor:
         return self._training_rank.scores(name, micro_batches)
 
     @contextmanager
-    def _saves_come_first(self) -> Iterator[None]:
-        """An update that ends the run does so when the save under way is whole."""
+    def _finish_saves_on_gradient_error(self) -> Iterator[None]:
+        """Complete pending saves if an update ends the run."""
         from msrl.trainer.guard import GradientError
 
         try:
@@ -123,45 +127,49 @@ class TrainActor:
             raise
 
     def weights(self) -> tuple[Bucket, ...]:
-        """This stage's weights under their Hugging Face names on its first rank; nothing on the
-        others, which take part.
+        """Return the policy's weights of this pipeline stage under their Hugging Face names, then
+        offload the policy.
+
+        Only the first rank of a stage returns weights; all ranks must call it.
         """
         from msrl.trainer.weights import export
 
-        parcels = pack(export(self._training_rank.policy))
+        buckets = pack(export(self._training_rank.policy))
         self._training_rank.offload()
-        return parcels
+        return buckets
 
     def save(
         self, step: int, extra: Mapping[str, Any], retention: Retention
     ) -> list[SavedTraining]:
-        """Save, or begin to; the saves that were finished since this was asked last."""
+        """Save a checkpoint, or begin to, and return the saves that were completed since the last
+        call.
+        """
         self._saver.save(step, extra, retention)
         return self._saver.finished()
 
     def finish_saves(self) -> list[SavedTraining]:
-        """Wait for the save under way, if there is one; the saves that were finished since they
-        were asked for last.
-        """
+        """Wait for a pending save and return the saves that were completed since the last call."""
         return self._saver.finished(must_wait=True)
 
 
 class RolloutActor:
-    """One rollout engine."""
+    """Actor of one rollout engine."""
 
     def __init__(self, settings: EngineSettings, platform: str) -> None:
         self._settings, self._platform = settings, platform
 
     def start(self) -> None:
-        """Start the engine; here and not in the constructor, because Ray keeps an error of a method
-        whole.
+        """Start the engine.
+
+        This is not in the constructor because Ray reports an error of a method with its type and
+        message.
         """
         from msrl.rollout.vllm import VllmEngine
 
         self._engine = VllmEngine(self._settings, get(self._platform))
 
     def release(self) -> None:
-        """End the engine's processes and remove its files; the actor is killed next."""
+        """End the engine's processes and remove its files before the actor is killed."""
         self._engine.release()
 
     def generate(
@@ -177,4 +185,4 @@ class RolloutActor:
 
     def load_weights(self, *stages: tuple[Bucket, ...]) -> None:
         self._engine.wake()
-        self._engine.load_weights(unpack(parcel for stage in stages for parcel in stage))
+        self._engine.load_weights(unpack(itertools.chain.from_iterable(stages)))

@@ -1,7 +1,6 @@
-"""The critic's part of a step: values of every response token before the updates, then its own
-updates on what they should have been.
+"""Values and updates of the critic in a GRPO step.
 
-N response tokens of all samples end to end, T tokens of a sequence.
+N response tokens of all samples, concatenated; S sequences of T tokens.
 """
 
 from __future__ import annotations
@@ -24,75 +23,86 @@ from msrl.workflows.rl.worker_groups import TrainerGroup
 
 
 class CriticUpdater:
-    """Asks the ranks' critics for values and trains them. All that it needs to go on is in the
-    ranks' checkpoints.
+    """Computes values with the critics of the ranks and trains them. The ranks' checkpoints hold
+    all of its state.
     """
 
     def __init__(self, config: Config, trainers: TrainerGroup, num_steps: int) -> None:
-        optimizer = critic_optimizer(config)
+        optimizer, num_updates = critic_optimizer(config), num_steps * updates_per_step(config)
         self._trainers, self._loss = trainers, ValueLoss(config.algo.value.clip)
         self._schedule = Schedule(
             optimizer.schedule,
             optimizer.lr,
             optimizer.min_lr,
             optimizer.warmup,
-            num_steps * updates_per_step(config),
+            num_updates,
             optimizer.decay,
         )
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> Reals:  # [N]
-        """What the critic expects behind what precedes each response token; `sequences` mark all of
-        these tokens.
+        """Return the value of the state before each response token. The loss masks of `sequences`
+        mark all response tokens.
         """
         rows = self._trainers.values(sequences, limits)
-        return np.concatenate(
-            [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]
-        ).astype(np.float64)
+        values = [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]
+        return np.concatenate(values).astype(np.float64)
 
     def update(
-        self, sequences: Sequences, parts: Sequence[Sequence[int]], step: int, limits: BatchLimits
+        self, sequences: Sequences, batches: Sequence[Sequence[int]], step: int, limits: BatchLimits
     ) -> dict[str, float]:
-        """One update for each part of the sequences, as `with_targets` made them. Returns their
-        mean report; `value_lr` is the last's.
+        """Update the critic once per batch of sequences that have the fields of `with_targets`.
+
+        Returns:
+            The mean of the updates' metrics, and the learning rate of the last update as
+            `value_lr`.
         """
         reports, lr = list[Mapping[str, float]](), 0.0
-        for number, part in enumerate(parts):
-            lr = self._schedule.at(step * len(parts) + number)
-            chosen = select(sequences, part)
-            if num_loss_tokens(chosen):
-                reports.append(self._trainers.update_critic(chosen, limits, self._loss, lr))
-        means = {
-            name: float(np.mean([report[name] for report in reports]))
-            for name in (reports[0] if reports else ())
-        }
-        return {**{_NAMES.get(name, name): value for name, value in means.items()}, "value_lr": lr}
+        for number, indices in enumerate(batches):
+            lr = self._schedule.at(step * len(batches) + number)
+            batch = select(sequences, indices)
+            if num_loss_tokens(batch):
+                reports.append(self._trainers.update_critic(batch, limits, self._loss, lr))
+        means = {_NAMES.get(name, name): mean for name, mean in mean_report(reports).items()}
+        return {**means, "value_lr": lr}
 
 
 _NAMES = {name: f"value_{name}" for name in ("grad_norm", "lr", "skipped")}
 
 
+def mean_report(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of every metric; the reports have the same metrics."""
+    if not reports:
+        return {}
+    return {name: float(np.mean([report[name] for report in reports])) for name in reports[0]}
+
+
 def with_targets(
-    sequences: Sequences, responses: Sequences, values: Reals, returns: Reals
+    sequences: Sequences,
+    responses: Sequences,  # their loss masks mark the N response tokens
+    values: Reals,  # [N]
+    returns: Reals,  # [N]
 ) -> Sequences:
-    """The sequences with the fields that the critic's loss reads. `responses` mark the tokens that
-    the [N] numbers are of.
-    """
-    fields = {"old_values": _spread(responses, values), "returns": _spread(responses, returns)}
+    """Return the sequences with the fields that the critic's loss reads."""
+    fields = {
+        "old_values": _by_sequence(responses, values),
+        "returns": _by_sequence(responses, returns),
+    }
     return sequences._replace(fields=fields)
 
 
-def _spread(responses: Sequences, numbers: Reals) -> tuple[Floats, ...]:  # [N] -> S of [T]
-    found, start = list[Floats](), 0
+def _by_sequence(responses: Sequences, numbers: Reals) -> tuple[Floats, ...]:  # [N] -> S of [T]
+    """Split numbers of response tokens by sequence; all other tokens get 0."""
+    rows, start = list[Floats](), 0
     for mask in responses.loss_masks:
         row, count = np.zeros(len(mask), np.float32), int(mask.sum())
         row[mask] = numbers[start : start + count]
-        found.append(row)
+        rows.append(row)
         start += count
-    return tuple(found)
+    return tuple(rows)
 
 
 def value_metrics(values: Reals, returns: Reals) -> dict[str, Any]:  # [N] each
-    """How good the critic was before the step's updates."""
+    """Return metrics of the critic's values before the updates of a step."""
     return {
         "value_mean": float(values.mean()),
         "return_mean": float(returns.mean()),

@@ -1,9 +1,7 @@
-"""Reinforcement learning with verifiable rewards: one visible loop over Ray actors that generate
-and train.
+"""The GRPO training loop over Ray actors that generate and train.
 
-Take prompts, generate groups and score them (`grpo_rollouts.py`), turn groups into samples with
-advantages and update on packed micro-batches (`grpo_update.py`), hand the new weights to the
-engines. The weights are the only arrow that goes back.
+A step generates and scores groups of completions (`rollouts.py`), computes advantages and updates
+the policy on packed micro-batches (`update.py`), and sends the new weights to the engines.
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from msrl.cluster.session import ray_session
+from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.config.schema import Config
 from msrl.models.paths import config_dir
 from msrl.models.reward_head import has_classifier
@@ -41,8 +39,8 @@ from msrl.workflows.rl.evaluation import Evaluator
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts
 from msrl.workflows.rl.setup import RLSetup, prepare
-from msrl.workflows.rl.step import Clock, step_metrics
-from msrl.workflows.rl.update import Prepared, Updater
+from msrl.workflows.rl.step import Clock, report_of
+from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.rl.worker_groups import EngineGroup, TrainerGroup, engine_environments
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.best import checkpoint_results
@@ -81,39 +79,48 @@ CURVES = (
 
 
 def run(config: Config) -> None:
-    """Train as the configuration says. Raises MsrlError for what is wrong with it before Ray is
-    asked for.
+    """Train a model as configured.
+
+    Raises:
+        MsrlError: The configuration is invalid. It is checked before Ray starts.
     """
     job = prepare(config)
     check_memory(config, "train-grpo", job.platform)
     verify_models(loaded_models(config, "train-grpo", job.resume))
-    with (
-        lasting_output(),
-        RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log,
-        EndAtOnce(),
-    ):
-        started = time.perf_counter()
-        workers = (
-            counted(world_size(config), "training rank"),
-            counted(config.rollout.engine.dp, "engine"),
-        )
+    run_log = RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES)
+    with lasting_output(), run_log as log, EndAtOnce():
+        start_time = time.perf_counter()
+        ranks = counted(world_size(config), "training rank")
+        engines = counted(config.rollout.engine.dp, "engine")
         log.note(
-            f"starting {' and '.join(workers)} on {job.platform.name}; the run is written to {log.path}"
+            f"starting {ranks} and {engines} on {job.platform.name}; the run is written to "
+            f"{log.path}"
         )
-        with _team(job) as (trainers, engines, scorer):
-            log.note(f"all started in {duration_text(time.perf_counter() - started)}")
-            with Interrupts() as interrupts, _finishes_saves(trainers):
-                saved = _loop(job, trainers, engines, scorer, log, interrupts)
+        with _workers(job) as workers:
+            log.note(f"all started in {duration_text(time.perf_counter() - start_time)}")
+            with Interrupts() as interrupts, _finish_saves_on_reward_error(workers.trainers):
+                saved = _train(job, workers, log, interrupts)
         is_stopped = was_stopped_early(interrupts.asked, saved, job.num_steps)
         log.finish(_results(config, saved, log.path, is_done=not is_stopped))
     if is_stopped:
         raise KeyboardInterrupt
 
 
-def _loop(
-    job: RLSetup, trainers: TrainerGroup, engines: EngineGroup, scorer: Scorer, log: RunLog, interrupts: Interrupts
-) -> SavedTraining | None:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class _Workers:
+    """Workers of a run."""
+
+    trainers: TrainerGroup
+    engines: EngineGroup
+    scorer: Scorer
+
+
+def _train(
+    job: RLSetup, workers: _Workers, log: RunLog, interrupts: Interrupts
+) -> SavedTraining | None:
+    """Run the remaining steps and return the last complete checkpoint."""
     config, saved = job.config, job.resume
+    trainers, engines, scorer = workers.trainers, workers.engines, workers.scorer
     state = saved.state()["extra"] if saved else {}
     updater = Updater(config, trainers, job.num_steps, state)
     rollouts = Rollouts(job, engines, scorer, state)
@@ -123,17 +130,17 @@ def _loop(
         log.log(evaluator.at_start())
     for step in range(job.start_step, job.num_steps):
         clock = Clock()
-        found = rollouts.generate(step, clock)
-        prepared = updater.prepare(found.train_groups, clock, found.dropped_groups)
+        found = rollouts.of_step(step, clock)
+        prepared = updater.prepare(found.learnt, clock, found.left_out)
         trained = updater.update(prepared, step, clock)
         with clock("weights"):
             engines.load_weights(trainers.weights())
         metrics = {
-            **step_metrics(found.scores, trained, clock.seconds),
+            **report_of(found.scores, trained, clock.seconds),
             **found.metrics,
             **_mfu(job, prepared, clock),
         }
-        rollout_log.write(step + 1, found.train_groups, prepared.samples, found.dropped_groups)
+        rollout_log.write(step + 1, found.learnt, prepared.samples, found.left_out)
         seconds = {**clock.seconds, "step": sum(clock.seconds.values())}
         log.log(evaluator.after(StepReport(step + 1, metrics, seconds, found.scores.notes)))
         is_last = interrupts.asked or evaluator.ends_with(step + 1) or step + 1 == job.num_steps
@@ -144,50 +151,45 @@ def _loop(
         ):
             extra = {**job.state, **rollouts.state(), **updater.state(), **evaluator.state()}
             saved = (
-                _said(trainers.save(step + 1, extra, retention(config, evaluator.best))) or saved
+                _print_saved(trainers.save(step + 1, extra, retention(config, evaluator.best)))
+                or saved
             )
         if is_last:
             break
-    return _said(trainers.finish_saves()) or saved
+    return _print_saved(trainers.finish_saves()) or saved
 
 
 @contextmanager
-def _finishes_saves(trainers: TrainerGroup) -> Iterator[None]:
-    """Complete checkpoints that are being written when a reward source ends the run; ranks and
-    engines are in order then.
+def _finish_saves_on_reward_error(trainers: TrainerGroup) -> Iterator[None]:
+    """Complete pending checkpoints if a reward source ends the run; ranks and engines still work in
+    this case.
     """
     try:
         yield
     except RewardSourceError:
-        _said(trainers.finish_saves())
+        _print_saved(trainers.finish_saves())
         raise
 
 
-def _mfu(job: RLSetup, prepared: Prepared, clock: Clock) -> dict[str, float]:
-    """Of the policy's updates alone: generation is bound by memory, not by arithmetic. Nothing of a
-    step without one.
+def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]:
+    """Return the model FLOPs utilization of the policy's updates; nothing for a step without one.
+
+    Generation is excluded because memory bandwidth limits it, not arithmetic.
     """
     shape, seconds = model_shape(job.config), clock.seconds.get("update", 0.0)
-    assert shape is not None, "the ranks have loaded it"
+    assert shape is not None, "the ranks have loaded the model"
     if not seconds:
         return {}
     sequences, epochs = prepared.sequences, job.config.train.updates.epochs
-    return mfu(
-        shape,
-        job.config,
-        job.platform,
-        [sequences],
-        num_loss_tokens(sequences),
-        seconds,
-        passes=epochs,
-    )
+    num_tokens = num_loss_tokens(sequences)
+    return mfu(shape, job.config, job.platform, [sequences], num_tokens, seconds, passes=epochs)
 
 
-def _said(finished: Sequence[SavedTraining]) -> SavedTraining | None:
-    """Name every checkpoint that has become whole; the last of them."""
-    for saved in finished:
+def _print_saved(checkpoints: Sequence[SavedTraining]) -> SavedTraining | None:
+    """Print a line per checkpoint that is now complete, and return the last one."""
+    for saved in checkpoints:
         print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
-    return finished[-1] if finished else None
+    return checkpoints[-1] if checkpoints else None
 
 
 def _is_due(every: int | None, step: int) -> bool:
@@ -195,51 +197,53 @@ def _is_due(every: int | None, step: int) -> bool:
 
 
 @contextmanager
-def _team(job: RLSetup) -> Iterator[tuple[TrainerGroup, EngineGroup, Scorer]]:
-    """Start Ray (or use the given cluster), the ranks, the engines and the verifiers; end them all."""
-    config, platform = job.config, job.platform
-    timeout_s, num_ranks = config.cluster.rpc_timeout_s, world_size(config)
-    reference = weights_path(config) if needs_reference(config) else None
+def _workers(job: RLSetup) -> Iterator[_Workers]:
+    """Start all workers in a Ray cluster, the configured or a new one; stop them at the end."""
+    cluster, platform = job.config.cluster, job.platform
     with ExitStack() as stack:
         scorer = stack.enter_context(_scorer(job))
-        reward_models = {
-            name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
-        }
-        settings = rank_settings(
-            config,
-            platform.name,
-            resume=job.resume,
-            reference=reference,
-            reward_models=reward_models,
-        )
         session = stack.enter_context(
             ray_session(
-                config.cluster.address,
+                cluster.address,
                 num_devices=job.placement.num_devices,
                 resource_name=platform.ray_resource,
-                env=config.cluster.env,
+                env=cluster.env,
             )
         )
         placed = session.create_placement(job.placement)
-        engine_env = engine_environments(
-            placed, platform, config.rollout.engine, config.cluster.env
-        )
-        trainers = TrainerGroup(
-            session,
-            placed,
-            settings,
-            num_ranks,
-            {**_rank_environment(config, platform), **worker_variables(config, platform)},
-            timeout_s,
-        )
+        # Ray returns the devices of the engines only before any actor is started.
+        engine_env = engine_environments(placed, platform, job.config.rollout.engine, cluster.env)
+        trainers = _trainer_group(job, scorer, session, placed)
+        settings = _engine_settings(job.config, job.hf_dir)
         engines = EngineGroup(
-            session, placed, _engine_settings(config, job.hf_dir), platform, engine_env, timeout_s
+            session, placed, settings, platform, engine_env, cluster.rpc_timeout_s
         )
         _start(trainers, engines, job)
         for name, model in scorer.rank_models.items():
             model.connect(partial(trainers.scores, name))
-        yield trainers, engines, scorer
+        yield _Workers(trainers, engines, scorer)
         engines.release()
+
+
+def _trainer_group(
+    job: RLSetup, scorer: Scorer, session: Session, placed: PlacedWorkers
+) -> TrainerGroup:
+    """Create the actors of the training ranks, which also hold the reward models of `scorer`."""
+    config, platform = job.config, job.platform
+    reward_models = {
+        name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
+    }
+    settings = rank_settings(
+        config,
+        platform.name,
+        resume=job.resume,
+        reference=weights_path(config) if needs_reference(config) else None,
+        reward_models=reward_models,
+    )
+    env = {**_rank_environment(config, platform), **worker_variables(config, platform)}
+    return TrainerGroup(
+        session, placed, settings, world_size(config), env, config.cluster.rpc_timeout_s
+    )
 
 
 def _rank_environment(config: Config, platform: Platform) -> Mapping[str, str]:
@@ -248,21 +252,24 @@ def _rank_environment(config: Config, platform: Platform) -> Mapping[str, str]:
 
 
 def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
-    """Load ranks and engines, at the same time where neither measures how much of a device's memory
-    the other has left.
+    """Load the models of ranks and engines.
+
+    They load at the same time only in main memory: on a device, engines measure the free memory, so
+    they start after the ranks.
     """
-    begun = engines.begin_start() if job.platform.shares_main_memory else None
-    config = job.config
-    trainers.start(
-        job.resume, SavePlan(checkpoint_root(config), job.hf_dir, config.checkpoint.in_background)
-    )
-    engines.finish_start(engines.begin_start() if begun is None else begun)
+    config, pending = job.config, None
+    if job.platform.shares_main_memory:
+        pending = engines.begin_start()
+    plan = SavePlan(checkpoint_root(config), job.hf_dir, config.checkpoint.in_background)
+    trainers.start(job.resume, plan)
+    engines.finish_start(engines.begin_start() if pending is None else pending)
     engines.load_weights(trainers.weights())
 
 
 def _scorer(job: RLSetup) -> Scorer:
-    """The sources of the configuration; servers and models get prompts as the policy sees them,
-    special tokens included.
+    """Return the scorer of the configured sources.
+
+    Servers and models get prompts as the policy sees them, special tokens included.
     """
 
     def prompt_text(token_ids: Ints) -> str:
@@ -275,13 +282,12 @@ def _scorer(job: RLSetup) -> Scorer:
 
 
 def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
-    """The engine starts from the config alone: its weights are pushed in before the first prompt."""
+    """Return the settings of an engine with random weights, which the ranks replace before the
+    first prompt.
+    """
+    max_length = max_model_len(config)
     settings = engine_settings(
-        config,
-        hf_dir,
-        dtype=config.model.dtype,
-        max_model_len=max_model_len(config),
-        random_weights=True,
+        config, hf_dir, dtype=config.model.dtype, max_model_len=max_length, random_weights=True
     )
     return replace(settings, tokenizer_dir=tokenizer_path(config))
 
@@ -289,18 +295,19 @@ def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
 def _results(
     config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool
 ) -> dict[str, str]:
+    """Export the final checkpoint of a completed run; return the paths to report."""
     results = checkpoint_results(saved, is_done=is_done)
-    if saved and is_done and config.checkpoint.export_hf:
-        chosen, said = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
-        folder = export_hf(
-            chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)
-        )
-        results["Hugging Face model"] = f"{folder}{said}"
-        shape = critic_shape(config) if needs_critic(config) else None
-        if shape is not None and has_classifier(shape.architecture):
-            load = config.cluster.roles.critic.load
-            folder = hf_files(config) if load is None else config_dir(load)
-            results["Hugging Face critic"] = (
-                f"{export_critic(chosen, run_dir / 'hf_critic', shape, folder)}{said}"
-            )
+    if not (saved and is_done and config.checkpoint.export_hf):
+        return results
+    checkpoint, note = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
+    folder = export_hf(
+        checkpoint, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)
+    )
+    results["Hugging Face model"] = f"{folder}{note}"
+    shape = critic_shape(config) if needs_critic(config) else None
+    if shape is not None and has_classifier(shape.architecture):
+        load = config.cluster.roles.critic.load
+        config_folder = hf_files(config) if load is None else config_dir(load)
+        critic = export_critic(checkpoint, run_dir / "hf_critic", shape, config_folder)
+        results["Hugging Face critic"] = f"{critic}{note}"
     return results

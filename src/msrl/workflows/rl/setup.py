@@ -1,5 +1,5 @@
-"""What a GRPO run is made of before Ray is asked for: prompts in their order, sampling, placement,
-the checkpoint to go on from.
+"""Setup of a GRPO run before Ray starts: prompts and their order, sampling, placement, the
+checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from msrl.rewards.rows import RowSources
 from msrl.rewards.sources import Source
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.training import resume_checks as resume_checks
+from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.run_log import checkpoint_root
 from msrl.workflows.training.settings import (
@@ -39,13 +39,13 @@ from msrl.workflows.training.settings import (
 
 @dataclass(frozen=True)
 class RLSetup:
-    """Everything that is known before the cluster is asked for."""
+    """Setup of a run, which does not depend on the cluster."""
 
     config: Config
     platform: Platform
     placement: Placement
     prompts: Prompts
-    state: Mapping[str, Any]  # what every checkpoint holds of the training
+    state: Mapping[str, Any]  # for the resume checks; every checkpoint holds it
     eval_prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     num_steps: int
@@ -60,57 +60,36 @@ class RLSetup:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts that are short enough, in their order."""
+    """Prompts that fit `rollout.max_prompt_tokens`, and their order."""
 
     dataset: PromptDataset
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # of the dataset
     order: RowOrder
 
     def after(self, position: int, count: int) -> list[Prompt]:
-        """The `count` prompts that come after the first `position` ones."""
+        """Return `count` prompts, starting at `position` in the order."""
         return [self.dataset[self.rows[row]] for row in self.order.after(position, count)]
 
 
 def prepare(config: Config) -> RLSetup:
-    """Everything that can be known, and be wrong, before Ray is asked for. Raises MsrlError."""
+    """Check everything that can be checked before Ray starts and return the setup of the run.
+
+    Raises:
+        MsrlError: The configuration, the data or the checkpoint is invalid.
+    """
     if config.data.train is None:
-        raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
+        raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
     platform = resolve(config.cluster.platform)
     hf_dir = hf_files(config)
     tokenizer = open_tokenizer(tokenizer_path(config))
-    prompts = _prompts(config, config.data.train, tokenizer)
-    check_data(prompts.dataset.manifest, config, hf_dir, config.data.train)
-    verify_data(prompts.dataset, hf_dir)
+    prompts = _checked_prompts(config, config.data.train, tokenizer, hf_dir)
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
             difficulty(prompts.dataset[row])
-    held_out = _prompts(config, config.data.eval, tokenizer) if config.data.eval else None
-    if held_out is not None:
-        check_data(held_out.dataset.manifest, config, hf_dir, str(config.data.eval))
-        verify_data(held_out.dataset, hf_dir)
-    count = min(len(held_out.rows), config.eval.prompts or len(held_out.rows)) if held_out else 0
-    eval_prompts = (
-        tuple(held_out.dataset[held_out.rows[i]] for i in range(count)) if held_out else ()
-    )
+    eval_prompts = _eval_prompts(config, tokenizer, hf_dir)
     _check_rows(config, (prompts.dataset[row] for row in prompts.rows), eval_prompts)
-    num_steps = steps_of(config, len(prompts.rows))
-    resume = checkpoint_to_resume(config, checkpoint_root(config))
-    if resume and resume.step >= num_steps:
-        raise MsrlError(
-            f"train.steps={num_steps}: the checkpoint in {resume.root} has {resume.step} already; raise it to go on"
-        )
-    if resume:
-        check_order(resume, prompts.order, rows_per_step="rollout.prompts_per_step")
-    rates = policy_schedule(config, num_steps)
-    state = {
-        **order_state(prompts.order),
-        **resume_checks.remembered(config, rates, command="train-grpo"),
-    }
-    if resume:
-        resume_checks.check(resume, state)
-    check_room(checkpoint_root(config), resume)
-    done = (resume.step if resume else 0) - config.algo.value.warmup_steps
-    resume_checks.report_schedule(resume, rates, max(done, 0) * updates_per_step(config))
+    num_steps = count_steps(config, len(prompts.rows))
+    resume, state = _checkpoint_and_state(config, prompts.order, num_steps)
     return RLSetup(
         config=config,
         platform=platform,
@@ -124,6 +103,52 @@ def prepare(config: Config) -> RLSetup:
         hf_dir=hf_dir,
         tokenizer=tokenizer,
     )
+
+
+def _checked_prompts(
+    config: Config, prefix: str, tokenizer: TextTokenizer, hf_dir: Path
+) -> Prompts:
+    """Return the prompts of a dataset that fits the model. Raises MsrlError."""
+    prompts = _prompts(config, prefix, tokenizer)
+    check_data(prompts.dataset.manifest, config, hf_dir, prefix)
+    verify_data(prompts.dataset, hf_dir)
+    return prompts
+
+
+def _eval_prompts(config: Config, tokenizer: TextTokenizer, hf_dir: Path) -> tuple[Prompt, ...]:
+    """Return the first `eval.prompts` prompts of `data.eval`; all if it is not set."""
+    if not config.data.eval:
+        return ()
+    held_out = _checked_prompts(config, config.data.eval, tokenizer, hf_dir)
+    return tuple(held_out.dataset[row] for row in held_out.rows[: config.eval.prompts or None])
+
+
+def _checkpoint_and_state(
+    config: Config, order: RowOrder, num_steps: int
+) -> tuple[SavedTraining | None, dict[str, Any]]:
+    """Return the checkpoint to resume from and the state for the resume checks of later runs.
+
+    Raises:
+        MsrlError: The run cannot resume from the checkpoint, or the disk lacks space for the next
+        one.
+    """
+    root = checkpoint_root(config)
+    resume = checkpoint_to_resume(config, root)
+    if resume and resume.step >= num_steps:
+        raise MsrlError(
+            f"train.steps={num_steps}: the checkpoint in {resume.root} is at step {resume.step} "
+            "already. Raise train.steps to resume."
+        )
+    if resume:
+        check_order(resume, order, rows_per_step="rollout.prompts_per_step")
+    rates = policy_schedule(config, num_steps)
+    state = {**order_state(order), **resume_checks.remembered(config, rates, command="train-grpo")}
+    if resume:
+        resume_checks.check(resume, state)
+    check_room(root, resume)
+    num_policy_steps = max((resume.step if resume else 0) - config.algo.value.warmup_steps, 0)
+    resume_checks.report_schedule(resume, rates, num_policy_steps * updates_per_step(config))
+    return resume, state
 
 
 def _check_rows(config: Config, train: Iterable[Prompt], held_out: Iterable[Prompt]) -> None:
@@ -140,47 +165,62 @@ def _check_rows(config: Config, train: Iterable[Prompt], held_out: Iterable[Prom
 
 
 def difficulty(prompt: Prompt) -> float:
-    """What the data says of a prompt, 0 easy to 1 hard. Raises MsrlError where it says no number."""
-    said = prompt.extra.get("difficulty")
+    """Return the difficulty of a prompt in the data, from 0 (easy) to 1 (hard).
+
+    Raises:
+        MsrlError: The data has no number for it.
+    """
+    text = prompt.extra.get("difficulty")
     try:
-        value = float(said or "")
+        value = float(text or "")
     except ValueError:
         value = math.nan
     if math.isfinite(value):
         return value
-    found = "is missing" if said is None else f"is {said!r}, not a number"
+    problem = "is missing" if text is None else f"is {text!r}, not a number"
     raise MsrlError(
-        f"algo.sample_weight.difficulty: the column extra.difficulty of prompt {prompt.index} {found}; "
-        "carry it along with preprocess.map_keys: {extra.difficulty: COLUMN}, or set it to false"
+        f"algo.sample_weight.difficulty: the column extra.difficulty of prompt {prompt.index} "
+        f"{problem}. "
+        "Map it with preprocess.map_keys: {extra.difficulty: COLUMN}, or set "
+        "algo.sample_weight.difficulty to false."
     )
 
 
-def steps_of(config: Config, num_prompts: int) -> int:
-    """The steps of a run. Raises MsrlError where the critic's warm-up takes all of them."""
+def count_steps(config: Config, num_prompts: int) -> int:
+    """Return the number of steps of a run.
+
+    Raises:
+        MsrlError: The critic's warm-up takes all of them.
+    """
     epochs, warmup = config.train.epochs or 1, config.algo.value.warmup_steps
     count = config.train.steps or -(-epochs * num_prompts // config.rollout.prompts_per_step)
     if warmup >= count:
-        made = f"train.epochs={epochs} makes {count} steps of {num_prompts} prompts"
         raise MsrlError(
-            f"algo.value.warmup_steps={warmup}: {made}, so the policy never learns; lower it, or train for longer"
+            f"algo.value.warmup_steps={warmup}: the run has only {count} steps "
+            f"(train.epochs={epochs}, {num_prompts} prompts), so the"
+            " policy is never updated. Lower the warm-up, or train for more steps."
         )
     return count
 
 
 def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
-    """The prompts of a prefix; those that are too long are left out, and that is said."""
+    """Return the prompts of a prefix without those that are too long, and print the number of
+    dropped prompts.
+    """
     dataset = PromptDataset(prefix, decode=tokenizer.backend.decode)
     limit, rows = config.rollout.max_prompt_tokens, range(len(dataset))
     if dataset.max_tokens > limit:
         rows = [row for row in rows if len(dataset[row].token_ids) <= limit]
-        left_out = len(dataset) - len(rows)
+        num_dropped = len(dataset) - len(rows)
         print(
-            f"{prefix}: {left_out} of {len(dataset)} prompts are left out: longer than rollout.max_prompt_tokens={limit}",
+            f"{prefix}: dropped {num_dropped} of {len(dataset)} prompts that are longer than "
+            f"rollout.max_prompt_tokens={limit}",
             file=sys.stderr,
         )
     if not rows:
         raise MsrlError(
-            f"rollout.max_prompt_tokens={limit}: every prompt of {prefix} is longer; the longest has {dataset.max_tokens} tokens"
+            f"rollout.max_prompt_tokens={limit}: every prompt of {prefix} is longer. Raise it; the "
+            f"longest has {dataset.max_tokens} tokens."
         )
     order = RowOrder(
         len(rows), config.rollout.prompts_per_step, config.run.seed, config.data.shuffle
@@ -201,14 +241,11 @@ def _placement(config: Config, platform: Platform) -> Placement:
 
 def _sampling(config: Config, dataset: PromptDataset) -> SamplingParams:
     sampling, manifest = config.rollout.sampling, dataset.manifest
-    ends = (
-        {
-            *manifest.stop_token_ids,
-            *([manifest.eos_token_id] if manifest.eos_token_id is not None else []),
-        }
-        if manifest
-        else set()
-    )
+    stop_token_ids = set[int]()
+    if manifest:
+        stop_token_ids.update(manifest.stop_token_ids)
+        if manifest.eos_token_id is not None:
+            stop_token_ids.add(manifest.eos_token_id)
     return SamplingParams(
         max_tokens=config.rollout.max_response_tokens,
         num_samples=config.rollout.samples_per_prompt,
@@ -217,6 +254,6 @@ def _sampling(config: Config, dataset: PromptDataset) -> SamplingParams:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop=sampling.stop,
-        stop_token_ids=tuple(sorted(ends)),
+        stop_token_ids=tuple(sorted(stop_token_ids)),
         seed=config.run.seed if sampling.seed is None else sampling.seed,
     )

@@ -1,7 +1,7 @@
-"""What a step's scored groups become: log-probabilities, advantages, and the optimizer updates on
-them.
+"""Log-probabilities, advantages and optimizer updates of a GRPO step.
 
-P prompts, G completions of each, N response tokens of all of them end to end.
+P prompts, G completions per prompt, N response tokens of all completions, concatenated, T tokens of
+a sequence.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,33 +26,47 @@ from msrl.rewards.process import RewardSteps
 from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, select, with_weights
 from msrl.trainer.objective.losses import PolicyLoss, required_arguments
 from msrl.types import Floats, ScoredGroup, TrainingSample
-from msrl.workflows.rl.critic import CriticUpdater, value_metrics, with_targets
+from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
 from msrl.workflows.rl.rollouts import select_informative
 from msrl.workflows.rl.setup import difficulty
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.worker_groups import TrainerGroup
 from msrl.workflows.training.settings import policy_schedule
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A step's samples with everything that is known of them before its first update."""
+class PreparedStep:
+    """Samples of a step with everything that is computed before its first update."""
 
     samples: tuple[TrainingSample, ...]
     sequences: Sequences
     metrics: Mapping[str, float]
-    for_critic: Sequences | None = None
+    critic_sequences: Sequences | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _StepLogprobs:
+    """Log-probabilities of every sequence, [T] each; None if they are not needed."""
+
+    policy: tuple[Floats, ...] | None  # before the first update
+    reference: tuple[Floats, ...] | None
 
 
 class Updater:
-    """Turns scored groups into optimizer updates. Its state is the factor of the KL coefficients
-    and the moments of the rewards.
+    """Computes advantages of scored groups and updates the models.
+
+    Its state is the factor of the KL coefficients and the moments of the rewards.
     """
 
     def __init__(
         self, config: Config, trainers: TrainerGroup, num_steps: int, state: Mapping[str, Any]
     ) -> None:
-        """`state` is what `state()` returned when the checkpoint to go on from was saved, or empty."""
+        """Initialize with the `state()` in the checkpoint to resume from; an empty mapping for a
+        new run.
+        """
         self._config, self._trainers = config, trainers
         self._schedule = policy_schedule(config, num_steps)
         self._critic = CriticUpdater(config, trainers, num_steps) if needs_critic(config) else None
@@ -67,108 +81,121 @@ class Updater:
         self._loss = policy_loss(config)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold."""
+        """Return the state to save in a checkpoint."""
         return {"kl_factor": self._kl_factor, "rewards": self._rewards.state()}
 
     def prepare(
-        self, groups: Sequence[ScoredGroup], clock: Clock, left_out: Sequence[ScoredGroup] = ()
-    ) -> Prepared:
-        """Log-probabilities of the policy and of the reference and values of the critic where they
-        are needed, then advantages.
+        self, groups: Sequence[ScoredGroup], clock: Clock, dropped: Sequence[ScoredGroup] = ()
+    ) -> PreparedStep:
+        """Compute the log-probabilities and values that the configuration needs, then the
+        advantages.
 
-        Groups that were `left_out` of the step count in the statistics of its rewards, and in
-        nothing else.
+        The `dropped` groups of a step count only in the statistics of its rewards.
         """
         algo = self._config.algo
         keep = selected_samples(self._config, groups)
+        lengths = length_matrix(groups)
         plain = rl_sequences(
-            training_samples(groups, np.zeros(int(length_matrix(groups).sum())), np.ones_like(keep))
+            training_samples(groups, np.zeros(int(lengths.sum())), np.ones_like(keep))
         )
-        with clock("logprobs"):
-            found = self._logprobs(plain)
-        values = None
-        if self._critic is not None:
-            with clock("values"):
-                values = self._critic.values(plain, self._limits(forward=True))
-        processed = self._rewards.apply([*groups, *left_out])
+        logprobs, values = self._forward(plain, clock)
+        processed = self._rewards.apply([*groups, *dropped])
         metrics = dict(processed.metrics)
         if algo.kl.controller.kind == "adaptive":
             metrics["kl_factor"] = self._kl_factor
         penalty = None
         if algo.kl.reward.coef:
-            divergence = token_divergence(
-                plain, found["policy"], found["reference"], algo.kl.reward.estimator
-            )
+            divergence = self._divergence(plain, logprobs)
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
-        rewards = TokenRewards(
-            processed.rewards[: len(groups)], length_matrix(groups), penalty, keep
-        )
-        estimated = estimates(algo, rewards, values)
-        samples = samples_of(self._config, groups, rewards, keep, estimated)
-        sequences = rl_sequences(samples)
-        fields = dict(sequences.fields)
-        if updates_per_step(self._config) > 1:
-            fields["old_logprobs"] = found["policy"]
-        if algo.kl.loss.coef and algo.kl.loss.estimator != "full":
-            fields["reference_logprobs"] = found["reference"]
+        rewards = TokenRewards(processed.rewards[: len(groups)], lengths, penalty, keep)
+        advantages = estimate_advantages(algo, rewards, values)
+        samples = samples_with_advantages(self._config, groups, rewards, keep, advantages)
+        sequences = self._with_logprobs(rl_sequences(samples), logprobs)
         if not keep.all():
             metrics["masked"] = 1.0 - float(keep.mean())
-        for_critic = None
+        critic_sequences = None
         if values is not None:
-            metrics |= value_metrics(values, estimated + values)
-            for_critic = with_targets(sequences, plain, values, estimated + values)
-        return Prepared(samples, sequences._replace(fields=fields), metrics, for_critic)
+            returns = advantages + values
+            metrics |= value_metrics(values, returns)
+            critic_sequences = with_targets(sequences, plain, values, returns)
+        return PreparedStep(samples, sequences, metrics, critic_sequences)
 
-    def update(self, prepared: Prepared, step: int, clock: Clock) -> dict[str, float]:
-        """All updates of a step, the critic's first. Returns their mean report; the learning rate
-        is the last update's.
+    def _forward(self, sequences: Sequences, clock: Clock) -> tuple[_StepLogprobs, Reals | None]:
+        """Return the log-probabilities, and the critic's values [N] if there is a critic."""
+        with clock("logprobs"):
+            logprobs = self._logprobs(sequences)
+        if self._critic is None:
+            return logprobs, None
+        with clock("values"):
+            return logprobs, self._critic.values(sequences, self._limits(forward=True))
 
-        An update whose samples are all masked out is left out, and counted. In the critic's warm-up
-        the policy has none.
+    def _divergence(self, sequences: Sequences, logprobs: _StepLogprobs) -> Reals:  # [N]
+        """Return the divergence for the KL penalty in the rewards."""
+        assert logprobs.policy is not None
+        assert logprobs.reference is not None
+        estimator = self._config.algo.kl.reward.estimator
+        return token_divergence(sequences, logprobs.policy, logprobs.reference, estimator)
+
+    def _with_logprobs(self, sequences: Sequences, logprobs: _StepLogprobs) -> Sequences:
+        """Return the sequences with the log-probabilities that the policy's loss reads."""
+        kl_loss, fields = self._config.algo.kl.loss, dict(sequences.fields)
+        if updates_per_step(self._config) > 1:
+            assert logprobs.policy is not None
+            fields["old_logprobs"] = logprobs.policy
+        if kl_loss.coef and kl_loss.estimator != "full":
+            assert logprobs.reference is not None
+            fields["reference_logprobs"] = logprobs.reference
+        return sequences._replace(fields=fields)
+
+    def update(self, prepared: PreparedStep, step: int, clock: Clock) -> dict[str, float]:
+        """Run all updates of a step, the critic's first. The policy has none in the critic's
+        warm-up.
+
+        An update whose samples are all masked is skipped and counted.
+
+        Returns:
+            The mean of the updates' metrics, and the learning rate of the last update.
         """
-        parts, metrics = (
-            update_parts(self._config, len(prepared.samples), step),
-            dict(prepared.metrics),
-        )
-        if self._critic is not None and prepared.for_critic is not None:
+        metrics = dict(prepared.metrics)
+        batches = update_batches(self._config, len(prepared.samples), step)
+        if self._critic is not None and prepared.critic_sequences is not None:
             with clock("critic"):
-                metrics |= self._critic.update(prepared.for_critic, parts, step, self._limits())
-        warmed_up = step - self._config.algo.value.warmup_steps
-        if warmed_up >= 0:
+                metrics |= self._critic.update(
+                    prepared.critic_sequences, batches, step, self._limits()
+                )
+        policy_step = step - self._config.algo.value.warmup_steps
+        if policy_step >= 0:
             with clock("update"):
-                metrics |= self._update_policy(prepared, parts, warmed_up)
-            self._adapt(metrics, len(prepared.samples))
+                metrics |= self._update_policy(prepared, batches, policy_step)
+            self._adapt_kl(metrics, len(prepared.samples))
         return metrics
 
     def _update_policy(
-        self, prepared: Prepared, parts: Sequence[Sequence[int]], step: int
+        self,
+        prepared: PreparedStep,
+        batches: Sequence[Sequence[int]],
+        step: int,  # counted from the first step after the critic's warm-up
     ) -> dict[str, float]:
-        """`step` counts from the first one in which the policy learns."""
+        """Update the policy once per batch; return the mean of the updates' metrics."""
+        mode, constant = self._config.algo.aggregate.mode, aggregate_constant(self._config)
         loss = replace(self._loss, kl_coef=self._loss.kl_coef * self._kl_factor)
         reports, lr = [], 0.0
-        for number, part in enumerate(parts):
-            lr = self._schedule.at(step * len(parts) + number)
-            sequences = select(prepared.sequences, part)
+        for number, indices in enumerate(batches):
+            lr = self._schedule.at(step * len(batches) + number)
+            sequences = select(prepared.sequences, indices)
             if num_loss_tokens(sequences):
-                mode, constant = self._config.algo.aggregate.mode, aggregate_constant(self._config)
-                reports.append(
-                    self._trainers.update(
-                        with_weights(sequences, mode, constant), self._limits(), loss, lr
-                    )
-                )
-        means = {
-            name: float(np.mean([report[name] for report in reports]))
-            for name in (reports[0] if reports else ())
-        }
-        skipped = (
-            {"empty_updates": float(len(parts) - len(reports))} if len(reports) < len(parts) else {}
-        )
-        return {**means, **skipped, "lr": lr}
+                weighted = with_weights(sequences, mode, constant)
+                reports.append(self._trainers.update(weighted, self._limits(), loss, lr))
+        metrics = mean_report(reports)
+        if len(reports) < len(batches):
+            metrics["empty_updates"] = float(len(batches) - len(reports))
+        return {**metrics, "lr": lr}
 
-    def _adapt(self, metrics: Mapping[str, float], num_samples: int) -> None:
-        """The KL coefficients of the next step, from the divergence of this one; of one that is no
-        number, in an update that was left out, nothing follows.
+    def _adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> None:
+        """Set the KL coefficients of the next step from the divergence of this one.
+
+        They stay the same if it is not finite, as after skipped updates.
         """
         controller = self._config.algo.kl.controller
         measured = metrics.get("reward_kl", metrics.get("kl", math.nan))
@@ -185,23 +212,23 @@ class Updater:
                 horizon=controller.horizon,
             )
 
-    def _logprobs(self, sequences: Sequences) -> dict[str, tuple[Floats, ...]]:
-        """Those of the policy (before the first of several updates, or for a penalty in the
-        rewards) and of the reference.
+    def _logprobs(self, sequences: Sequences) -> _StepLogprobs:
+        """Return the log-probabilities that the loss or a KL penalty in the rewards needs.
+
+        A step with one update needs those of the policy only for the penalty: its loss computes
+        them.
         """
         kl, temperature, limits = (
             self._config.algo.kl,
             self._loss.temperature,
             self._limits(forward=True),
         )
-        found: dict[str, tuple[Floats, ...]] = {}
+        policy = reference = None
         if updates_per_step(self._config) > 1 or kl.reward.coef:
-            found["policy"] = self._trainers.logprobs(sequences, limits, temperature)
+            policy = self._trainers.logprobs(sequences, limits, temperature)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
-            found["reference"] = self._trainers.logprobs(
-                sequences, limits, temperature, of_reference=True
-            )
-        return found
+            reference = self._trainers.logprobs(sequences, limits, temperature, of_reference=True)
+        return _StepLogprobs(policy, reference)
 
     def _limits(self, *, forward: bool = False) -> BatchLimits:
         train = self._config.train
@@ -210,7 +237,7 @@ class Updater:
 
 
 def policy_loss(config: Config) -> PolicyLoss:
-    """The loss that the configuration describes."""
+    """Return the configured loss."""
     algo, mismatch = config.algo, config.algo.mismatch
     plugin = registry.load(
         "msrl.algorithms.losses", algo.policy_loss, key="algo.policy_loss"
@@ -233,25 +260,30 @@ def policy_loss(config: Config) -> PolicyLoss:
         options={
             name: value
             for name, value in algo.options.items()
-            if name in registry.plugin_options(plugin)
+            if name in registry.options_of(plugin)
         },
     )
 
 
 def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
-    """Which samples have a part in the updates."""
+    """Return which samples the updates train on."""
     mask = config.algo.mask
-    found = trained_samples(
-        reward_matrix(groups), truncated_matrix(groups),
-        drop_truncated=mask.truncated, drop_equal_groups=mask.equal_groups, difficulty=mask.difficulty,
-    )  # fmt: skip
-    return found & select_informative(config.rollout.filter, groups)[:, None]
+    unmasked = trained_samples(
+        reward_matrix(groups),
+        truncated_matrix(groups),
+        drop_truncated=mask.truncated,
+        drop_equal_groups=mask.equal_groups,
+        difficulty=mask.difficulty,
+    )
+    return unmasked & select_informative(config.rollout.filter, groups)[:, None]
 
 
-def estimates(algo: AlgoConfig, rewards: TokenRewards, values: Reals | None = None) -> Reals:  # [N]
-    """What the estimator makes of the rewards, and of the critic's values, [N], where it needs
-    them.
-    """
+def estimate_advantages(
+    algo: AlgoConfig,
+    rewards: TokenRewards,
+    values: Reals | None = None,  # [N], if the estimator needs a critic
+) -> Reals:  # [N]
+    """Return the advantages of the configured estimator, before whitening and clipping."""
     advantage = algo.advantage
     estimate = registry.load(
         "msrl.algorithms.advantages", advantage.estimator, key="algo.advantage.estimator"
@@ -259,48 +291,45 @@ def estimates(algo: AlgoConfig, rewards: TokenRewards, values: Reals | None = No
     if advantage.whiten_rewards:
         rewards = rewards.whitened(advantage.eps)
     options = {
-        name: value
-        for name, value in algo.options.items()
-        if name in registry.plugin_options(estimate)
+        name: value for name, value in algo.options.items() if name in registry.options_of(estimate)
     }
-    given = {
+    arguments = {
         "eps": advantage.eps,
         "gamma": advantage.gamma,
         "lam": advantage.lam,
         "values": values,
         "turns": None,
     }
-    return estimate(rewards, **required_arguments(estimate, given), **options)
+    return estimate(rewards, **required_arguments(estimate, arguments), **options)
 
 
-def samples_of(
+def samples_with_advantages(
     config: Config,
     groups: Sequence[ScoredGroup],
     rewards: TokenRewards,
     keep: Flags,  # [P, G]
-    estimated: Reals,  # [N]
+    advantages: Reals,  # [N]
 ) -> tuple[TrainingSample, ...]:
-    """Every completion with its advantages: estimated, then whitened over what is learnt from, cut,
-    weighed, in this order.
+    """Return a sample per completion. Advantages are whitened over the trained samples, then
+    clipped, then weighted.
     """
-    advantage, values = config.algo.advantage, estimated
-    if advantage.whiten:
-        values = rewards.whiten(values, advantage.eps)
-    if advantage.clip is not None:
-        values = values.clip(-advantage.clip, advantage.clip)
-    return training_samples(
-        groups, values * rewards.everywhere(_weights(config.algo, groups, keep)), keep
-    )
+    settings = config.algo.advantage
+    if settings.whiten:
+        advantages = rewards.whiten(advantages, settings.eps)
+    if settings.clip is not None:
+        advantages = advantages.clip(-settings.clip, settings.clip)
+    weights = rewards.everywhere(_sample_weights(config.algo, groups, keep))
+    return training_samples(groups, advantages * weights, keep)
 
 
-def _weights(algo: AlgoConfig, groups: Sequence[ScoredGroup], keep: Flags) -> Reals:  # [P, G]
-    difficulties = (
-        np.array([difficulty(group.rollout.prompt) for group in groups])
-        if algo.sample_weight.difficulty
-        else None
-    )
+def _sample_weights(
+    algo: AlgoConfig, groups: Sequence[ScoredGroup], keep: Flags
+) -> Reals:  # [P, G]
+    weight, difficulties = algo.sample_weight, None
+    if weight.difficulty:
+        difficulties = np.array([difficulty(group.rollout.prompt) for group in groups])
     return sample_weights(
-        length_matrix(groups), keep, by_length=algo.sample_weight.length, difficulties=difficulties
+        length_matrix(groups), keep, by_length=weight.length, difficulties=difficulties
     )
 
 
@@ -310,33 +339,31 @@ def token_divergence(
     reference: Sequence[Floats],  # each [T]
     estimator: str,
 ) -> Reals:  # [N]
-    """Estimated divergence of the policy from the reference at every response token."""
+    """Return the estimated divergence of the policy from the reference at every response token."""
     import torch
 
     from msrl.algorithms import kl
 
-    learnt = [mask for mask in sequences.loss_masks]
-    flat = [
-        torch.from_numpy(
-            np.concatenate([row[mask] for row, mask in zip(rows, learnt, strict=True)])
-        )
-        for rows in (policy, reference)
-    ]
-    return kl.per_token(
-        estimator, flat[0].double(), flat[1].double(), torch.ones(len(flat[0]), dtype=torch.bool)
-    ).numpy()
+    def response_tokens(rows: Sequence[Floats]) -> Tensor:  # [N]
+        masked = [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]
+        return torch.from_numpy(np.concatenate(masked)).double()
+
+    policy_logprobs, reference_logprobs = response_tokens(policy), response_tokens(reference)
+    mask = torch.ones(len(policy_logprobs), dtype=torch.bool)
+    return kl.per_token(estimator, policy_logprobs, reference_logprobs, mask).numpy()
 
 
-def update_parts(config: Config, num_samples: int, step: int) -> list[list[int]]:
-    """Which samples each update of a step takes; a function of the seed and the step."""
+def update_batches(config: Config, num_samples: int, step: int) -> list[list[int]]:
+    """Return the indices of the samples of each update of a step; a function of the seed and the
+    step.
+    """
     updates = config.train.updates
     size = updates.samples_per_update or num_samples
-    parts: list[list[int]] = []
+    batches: list[list[int]] = []
     for epoch in range(updates.epochs):
         order = np.arange(num_samples)
         if updates.shuffle and size < num_samples:
-            np.random.Generator(
-                np.random.Philox(np.random.SeedSequence([config.run.seed, step, epoch]))
-            ).shuffle(order)
-        parts += [order[start : start + size].tolist() for start in range(0, num_samples, size)]
-    return parts
+            seed = np.random.SeedSequence([config.run.seed, step, epoch])
+            np.random.Generator(np.random.Philox(seed)).shuffle(order)
+        batches += [order[start : start + size].tolist() for start in range(0, num_samples, size)]
+    return batches

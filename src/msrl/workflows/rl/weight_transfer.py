@@ -1,8 +1,8 @@
-"""Weights on their way from a training actor to a rollout actor.
+"""Serialization of weights for the transfer from training actors to rollout actors.
 
-Ray pickles a torch tensor by writing it as a file into a string. The memory behind a NumPy array it
-copies once into its object store, and lends it to the receiver without another copy; so that is
-what travels.
+Weights are sent as NumPy arrays. Ray copies the memory of an array once, to its object store, and
+the receiver reads it there without another copy. For a torch tensor, Ray would serialize the
+storage into a byte string instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A tensor as its bytes; NumPy does not know all of torch's types."""
+    """Packed tensor: its bytes with its type and shape, since NumPy lacks some of torch's types."""
 
     name: str
     dtype: str  # bfloat16, float32, ...
@@ -30,26 +30,23 @@ class Bucket:
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Bucket, ...]:
-    """Tensors of any device, by name."""
+    """Pack named tensors of any device."""
     import torch
 
-    parcels: list[Bucket] = []
+    buckets: list[Bucket] = []
     for name, tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        parcels.append(
-            Bucket(
-                name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy()
-            )
-        )
-    return tuple(parcels)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        buckets.append(Bucket(name, dtype, tuple(tensor.shape), flat.numpy()))
+    return tuple(buckets)
 
 
-def unpack(parcels: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors again, in main memory that may be shared: they are to be read only."""
+def unpack(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors. Their memory may be shared, so they must not be written to."""
     import torch
 
-    for parcel in parcels:
+    for bucket in buckets:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch has no tensors that cannot be written
-            flat = torch.from_numpy(parcel.content)
-        yield parcel.name, flat.view(getattr(torch, parcel.dtype)).view(parcel.shape)
+            warnings.simplefilter("ignore")  # torch has no read-only tensors and warns
+            flat = torch.from_numpy(bucket.content)
+        yield bucket.name, flat.view(getattr(torch, bucket.dtype)).view(bucket.shape)

@@ -1,4 +1,6 @@
-"""The driver's side of the actors: all training ranks as one trainer, all engines as one engine."""
+"""Worker groups of the driver: all training ranks as one trainer, all rollout engines as one
+engine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.settings import RankSettings
-from msrl.types import Floats, Ints, Prompt, RolloutGroup, SamplingParams
+from msrl.types import Floats, Ints, MicroBatch, Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.rl.actors import RolloutActor, SavePlan, TrainActor
 
 if TYPE_CHECKING:
@@ -26,12 +28,12 @@ if TYPE_CHECKING:
     from msrl.trainer.objective.losses import Loss, ValueLoss
 
 _RELEASE_S = 30.0
-WORKERS = {"actor": "training rank", "rollout": "rollout engine"}  # roles, in words
+WORKERS = {"actor": "training rank", "rollout": "rollout engine"}  # role: its name in messages
 
 
 class TrainerGroup:
-    """All ranks. Sequences are given whole; they are spread over the data-parallel ranks and packed
-    here.
+    """All training ranks. The group packs sequences and distributes them over the data-parallel
+    ranks.
     """
 
     def __init__(
@@ -51,23 +53,23 @@ class TrainerGroup:
         self._timeout_s, self._watch = timeout_s, session.watch(WORKERS)
 
     def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
-        """Load everywhere. Returns the workflow's own state of the checkpoint."""
+        """Load the models on all ranks and return the workflow's state in the checkpoint."""
         (address,) = self._wait([self._actors[0].rendezvous.remote()])
         started = self._wait([actor.start.remote(address, resume, saves) for actor in self._actors])
-        self._places = [place for place, _ in started]
-        self._dp_size = 1 + max(place.dp_rank for place in self._places)
+        self._positions = [position for position, _ in started]
+        self._dp_size = 1 + max(position.dp_rank for position in self._positions)
         return started[0][1]
 
     def update(
         self, sequences: Sequences, limits: BatchLimits, loss: Loss, lr: float
     ) -> dict[str, float]:
-        """One optimizer update of the policy on these sequences. Returns the report's means."""
+        """Update the policy once on these sequences; return the mean metrics."""
         return self._update("update", sequences, limits, loss, lr)
 
     def update_critic(
         self, sequences: Sequences, limits: BatchLimits, loss: ValueLoss, lr: float
     ) -> dict[str, float]:
-        """One optimizer update of the critic on these sequences. Returns the report's means."""
+        """Update the critic once on these sequences; return the mean metrics."""
         return self._update("update_critic", sequences, limits, loss, lr)
 
     def _update(
@@ -79,13 +81,11 @@ class TrainerGroup:
         lr: float,
     ) -> dict[str, float]:
         num_tokens = num_loss_tokens(sequences)
-        batches = [
-            ray.put(self._pack(sequences, part, limits)[0])
-            for part in balanced(_lengths(sequences), self._dp_size)
-        ]
+        shares = balanced(_lengths(sequences), self._dp_size)
+        batches = [ray.put(self._pack(sequences, indices, limits)[0]) for indices in shares]
         calls = [
-            getattr(actor, method).remote(batches[place.dp_rank], loss, num_tokens, lr)
-            for actor, place in zip(self._actors, self._places, strict=True)
+            getattr(actor, method).remote(batches[position.dp_rank], loss, num_tokens, lr)
+            for actor, position in zip(self._actors, self._positions, strict=True)
         ]
         return self._wait(calls)[0]
 
@@ -97,71 +97,80 @@ class TrainerGroup:
         *,
         of_reference: bool = False,
     ) -> tuple[Floats, ...]:
-        """Log-probability of every token of every sequence, [T] each, 0 where nothing is learnt."""
+        """Return the log-probabilities of the tokens of every sequence, [T] each; 0 where the loss
+        mask is False.
+        """
         return self._per_token("logprobs", sequences, limits, temperature, of_reference)
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
-        """The critic's value of what precedes every token of every sequence, [T] each, 0 where
-        nothing is learnt.
+        """Return the critic's values of the states before the tokens of every sequence, [T] each; 0
+        where the loss mask is False.
         """
         return self._per_token("values", sequences, limits)
 
     def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
-        """What a reward model gives at the last token of each sequence; at most `batch` of them
-        share a pass of a rank.
+        """Return the score of a reward model at the last token of each sequence; a micro-batch
+        holds at most `batch` sequences.
 
-        A value stands at the position before a label, so each sequence gets one token more, to be
-        that label; nothing reads it. Sequences are filled up with the first to as many as divide
-        over the data-parallel ranks.
+        A rank returns the value at the position before each label, so every sequence gets one more
+        token as the label, which is not read. The first sequence is repeated until their number is
+        divisible by the number of data-parallel ranks.
         """
-        filled = [*token_ids, *[token_ids[0]] * (-len(token_ids) % self._dp_size)]
-        longer = tuple(np.append(ids, ids[-1]) for ids in filled)
-        ends = tuple(np.arange(len(ids)) == len(ids) - 1 for ids in longer)
-        found = self._per_token("scores", Sequences(longer, ends, {}), BatchLimits(batch), name)
-        return [float(values[-1]) for values in found[: len(token_ids)]]
+        padded = [*token_ids, *[token_ids[0]] * (-len(token_ids) % self._dp_size)]
+        with_label = tuple(np.append(ids, ids[-1]) for ids in padded)
+        last_token = tuple(np.arange(len(ids)) == len(ids) - 1 for ids in with_label)
+        scores = self._per_token(
+            "scores", Sequences(with_label, last_token, {}), BatchLimits(batch), name
+        )
+        return [float(values[-1]) for values in scores[: len(token_ids)]]
 
     def _per_token(
         self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any
     ) -> tuple[Floats, ...]:
-        """What a method of the ranks says of every token, by sequence."""
-        parts = balanced(_lengths(sequences), self._dp_size)
-        packed = [self._pack(sequences, part, limits) for part in parts]
+        """Call a method of all ranks and return its values of every token, by sequence."""
+        shares = balanced(_lengths(sequences), self._dp_size)
+        packed = [self._pack(sequences, indices, limits) for indices in shares]
         batches = [ray.put(batches) for batches, _ in packed]
         calls = [
-            getattr(actor, method).remote(batches[place.dp_rank], *arguments)
-            for actor, place in zip(self._actors, self._places, strict=True)
+            getattr(actor, method).remote(batches[position.dp_rank], *arguments)
+            for actor, position in zip(self._actors, self._positions, strict=True)
         ]
-        found, result = self._wait(calls), dict[int, Floats]()
-        for place, rows in zip(self._places, found, strict=True):
-            if place.is_reporter:
-                own_batches, groups = packed[place.dp_rank]
+        by_sequence = dict[int, Floats]()
+        for position, rows in zip(self._positions, self._wait(calls), strict=True):
+            if position.is_reporter:
+                own_batches, groups = packed[position.dp_rank]
                 for batch, group, values in zip(own_batches, groups, rows, strict=True):
-                    result |= dict(zip(group, per_token(values, batch.cu_seqlens), strict=False))
-        return tuple(result[index] for index in range(len(sequences.token_ids)))
+                    # The last values may be of padding, which belongs to no sequence.
+                    by_sequence |= dict(
+                        zip(group, per_token(values, batch.cu_seqlens), strict=False)
+                    )
+        return tuple(by_sequence[index] for index in range(len(sequences.token_ids)))
 
     def _pack(
-        self, sequences: Sequences, part: Sequence[int], limits: BatchLimits
-    ) -> tuple[list, list[list[int]]]:
-        """A rank's micro-batches, and the numbers of the sequences in each."""
-        limits = replace(limits, pad_to_multiple=self._places[0].sequence_multiple)
-        groups = [
-            [part[i] for i in group]
-            for group in limits.group([len(sequences.token_ids[i]) for i in part])
-        ]
+        self, sequences: Sequences, indices: Sequence[int], limits: BatchLimits
+    ) -> tuple[list[MicroBatch], list[list[int]]]:
+        """Return the micro-batches of a rank, and the indices of the sequences in each."""
+        limits = replace(limits, pad_to_multiple=self._positions[0].sequence_multiple)
+        lengths = [len(sequences.token_ids[i]) for i in indices]
+        groups = [[indices[i] for i in group] for group in limits.group(lengths)]
         return micro_batches(sequences, groups, limits), groups
 
     def weights(self) -> list[Any]:
-        """References to the new weights, a tuple of parcels per rank; most are empty."""
+        """Return references to the new weights: a tuple of buckets per rank, mostly empty."""
         return [actor.weights.remote() for actor in self._actors]
 
     def save(
         self, step: int, extra: Mapping[str, Any], retention: Retention
     ) -> list[SavedTraining]:
-        """Save, or begin to. Returns the checkpoints that became whole since this was asked last."""
+        """Save a checkpoint, or begin to, and return the checkpoints that were completed since the
+        last call.
+        """
         return self._wait([actor.save.remote(step, extra, retention) for actor in self._actors])[0]
 
     def finish_saves(self) -> list[SavedTraining]:
-        """The checkpoints that became whole since the last save, once none is under way."""
+        """Wait for a pending save and return the checkpoints that were completed since the last
+        call.
+        """
         return self._wait([actor.finish_saves.remote() for actor in self._actors])[0]
 
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
@@ -170,13 +179,18 @@ class TrainerGroup:
 
 
 class EngineGroup:
-    """All engines; each takes its share of the prompts."""
+    """All rollout engines. The group distributes prompts over them."""
 
     def __init__(
-        self, session: Session, placed: PlacedWorkers, settings: EngineSettings, platform: Platform, env: Sequence[Mapping[str, str]],
+        self,
+        session: Session,
+        placed: PlacedWorkers,
+        settings: EngineSettings,
+        platform: Platform,
+        env: Sequence[Mapping[str, str]],
         timeout_s: float,
-    ) -> None:  # fmt: skip
-        """`env` has the environment of each engine, of which there are as many."""
+    ) -> None:
+        """Create an engine per environment in `env`."""
         classes = [
             ray.remote(runtime_env={"env_vars": dict(variables)})(RolloutActor) for variables in env
         ]
@@ -187,44 +201,42 @@ class EngineGroup:
         self._timeout_s, self._watch = timeout_s, session.watch(WORKERS)
 
     def begin_start(self) -> list[Any]:
-        """Have all engines start, which takes them seconds."""
+        """Begin to start all engines, which takes seconds; return references for `finish_start`."""
         return [actor.start.remote() for actor in self._actors]
 
-    def finish_start(self, begun: Sequence[Any]) -> None:
-        """Wait until they are there."""
-        self._wait(begun)
+    def finish_start(self, pending: Sequence[Any]) -> None:
+        """Wait until all engines have started."""
+        self._wait(pending)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
-        """A group of completions per prompt, in order."""
-        places = {
-            engine: mine for engine, mine in enumerate(shares(prompts, len(self._actors))) if mine
+        """Return a group of completions per prompt, in order."""
+        shares = {
+            engine: indices
+            for engine, indices in enumerate(engine_shares(prompts, len(self._actors)))
+            if indices
         }
         calls = [
             self._actors[engine].generate.remote(
-                tuple(prompts[place] for place in mine), sampling, policy_version
+                tuple(prompts[i] for i in indices), sampling, policy_version
             )
-            for engine, mine in places.items()
+            for engine, indices in shares.items()
         ]
-        found = dict(
-            zip(
-                itertools.chain(*places.values()),
-                itertools.chain(*self._wait(calls, tuple(places))),
-                strict=True,
-            )
-        )
-        return tuple(found[place] for place in range(len(prompts)))
+        groups = itertools.chain.from_iterable(self._wait(calls, tuple(shares)))
+        by_index = dict(zip(itertools.chain.from_iterable(shares.values()), groups, strict=True))
+        return tuple(by_index[i] for i in range(len(prompts)))
 
     def forget_prompts(self) -> None:
-        """Drop what the engines keep of the prompts that they have seen, so that it does not enter
-        into what they say next.
+        """Clear the engines' records of prompts that they have seen, so that they do not influence
+        later completions.
         """
         self._wait([actor.forget_prompts.remote() for actor in self._actors])
 
     def release(self) -> None:
-        """End what all engines have started, and remove their files and shared memory. An engine
-        that hangs is left to the session.
+        """End the processes of all engines and remove their files and shared memory.
+
+        An engine that hangs is killed at the end of the session.
         """
         ray.wait(
             [actor.release.remote() for actor in self._actors],
@@ -233,38 +245,39 @@ class EngineGroup:
         )
 
     def load_weights(self, weights: Sequence[Any]) -> None:
-        """Hand new weights to every engine."""
+        """Load new weights into every engine."""
         self._wait([actor.load_weights.remote(*weights) for actor in self._actors])
 
     def _wait(self, refs: Sequence[Any], engines: Sequence[int] | None = None) -> list[Any]:
-        """What these engines say, all where they are not told."""
+        """Return the results of calls to these engines, by default to all."""
         labels = [
             f"{WORKERS['rollout']} {i}" for i in (range(len(refs)) if engines is None else engines)
         ]
         return wait_all(refs, timeout_s=self._timeout_s, labels=labels, watch=self._watch)
 
 
-def shares(prompts: Sequence[Prompt], num_engines: int) -> list[list[int]]:
-    """The places of the prompts that each engine takes, neighbours together. What is asked twice
-    goes where it was asked first: an engine draws other answers to a prompt that it has seen, and
-    knows of no other engine's.
+def engine_shares(prompts: Sequence[Prompt], num_engines: int) -> list[list[int]]:
+    """Return the indices of the prompts of each engine; neighbors share an engine.
+
+    All copies of a prompt go to the engine of the first one: an engine draws new completions for a
+    prompt that it has seen before, but does not know the prompts of other engines.
     """
     bounds = np.linspace(0, len(prompts), num_engines + 1).astype(int)
-    found: list[list[int]] = [[] for _ in range(num_engines)]
-    homes: dict[int, int] = {}
+    shares: list[list[int]] = [[] for _ in range(num_engines)]
+    engine_by_prompt: dict[int, int] = {}
     for engine, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
-        for place in range(start, end):
-            found[homes.setdefault(prompts[place].index, engine)].append(place)
-    return found
+        for i in range(start, end):
+            shares[engine_by_prompt.setdefault(prompts[i].index, engine)].append(i)
+    return shares
 
 
 def engine_environments(
     placed: PlacedWorkers, platform: Platform, engine: EngineConfig, env: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The environment of each engine. Ask before any actor is started.
+    """Return the environment variables of each engine. Must be called before any actor is started.
 
-    Ray lets an actor see the device of its first bundle; an engine of several devices is shown all
-    of them.
+    Ray makes only the device of an actor's first bundle visible; for an engine of several devices,
+    the variables make all of them visible.
     """
     variable, common = (
         platform.visible_devices_variable,
