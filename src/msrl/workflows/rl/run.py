@@ -39,7 +39,7 @@ from msrl.workflows.rl.evaluation import Evaluator
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts
 from msrl.workflows.rl.setup import RLSetup, prepare
-from msrl.workflows.rl.step import Clock, report_of
+from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.rl.worker_groups import EngineGroup, TrainerGroup, engine_environments
 from msrl.workflows.serve.engine import engine_settings
@@ -130,17 +130,17 @@ def _train(
         log.log(evaluator.at_start())
     for step in range(job.start_step, job.num_steps):
         clock = Clock()
-        found = rollouts.of_step(step, clock)
-        prepared = updater.prepare(found.learnt, clock, found.left_out)
+        found = rollouts.generate(step, clock)
+        prepared = updater.prepare(found.train_groups, clock, found.dropped_groups)
         trained = updater.update(prepared, step, clock)
         with clock("weights"):
             engines.load_weights(trainers.weights())
         metrics = {
-            **report_of(found.scores, trained, clock.seconds),
+            **step_metrics(found.scores, trained, clock.seconds),
             **found.metrics,
             **_mfu(job, prepared, clock),
         }
-        rollout_log.write(step + 1, found.learnt, prepared.samples, found.left_out)
+        rollout_log.write(step + 1, found.train_groups, prepared.samples, found.dropped_groups)
         seconds = {**clock.seconds, "step": sum(clock.seconds.values())}
         log.log(evaluator.after(StepReport(step + 1, metrics, seconds, found.scores.notes)))
         is_last = interrupts.asked or evaluator.ends_with(step + 1) or step + 1 == job.num_steps

@@ -260,7 +260,7 @@ def policy_loss(config: Config) -> PolicyLoss:
         options={
             name: value
             for name, value in algo.options.items()
-            if name in registry.options_of(plugin)
+            if name in registry.plugin_options(plugin)
         },
     )
 
@@ -291,7 +291,7 @@ def estimate_advantages(
     if advantage.whiten_rewards:
         rewards = rewards.whitened(advantage.eps)
     options = {
-        name: value for name, value in algo.options.items() if name in registry.options_of(estimate)
+        name: value for name, value in algo.options.items() if name in registry.plugin_options(estimate)
     }
     arguments = {
         "eps": advantage.eps,
