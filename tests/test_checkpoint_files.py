@@ -273,20 +273,22 @@ def test_files_saved_by_megatron_are_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_rank_files_have_mindspeeds_paths(tmp_path: Path) -> None:
-    def path_of(layout: ParallelLayout, at: Coords) -> str:
+    def relative_path(layout: ParallelLayout, at: Coords) -> str:
         return str(mcore.rank_file(tmp_path, 1, layout, at).relative_to(tmp_path))
 
-    assert path_of(ParallelLayout(4), Coords(3)) == "iter_0000001/mp_rank_03/model_optim_rng.pt"
     assert (
-        path_of(ParallelLayout(4, 2), Coords(3, 1))
+        relative_path(ParallelLayout(4), Coords(3)) == "iter_0000001/mp_rank_03/model_optim_rng.pt"
+    )
+    assert (
+        relative_path(ParallelLayout(4, 2), Coords(3, 1))
         == "iter_0000001/mp_rank_03_001/model_optim_rng.pt"
     )
     assert (
-        path_of(ParallelLayout(2, 2, ep=4), Coords(1, 1, 3))
+        relative_path(ParallelLayout(2, 2, ep=4), Coords(1, 1, 3))
         == "iter_0000001/mp_rank_01_001_003/model_optim_rng.pt"
     )
     assert (
-        path_of(ParallelLayout(2, 1, ep=4), Coords(1, 0, 3))
+        relative_path(ParallelLayout(2, 1, ep=4), Coords(1, 0, 3))
         == "iter_0000001/mp_rank_01_003/model_optim_rng.pt"
     )
 

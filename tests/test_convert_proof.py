@@ -242,7 +242,7 @@ def test_every_mixture_larger_than_memory_is_proven_layer_by_layer(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.full), False])
-def test_a_model_larger_than_memory_is_proven_layer_by_layer(
+def test_a_model_larger_than_memory_is_verified_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tied: bool
 ) -> None:
     save_real(tmp_path / "hf", "qwen2", tied=tied)
@@ -254,7 +254,7 @@ def test_a_model_larger_than_memory_is_proven_layer_by_layer(
         name: output.count(name)
         for name in (
             "layer by layer",
-            "verified in",
+            "Verified in",
             "0 texts",
             "2 rows",
             "64 positions x 99",

@@ -162,7 +162,7 @@ def test_a_flipped_byte_is_not_converted(folder: Path, kind: str, verify: bool) 
     are.
     """
     if kind == "export" and not verify:
-        pytest.skip("safetensors have no checksums of their own")
+        pytest.skip("safetensors files contain no checksums")
     name, keyword = FORMATS[kind]
     flip(folder / kind / name)
     command = "hf2mcore" if kind in ("export", "bin") else "mcore2hf"

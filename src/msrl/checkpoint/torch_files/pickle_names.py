@@ -181,11 +181,11 @@ def fill_array(array: np.ndarray[Any, Any], state: object) -> None:
 
 def set_numpy_type(element_type: NumpyType, state: object) -> None:
     """Set the byte order of an element type."""
-    _, order, *others = _items(state, 8)
+    _, order, *fields = _items(state, 8)
     if (
         type(order) is not str
         or order not in ("<", ">", "|", "=")
-        or any(item is not None for item in others[:3])
+        or any(item is not None for item in fields[:3])
     ):
         raise UnpicklingError("it contains an array of structures")
     element_type.order = order
