@@ -17,7 +17,8 @@ from msrl.config.schema import Config
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "msrl"
 # Modules of config/ that compute with values. Checks and importers name every key.
-OF_CONFIG = {"derived.py", "plugins.py", "general.py", "algo.py"}
+OF_CONFIG = {"plugins.py", "general.py", "algo.py"}
+NOT_READERS = {"config", "checks", "importers"}
 Types = frozenset[type[BaseModel]]
 NONE: Types = frozenset()
 
@@ -164,6 +165,7 @@ def annotated(node: ast.expr | None) -> Types:
     if node is None:
         return NONE
     names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+    names |= {child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)}
     return frozenset(CLASSES[name] for name in names & set(CLASSES))
 
 
@@ -172,7 +174,7 @@ def reads() -> set[tuple[type[BaseModel], str]]:
     files = [
         file
         for file in SOURCE.rglob("*.py")
-        if "config" not in file.relative_to(SOURCE).parts or file.name in OF_CONFIG
+        if NOT_READERS.isdisjoint(file.relative_to(SOURCE).parts) or file.name in OF_CONFIG
     ]
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     walker = Reads()

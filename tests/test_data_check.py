@@ -100,8 +100,8 @@ def test_a_row_that_no_verifier_can_score_is_refused_before_anything_starts(
         )
 
 
-def swap(file: Path, one: str, other: str) -> None:
-    """Two tokens of a tokenizer.json in each other's place."""
+def swap(file: Path, first: str, second: str) -> None:
+    """Swap two tokens of a tokenizer.json."""
     content = json.loads(file.read_text(encoding="utf-8"))
     vocab = content["model"]["vocab"]
     vocab[first], vocab[second] = vocab[second], vocab[first]

@@ -102,7 +102,7 @@ def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update
         parts = "warm-up" + (" and decay" if schedule.decay_updates else "")
         last = f"its last learning rate is {schedule.at(schedule.num_updates - 1):.1e}"
         print(
-            f"train.optimizer: {parts} take more updates than the {schedule.num_updates} of this run; {last}",
+            f"train.optimizer: {parts} take more than the {schedule.num_updates} updates of this run; {last}",
             file=sys.stderr,
         )
     before = saved.state()["extra"].get("remembered") if saved else None
