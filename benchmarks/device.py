@@ -156,8 +156,8 @@ def results(
     while left:
         env = environment(left[0], device.deterministic_environment)
         alike = itertools.takewhile(
-            lambda job: environment(job, device.deterministic_environment) == env, left
-        )  # noqa: B023 - used at once
+            lambda job, env=env: environment(job, device.deterministic_environment) == env, left
+        )
         work = Work(platform, folder, lengths, tuple(alike))
         try:
             with LocalRanks(

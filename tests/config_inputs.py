@@ -56,7 +56,7 @@ rollout: {prompts_per_step: 4, samples_per_prompt: 8, max_prompt_tokens: 64, max
 reward:
   sources:
     - {verifier: acc}
-"""  # noqa: E501  (other tests refer to its lines)
+"""
 )
 
 

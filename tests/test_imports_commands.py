@@ -1,5 +1,4 @@
 """`msrl config import`: complete examples of the guides of every system, key by key."""
-# ruff: noqa: E501  (lines as users see them)
 
 from __future__ import annotations
 

@@ -291,7 +291,9 @@ def estimate_advantages(
     if advantage.whiten_rewards:
         rewards = rewards.whitened(advantage.eps)
     options = {
-        name: value for name, value in algo.options.items() if name in registry.plugin_options(estimate)
+        name: value
+        for name, value in algo.options.items()
+        if name in registry.plugin_options(estimate)
     }
     arguments = {
         "eps": advantage.eps,
