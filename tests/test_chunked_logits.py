@@ -43,7 +43,7 @@ whole, other = peak(512, None)
 torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
 live = []
 for rows in (128, 512):
-    before = LiveMemory.live_bytes()
+    before = LiveMemory.now_live()
     with LiveMemory() as memory:
         peak(rows, 32)
     live.append((memory.peak - before) / 2**20)
