@@ -47,7 +47,12 @@ def test_the_commands_for_reward_models_are_valid(
 
 
 @pytest.mark.parametrize(
-    "heading", ["Hugging Face to Megatron", "Back, and to another cut", "LoRA"]
+    "heading",
+    [
+        "Hugging Face to Megatron",
+        "Megatron to Hugging Face, and to another parallel layout",
+        "LoRA",
+    ],
 )
 def test_the_guides_conversions_are_valid(
     heading: str,
