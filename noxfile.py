@@ -70,7 +70,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def fast(session: nox.Session) -> None:
-    """Run the tests that start no ranks, engines or clusters; less than 4 minutes on two cores."""
+    """Run the tests that start no ranks, engines or clusters; a few minutes on two cores."""
     install(session, "cpu,dev")
     python(
         session,
