@@ -71,7 +71,7 @@ def _module(device: torch.device) -> Any:
 @contextmanager
 def _attention_of(job: Job, platform: Platform) -> Iterator[None]:
     """Without the platform's fused attention, where a job asks for torch's own."""
-    fused_attention.kernel_of.cache_clear()
+    fused_attention.select_kernel.cache_clear()
     if isinstance(job, Training) and not job.fused:
         vars(platform)["varlen_attention"] = lambda dtype, head_dim: ""
     try:
@@ -123,7 +123,7 @@ def _steps(
 def _attention_used(worker: TrainingRank) -> str:
     mla = worker.policy.shape.mla
     head_dim = worker.policy.shape.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim
-    return "torch" if fused_attention.kernel_of(worker.position.device.type, worker.position.dtype, head_dim) is None else "fused"
+    return "torch" if fused_attention.select_kernel(worker.position.device.type, worker.position.dtype, head_dim) is None else "fused"
 
 
 def _sequences(lengths: Sequence[int], vocab_size: int) -> Sequences:

@@ -1,4 +1,6 @@
-"""Process groups of a training rank: creation, lookup and destruction, and the position of the rank in them."""
+"""Process groups of a training rank: creation, lookup and destruction, and the position of the rank
+in them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from msrl.trainer.settings import Layout, RankSettings
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Position of this rank in the parallel layout, its device, and the numeric settings that its replicas share."""
+    """Position of this rank in the parallel layout, its device, and the numeric settings that its
+    replicas share.
+    """
 
     platform: Platform
     device: torch.device
@@ -44,21 +48,46 @@ class RankPosition:
         return self.stage_rank < self.layout.ranks_per_stage
 
 
-def initialize(platform: Platform, *, rank: int, world_size: int, init_method: str, layout: Layout, seed: int, timeout_s: float) -> None:
-    """Join the process groups. `init_method` is torch's, such as `tcp://127.0.0.1:4711` or `file:///...`."""
-    platform.device(rank)  # select this rank's device before anything draws random numbers or sends from the default one
+def initialize(
+    platform: Platform,
+    *,
+    rank: int,
+    world_size: int,
+    init_method: str,
+    layout: Layout,
+    seed: int,
+    timeout_s: float,
+) -> None:
+    """Join the process groups.
+
+    `init_method` is torch's, such as `tcp://127.0.0.1:4711` or `file:///...`.
+    """
+    # Select the device of this rank before random numbers or messages use the default device.
+    platform.device(rank)
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(platform.collective_backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        platform.collective_backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
     parallel_state.initialize_model_parallel(
-        layout.tp, layout.pp, context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp_size,
-        create_gloo_process_groups=False, distributed_timeout_minutes=max(1, int(timeout_s / 60)),
-    )  # fmt: skip
+        layout.tp,
+        layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp_size,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     platform.seed(seed)
 
 
-def rank_position(settings: RankSettings, platform: Platform, rank: int, world_size: int) -> RankPosition:
+def rank_position(
+    settings: RankSettings, platform: Platform, rank: int, world_size: int
+) -> RankPosition:
     """Return the position of this rank, which has joined its process groups."""
     return RankPosition(
         platform=platform,
@@ -93,8 +122,12 @@ def cp_group() -> dist.ProcessGroup:
 
 
 def dp_group() -> dist.ProcessGroup:
-    """Return the ranks that hold the same shard of the model: data-parallel and context-parallel ones."""
-    return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
+    """Return the ranks that hold the same shard of the model: data-parallel and context-parallel
+    ones.
+    """
+    return cast(
+        "dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
 
 
 def expert_dp_group() -> dist.ProcessGroup:
@@ -103,7 +136,9 @@ def expert_dp_group() -> dist.ProcessGroup:
 
 
 def expert_group() -> dist.ProcessGroup:
-    """Return the ranks of a stage that hold each shard of each expert once, in the order (group of experts, shard of each)."""
+    """Return the ranks of a stage that hold each shard of each expert once, in the order (group of
+    experts, shard of each).
+    """
     return cast("dist.ProcessGroup", parallel_state.get_expert_tensor_and_model_parallel_group())
 
 

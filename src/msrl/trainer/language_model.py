@@ -1,7 +1,8 @@
-"""Replica of a language model, policy or reference: log-probabilities of labels, logits, and training on them.
+"""Replica of a language model, policy or reference: log-probabilities of labels, logits, and
+training on them.
 
-Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (m on this rank under context parallelism), P = m + padding,
-V columns of the vocabulary on this rank.
+Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (m on this rank under
+context parallelism), P = m + padding, V columns of the vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.device_batch import DeviceBatch, spread
 from msrl.trainer.objective.divergence import reference_distribution
-from msrl.trainer.objective.logprobs import Distribution, VocabColumns, columns_of, vocab_parallel_logprobs
+from msrl.trainer.objective.logprobs import (
+    Distribution,
+    VocabColumns,
+    columns_of,
+    vocab_parallel_logprobs,
+)
 from msrl.trainer.objective.losses import Loss, Outputs
 from msrl.trainer.replica import ModelReplica, Output
 from msrl.types import Floats, MicroBatch
 
 Logprobs = tuple[Tensor, Tensor | None, Tensor | None]
-"""[M] log-probabilities of the labels, and [M] entropies and divergences from the reference where the loss needs them."""
+"""[M] log-probabilities of the labels, and [M] entropies and divergences from the reference where
+the loss needs them.
+"""
 
 
 class LanguageModelReplica(ModelReplica):
@@ -42,19 +50,36 @@ class LanguageModelReplica(ModelReplica):
         lr: float,
         references: Sequence[Distribution | None] = (),
     ) -> dict[str, float]:
-        """Run one optimizer step over this data-parallel rank's micro-batches; see `ModelReplica.update`."""
+        """Run one optimizer step over this data-parallel rank's micro-batches; see
+        `ModelReplica.update`.
+        """
         minimize = functools.partial(self._minimize, loss, num_tokens)
         return self.update(
-            micro_batches, minimize, num_tokens=num_tokens, lr=lr, gives_hidden=self._is_chunked, references=references
-        )  # fmt: skip
+            micro_batches,
+            minimize,
+            num_tokens=num_tokens,
+            lr=lr,
+            gives_hidden=self._is_chunked,
+            references=references,
+        )
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int) -> dict[str, float]:
+    def evaluate(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int
+    ) -> dict[str, float]:
         """Return the metrics of a training step without an update."""
-        rows = self.run(micro_batches, functools.partial(self._minimize, loss, num_tokens), gives_hidden=self._is_chunked)
+        rows = self.run(
+            micro_batches,
+            functools.partial(self._minimize, loss, num_tokens),
+            gives_hidden=self._is_chunked,
+        )
         return self.mean_metrics(rows, num_tokens)
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Floats] | None:
-        """Return the log-probability of every label, [N] per micro-batch, 0 where the mask is not set. None except on the last stage."""
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> list[Floats] | None:
+        """Return the log-probability of every label, [N] per micro-batch, 0 where the mask is not
+        set. None except on the last stage.
+        """
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
             return {"logprobs": self.label_logprobs(output, batch, temperature)[0]}
@@ -62,10 +87,17 @@ class LanguageModelReplica(ModelReplica):
         rows = self.run(micro_batches, finish, gives_hidden=self._is_chunked)
         if not self.position.is_last_stage:
             return None
-        return [spread(batch, row["logprobs"]).numpy() for batch, row in zip(micro_batches, rows, strict=True)]
+        return [
+            spread(batch, row["logprobs"]).numpy()
+            for batch, row in zip(micro_batches, rows, strict=True)
+        ]
 
-    def distributions(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Distribution | None]:
-        """Return the model's distribution over the vocabulary for each micro-batch; None except on the last stage."""
+    def distributions(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> list[Distribution | None]:
+        """Return the model's distribution over the vocabulary for each micro-batch; None except on
+        the last stage.
+        """
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Any]:
             assert isinstance(output, HiddenStates)
@@ -73,35 +105,61 @@ class LanguageModelReplica(ModelReplica):
             return {"distribution": reference_distribution(output, columns)}
 
         rows = self.run(micro_batches, finish, gives_hidden=True)
-        return [row["distribution"] for row in rows] if self.position.is_last_stage else [None] * len(micro_batches)
+        return (
+            [row["distribution"] for row in rows]
+            if self.position.is_last_stage
+            else [None] * len(micro_batches)
+        )
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Return the logits over the unpadded vocabulary, [N, vocabulary] float32 per micro-batch. None except on the last stage."""
-        unmasked = [MicroBatch(b.token_ids, b.labels, np.ones_like(b.loss_mask), b.cu_seqlens) for b in micro_batches]
+        """Return the logits over the unpadded vocabulary, [N, vocabulary] float32 per micro-batch.
+        None except on the last stage.
+        """
+        unmasked = [
+            MicroBatch(b.token_ids, b.labels, np.ones_like(b.loss_mask), b.cu_seqlens)
+            for b in micro_batches
+        ]
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
             assert isinstance(output, Tensor)
             return {"logits": batch.whole(output[: len(batch.labels)])}
 
         rows = self.run(unmasked, finish)
-        return [self._join_vocabulary(row["logits"].float()) for row in rows] if self.position.is_last_stage else None
+        return (
+            [self._join_vocabulary(row["logits"].float()) for row in rows]
+            if self.position.is_last_stage
+            else None
+        )
 
-    def label_logprobs(self, output: Output, batch: DeviceBatch, temperature: float, *, with_entropy: bool = False) -> Logprobs:
-        """Return the log-probabilities of the labels. A backward pass overwrites logits with their gradient."""
+    def label_logprobs(
+        self, output: Output, batch: DeviceBatch, temperature: float, *, with_entropy: bool = False
+    ) -> Logprobs:
+        """Return the log-probabilities of the labels. A backward pass overwrites logits with their
+        gradient.
+        """
         count = len(batch.labels)
         if isinstance(output, HiddenStates):
             assert self.settings.logit_chunk is not None
             labels = F.pad(batch.labels, (0, len(output.values) - count))
-            columns = self._columns(len(output.output_weight), temperature, with_entropy=with_entropy)
+            columns = self._columns(
+                len(output.output_weight), temperature, with_entropy=with_entropy
+            )
             results = chunked_logprobs(
-                output.values, output.output_weight, labels, columns,
-                num_rows=self.settings.logit_chunk, softcap=output.softcap, other=batch.reference,
-            )  # fmt: skip
+                output.values,
+                output.output_weight,
+                labels,
+                columns,
+                num_rows=self.settings.logit_chunk,
+                softcap=output.softcap,
+                other=batch.reference,
+            )
         else:
             labels = F.pad(batch.labels, (0, len(output) - count))
             columns = self._columns(output.shape[-1], temperature, with_entropy=with_entropy)
             results = vocab_parallel_logprobs(output, labels, columns, batch.reference)
-        entropy, divergence = (None if values is None else batch.whole(values[:count]) for values in results[1:])
+        entropy, divergence = (
+            None if values is None else batch.whole(values[:count]) for values in results[1:]
+        )
         return batch.whole(results[0][:count]), entropy, divergence
 
     @property
@@ -109,16 +167,29 @@ class LanguageModelReplica(ModelReplica):
         """True if logits are made from hidden states, `logit_chunk` positions at a time."""
         return self.settings.logit_chunk is not None
 
-    def _minimize(self, loss: Loss, num_tokens: int, output: Output, batch: DeviceBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, entropy, divergence = self.label_logprobs(output, batch, loss.temperature, with_entropy=loss.needs_entropy)
-        return loss(Outputs(logprobs, batch.sequences, entropy, divergence), batch.fields, num_tokens)
+    def _minimize(
+        self, loss: Loss, num_tokens: int, output: Output, batch: DeviceBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs, entropy, divergence = self.label_logprobs(
+            output, batch, loss.temperature, with_entropy=loss.needs_entropy
+        )
+        return loss(
+            Outputs(logprobs, batch.sequences, entropy, divergence), batch.fields, num_tokens
+        )
 
-    def _columns(self, width: int, temperature: float, *, with_entropy: bool = False) -> VocabColumns:
+    def _columns(
+        self, width: int, temperature: float, *, with_entropy: bool = False
+    ) -> VocabColumns:
         """Return this rank's columns of the vocabulary, `width` of them with padding."""
         return columns_of(
-            width, vocab_size=self.shape.vocab_size, tp_rank=self.position.tp_rank, temperature=temperature, with_entropy=with_entropy,
-            elements_at_once=self.position.platform.elements_at_once, group=groups.tp_group(),
-        )  # fmt: skip
+            width,
+            vocab_size=self.shape.vocab_size,
+            tp_rank=self.position.tp_rank,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            elements_at_once=self.position.platform.elements_at_once,
+            group=groups.tp_group(),
+        )
 
     def _join_vocabulary(self, logits: Tensor) -> Tensor:
         shards = [torch.empty_like(logits) for _ in range(self.position.layout.tp)]

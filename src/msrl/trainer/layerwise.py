@@ -1,4 +1,6 @@
-"""Replica of a model larger than memory, to verify a conversion of it. Import this after `platform.prepare()`."""
+"""Replica of a model larger than memory, to verify a conversion of it. Import this after
+`platform.prepare()`.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,24 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class LayerwiseReplica(LanguageModelReplica):
-    """A replica of the whole model that holds one layer at a time; forward passes on the CPU only."""
+    """Replica of a model that holds one layer at a time. Runs only forward passes on CPU."""
 
     def load_model(self) -> tuple[PolicyModel, Shape]:
         """Return the model without weights, which a layer reads when it runs."""
         position = self.position
-        assert position.device.type == "cpu" and position.layout.ranks_per_model == 1, "layer by layer needs one rank on the CPU"
+        assert position.device.type == "cpu" and position.layout.ranks_per_model == 1, (
+            "layer by layer needs one rank on the CPU"
+        )
         source = open_weights(self.settings.model)
         padded = source.shape.padded_vocab_size(1)
         with _WithoutMemory():
-            model = megatron.build_model(source.shape, position.layout, position.dtype, position.device, padded)
+            model = megatron.build_model(
+                source.shape, position.layout, position.dtype, position.device, padded
+            )
         assert isinstance(model, PolicyModel)
-        rules: dict[str, Rule] = {placed.name: placed.rule for placed in stage_tensors(source.shape, WHOLE, Coords())}
+        rules: dict[str, Rule] = {
+            placed.name: placed.rule for placed in stage_tensors(source.shape, WHOLE, Coords())
+        }
 
         def read(name: str) -> Tensor:
             return source.shard(rules[name], 0, 1, padded)
@@ -50,8 +58,8 @@ class LayerwiseReplica(LanguageModelReplica):
 class _WithoutMemory(TorchFunctionMode):
     """Give the CPU tensors that Megatron creates for its weights a shape and no memory.
 
-    Untouched memory is no substitute: on huge pages, which ranks use, touching a small part of it takes all. `torch.device("meta")` does
-    not cover the factories that the CPU platform redirects.
+    Untouched memory is no substitute: on huge pages, which ranks use, touching a small part of it
+    takes all. `torch.device("meta")` does not cover the factories that the CPU platform redirects.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,8 +69,12 @@ class _WithoutMemory(TorchFunctionMode):
         return func(*args, **options)
 
 
-def _tied(read: Callable[[str], Tensor]) -> Callable[[nn.Module, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
-    """Return a hook that reads the weight of a tied output layer: the embedding, which owns it, has released it by then."""
+def _tied(
+    read: Callable[[str], Tensor],
+) -> Callable[[nn.Module, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
+    """Return a hook that reads the weight of a tied output layer: the embedding, which owns it, has
+    released it by then.
+    """
 
     def with_weight(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "weight": read(EMBEDDING).float()}

@@ -1,6 +1,8 @@
-"""Megatron's distributed AdamW over float32 master weights: one optimizer, and a second one for the experts of a mixture.
+"""Megatron's distributed AdamW over float32 master weights: one optimizer, and a second one for the
+experts of a mixture.
 
-Experts are data parallel over other ranks than the rest of a model and need their own optimizer; both share one gradient norm.
+Experts are data parallel over other ranks than the rest of a model and need their own optimizer;
+both share one gradient norm.
 """
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
@@ -18,8 +25,10 @@ from torch import Tensor
 from msrl.config.sections import train
 
 
-def build_optimizer(wrapped: Sequence[DistributedDataParallel], settings: train.OptimizerConfig, *, is_bf16: bool) -> ChainedOptimizer:
-    """Return the optimizer of a rank's model, which may consist of several virtual pipeline stages."""
+def build_optimizer(
+    wrapped: Sequence[DistributedDataParallel], settings: train.OptimizerConfig, *, is_bf16: bool
+) -> ChainedOptimizer:
+    """Return the optimizer of a rank's model, which may have several virtual pipeline stages."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -40,14 +49,19 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], settings: train.
             # Megatron's own scheduler, which we do not use, would multiply this.
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
             if is_torchs(part):
-                group["fused"], group["foreach"] = True, False  # one pass over each shard instead of ten
+                group["fused"], group["foreach"] = (
+                    True,
+                    False,
+                )  # one pass over each shard instead of ten
     return chain
 
 
 def is_torchs(part: DistributedOptimizer) -> bool:
-    """Return True if torch's AdamW makes the updates, which counts them per parameter, in its state.
+    """Return True if torch's AdamW makes the updates, which counts them per parameter, in its
+    state.
 
-    Megatron uses Transformer Engine's or Apex's where installed, and MindSpeed has its own; these count updates in the parameter groups.
+    Megatron uses Transformer Engine's or Apex's where installed, and MindSpeed has its own; these
+    count updates in the parameter groups.
     """
     return isinstance(part.optimizer, torch.optim.AdamW)
 
@@ -60,8 +74,12 @@ def parts(chain: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
 
 
 def clip_gradients(chain: ChainedOptimizer, max_norm: float) -> float:
-    """Scale all gradients so that their norm over all ranks is at most `max_norm`. Returns the norm before."""
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`. Returns the norm
+    before.
+    """
     norm = float(chain.get_grad_norm() or 0.0)
     for optimizer in parts(chain):
-        clip_grad_by_total_norm_fp32(cast("list[Tensor]", optimizer.get_parameters()), max_norm, norm)
+        clip_grad_by_total_norm_fp32(
+            cast("list[Tensor]", optimizer.get_parameters()), max_norm, norm
+        )
     return norm

@@ -1,6 +1,8 @@
-"""State of Megatron's distributed AdamW per parameter: collected from the data-parallel ranks that own it, and restored.
+"""State of Megatron's distributed AdamW per parameter: collected from the data-parallel ranks that
+own it, and restored.
 
-The state of a parameter has the parameter's shape, so the weight layouts apply to it, and another parallel layout can load it.
+The state of a parameter has the parameter's shape, so the weight layouts apply to it, and another
+parallel layout can load it.
 """
 
 from __future__ import annotations
@@ -31,14 +33,20 @@ def kinds(dtype: torch.dtype) -> tuple[str, ...]:
 
 def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Return the parameters that have a state, by name."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return (
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    )
 
 
 def collect(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
-    """Yield ("exp_avg.NAME", tensor of the parameter's shape), the same on every data-parallel rank. All of them must call it."""
+    """Yield ("exp_avg.NAME", tensor of the parameter's shape), the same on every data-parallel
+    rank. All of them must call it.
+    """
     for name, parameter in trained(replica.model):
         owned = _owned(replica.optimizer, parameter)
-        group = groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
+        group = (
+            groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
+        )
         for kind in kinds(replica.position.dtype):
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if owned is not None:
@@ -61,15 +69,23 @@ def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
 
 
 def num_updates(replica: ModelReplica) -> int:
-    """Return AdamW's count of steps, which its bias correction uses. All ranks must call it, since one may have nothing to train."""
-    counted = [each for part in parts(replica.optimizer) for each in (*part.optimizer.state.values(), *part.optimizer.param_groups)]
+    """Return AdamW's count of steps, which its bias correction uses. All ranks must call it, since
+    one may have nothing to train.
+    """
+    counted = [
+        each
+        for part in parts(replica.optimizer)
+        for each in (*part.optimizer.state.values(), *part.optimizer.param_groups)
+    ]
     own = max((int(each["step"]) for each in counted if "step" in each), default=0)
     count = torch.tensor(own, device=replica.position.device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return int(count.item())
 
 
-def restore(replica: ModelReplica, states: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
+def restore(
+    replica: ModelReplica, states: Mapping[str, Mapping[str, Tensor]], updates: int
+) -> None:
     """Restore the state that `collect` yielded: this rank's tensors by kind and parameter name."""
     replica.optimizer.reload_model_params()
     for part in parts(replica.optimizer):
@@ -81,11 +97,14 @@ def restore(replica: ModelReplica, states: Mapping[str, Mapping[str, Tensor]], u
             continue
         main = owned.main
         pieces = {
-            kind: states[kind][name].to(main.device).flatten()[owned.start : owned.end].float() for kind in kinds(replica.position.dtype)
+            kind: states[kind][name].to(main.device).flatten()[owned.start : owned.end].float()
+            for kind in kinds(replica.position.dtype)
         }
         if MASTER in pieces:
             main.data.copy_(pieces.pop(MASTER).view_as(main))
-        state: dict[str, Any] = {kind: piece.view_as(main).clone() for kind, piece in pieces.items()}
+        state: dict[str, Any] = {
+            kind: piece.view_as(main).clone() for kind, piece in pieces.items()
+        }
         if owned.counts_updates:
             state["step"] = torch.tensor(float(updates), device=main.device)
         owned.state[main] = state
@@ -105,7 +124,8 @@ class _Owned:
 def _owned(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Owned | None:
     """Return the range that this rank updates; None if other ranks own all of the parameter.
 
-    Reads DistributedOptimizer.model_param_group_index_map and _get_model_param_range_map of megatron-core 0.16.1.
+    Reads DistributedOptimizer.model_param_group_index_map and _get_model_param_range_map of
+    megatron-core 0.16.1.
     """
     for part in parts(chain):
         place = part.model_param_group_index_map.get(parameter)

@@ -1,6 +1,7 @@
 """Logits of a checkpoint from real Megatron ranks, to verify a conversion.
 
-The ranks start in the parallel layout of the checkpoint, over the platform's collectives, in float32.
+The ranks start in the parallel layout of the checkpoint, over the platform's collectives, in
+float32.
 """
 
 from __future__ import annotations
@@ -31,15 +32,24 @@ class _Job:
 
 
 def megatron_logits(
-    checkpoint_dir: Path, token_ids: Sequence[Sequence[int]], cut: ParallelLayout, *, platform: str = "cpu", layerwise: bool = False
+    checkpoint_dir: Path,
+    token_ids: Sequence[Sequence[int]],
+    cut: ParallelLayout,
+    *,
+    platform: str = "cpu",
+    layerwise: bool = False,
 ) -> list[torch.Tensor]:
-    """Return the logits of each sequence, [T, vocabulary] float32, that the ranks of a layout compute from the checkpoint.
+    """Return the logits of each sequence, [T, vocabulary] float32, that the ranks of a layout
+    compute from the checkpoint.
 
-    With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and the layout must be that of one rank.
+    With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and
+    the layout must be that of one rank.
     """
     device = resolve(platform)
     job = _Job(checkpoint_dir, tuple(tuple(ids) for ids in token_ids), device.name, cut, layerwise)
-    (logits,) = run_ranks("msrl.trainer.probe:rank", job, num_ranks=cut.ranks_per_model, platform=device)
+    (logits,) = run_ranks(
+        "msrl.trainer.probe:rank", job, num_ranks=cut.ranks_per_model, platform=device
+    )
     import torch
 
     return [torch.from_numpy(rows) for rows in logits]
@@ -55,11 +65,23 @@ def rank(context: RankContext, job: _Job) -> None:
     layout, policy = Layout(**job.cut.trained().as_json()), ReplicaSettings(job.checkpoint)
     settings = RankSettings(job.platform, layout, "float32", seed=0, timeout_s=600, policy=policy)
     policy_class = LayerwiseReplica if job.layerwise else LanguageModelReplica
-    training_rank = TrainingRank(settings, context.rank, context.world_size, context.init_method, policy_class=policy_class)
-    groups = [job.token_ids] if job.layerwise else [(ids,) for ids in job.token_ids]  # one pass over the weights, or one per sequence
-    logits = training_rank.logits([_batch(group, training_rank.sequence_multiple) for group in groups])
+    training_rank = TrainingRank(
+        settings, context.rank, context.world_size, context.init_method, policy_class=policy_class
+    )
+    groups = (
+        [job.token_ids] if job.layerwise else [(ids,) for ids in job.token_ids]
+    )  # one pass over the weights, or one per sequence
+    logits = training_rank.logits(
+        [_batch(group, training_rank.sequence_multiple) for group in groups]
+    )
     if logits is not None and training_rank.position.stage_rank == 0:
-        context.report([row.cpu().numpy() for packed, group in zip(logits, groups, strict=True) for row in _rows(packed, group)])
+        context.report(
+            [
+                row.cpu().numpy()
+                for packed, group in zip(logits, groups, strict=True)
+                for row in _rows(packed, group)
+            ]
+        )
     training_rank.close()
 
 
@@ -72,4 +94,6 @@ def _rows(packed: torch.Tensor, group: Sequence[Sequence[int]]) -> Sequence[torc
 def _batch(sequences: Sequence[Sequence[int]], multiple: int) -> Any:
     """Return the sequences packed into one micro-batch, with all tokens selected."""
     masks = [np.ones(len(ids), bool) for ids in sequences]
-    return micro_batch([np.asarray(ids, np.int64) for ids in sequences], masks, {}, pad_to_multiple=multiple)
+    return micro_batch(
+        [np.asarray(ids, np.int64) for ids in sequences], masks, {}, pad_to_multiple=multiple
+    )

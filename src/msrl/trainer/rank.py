@@ -1,4 +1,5 @@
-"""A training rank: process groups, collectives, and the model replicas (policy, reference, critic, reward models).
+"""A training rank: process groups, collectives, and the model replicas (policy, reference, critic,
+reward models).
 
 Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch.
 """
@@ -39,20 +40,38 @@ class TrainingRank:
         torch.use_deterministic_algorithms(settings.deterministic)
         platform = resolve(settings.platform)
         groups.initialize(
-            platform, rank=rank, world_size=world_size, init_method=init_method, layout=settings.layout,
-            seed=settings.seed, timeout_s=settings.timeout_s,
-        )  # fmt: skip
+            platform,
+            rank=rank,
+            world_size=world_size,
+            init_method=init_method,
+            layout=settings.layout,
+            seed=settings.seed,
+            timeout_s=settings.timeout_s,
+        )
         self.settings = settings
         self.position = position = groups.rank_position(settings, platform, rank, world_size)
         self.policy = policy_class(settings.policy, position)
-        self.reference = LanguageModelReplica(settings.reference, position) if settings.reference is not None else None
-        self.critic = ValueModelReplica(settings.critic, position) if settings.critic is not None else None
-        self.reward_models = {name: ValueModelReplica(model, position) for name, model in settings.reward_models.items()}
+        self.reference = (
+            LanguageModelReplica(settings.reference, position)
+            if settings.reference is not None
+            else None
+        )
+        self.critic = (
+            ValueModelReplica(settings.critic, position) if settings.critic is not None else None
+        )
+        self.reward_models = {
+            name: ValueModelReplica(model, position)
+            for name, model in settings.reward_models.items()
+        }
 
     def replicas(self) -> list[ModelReplica]:
         """Return all model replicas of this rank."""
         optional = (self.reference, self.critic)
-        return [self.policy, *(replica for replica in optional if replica is not None), *self.reward_models.values()]
+        return [
+            self.policy,
+            *(replica for replica in optional if replica is not None),
+            *self.reward_models.values(),
+        ]
 
     def trained_replicas(self) -> list[ModelReplica]:
         """Return the replicas with an optimizer: the policy and the critic."""
@@ -65,27 +84,41 @@ class TrainingRank:
 
     # Policy and reference
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int, lr: float) -> dict[str, float]:
-        """Run one optimizer step of the policy over this data-parallel rank's micro-batches; see `ModelReplica.update`."""
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int, lr: float
+    ) -> dict[str, float]:
+        """Run one optimizer step of the policy over this data-parallel rank's micro-batches; see
+        `ModelReplica.update`.
+        """
         references: Sequence[Distribution | None] = ()
         if loss.needs_divergence:
             with self._reference() as reference:
                 references = reference.distributions(micro_batches, loss.temperature)
-        return self.policy.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr, references=references)
+        return self.policy.train_step(
+            micro_batches, loss, num_tokens=num_tokens, lr=lr, references=references
+        )
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int) -> dict[str, float]:
+    def evaluate(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int
+    ) -> dict[str, float]:
         """Return the policy's metrics of a training step without an update."""
         return self.policy.evaluate(micro_batches, loss, num_tokens=num_tokens)
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float, *, of_reference: bool = False) -> list[Floats] | None:
-        """Return the log-probability of every label, [N] per micro-batch, 0 where the mask is not set. None except on the last stage."""
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, *, of_reference: bool = False
+    ) -> list[Floats] | None:
+        """Return the log-probability of every label, [N] per micro-batch, 0 where the mask is not
+        set. None except on the last stage.
+        """
         if not of_reference:
             return self.policy.logprobs(micro_batches, temperature)
         with self._reference() as reference:
             return reference.logprobs(micro_batches, temperature)
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Return the policy's logits, [N, vocabulary] float32 per micro-batch. None except on the last stage."""
+        """Return the policy's logits, [N, vocabulary] float32 per micro-batch. None except on the
+        last stage.
+        """
         return self.policy.logits(micro_batches)
 
     @contextmanager
@@ -101,15 +134,23 @@ class TrainingRank:
     # Critic and reward models
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """Return the critic's value before each label, [N] per micro-batch, 0 where the mask is not set. None except on the last stage."""
+        """Return the critic's value before each label, [N] per micro-batch, 0 where the mask is not
+        set. None except on the last stage.
+        """
         return self._trained_critic().values(micro_batches)
 
-    def train_critic_step(self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float) -> dict[str, float]:
-        """Run one optimizer step of the critic over this data-parallel rank's micro-batches; see `ModelReplica.update`."""
+    def train_critic_step(
+        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float
+    ) -> dict[str, float]:
+        """Run one optimizer step of the critic over this data-parallel rank's micro-batches; see
+        `ModelReplica.update`.
+        """
         return self._trained_critic().train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def scores(self, name: str, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """Return a reward model's value before each label, [N] per micro-batch, and offload the model. None except on the last stage."""
+        """Return a reward model's value before each label, [N] per micro-batch, and offload the
+        model. None except on the last stage.
+        """
         reward_model = self.reward_models[name]
         scores = reward_model.values(micro_batches)
         reward_model.host.offload()
@@ -133,7 +174,9 @@ class TrainingRank:
         return bool(result.item())
 
     def close(self) -> None:
-        """Release the replicas and leave the process groups, whose threads and sockets go with the last model."""
+        """Release the replicas and leave the process groups, whose threads and sockets go with the
+        last model.
+        """
         for replica in self.replicas():
             replica.close()
         groups.shutdown()

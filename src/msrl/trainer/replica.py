@@ -1,6 +1,8 @@
-"""Model replica of a rank: weights, optional optimizer, adapters and host memory, and Megatron's passes over micro-batches.
+"""Model replica of a rank: weights, optional optimizer, adapters and host memory, and Megatron's
+passes over micro-batches.
 
-Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (`device_batch.py`).
+Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them
+selected by the loss mask (`device_batch.py`).
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ from msrl.types import MicroBatch
 Output = Tensor | HiddenStates
 Values = dict[str, Any]
 Finish = Callable[[Output, DeviceBatch], "Values | tuple[Tensor, Values]"]
-"""Turns the model's output for a micro-batch into values by name, or into the scalar to minimize and such values. Last stage only."""
+"""Turns the model's output for a micro-batch into values by name, or into the scalar to minimize
+and such values. Last stage only.
+"""
 
 
 class ModelReplica:
-    """A model on this rank, which has joined its process groups; trainable if its settings have an optimizer."""
+    """A model on this rank, which has joined its process groups; trainable if its settings have an
+    optimizer.
+    """
 
     def __init__(self, settings: ReplicaSettings, position: RankPosition) -> None:
         self.settings, self.position = settings, position
@@ -67,10 +73,16 @@ class ModelReplica:
     def load_model(self) -> tuple[torch.nn.Module, Shape]:
         """Return this rank's shard of the model with its weights, and the model's shape."""
         path, iteration, position = self.settings.model, self.settings.iteration, self.position
-        source = open_weights(path, self.settings.hf_dir) if iteration is None else open_mcore(path, iteration=iteration)
+        source = (
+            open_weights(path, self.settings.hf_dir)
+            if iteration is None
+            else open_mcore(path, iteration=iteration)
+        )
         shape = self.trained_shape(source)
         padded = shape.padded_vocab_size(position.layout.tp)
-        model = megatron.build_model(shape, position.layout, position.dtype, position.device, padded, self.settings.recompute)
+        model = megatron.build_model(
+            shape, position.layout, position.dtype, position.device, padded, self.settings.recompute
+        )
         self.fill_weights(megatron.named_weights(model), source)
         return model, shape
 
@@ -81,7 +93,9 @@ class ModelReplica:
     def fill_weights(self, weights: dict[str, Tensor], source: WeightSource) -> None:
         """Copy this rank's tensors of `source` into the model's `weights`."""
         with torch.no_grad():
-            for name, tensor in source.local_tensors(self.position.layout, self.position.coords, dtype=self.position.dtype):
+            for name, tensor in source.local_tensors(
+                self.position.layout, self.position.coords, dtype=self.position.dtype
+            ):
                 weights.pop(name).copy_(tensor)
         assert not weights, f"weights that no rule fills: {sorted(weights)}"
 
@@ -95,20 +109,39 @@ class ModelReplica:
         settings, position = self.settings, self.position
         megatron.freeze(self.model, self.shape, position.layout, settings.freeze)
         if settings.lora.rank is not None:
-            self.adapters = Adapters(self.model, self.shape, position.layout, position.coords, settings.lora, position.seed)
+            self.adapters = Adapters(
+                self.model,
+                self.shape,
+                position.layout,
+                position.coords,
+                settings.lora,
+                position.seed,
+            )
         if self.shape.moe is not None and balances_experts(settings.router, self.shape.moe):
-            self.balance = ExpertBalance(settings.router, self.shape.moe, self.model, position.device)
+            self.balance = ExpertBalance(
+                settings.router, self.shape.moe, self.model, position.device
+            )
         self.wrapped = megatron.wrap(self.model, position.platform)
         self.optimizer = build_optimizer(self.wrapped, optimizer, is_bf16=self._is_bf16)
 
     def _offloadable(self) -> dict[str, Callable[[], Iterable[Tensor]]]:
         """Return the kinds of tensors that the settings offload."""
-        kinds: dict[str, Callable[[], Iterable[Tensor]]] = {"params": lambda: list(self.model.parameters())}
+        kinds: dict[str, Callable[[], Iterable[Tensor]]] = {
+            "params": lambda: list(self.model.parameters())
+        }
         if self.wrapped is not None:
-            buffers = [buffer for chunk in self.wrapped for buffer in [*cast("list[Any]", chunk.buffers), *chunk.expert_parallel_buffers]]
+            buffers = [
+                buffer
+                for chunk in self.wrapped
+                for buffer in [*cast("list[Any]", chunk.buffers), *chunk.expert_parallel_buffers]
+            ]
             kinds["grads"] = lambda: [buffer.grad_data for buffer in buffers]
-            kinds["optimizer"] = lambda: optimizer_state.tensors(self.optimizer, is_bf16=self._is_bf16)
-        return {kind: tensors for kind, tensors in kinds.items() if getattr(self.settings.offload, kind)}
+            kinds["optimizer"] = lambda: optimizer_state.tensors(
+                self.optimizer, is_bf16=self._is_bf16
+            )
+        return {
+            kind: tensors for kind, tensors in kinds.items() if getattr(self.settings.offload, kind)
+        }
 
     @property
     def _is_bf16(self) -> bool:
@@ -116,7 +149,9 @@ class ModelReplica:
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor of every micro-batch's token count, for sequence parallelism and for kernels that are compiled by size."""
+        """Divisor of every micro-batch's token count, for sequence parallelism and for kernels that
+        are compiled by size.
+        """
         multiple = token_multiple(self.position.device.type, self.position.dtype)
         return math.lcm(sequence_multiple(self.position.layout, self.shape), multiple)
 
@@ -145,12 +180,15 @@ class ModelReplica:
             gives_hidden, references: see `run`.
 
         Returns:
-            Metrics per loss token, the same on every rank. `skipped` is 1 if the update was skipped since its gradient was not finite.
+            Metrics per loss token, the same on every rank. `skipped` is 1 if the update was skipped
+            since its gradient was not finite.
 
         Raises:
             MsrlError: too many consecutive updates were skipped.
         """
-        assert self.wrapped is not None and self.settings.optimizer is not None, "built without an optimizer"
+        assert self.wrapped is not None and self.settings.optimizer is not None, (
+            "built without an optimizer"
+        )
         self.host.onload("params", "grads")
         self.host.offload("optimizer")  # loading or saving a checkpoint has onloaded it
         for chunk in self.wrapped:
@@ -158,14 +196,30 @@ class ModelReplica:
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.begin(micro_batches)
-        rows = self.run(micro_batches, finish, is_training=True, gives_hidden=gives_hidden, references=references)
+        rows = self.run(
+            micro_batches,
+            finish,
+            is_training=True,
+            gives_hidden=gives_hidden,
+            references=references,
+        )
         grad_norm, is_skipped = self._step(micro_batches, lr, self.settings.optimizer.grad_clip)
         balance = self.balance.end(is_skipped=is_skipped) if self.balance is not None else {}
         metrics = self.mean_metrics(rows, num_tokens)
-        return {**metrics, **balance, "grad_norm": grad_norm, "lr": lr, "skipped": float(is_skipped)}
+        return {
+            **metrics,
+            **balance,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "skipped": float(is_skipped),
+        }
 
-    def _step(self, micro_batches: Sequence[MicroBatch], lr: float, grad_clip: float | None) -> tuple[float, bool]:
-        """Clip the gradients and apply them, unless they are not finite. Returns their norm, and True if they were skipped."""
+    def _step(
+        self, micro_batches: Sequence[MicroBatch], lr: float, grad_clip: float | None
+    ) -> tuple[float, bool]:
+        """Clip the gradients and apply them, unless they are not finite. Returns their norm, and
+        True if they were skipped.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.prepare_grads()
@@ -189,9 +243,9 @@ class ModelReplica:
         """Run Megatron's schedule over the micro-batches, with a backward pass if `is_training`.
 
         Args:
-            finish: receives the model's output on the last stage.
-            gives_hidden: the output is `HiddenStates` in place of logits.
-            references: the reference model's distribution for each micro-batch; empty where the loss needs none.
+            finish: receives the model's output on the last stage. gives_hidden: the output is
+            `HiddenStates` in place of logits. references: the reference model's distribution for
+            each micro-batch; empty where the loss needs none.
 
         Returns:
             The values of `finish` for each micro-batch on the last stage, nothing on other stages.
@@ -201,14 +255,20 @@ class ModelReplica:
         self.host.onload("params")
         by_number = dict(enumerate(references))
 
-        def forward_step(numbered: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module) -> tuple[Output, Any]:
+        def forward_step(
+            numbered: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
+        ) -> tuple[Output, Any]:
             number, micro_batch = next(numbered)
             batch = self._to_device(micro_batch, by_number.get(number), is_training=is_training)
             output = chunk(batch.tokens, batch.packed, batch.mask, gives_hidden=gives_hidden)
             is_filler = number >= len(micro_batches)
             return output, functools.partial(self._loss, _ignore if is_filler else finish, batch)
 
-        chunks = self.wrapped if is_training and self.wrapped is not None else pipeline.chunks_of(self.model)
+        chunks = (
+            self.wrapped
+            if is_training and self.wrapped is not None
+            else pipeline.chunks_of(self.model)
+        )
         with torch.set_grad_enabled(is_training):
             values = pipeline.run(
                 forward_step,
@@ -220,10 +280,17 @@ class ModelReplica:
             )
         return values[: len(micro_batches)]
 
-    def _to_device(self, micro_batch: MicroBatch, reference: Distribution | None, *, is_training: bool) -> DeviceBatch:
+    def _to_device(
+        self, micro_batch: MicroBatch, reference: Distribution | None, *, is_training: bool
+    ) -> DeviceBatch:
         position = self.position
         batch = to_device(
-            micro_batch, self.rotary, position.device, cp=position.layout.cp, multiple=self.sequence_multiple, reference=reference
+            micro_batch,
+            self.rotary,
+            position.device,
+            cp=position.layout.cp,
+            multiple=self.sequence_multiple,
+            reference=reference,
         )
         if self.balance is None or not is_training:
             return batch
@@ -233,8 +300,9 @@ class ModelReplica:
     def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches without loss tokens that make the counts of all ranks fit.
 
-        Ranks that share experts must run equally many micro-batches, since they communicate in each. Virtual pipeline stages take turns in
-        groups of as many micro-batches as there are stages.
+        Ranks that share experts must run equally many micro-batches, since they communicate in
+        each. Virtual pipeline stages take turns in groups of as many micro-batches as there are
+        stages.
         """
         count, pp = len(micro_batches), self.position.layout.pp
         if self.shape.moe is not None and self.position.dp_size > 1:
@@ -246,21 +314,31 @@ class ModelReplica:
         token = int(micro_batches[0].token_ids[0]) if micro_batches else 0
         return [filler(self.sequence_multiple, token)] * (count - len(micro_batches))
 
-    def _loss(self, finish: Finish, batch: DeviceBatch, output: Output) -> tuple[Tensor, Tensor, Values]:
-        """Return (loss, token count, values), the form that Megatron's schedules take; the count is not used."""
+    def _loss(
+        self, finish: Finish, batch: DeviceBatch, output: Output
+    ) -> tuple[Tensor, Tensor, Values]:
+        """Return (loss, token count, values), the form that Megatron's schedules take; the count is
+        not used.
+        """
         no_count = torch.zeros((), dtype=torch.int, device=self.position.device)
         result = finish(output, batch)
         if isinstance(result, tuple):
             return result[0], no_count, result[1]
         return torch.zeros((), device=self.position.device), no_count, result
 
-    def mean_metrics(self, rows: Sequence[Mapping[str, Tensor]], num_tokens: int) -> dict[str, float]:
-        """Return sums over micro-batches and data-parallel ranks divided by `num_tokens`, on every pipeline stage."""
+    def mean_metrics(
+        self, rows: Sequence[Mapping[str, Tensor]], num_tokens: int
+    ) -> dict[str, float]:
+        """Return sums over micro-batches and data-parallel ranks divided by `num_tokens`, on every
+        pipeline stage.
+        """
         means: list[dict[str, float]] = [{}]
         if self.position.is_last_stage:
             names = sorted(rows[0])
             wide = getattr(torch, self.position.platform.reduction_dtype)
-            totals = torch.stack([torch.stack([row[name].float() for row in rows]).to(wide).sum() for name in names])
+            totals = torch.stack(
+                [torch.stack([row[name].float() for row in rows]).to(wide).sum() for name in names]
+            )
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
             means = [dict(zip(names, (totals / num_tokens).tolist(), strict=True))]
         if self.position.layout.pp > 1:

@@ -1,8 +1,9 @@
 """Replica of a value model, critic or reward model: its head gives one value per token.
 
-It starts from a reward model, whose score head it keeps, or from a language model, whose output layer is replaced by a head of zeros: all
-values are then 0 before the first update, in every parallel layout. Letters: N tokens of a packed micro-batch, M of them selected by the
-loss mask (m on this rank).
+It starts from a reward model, whose score head it keeps, or from a language model, whose output
+layer is replaced by a head of zeros: all values are then 0 before the first update, in every
+parallel layout. Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (m
+on this rank).
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ class ValueModelReplica(ModelReplica):
 
     def trained_shape(self, source: WeightSource) -> Shape:
         """Return the shape of `source` with a score head."""
-        return source.shape if source.shape.reward_head else with_score(source.shape, source.shape.architecture)
+        return (
+            source.shape
+            if source.shape.reward_head
+            else with_score(source.shape, source.shape.architecture)
+        )
 
     def fill_weights(self, weights: dict[str, Tensor], source: WeightSource) -> None:
         """Copy this rank's tensors of `source`; the head of a language model becomes zero."""
@@ -38,14 +43,18 @@ class ValueModelReplica(ModelReplica):
         with torch.no_grad():
             for name in head:
                 weights.pop(name).zero_()
-            for name, tensor in source.local_tensors(position.layout, position.coords, dtype=position.dtype):
+            for name, tensor in source.local_tensors(
+                position.layout, position.coords, dtype=position.dtype
+            ):
                 if not name.endswith(OUTPUT_LAYER):
                     weights.pop(name).copy_(tensor)
         assert not weights, f"weights that no rule fills: {sorted(weights)}"
         return None
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """Return the value before each label, [N] per micro-batch, 0 where the mask is not set. None except on the last stage."""
+        """Return the value before each label, [N] per micro-batch, 0 where the mask is not set.
+        None except on the last stage.
+        """
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
             return {"values": _values(output, batch)}
@@ -53,11 +62,23 @@ class ValueModelReplica(ModelReplica):
         rows = self.run(micro_batches, finish)
         if not self.position.is_last_stage:
             return None
-        return [spread(batch, row["values"]).numpy() for batch, row in zip(micro_batches, rows, strict=True)]
+        return [
+            spread(batch, row["values"]).numpy()
+            for batch, row in zip(micro_batches, rows, strict=True)
+        ]
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float) -> dict[str, float]:
-        """Run one optimizer step over this data-parallel rank's micro-batches; see `ModelReplica.update`."""
-        return self.update(micro_batches, functools.partial(_minimize, loss, num_tokens), num_tokens=num_tokens, lr=lr)
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float
+    ) -> dict[str, float]:
+        """Run one optimizer step over this data-parallel rank's micro-batches; see
+        `ModelReplica.update`.
+        """
+        return self.update(
+            micro_batches,
+            functools.partial(_minimize, loss, num_tokens),
+            num_tokens=num_tokens,
+            lr=lr,
+        )
 
 
 def _values(output: Output, batch: DeviceBatch) -> Tensor:  # [m, 1] -> [M]
@@ -65,5 +86,7 @@ def _values(output: Output, batch: DeviceBatch) -> Tensor:  # [m, 1] -> [M]
     return batch.whole(output.squeeze(-1).float())
 
 
-def _minimize(loss: ValueLoss, num_tokens: int, output: Output, batch: DeviceBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def _minimize(
+    loss: ValueLoss, num_tokens: int, output: Output, batch: DeviceBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
     return loss(_values(output, batch), batch.fields, num_tokens)

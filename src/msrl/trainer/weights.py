@@ -22,25 +22,37 @@ if TYPE_CHECKING:
 
 
 def export(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) of this pipeline stage, one Megatron tensor at a time, on the first rank of the stage.
+    """Yield (Hugging Face name, tensor) of this pipeline stage, one Megatron tensor at a time, on
+    the first rank of the stage.
 
-    Every rank must exhaust the iterator, which is empty on all but the first rank of a stage. The vocabulary comes without its padding. A
-    tied output layer is not yielded, since Hugging Face files have no name for it.
+    Every rank must exhaust the iterator, which is empty on all but the first rank of a stage. The
+    vocabulary comes without its padding. A tied output layer is not yielded, since Hugging Face
+    files have no name for it.
     """
     replica.host.onload("params")
     yield from put_together(_exported(replica), stack_sizes(replica.shape))
 
 
 def _exported(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same with experts one by one, even where Hugging Face stacks those of a layer in one tensor."""
+    """Yield the same with experts one by one, even where Hugging Face stacks those of a layer in
+    one tensor.
+    """
     weights = megatron.named_weights(replica.model)
-    placed = [each for each in stage_tensors(replica.shape, replica.position.layout, replica.position.coords) if not each.is_tied_copy]
+    placed = [
+        each
+        for each in stage_tensors(replica.shape, replica.position.layout, replica.position.coords)
+        if not each.is_tied_copy
+    ]
     if replica.position.stage_rank < replica.position.layout.tp:
         for each in placed:
             if each.rule.expert is None:
-                yield from _joined(each.rule, _gather(_effective(replica, weights, each), each, replica), replica)
+                yield from _joined(
+                    each.rule, _gather(_effective(replica, weights, each), each, replica), replica
+                )
     if replica.position.stage_rank < replica.position.layout.etp_size * replica.position.layout.ep:
-        yield from _experts(replica, weights, [each for each in placed if each.rule.expert is not None])
+        yield from _experts(
+            replica, weights, [each for each in placed if each.rule.expert is not None]
+        )
 
 
 def _effective(replica: ModelReplica, weights: Mapping[str, Tensor], placed: StageTensor) -> Tensor:
@@ -49,7 +61,9 @@ def _effective(replica: ModelReplica, weights: Mapping[str, Tensor], placed: Sta
     return weights[placed.name] if merged is None else merged
 
 
-def _joined(rule: Rule, shards: Sequence[Tensor], replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
+def _joined(
+    rule: Rule, shards: Sequence[Tensor], replica: ModelReplica
+) -> Iterator[tuple[str, Tensor]]:
     if replica.position.stage_rank == 0:
         yield from zip(rule.hf, unfuse(rule.layout, join(rule.layout, shards)), strict=True)
 
@@ -69,8 +83,12 @@ def _gathered(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards or []
 
 
-def _experts(replica: ModelReplica, weights: Mapping[str, Tensor], placed: Sequence[StageTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the experts of a stage: the first expert of every rank, then the second of every rank, and so on."""
+def _experts(
+    replica: ModelReplica, weights: Mapping[str, Tensor], placed: Sequence[StageTensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the experts of a stage: the first expert of every rank, then the second of every rank,
+    and so on.
+    """
     group, size = groups.expert_group(), replica.position.layout.etp_size
     elsewhere = _experts_by_name(replica)
     for each in placed:
@@ -81,7 +99,9 @@ def _experts(replica: ModelReplica, weights: Mapping[str, Tensor], placed: Seque
 
 
 def _experts_by_name(replica: ModelReplica) -> dict[str, list[Rule]]:
-    """Return, by a name inside a rank, the rules of that name on the ranks of each group of experts, in their order."""
+    """Return, by a name inside a rank, the rules of that name on the ranks of each group of
+    experts, in their order.
+    """
     layout, rules = replica.position.layout, dict[str, list[Rule]]()
     for number in range(layout.ep):
         at = layout.coords(replica.position.pp_rank, number * layout.etp_size)

@@ -1,7 +1,8 @@
-"""Sizes and checksums of the files of a checkpoint: recorded when the files are written, compared before a training resumes.
+"""Sizes and checksums of the files of a checkpoint: recorded when the files are written, compared
+before a training resumes.
 
-A record is {"bytes": size, "crc32": of the whole file}, or {"bytes": size, "sha256": digest of the zip records}, which
-`checkpoint/torch_files` computes for files of weights. Light to import.
+A record is {"bytes": size, "crc32": of the whole file}, or {"bytes": size, "sha256": digest of the
+zip records}, which `checkpoint/torch_files` computes for files of weights. Light to import.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def record_file(path: Path) -> Record:
 
 
 def damages(root: Path, records: Mapping[str, Record]) -> list[str]:
-    """Return a sentence per file that differs from its record; names are relative to `root`. Several files are read at a time."""
+    """Return a sentence per file that differs from its record; names are relative to `root`.
+    Several files are read at a time.
+    """
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         problems = pool.map(lambda item: _damage(root / item[0], item[1]), records.items())
         return [problem for problem in problems if problem is not None]
@@ -43,11 +46,17 @@ def _damage(path: Path, record: Record) -> str | None:
     if size != record["bytes"]:
         return f"{path} has {size} bytes instead of {record['bytes']}"
     if "crc32" in record:
-        return None if file_crc32(path) == record["crc32"] else f"{path} does not match its checksum"
+        return (
+            None if file_crc32(path) == record["crc32"] else f"{path} does not match its checksum"
+        )
     from msrl.checkpoint.torch_files.reader import check_records
 
     try:
-        return None if check_records(path) == record["sha256"] else f"{path} does not match its checksum"
+        return (
+            None
+            if check_records(path) == record["sha256"]
+            else f"{path} does not match its checksum"
+        )
     except MsrlError as error:
         return str(error)
 
@@ -58,12 +67,16 @@ def with_checksum(contents: Mapping[str, Any]) -> str:
 
 
 def has_checksum(text: str) -> bool:
-    """Return True if the JSON includes a checksum, right or wrong. Raises ValueError for text that is not JSON."""
+    """Return True if the JSON includes a checksum, right or wrong. Raises ValueError for text that
+    is not JSON.
+    """
     return _DIGEST in json.loads(text)
 
 
 def read_with_checksum(text: str) -> dict[str, Any]:
-    """Return the contents that `with_checksum` wrote. Raises ValueError for other text or a wrong checksum."""
+    """Return the contents that `with_checksum` wrote. Raises ValueError for other text or a wrong
+    checksum.
+    """
     contents = json.loads(text)
     if not isinstance(contents, dict) or contents.pop(_DIGEST, None) != _digest(contents):
         raise ValueError("it does not match its checksum")

@@ -1,7 +1,9 @@
-"""Writing of a checkpoint after the ranks have synchronized: every rank writes its part, the first one publishes the checkpoint.
+"""Writing of a checkpoint after the ranks have synchronized: every rank writes its part, the first
+one publishes the checkpoint.
 
-Nothing here communicates with other ranks, so it may run beside the training. The first rank finds the parts by the lists that their
-writers leave in the staged folder. A checkpoint is flushed to disk before it becomes visible.
+Nothing here communicates with other ranks, so it may run beside the training. The first rank finds
+the parts by the lists that their writers leave in the staged folder. A checkpoint is flushed to
+disk before it becomes visible.
 """
 
 from __future__ import annotations
@@ -56,8 +58,14 @@ def critic_weights(folder: Path, at: Coords) -> dict[str, Tensor]:
 
 
 def beginning(file: Any, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of an open safetensors file whose names begin with `prefix`, by the rest of their names."""
-    return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118 - no mapping
+    """Return the tensors of an open safetensors file whose names begin with `prefix`, by the rest
+    of their names.
+    """
+    return {
+        name.removeprefix(prefix): file.get_tensor(name)
+        for name in file.keys()  # noqa: SIM118 - not a mapping
+        if name.startswith(prefix)
+    }
 
 
 def random_file(rank: int) -> str:
@@ -83,17 +91,23 @@ def prepare_folders(root: Path, step: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Model and optimizer state that the first of the ranks with the same shard writes for all of them."""
+    """Model and optimizer state that the first of the ranks with the same shard writes for all of
+    them.
+    """
 
     folder: str  # of the rank, as `mcore.rank_folder` names it
     weights: Mapping[str, Tensor]
     args: argparse.Namespace
-    states: Mapping[str, dict[str, Tensor]]  # by file name: optimizer state, and the critic with its weights
+    states: Mapping[
+        str, dict[str, Tensor]
+    ]  # by file name: optimizer state, and the critic with its weights
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """Part of a checkpoint that one rank writes: its random-number states, and on writers weights and optimizer states."""
+    """Part of a checkpoint that one rank writes: its random-number states, and on writers weights
+    and optimizer states.
+    """
 
     root: Path
     step: int
@@ -103,7 +117,10 @@ class RankFiles:
 
     def write(self) -> None:
         """Write the files of the part, then the list of them."""
-        staged, visible = _staged_training(self.root, self.step), training_dir(self.root, self.step).relative_to(self.root)
+        staged, visible = (
+            _staged_training(self.root, self.step),
+            training_dir(self.root, self.step).relative_to(self.root),
+        )
         tensors = {random_file(self.rank): self.random_states}
         records: dict[str, Record] = {}
         if self.weights is not None:
@@ -135,7 +152,9 @@ class SavedModel:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Publication of the parts of all ranks as a checkpoint. `state` are the contents of `state.json` besides the files."""
+    """Publication of the parts of all ranks as a checkpoint. `state` are the contents of
+    `state.json` besides the files.
+    """
 
     root: Path
     step: int
@@ -147,7 +166,9 @@ class Publication:
     chat: ChatFormat | None = None  # chat format of the trained model
 
     def publish(self) -> None:
-        """Make the checkpoint visible once all parts are written: the state for a resume first, the model and its tracker last."""
+        """Make the checkpoint visible once all parts are written: the state for a resume first, the
+        model and its tracker last.
+        """
         staged, final = _staged_training(self.root, self.step), training_dir(self.root, self.step)
         records = self._records(staged)
         write_text(staged / STATE, with_checksum({**self.state, "files": records}))
@@ -167,13 +188,19 @@ class Publication:
         lists = [staged / _part_file(rank) for rank in range(self.num_parts)]
         while not all(path.is_file() for path in lists):
             time.sleep(_POLL_S)
-        records = {name: record for path in lists for name, record in json.loads(path.read_text(encoding="utf-8")).items()}
+        records = {
+            name: record
+            for path in lists
+            for name, record in json.loads(path.read_text(encoding="utf-8")).items()
+        }
         for path in lists:
             path.unlink()
         return dict(sorted(records.items()))
 
     def _place_sidecars(self) -> None:
-        """Copy config, tokenizer and pass-through tensors atomically, since existing checkpoints need them all the time."""
+        """Copy config, tokenizer and pass-through tensors atomically, since existing checkpoints
+        need them all the time.
+        """
         place = self.root / mcore.SIDECAR
         is_needed = any(self.root.glob("iter_*"))
         if place.exists() and (is_needed or self.hf_dir.resolve() == place.resolve()):
@@ -186,13 +213,21 @@ class Publication:
         staged.rename(place)
 
     def _manifest_entry(self, records: Mapping[str, Record]) -> dict[str, Any]:
-        files = {name: WrittenFile(record["bytes"], record["sha256"]) for name, record in records.items() if "sha256" in record}
+        files = {
+            name: WrittenFile(record["bytes"], record["sha256"])
+            for name, record in records.items()
+            if "sha256" in record
+        }
         plan = make_plan(self.model.shape, self.model.layout)
-        entry = mcore.manifest_entry(self.model.shape, plan, self.model.dtype, files, LOCAL, versions())
+        entry = mcore.manifest_entry(
+            self.model.shape, plan, self.model.dtype, files, LOCAL, versions()
+        )
         return {**entry, "adapters_only": True} if self.model.is_adapters else entry
 
     def _prune(self) -> None:
-        """Remove surplus checkpoints; the model's folder first, so that the rest is never taken for complete."""
+        """Remove surplus checkpoints; the model's folder first, so that the rest is never taken for
+        complete.
+        """
         for step in self.retention.surplus(self.root, self.step):
             shutil.rmtree(mcore.iteration_dir(self.root, step))
             shutil.rmtree(training_dir(self.root, step))

@@ -1,10 +1,12 @@
 """Folders of a training's checkpoints, resume checks, and retention. Light to import.
 
     <save>/iter_0000010/, <save>/hf/, ...   the model's weights, in the format of `checkpoint/mcore`
-    <save>/training/iter_0000010/           our state: optimizer per parameter, random-number states, the step
+    <save>/training/iter_0000010/           our state: optimizer per parameter, random-number
+    states, the step
 
-A checkpoint is complete if both folders exist (each is written beside its place and renamed, the model's last) and every file matches its
-size and checksum in `state.json`, which covers the weights and itself.
+A checkpoint is complete if both folders exist (each is written beside its place and renamed, the
+model's last) and every file matches its size and checksum in `state.json`, which covers the weights
+and itself.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _OURS = frozenset(
 class SavedTraining:
     """Complete checkpoint of a training after `step` steps, in the folder `root` (`<save>`).
 
-    `skipped` are the steps of newer, damaged checkpoints, which a training that resumes from this one writes again.
+    `skipped` are the steps of newer, damaged checkpoints, which a training that resumes from this
+    one writes again.
     """
 
     root: Path
@@ -42,21 +45,27 @@ class SavedTraining:
         return training_dir(self.root, self.step)
 
     def state(self) -> dict[str, Any]:
-        """Return the saved state besides tensors. Raises MsrlError if it cannot be read, or an earlier version saved it in another form."""
+        """Return the saved state besides tensors. Raises MsrlError if it cannot be read, or an
+        earlier version saved it in another form.
+        """
         path = self.training_dir / STATE
         try:
             text = path.read_text(encoding="utf-8")
             if has_checksum(text):
                 return read_with_checksum(text)
         except (OSError, ValueError) as error:
-            raise MsrlError(f"{path}: cannot be read ({error}). Resume from another checkpoint.") from error
+            raise MsrlError(
+                f"{path}: cannot be read ({error}). Resume from another checkpoint."
+            ) from error
         raise MsrlError(
             f"{path}: saved by an earlier version, whose optimizer files are no longer read."
             f" Start a new training from its weights with checkpoint.load: {self.root}"
         )
 
     def damage(self) -> str | None:
-        """Read every file; return a line on what is missing or damaged, or None if the checkpoint is complete."""
+        """Read every file; return a line on what is missing or damaged, or None if the checkpoint
+        is complete.
+        """
         if not (self.training_dir / STATE).is_file():
             return f"{self.training_dir / STATE} is missing"
         try:
@@ -69,14 +78,18 @@ class SavedTraining:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Checkpoints to keep: the `newest` ones (None: all) while they total at most `max_bytes`, and always the newest one and `best`."""
+    """Checkpoints to keep: the `newest` ones (None: all) while they total at most `max_bytes`, and
+    always the newest one and `best`.
+    """
 
     newest: int | None = None
     max_bytes: float | None = None
     best: int | None = None
 
     def surplus(self, root: Path, up_to: int | None = None) -> list[int]:
-        """Return the steps of the checkpoints under `root` to remove. Later ones than `up_to` were skipped by a resume and are ignored."""
+        """Return the steps of the checkpoints under `root` to remove. Later ones than `up_to` were
+        skipped by a resume and are ignored.
+        """
         steps = [step for step in saved_steps(root) if up_to is None or step <= up_to]
         surplus, total = list[int](), self._bytes(root, self.best) if self.best in steps else 0
         for age, step in enumerate(reversed(steps)):
@@ -92,7 +105,12 @@ class Retention:
         if self.max_bytes is None or step is None:
             return 0
         folders = (root / f"iter_{step:07d}", training_dir(root, step))
-        return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+        return sum(
+            file.stat().st_size
+            for folder in folders
+            for file in folder.rglob("*")
+            if file.is_file()
+        )
 
 
 KEEP_ALL = Retention()
@@ -104,7 +122,9 @@ def training_dir(root: Path, step: int) -> Path:
 
 
 def saved_steps(root: Path) -> list[int]:
-    """Return the steps of all checkpoints of a training under `root`, ascending. Their files are not checked."""
+    """Return the steps of all checkpoints of a training under `root`, ascending. Their files are
+    not checked.
+    """
     return [step for step in _iterations(root) if training_dir(root, step).is_dir()]
 
 
@@ -117,17 +137,25 @@ def check_room(root: Path, resume: SavedTraining | None) -> None:
     """Check that a training that starts from `resume` can save into `root`.
 
     Raises:
-        MsrlError: the folder cannot be written, or it holds other files, checkpoints of another training, or checkpoints of steps that the
+        MsrlError: the folder cannot be written, or it holds other files, checkpoints of another
+        training, or checkpoints of steps that the
             training would write again.
     """
     reason = why_not_writable(root)
     if reason is not None:
-        raise MsrlError(f"checkpoint.save={root}: the folder cannot be created or written ({reason}). Set it to another folder.")
+        raise MsrlError(
+            f"checkpoint.save={root}: the folder cannot be created or written ({reason}). Set it "
+            "to another folder."
+        )
     _refuse_other_files(root)
     start_step = resume.step if resume else 0
     is_same_root = resume is not None and resume.root.resolve() == root.resolve()
     replaced = resume.skipped if resume and is_same_root else ()
-    others = [step for step in _iterations(root) if not (is_same_root and step <= start_step) and step not in replaced]
+    others = [
+        step
+        for step in _iterations(root)
+        if not (is_same_root and step <= start_step) and step not in replaced
+    ]
     if others:
         raise MsrlError(_conflict(root, resume, others))
 
@@ -135,7 +163,11 @@ def check_room(root: Path, resume: SavedTraining | None) -> None:
 def _conflict(root: Path, resume: SavedTraining | None, others: Sequence[int]) -> str:
     """Return the message on checkpoints under `root` that the training must not replace."""
     steps = ", ".join(map(str, others))
-    present, them = (f"the checkpoint of step {steps}", "it") if len(others) == 1 else (f"the checkpoints of steps {steps}", "them")
+    present, them = (
+        (f"the checkpoint of step {steps}", "it")
+        if len(others) == 1
+        else (f"the checkpoints of steps {steps}", "them")
+    )
     if not saved_steps(root):
         problem = "without the training state that a resume needs"
         remedy = f"Start from {them} with checkpoint.load: {root} and another checkpoint.save"
@@ -145,21 +177,31 @@ def _conflict(root: Path, resume: SavedTraining | None, others: Sequence[int]) -
     else:
         problem = f"and this training starts after step {resume.step if resume else 0}"
         remedy = "Resume from the newest one (--resume auto), set checkpoint.save to another folder"
-    return f"checkpoint.save={root}: the folder holds {present}, {problem}. {remedy}, or remove {them}."
+    holds = f"the folder holds {present}, {problem}"
+    return f"checkpoint.save={root}: {holds}. {remedy}, or remove {them}."
 
 
 def _refuse_other_files(root: Path) -> None:
-    """Raise MsrlError if the folder holds files and none that a training or conversion writes; hidden files are ignored."""
-    names = sorted(path.name for path in root.iterdir() if not path.name.startswith(".")) if root.is_dir() else []
+    """Raise MsrlError if the folder holds files and none that a training or conversion writes;
+    hidden files are ignored.
+    """
+    names = (
+        sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+        if root.is_dir()
+        else []
+    )
     if names and not any(name in _OURS or name.startswith("iter_") for name in names):
-        raise MsrlError(f"checkpoint.save={root}: the folder holds other files ({names[0]}). Set it to a new or empty folder.")
+        raise MsrlError(
+            f"checkpoint.save={root}: the folder holds other files ({names[0]}). Set it to a new "
+            "or empty folder."
+        )
 
 
 def resume_from(resume: str, root: Path) -> tuple[SavedTraining | None, tuple[str, ...]]:
     """Return the checkpoint that `checkpoint.resume` means, and lines for the log.
 
-    `none`: no checkpoint. `auto`: the newest complete one under `root`, if there are any. A folder of checkpoints: its newest complete one.
-    A folder of one iteration: that one.
+    `none`: no checkpoint. `auto`: the newest complete one under `root`, if there are any. A folder
+    of checkpoints: its newest complete one. A folder of one iteration: that one.
 
     Raises:
         MsrlError: there is no complete checkpoint; for `auto` only if there are damaged ones.
@@ -180,7 +222,10 @@ def _iteration(root: Path, step: int, resume: str) -> SavedTraining:
     steps = saved_steps(root)
     if step not in steps:
         known = f"; the folder has steps {', '.join(map(str, steps))}" if steps else ""
-        raise MsrlError(f"checkpoint.resume={resume}: no complete training checkpoint found{known}. Set it to another checkpoint.")
+        raise MsrlError(
+            f"checkpoint.resume={resume}: no complete training checkpoint found{known}. Set it to "
+            "another checkpoint."
+        )
     saved = SavedTraining(root, step)
     damage = saved.damage()
     if damage is not None:
@@ -189,15 +234,25 @@ def _iteration(root: Path, step: int, resume: str) -> SavedTraining:
 
 
 def _newest_complete(root: Path, resume: str) -> tuple[SavedTraining, tuple[str, ...]]:
-    """Return the newest complete checkpoint, and a line on it and on each newer one. Raises MsrlError if there is none."""
+    """Return the newest complete checkpoint, and a line on it and on each newer one. Raises
+    MsrlError if there is none.
+    """
     damaged = dict[int, str]()
     for step in reversed(saved_steps(root)):
         damage = SavedTraining(root, step).damage()
         if damage is None:
-            notes = [f"skipped the checkpoint of step {late}: {problem}" for late, problem in damaged.items()]
+            notes = [
+                f"skipped the checkpoint of step {late}: {problem}"
+                for late, problem in damaged.items()
+            ]
             resumed = f"resuming after step {step}, from the newest complete checkpoint in {root}"
             return SavedTraining(root, step, tuple(damaged)), (*notes, resumed)
         damaged[step] = damage
     which = "; ".join(f"step {step}: {problem}" for step, problem in damaged.items())
-    details = f" ({which}). Restore the files, or start a new training in another folder (checkpoint.save)." if damaged else "."
+    details = (
+        f" ({which}). Restore the files, or start a new training in another folder "
+        "(checkpoint.save)."
+        if damaged
+        else "."
+    )
     raise MsrlError(f"checkpoint.resume={resume}: no complete training checkpoint found{details}")

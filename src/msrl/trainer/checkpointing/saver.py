@@ -1,6 +1,8 @@
-"""Checkpoint saves of one rank: immediate, or by a thread from copies in the machine's memory while the training continues.
+"""Checkpoint saves of one rank: immediate, or by a thread from copies in the machine's memory while
+the training continues.
 
-At most one save is in progress; the next one waits for it. An error of the thread is raised by the next call.
+At most one save is in progress; the next one waits for it. An error of the thread is raised by the
+next call.
 """
 
 from __future__ import annotations
@@ -24,21 +26,34 @@ _FAILURES = (OSError, SafetensorError)  # of a full or absent disk
 
 
 class Saver:
-    """Writer of a training's checkpoints into `root`; `hf_dir` has config and tokenizer. All ranks must call it for the same steps."""
+    """Writer of a training's checkpoints into `root`; `hf_dir` has config and tokenizer. All ranks
+    must call it for the same steps.
+    """
 
-    def __init__(self, rank: TrainingRank, root: Path, hf_dir: Path, *, in_background: bool) -> None:
-        self._rank, self._root, self._hf_dir, self._in_background = rank, root, hf_dir, in_background
+    def __init__(
+        self, rank: TrainingRank, root: Path, hf_dir: Path, *, in_background: bool
+    ) -> None:
+        self._rank, self._root, self._hf_dir, self._in_background = (
+            rank,
+            root,
+            hf_dir,
+            in_background,
+        )
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[SavedTraining] = []
 
     def save(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
-        """Save after `step` steps. In the background, return once the tensors that training changes are copied. Raises MsrlError."""
+        """Save after `step` steps. In the background, return once the tensors that training changes
+        are copied. Raises MsrlError.
+        """
         try:
             if self._in_background:
                 self._begin(step, extra, retention)
             else:
-                saved = checkpoints.save(self._rank, self._root, step, extra, hf_dir=self._hf_dir, retention=retention)
+                saved = checkpoints.save(
+                    self._rank, self._root, step, extra, hf_dir=self._hf_dir, retention=retention
+                )
                 self._finished.append(saved)
         except _FAILURES as error:
             raise self._failed(step, error) from error
@@ -46,16 +61,26 @@ class Saver:
     def _begin(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
         self._join()
         part, publication = checkpoints.begin(
-            self._rank, self._root, step, extra, hf_dir=self._hf_dir, retention=retention, keeps_copy=True
+            self._rank,
+            self._root,
+            step,
+            extra,
+            hf_dir=self._hf_dir,
+            retention=retention,
+            keeps_copy=True,
         )
         # A daemon, so that a rank that fails does not wait for the parts of others.
-        self._thread = threading.Thread(target=self._write, args=(part, publication), name=f"save {step}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(part, publication), name=f"save {step}", daemon=True
+        )
         self._thread.start()
 
     def finished(self, *, must_wait: bool = False) -> list[SavedTraining]:
-        """Return the saves finished since the last call: complete checkpoints on the first rank, parts of them on the others.
+        """Return the saves finished since the last call: complete checkpoints on the first rank,
+        parts of them on the others.
 
-        With `must_wait`, wait for the save in progress. Raises MsrlError, or the exception that ended the save.
+        With `must_wait`, wait for the save in progress. Raises MsrlError, or the exception that
+        ended the save.
         """
         if must_wait or (self._thread is not None and not self._thread.is_alive()):
             self._join()
@@ -63,10 +88,11 @@ class Saver:
         return finished
 
     def end(self) -> None:
-        """Wait for the save in progress when a run ends in the middle of a step, so that it is complete before any rank leaves.
+        """Wait for the save in progress when a run ends in the middle of a step, so that it is
+        complete before any rank leaves.
 
-        All ranks must call it. An error of this rank's part is raised before the ranks synchronize, since the first rank still waits for
-        that part.
+        All ranks must call it. An error of this rank's part is raised before the ranks synchronize,
+        since the first rank still waits for that part.
         """
         self._join()
         self._rank.any_rank(False)
@@ -92,6 +118,7 @@ class Saver:
 
     def _failed(self, step: int, error: Exception) -> MsrlError:
         return MsrlError(
-            f"checkpoint.save={self._root}: step {step} could not be saved ({error}); earlier checkpoints are complete."
+            f"checkpoint.save={self._root}: step {step} could not be saved ({error}); earlier "
+            "checkpoints are complete."
             " Free disk space or set another folder, then resume with --resume auto."
         )

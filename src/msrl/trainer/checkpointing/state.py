@@ -1,7 +1,8 @@
 """State of a training: collected for a checkpoint, and restored from one bit for bit.
 
-Weights are stored in MindSpeed's format, optimizer and random-number states beside them. All ranks take part in both. Nothing is visible
-before all of it is written: `resume.py` describes the folders, `publish.py` writes them.
+Weights are stored in MindSpeed's format, optimizer and random-number states beside them. All ranks
+take part in both. Nothing is visible before all of it is written: `resume.py` describes the
+folders, `publish.py` writes them.
 """
 
 from __future__ import annotations
@@ -48,9 +49,17 @@ if TYPE_CHECKING:
 
 
 def save(
-    rank: TrainingRank, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, retention: Retention = KEEP_ALL
+    rank: TrainingRank,
+    root: Path,
+    step: int,
+    extra: Mapping[str, Any],
+    *,
+    hf_dir: Path,
+    retention: Retention = KEEP_ALL,
 ) -> SavedTraining:
-    """Write a complete checkpoint after `step` steps. `extra` is the workflow's state (JSON); `hf_dir` has config and tokenizer."""
+    """Write a complete checkpoint after `step` steps. `extra` is the workflow's state (JSON);
+    `hf_dir` has config and tokenizer.
+    """
     part, publication = begin(rank, root, step, extra, hf_dir=hf_dir, retention=retention)
     part.write()
     dist.barrier()
@@ -61,9 +70,17 @@ def save(
 
 
 def begin(
-    rank: TrainingRank, root: Path, step: int, extra: Mapping[str, Any], *, hf_dir: Path, retention: Retention, keeps_copy: bool = False
+    rank: TrainingRank,
+    root: Path,
+    step: int,
+    extra: Mapping[str, Any],
+    *,
+    hf_dir: Path,
+    retention: Retention,
+    keeps_copy: bool = False,
 ) -> tuple[RankFiles, Publication | None]:
-    """Collect the state of all ranks; return this rank's part of the checkpoint and, on the first rank, its publication.
+    """Collect the state of all ranks; return this rank's part of the checkpoint and, on the first
+    rank, its publication.
 
     With `keeps_copy` neither refers to tensors that training changes.
     """
@@ -80,15 +97,27 @@ def begin(
         return part, None
     policy, layout = rank.policy, rank.settings.layout
     frozen = list(policy.settings.freeze)
-    state = {"step": step, "cut": layout.as_json(), "updates": updates[0], "freeze": frozen, "extra": dict(extra)}
+    state = {
+        "step": step,
+        "cut": layout.as_json(),
+        "updates": updates[0],
+        "freeze": frozen,
+        "extra": dict(extra),
+    }
     if rank.critic is not None:
         state["critic"] = {"updates": updates[1]}
-    model = SavedModel(policy.shape, layout, rank.settings.dtype, is_adapters=policy.adapters is not None)
-    return part, Publication(root, step, dist.get_world_size(), state, model, hf_dir, retention, rank.settings.chat)
+    model = SavedModel(
+        policy.shape, layout, rank.settings.dtype, is_adapters=policy.adapters is not None
+    )
+    return part, Publication(
+        root, step, dist.get_world_size(), state, model, hf_dir, retention, rank.settings.chat
+    )
 
 
 def _part(rank: TrainingRank, root: Path, step: int, *, keeps_copy: bool) -> RankFiles:
-    """Return what this rank writes; the first of the ranks that hold the same shard writes it for all of them."""
+    """Return what this rank writes; the first of the ranks that hold the same shard writes it for
+    all of them.
+    """
     position = rank.position
     states = {optimizer_file(position.coords): _states(rank.policy)}
     if rank.critic is not None:
@@ -100,7 +129,9 @@ def _part(rank: TrainingRank, root: Path, step: int, *, keeps_copy: bool) -> Ran
     if keeps_copy:
         weights = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
     folder = mcore.rank_folder(position.layout, position.coords)
-    return RankFiles(root, step, dist.get_rank(), random_states, Weights(folder, weights, _args(rank), states))
+    return RankFiles(
+        root, step, dist.get_rank(), random_states, Weights(folder, weights, _args(rank), states)
+    )
 
 
 def _args(rank: TrainingRank) -> argparse.Namespace:
@@ -109,8 +140,12 @@ def _args(rank: TrainingRank) -> argparse.Namespace:
     args = mcore.namespace(policy.shape, rank.settings.layout, dtype=rank.settings.dtype)
     lora = policy.settings.lora
     if lora.rank is not None:
-        vars(args).update(lora_r=lora.rank, lora_alpha=lora.alpha, lora_target_modules=list(lora.targets))
-        vars(args).update(load=str(policy.settings.model.absolute()))  # the base model, which the checkpoint does not contain
+        vars(args).update(
+            lora_r=lora.rank, lora_alpha=lora.alpha, lora_target_modules=list(lora.targets)
+        )
+        vars(args).update(
+            load=str(policy.settings.model.absolute())
+        )  # the base model, which the checkpoint does not contain
     return args
 
 
@@ -125,13 +160,18 @@ def _states(replica: ModelReplica) -> dict[str, Tensor]:
 
 def _weight_states(critic: ModelReplica) -> dict[str, Tensor]:
     """Return copies of the critic's weights, for the file of its optimizer."""
-    return {f"{WEIGHT}.{name}": weight.detach().to("cpu", copy=True) for name, weight in named_weights(critic.model).items()}
+    return {
+        f"{WEIGHT}.{name}": weight.detach().to("cpu", copy=True)
+        for name, weight in named_weights(critic.model).items()
+    }
 
 
 def load_training_state(rank: TrainingRank, saved: SavedTraining) -> dict[str, Any]:
-    """Restore everything but the policy's weights, which the rank has loaded, from a checkpoint of any parallel layout. Returns `extra`.
+    """Restore everything but the policy's weights, which the rank has loaded, from a checkpoint of
+    any parallel layout. Returns `extra`.
 
-    Raises MsrlError if frozen parameters or the presence of a critic differ from the saved training.
+    Raises MsrlError if frozen parameters or the presence of a critic differ from the saved
+    training.
     """
     state = saved.state()
     _check_resumable(rank, saved, state)
@@ -139,7 +179,9 @@ def load_training_state(rank: TrainingRank, saved: SavedTraining) -> dict[str, A
     if policy.adapters is not None:
         policy.adapters.load(saved.root, saved.step)
     kinds = optimizer_state.kinds(rank.position.dtype)
-    optimizer_state.restore(policy, _saved_states(policy, saved, optimizer_file, kinds), state["updates"])
+    optimizer_state.restore(
+        policy, _saved_states(policy, saved, optimizer_file, kinds), state["updates"]
+    )
     if rank.critic is not None:
         _restore_critic(rank.critic, saved, state["critic"]["updates"])
     _restore_random(rank.position, saved, ParallelLayout.from_json(state["cut"]))
@@ -151,20 +193,26 @@ def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[st
     if tuple(state.get("freeze", ())) != freeze:
         before = list(state.get("freeze", []))
         raise MsrlError(
-            f"train.freeze={list(freeze)}: {saved.training_dir} was trained with {before}. Set the same value, or start a new training from"
+            f"train.freeze={list(freeze)}: {saved.training_dir} was trained with {before}. Set the "
+            "same value, or start a new training from"
             " its weights with checkpoint.load."
         )
     if (rank.critic is None) != ("critic" not in state):
-        saved_critic, own_critic = ("no critic", "has one") if rank.critic else ("a critic", "has none")
+        saved_critic, own_critic = (
+            ("no critic", "has one") if rank.critic else ("a critic", "has none")
+        )
         raise MsrlError(
-            f"algo.advantage.estimator: {saved.training_dir} was trained with {saved_critic}, and this training {own_critic}. Set the same"
+            f"algo.advantage.estimator: {saved.training_dir} was trained with {saved_critic}, and "
+            f"this training {own_critic}. Set the same"
             " estimator, or start a new training from its weights with checkpoint.load."
         )
 
 
 def _restore_critic(critic: ModelReplica, saved: SavedTraining, updates: int) -> None:
     """Restore the critic's weights, then the state of its optimizer."""
-    states = _saved_states(critic, saved, critic_file, (WEIGHT, *optimizer_state.kinds(critic.position.dtype)))
+    states = _saved_states(
+        critic, saved, critic_file, (WEIGHT, *optimizer_state.kinds(critic.position.dtype))
+    )
     with torch.no_grad():
         for name, weight in named_weights(critic.model).items():
             weight.copy_(states[WEIGHT][name])
@@ -172,9 +220,12 @@ def _restore_critic(critic: ModelReplica, saved: SavedTraining, updates: int) ->
 
 
 def _saved_states(
-    replica: ModelReplica, saved: SavedTraining, file_name: Callable[[Coords], str], kinds: Sequence[str]
+    replica: ModelReplica,
+    saved: SavedTraining,
+    file_name: Callable[[Coords], str],
+    kinds: Sequence[str],
 ) -> dict[str, dict[str, Tensor]]:
-    """Return this rank's tensors by kind and name, from the files of all ranks of the saved layout."""
+    """Return this rank's tensors by kind and name, from the files of all saved ranks."""
     cut = ParallelLayout.from_json(saved.state()["cut"])
     files = {at: safe_open(saved.training_dir / file_name(at), "pt") for at in cut.ranks()}
     states: dict[str, dict[str, Tensor]] = {}
@@ -183,7 +234,9 @@ def _saved_states(
         if replica.adapters is not None:
             states[kind] = replica.adapters.reshard(cut, shards, str(saved.training_dir))
             continue
-        source = ShardedSource(replica.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir))
+        source = ShardedSource(
+            replica.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir)
+        )
         states[kind] = dict(source.local_tensors(replica.position.layout, replica.position.coords))
     return states
 
@@ -191,8 +244,9 @@ def _saved_states(
 def _restore_random(position: RankPosition, saved: SavedTraining, cut: ParallelLayout) -> None:
     """Restore the states of this rank's random-number generators.
 
-    A rank that the saved layout did not have and a device of another kind keep the states of their seed. So do all ranks if the
-    tensor-parallel size has changed: ranks that hold copies must draw the same numbers, and the saved states are of ranks without copies.
+    A rank that the saved layout did not have and a device of another kind keep the states of their
+    seed. So do all ranks if the tensor-parallel size has changed: ranks that hold copies must draw
+    the same numbers, and the saved states are of ranks without copies.
     """
     path = saved.training_dir / random_file(dist.get_rank())
     if cut.tp != position.layout.tp or not path.is_file():
@@ -212,16 +266,26 @@ def _sizes(states: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _random_states(platform: Platform) -> dict[str, Tensor]:
-    """Return the states of torch's generator, of the device's where it is another, and of Megatron's for numbers that differ by rank."""
+    """Return the states of torch's generator, of the device's where it is another, and of
+    Megatron's for numbers that differ by rank.
+    """
     own = platform.random_state()
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     tracked: dict[str, Tensor] = tracker.get_states()
     of_device = {} if own is None else {_DEVICE + platform.name: own.cpu().clone()}
-    return {"rng": torch.get_rng_state(), **of_device, **{_TRACKED + name: state.cpu().clone() for name, state in tracked.items()}}
+    return {
+        "rng": torch.get_rng_state(),
+        **of_device,
+        **{_TRACKED + name: state.cpu().clone() for name, state in tracked.items()},
+    }
 
 
-def _shard(replica: ModelReplica, cut: ParallelLayout, at: Coords, file: Any, kind: str) -> dict[str, Tensor]:
-    """Return the tensors of a kind in one rank's file; parameters without a state (frozen, biases of experts) are zeros without memory."""
+def _shard(
+    replica: ModelReplica, cut: ParallelLayout, at: Coords, file: Any, kind: str
+) -> dict[str, Tensor]:
+    """Return the tensors of a kind in one rank's file; parameters without a state (frozen, biases
+    of experts) are zeros without memory.
+    """
     stored = beginning(file, f"{kind}.")
     has_biases = replica.shape.moe is not None and replica.shape.moe.expert_bias
     is_all_trained = not replica.settings.freeze and not has_biases

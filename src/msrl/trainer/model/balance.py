@@ -1,10 +1,12 @@
-"""Balance of a mixture's experts while it trains: a load-balancing loss, a loss of large router logits, and biases that move.
+"""Balance of a mixture's experts while it trains: a load-balancing loss, a loss of large router
+logits, and biases that move.
 
-Both losses are sums over tokens with a global denominator, so they do not depend on how the batch is split over ranks or passes. Padding
-counts for nothing, and every layer of experts adds its own losses.
+Both losses are sums over tokens with a global denominator, so they do not depend on how the batch
+is split over ranks or passes. Padding counts for nothing, and every layer of experts adds its own
+losses.
 
-Letters: n tokens of a micro-batch on this rank, G groups of tokens that are each balanced (sequences, or one group of all tokens),
-E experts, T tokens of the global batch.
+Letters: n tokens of a micro-batch on this rank, G groups of tokens that are each balanced
+(sequences, or one group of all tokens), E experts, T tokens of the global batch.
 """
 
 from __future__ import annotations
@@ -29,8 +31,12 @@ from msrl.types import MicroBatch
 
 
 def aux_loss_coef(settings: RouterConfig, moe: Moe) -> float:
-    """Return the coefficient of the load-balancing loss, which may be that of the model's config.json."""
-    return (moe.aux_loss_coef or 0.0) if settings.aux_loss_coef == "model" else settings.aux_loss_coef
+    """Return the coefficient of the load-balancing loss, which may be that of the model's
+    config.json.
+    """
+    return (
+        (moe.aux_loss_coef or 0.0) if settings.aux_loss_coef == "model" else settings.aux_loss_coef
+    )
 
 
 def balances_experts(settings: RouterConfig, moe: Moe) -> bool:
@@ -39,17 +45,25 @@ def balances_experts(settings: RouterConfig, moe: Moe) -> bool:
 
 
 class ExpertBalance:
-    """Balance of the experts of one model on this rank; its routers call `_add_losses` in training passes."""
+    """Balance of the experts of one model on this rank; its routers call `_add_losses` in training
+    passes.
+    """
 
-    def __init__(self, settings: RouterConfig, moe: Moe, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, settings: RouterConfig, moe: Moe, model: torch.nn.Module, device: torch.device
+    ) -> None:
         self.settings, self.moe, self.device = settings, moe, device
         self._aux_loss_coef = aux_loss_coef(settings, moe)
         self._routers = [module for module in model.modules() if isinstance(module, Router)]
         for number, router in enumerate(self._routers):
             router.hook = functools.partial(self._add_losses, number)
         self._num_tokens = 1.0
-        self._sums = torch.zeros(2, device=device)  # balance loss and z-loss, over layers and tokens of this rank
-        self._load = torch.zeros(len(self._routers), moe.num_experts, device=device)  # tokens of this rank that went to each expert
+        self._sums = torch.zeros(
+            2, device=device
+        )  # balance loss and z-loss, over layers and tokens of this rank
+        self._load = torch.zeros(
+            len(self._routers), moe.num_experts, device=device
+        )  # tokens of this rank that went to each expert
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Begin a step over this data-parallel rank's micro-batches. All ranks must call it."""
@@ -61,7 +75,9 @@ class ExpertBalance:
         self._load.zero_()
 
     def expert_groups(self, batch: MicroBatch, packed: PackedSequences) -> Tensor:
-        """Return which of this rank's tokens belong to which group, [n, G] bool; padding belongs to none."""
+        """Return which of this rank's tokens belong to which group, [n, G] bool; padding belongs to
+        none.
+        """
         numbers = np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))
         if self.settings.aux_loss_over == "micro_batch":
             numbers = np.zeros_like(numbers)
@@ -72,7 +88,9 @@ class ExpertBalance:
             rows = packed.context.rows
             group_numbers = torch.where(rows >= 0, group_numbers[rows.clamp(min=0)], -1)
         group = groups.tp_group()
-        mine = group_numbers.chunk(group.size())[group.rank()]  # mixtures train under sequence parallelism
+        mine = group_numbers.chunk(group.size())[
+            group.rank()
+        ]  # mixtures train under sequence parallelism
         return (mine == torch.arange(num_groups, device=self.device)[:, None]).T
 
     def _add_losses(
@@ -97,10 +115,12 @@ class ExpertBalance:
         return MoEAuxLossAutoScaler.apply(probs, (coefs * terms).sum())  # pyright: ignore[reportReturnType]
 
     def _imbalance(self, logits: Tensor, members: Tensor) -> Tensor:
-        """Return this rank's part of the sum over groups g of (tokens of g / T) E sum_i f_i P_i (arXiv:2101.03961, section 2.2).
+        """Return this rank's part of the sum over groups g of (tokens of g / T) E sum_i f_i P_i
+        (arXiv:2101.03961, section 2.2).
 
-        f_i is the share of the group's choices that fell on expert i, chosen without biases. P_i is the mean of its scores, which sum to 1
-        (DeepSeek V3, arXiv:2412.19437, equations 17 to 20, whose alpha is `aux_loss_coef`).
+        f_i is the share of the group's choices that fell on expert i, chosen without biases. P_i is
+        the mean of its scores, which sum to 1 (DeepSeek V3, arXiv:2412.19437, equations 17 to 20,
+        whose alpha is `aux_loss_coef`).
         """
         scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         scores = scores if self.moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
@@ -113,15 +133,19 @@ class ExpertBalance:
         return self.moe.num_experts * (shares * sums).sum() / self._num_tokens
 
     def end(self, *, is_skipped: bool) -> dict[str, float]:
-        """Move the biases, unless the update was skipped, and return the metrics. All ranks must call it and get the same result.
+        """Move the biases, unless the update was skipped, and return the metrics. All ranks must
+        call it and get the same result.
 
-        The metrics are the losses, averaged over layers and without their coefficients, and the highest load of an expert in any layer as a
-        multiple of the mean load.
+        The metrics are the losses, averaged over layers and without their coefficients, and the
+        highest load of an expert in any layer as a multiple of the mean load.
         """
         dist.all_reduce(self._sums)
         busiest = torch.zeros((), device=self.device)
         if self._routers:
-            dist.all_reduce(self._load, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+            dist.all_reduce(
+                self._load,
+                group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+            )
             mean = self._load.mean(-1, keepdim=True)
             busiest = (self._load / mean.clamp(min=1e-9)).max()
             if not is_skipped:
@@ -134,7 +158,9 @@ class ExpertBalance:
         return {**metrics, "busiest_expert": busiest.item()}
 
     def _move_biases(self, mean: Tensor) -> None:
-        """Raise the biases of experts with fewer tokens than the mean, lower the others (arXiv:2408.15664, algorithm 1)."""
+        """Raise the biases of experts with fewer tokens than the mean, lower the others
+        (arXiv:2408.15664, algorithm 1).
+        """
         if self.settings.bias_update_rate:
             for router, load, average in zip(self._routers, self._load, mean, strict=True):
                 assert isinstance(router.expert_bias, Tensor), "checked before launch"

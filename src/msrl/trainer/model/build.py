@@ -1,4 +1,6 @@
-"""Construction of Megatron's model from a Shape: its configuration, its layers, and the data-parallel wrapper."""
+"""Construction of Megatron's model from a Shape: its configuration, its layers, and the
+data-parallel wrapper.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -42,16 +48,26 @@ NO_RECOMPUTE = RecomputeConfig()
 
 
 def transformer_config(
-    shape: Shape, layout: Layout, dtype: torch.dtype, device: torch.device, recompute: RecomputeConfig = NO_RECOMPUTE
+    shape: Shape,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    recompute: RecomputeConfig = NO_RECOMPUTE,
 ) -> TransformerConfig:
     """Return Megatron's configuration of a shape."""
     settings = {**transformer_settings(shape), "num_layers": layout.num_positions(shape.num_layers)}
     if shape.moe is not None:
         kinds = settings["moe_layer_freq"]
-        settings["moe_layer_freq"] = [0 if layer is None else kinds[layer] for layer in layout.positions(shape.num_layers)]
+        settings["moe_layer_freq"] = [
+            0 if layer is None else kinds[layer] for layer in layout.positions(shape.num_layers)
+        ]
     num_chunks = layout.num_chunks(shape.num_layers)
     config = TransformerConfig(
-        **{**settings, "activation_func": ACTIVATIONS[settings["activation_func"]], "add_bias_linear": False},
+        **{
+            **settings,
+            "activation_func": ACTIVATIONS[settings["activation_func"]],
+            "add_bias_linear": False,
+        },
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         pipeline_model_parallel_layout=_uneven(layout),
         tensor_model_parallel_size=layout.tp,
@@ -66,7 +82,8 @@ def transformer_config(
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses sequences of differing lengths, MoE or not
+        # The default refuses sequences of differing lengths, even without experts.
+        moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         persist_layer_norm=False,
         bias_activation_fusion=False,
@@ -76,7 +93,8 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         **_recompute_settings(recompute),
     )
-    # Megatron refuses biases of experts that are split, which it would add once per shard; `ExpertOutput` adds them once.
+    # Megatron refuses biases of split experts, which it would add once per shard. `ExpertOutput`
+    # adds them once.
     config.add_bias_linear = shape.output_bias
     return config
 
@@ -86,7 +104,11 @@ def _recompute_settings(recompute: RecomputeConfig) -> dict[str, Any]:
         return {}
     if recompute.granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
-    return {"recompute_granularity": "full", "recompute_method": recompute.method, "recompute_num_layers": recompute.layers}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.layers,
+    }
 
 
 def _uneven(layout: Layout) -> PipelineParallelLayerLayout | None:
@@ -106,33 +128,44 @@ def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
         module=_layer_class(shape, is_mixture=is_mixture),
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
-            self_attention=_attention_spec(shape, layer) if shape.mla is None else _latent_attention_spec(shape, shape.mla),
+            self_attention=(
+                _attention_spec(shape, layer)
+                if shape.mla is None
+                else _latent_attention_spec(shape, shape.mla)
+            ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
             mlp=mixture_spec(shape.moe) if shape.moe is not None and is_mixture else GatedMlp,
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
-    )  # fmt: skip
+    )
 
 
 def _layer_class(shape: Shape, *, is_mixture: bool) -> type[TransformerLayer]:
     if is_mixture:
-        assert not shape.post_norms, "no family has a mixture of experts and norms behind its sublayers"
+        assert not shape.post_norms, (
+            "no family has a mixture of experts and norms behind its sublayers"
+        )
         return MixtureLayer
     return PostNormLayer if shape.post_norms else TransformerLayer
 
 
 def _attention_spec(shape: Shape, layer: int) -> ModuleSpec:
     norm = RmsNorm if shape.qk_norm else IdentityOp
-    core_attention = ModuleSpec(module=CoreAttention, params={"traits": shape.attention, "layer": layer})
+    core_attention = ModuleSpec(
+        module=CoreAttention, params={"traits": shape.attention, "layer": layer}
+    )
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, q_layernorm=norm, k_layernorm=norm,
+            linear_qkv=ColumnParallelLinear,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
             core_attention=core_attention,
         ),
-    )  # fmt: skip
+    )
 
 
 def _latent_attention_spec(shape: Shape, mla: Mla) -> ModuleSpec:
@@ -147,26 +180,43 @@ def build_model(
     padded_vocab_size: int,
     recompute: RecomputeConfig = NO_RECOMPUTE,
 ) -> torch.nn.Module:
-    """Return this rank's shard of the model without weights: a PolicyModel, or `Chunks` of several under virtual pipeline stages.
+    """Return this rank's shard of the model without weights: a PolicyModel, or `Chunks` of several
+    under virtual pipeline stages.
 
-    Parameters have the names of `stage_tensors`. Raises MsrlError if Megatron's internals have changed.
+    Parameters have the names of `stage_tensors`. Raises MsrlError if Megatron's internals have
+    changed.
     """
     check_seams_once()
     config = transformer_config(shape, layout, dtype, device, recompute)
     chunks = layout.chunks(shape.num_layers, parallel_state.get_pipeline_model_parallel_rank())
-    models = [_build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size) for number, layers in enumerate(chunks)]
+    models = [
+        _build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size)
+        for number, layers in enumerate(chunks)
+    ]
     model = models[0] if len(models) == 1 else Chunks(models)
     _mark_shards(model, shape, layout)
-    return model if device.type == "cpu" else model.to(device)  # weights without memory (see `streaming`) could not be moved
+    return (
+        model if device.type == "cpu" else model.to(device)
+    )  # weights without memory (see `streaming`) could not be moved
 
 
 def _build_chunk(
-    shape: Shape, config: TransformerConfig, number: int, num_chunks: int, layers: Sequence[int | None], padded_vocab_size: int
+    shape: Shape,
+    config: TransformerConfig,
+    number: int,
+    num_chunks: int,
+    layers: Sequence[int | None],
+    padded_vocab_size: int,
 ) -> PolicyModel:
-    """Return one virtual stage of this rank; `layers` are the numbers of its layers in the model, None an empty position."""
+    """Return one virtual stage of this rank; `layers` are the numbers of its layers in the model,
+    None an empty position.
+    """
     is_first = parallel_state.is_pipeline_first_stage() and number == 0
     is_last = parallel_state.is_pipeline_last_stage() and number == num_chunks - 1
-    specs = [ModuleSpec(module=EmptyLayer) if layer is None else _layer_spec(shape, layer) for layer in layers]
+    specs = [
+        ModuleSpec(module=EmptyLayer) if layer is None else _layer_spec(shape, layer)
+        for layer in layers
+    ]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # pyright: ignore[reportArgumentType] - a class is taken too
     model = PolicyModel(
         shape=shape,
@@ -190,57 +240,86 @@ def _build_chunk(
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Make the embeddings require a gradient: Megatron's recomputation needs an input with one, and frozen embeddings have none."""
-    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+    """Make the embeddings require a gradient: Megatron's recomputation needs an input with one, and
+    frozen embeddings have none.
+    """
+    return (
+        output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+    )
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that checkpoints hold: its parameters, and the saved buffers (biases of experts)."""
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    """Return the tensors of a model that checkpoints hold: its parameters, and the saved buffers
+    (biases of experts).
+    """
+    return {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
-    """Mark the split parameters for Megatron's gradient norm: it marks them itself only where it initializes them."""
+    """Mark the split parameters for Megatron's gradient norm: it marks them itself only where it
+    initializes them.
+    """
     weights = named_weights(model)
-    at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
+    at = Coords(
+        0,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
     for placed in stage_tensors(shape, layout, at):
         form, _ = placed.rule.unpacked
         if not isinstance(form, Replicated):
             mark_shard(weights[placed.name], form.axis if isinstance(form, Sharded) else 0)
         if placed.rule.expert is not None:
-            # Experts are data parallel over other ranks than the rest; Megatron marks them only where they are spread over ranks.
+            # Experts are data parallel over other ranks than other weights. Megatron marks them
+            # only if they are distributed over ranks.
             vars(weights[placed.name]).update(allreduce=False)
             if isinstance(form, Replicated):
                 mark_expert_copy(weights[placed.name])
 
 
 def mark_shard(parameter: Tensor, axis: int) -> None:
-    """Mark a parameter as split along `axis` over tensor-parallel ranks, or over the ranks of an expert."""
+    """Mark a parameter as split along `axis` over tensor-parallel ranks, or over the ranks of an
+    expert.
+    """
     vars(parameter).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
 
 
 def mark_expert_copy(parameter: Tensor) -> None:
     """Mark a parameter that all shards of one expert hold a copy of.
 
-    Megatron would take it for a copy on all tensor-parallel ranks: it would sum the gradients of different experts, and count only those
-    of the first rank in the norm.
+    Megatron would take it for a copy on all tensor-parallel ranks: it would sum the gradients of
+    different experts, and count only those of the first rank in the norm.
     """
     is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
-    vars(parameter).update(sequence_parallel=False, tensor_model_parallel=is_first, partition_dim=0, partition_stride=1)
+    vars(parameter).update(
+        sequence_parallel=False, tensor_model_parallel=is_first, partition_dim=0, partition_stride=1
+    )
 
 
 def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that the patterns select. Raises MsrlError as `models.select.chosen` does."""
+    """Freeze the parameters that the patterns select. Raises MsrlError as `models.select.chosen`
+    does.
+    """
     names = chosen(shape, patterns, key="train.freeze")
     parameters = dict(model.named_parameters())
-    at = Coords(0, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
+    at = Coords(
+        0,
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
     for placed in stage_tensors(shape, layout, at):
         if placed.rule.mcore in names:
             parameters[placed.name].requires_grad_(False)
 
 
 def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataParallel]:
-    """Return Megatron's data-parallel wrapper of each virtual stage; it sums gradients, since losses have global denominators."""
+    """Return Megatron's data-parallel wrapper of each virtual stage; it sums gradients, since
+    losses have global denominators.
+    """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -249,20 +328,31 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
     )
     chunks = cast("list[PolicyModel]", chunks_of(model))
     config = chunks[0].config
-    wrapped = [DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
+    wrapped = [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
     config.finalize_model_grads_func = functools.partial(_finalize)
-    config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]  # pyright: ignore[reportAttributeAccessIssue] - Megatron takes a list too
+    config.no_sync_func = (
+        wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    )  # pyright: ignore[reportAttributeAccessIssue] - Megatron takes a list too
     return wrapped
 
 
 def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Remove the hooks of `wrap`: they keep the model alive through autograd's nodes, which the garbage collector does not see."""
+    """Remove the hooks of `wrap`: they keep the model alive through autograd's nodes, which the
+    garbage collector does not see.
+    """
     for chunk in wrapped:
         for node in cast("list[Any]", chunk.grad_accs):
-            hooks = node.register_hook(lambda *gradients: None).hooks_dict_ref()  # all hooks of the node
+            hooks = node.register_hook(
+                lambda *gradients: None
+            ).hooks_dict_ref()  # all hooks of the node
             hooks.clear()
         chunk.grad_accs = []
 
 
-def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+def _finalize(
+    model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
+) -> None:
     finalize_model_grads(model, None, **kwargs)

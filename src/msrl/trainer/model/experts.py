@@ -1,10 +1,13 @@
-"""Mixtures of experts: our router, and the layer that passes it the groups of tokens whose load is balanced.
+"""Mixtures of experts: our router, and the layer that passes it the groups of tokens whose load is
+balanced.
 
-Megatron dispatches tokens to the ranks that hold the experts (all-to-all) and runs the experts. The choice of experts is ours and exact to
-the models' definitions. No load-balancing loss is added unless the training asks for it (`balance.py`): otherwise the router learns from
-the task alone, as in transformers without `output_router_logits`.
+Megatron dispatches tokens to the ranks that hold the experts (all-to-all) and runs the experts. The
+choice of experts is ours and exact to the models' definitions. No load-balancing loss is added
+unless the training asks for it (`balance.py`): otherwise the router learns from the task alone, as
+in transformers without `output_router_logits`.
 
-Letters: n tokens on this rank, c channels, E experts, k experts per token, g groups of experts, G groups of tokens.
+Letters: n tokens on this rank, c channels, E experts, k experts per token, g groups of experts, G
+groups of tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ from msrl.models.shape import Moe
 from msrl.trainer.model.packed import PackedSequences
 
 RouteHook = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Called with weights [n, E], logits [n, E], chosen experts [n, E] and groups of tokens [n, G]; returns the weights [n, E]."""
+"""Called with weights [n, E], logits [n, E], chosen experts [n, E] and groups of tokens [n, G];
+returns the weights [n, E].
+"""
 
 
 def choose_experts(
@@ -55,18 +60,36 @@ def choose_experts(
 
 def _in_chosen_groups(merit: Tensor, moe: Moe) -> Tensor:
     """Return which experts are in one of the best groups, [n, E] bool."""
-    best = merit.unflatten(-1, (moe.num_groups, -1)).topk(1 if moe.group_score == "max" else 2, dim=-1).values.sum(-1)  # [n, g]
+    best = (
+        merit.unflatten(-1, (moe.num_groups, -1))
+        .topk(1 if moe.group_score == "max" else 2, dim=-1)
+        .values.sum(-1)
+    )  # [n, g]
     chosen = best.topk(moe.num_chosen_groups, dim=-1).indices
-    return torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True).repeat_interleave(moe.num_experts // moe.num_groups, -1)
+    return (
+        torch.zeros_like(best, dtype=torch.bool)
+        .scatter(-1, chosen, True)
+        .repeat_interleave(moe.num_experts // moe.num_groups, -1)
+    )
 
 
 class Router(TopKRouter):
-    """Megatron's router with the choice of `choose_experts`; scores are computed in float32 whatever the dtype of the weights."""
+    """Megatron's router with the choice of `choose_experts`; scores are computed in float32
+    whatever the dtype of the weights.
+    """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, *, moe: Moe) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        moe: Moe,
+    ) -> None:
         super().__init__(config, pg_collection)
         self.moe = moe
-        self.hook: RouteHook | None = None  # of a training that balances experts (`balance.py`), set once
+        self.hook: RouteHook | None = (
+            None  # of a training that balances experts (`balance.py`), set once
+        )
 
     def forward(
         self,
@@ -75,7 +98,8 @@ class Router(TopKRouter):
     ) -> tuple[Tensor, Tensor]:
         """Return weights [n, E], 0 for experts that were not chosen, and the choice [n, E] bool.
 
-        Replaces TopKRouter.forward of megatron-core 0.16.1, whose second argument is a padding mask.
+        Replaces TopKRouter.forward of megatron-core 0.16.1, whose second argument is a padding
+        mask.
         """
         self._maintain_float32_expert_bias()
         logits = self.gating(input).flatten(0, 1)
@@ -89,14 +113,22 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:  # [n, 1, c] -> [n, 1, E]
         """Return the logits."""
-        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        return F.linear(
+            input.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+        )
 
 
 class MixtureLayer(TransformerLayer):
-    """Megatron's transformer layer whose router gets the groups of tokens of the packed micro-batch."""
+    """Megatron's transformer layer whose router gets the groups of tokens of the packed
+    micro-batch.
+    """
 
-    def forward(self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **arguments: Any) -> tuple[Tensor, Tensor | None]:
-        """Replace TransformerLayer.forward and MoELayer.forward of megatron-core 0.16.1, which pass only a padding mask to the router."""
+    def forward(
+        self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **arguments: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Replace TransformerLayer.forward and MoELayer.forward of megatron-core 0.16.1, which pass
+        only a padding mask to the router.
+        """
         arguments["packed_seq_params"] = packed_seq_params
         attended, context = self._forward_attention(hidden_states, **arguments)
         normed, moe = self._forward_pre_mlp_layernorm(attended), cast("MoELayer", self.mlp)
@@ -123,14 +155,17 @@ def _run_experts(
 
 
 class ExpertOutput(RowParallelLinear):
-    """Second matrix of an expert. Where an expert is split, each shard adds its share of the bias, since their outputs are summed.
+    """Second matrix of an expert. Where an expert is split, each shard adds its share of the bias,
+    since their outputs are summed.
 
     The share has the gradient of the whole bias, so that the copies on the ranks stay equal.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.explicit_expert_comm = True  # the dispatcher sums; with nothing to sum the output would be a view, which takes no bias
+        # The dispatcher sums the outputs. Without it, the output would be a view if there is
+        # nothing to sum, and a view cannot take the bias.
+        self.explicit_expert_comm = True
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # [n, f] -> [n, c]
         output, bias = super().forward(input_)

@@ -1,7 +1,9 @@
-"""Megatron's GPT with the embedding scale, output layers and forward pass that our families and losses need.
+"""Megatron's GPT with the embedding scale, output layers and forward pass that our families and
+losses need.
 
-Letters: n tokens of a packed micro-batch on this rank (s of them after the split of sequence parallelism), M positions that the loss mask
-selects, P = M + padding, c channels, V columns of the vocabulary on this rank.
+Letters: n tokens of a packed micro-batch on this rank (s of them after the split of sequence
+parallelism), M positions that the loss mask selects, P = M + padding, c channels, V columns of the
+vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -24,10 +29,11 @@ from msrl.trainer.model.padding import pad_tokens
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT whose last stage computes outputs only at the positions that the loss mask selects.
+    """Megatron's GPT whose last stage computes outputs only at the positions that the loss mask
+    selects.
 
-    The shape provides what Megatron has no setting for: the scale of embeddings, a score head, and the treatment of output weights and
-    logits.
+    The shape provides what Megatron has no setting for: the scale of embeddings, a score head, and
+    the treatment of output weights and logits.
     """
 
     def __init__(self, *, shape: Shape, **arguments: Any) -> None:
@@ -47,11 +53,12 @@ class PolicyModel(GPTModel):
     ) -> Tensor | HiddenStates:
         """Run this stage.
 
-        Replaces GPTModel.forward of megatron-core 0.16.1, which has the same three steps. Rotary embeddings travel in `packed`.
+        Replaces GPTModel.forward of megatron-core 0.16.1, which has the same three steps. Rotary
+        embeddings travel in `packed`.
 
         Returns:
-            Hidden states [s, 1, c] for the next stage. On the last stage scores [M, 1], logits [P, V], or, with `gives_hidden`,
-            `HiddenStates` in place of logits.
+            Hidden states [s, 1, c] for the next stage. On the last stage scores [M, 1], logits [P,
+            V], or, with `gives_hidden`, `HiddenStates` in place of logits.
         """
         embedded = self._embed(tokens) if self.pre_process else None
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packed)
@@ -69,10 +76,14 @@ class PolicyModel(GPTModel):
         scale = self._shape.embedding_scale
         if scale == 1:
             return embedded
-        return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)  # rounded like the weights
+        return embedded * torch.tensor(
+            scale, dtype=embedded.dtype, device=embedded.device
+        )  # rounded like the weights
 
     def _gathered(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [n, 1, c] of all tokens, from those that sequence parallelism leaves on this rank."""
+        """Return the hidden states [n, 1, c] of all tokens, from those that sequence parallelism
+        leaves on this rank.
+        """
         if not self.config.sequence_parallel:
             return hidden
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -80,7 +91,9 @@ class PolicyModel(GPTModel):
     def _hidden_states(self, hidden: Tensor) -> HiddenStates:
         weight = self._output_weight()
         weight = cast("Tensor", self.output_layer.weight) if weight is None else weight
-        return HiddenStates(copy_to_tensor_model_parallel_region(hidden), weight, self._shape.logit_softcap)
+        return HiddenStates(
+            copy_to_tensor_model_parallel_region(hidden), weight, self._shape.logit_softcap
+        )
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self._output_weight())
@@ -89,16 +102,30 @@ class PolicyModel(GPTModel):
 
     def _output_weight(self) -> Tensor | None:
         """Return the weight that replaces the output layer's own; None: its own."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else None
+        )
         if self._shape.normalized_head:
-            return F.normalize(cast("Tensor", self.output_layer.weight if weight is None else weight))
+            return F.normalize(
+                cast("Tensor", self.output_layer.weight if weight is None else weight)
+            )
         return weight
 
 
 def _score_head(config: TransformerConfig) -> RowParallelLinear:
-    """Return MindSpeed's head of reward models: input channels are split over the tensor-parallel ranks, all of which get the score."""
+    """Return MindSpeed's head of reward models: input channels are split over the tensor-parallel
+    ranks, all of which get the score.
+    """
     plain = copy.copy(config)
     plain.sequence_parallel = False
     return RowParallelLinear(
-        config.hidden_size, 1, config=plain, init_method=torch.nn.init.zeros_, bias=True, input_is_parallel=False, skip_bias_add=False
+        config.hidden_size,
+        1,
+        config=plain,
+        init_method=torch.nn.init.zeros_,
+        bias=True,
+        input_is_parallel=False,
+        skip_bias_add=False,
     )

@@ -1,7 +1,9 @@
-"""The layers of ours that stand in Megatron's layer spec. Letters: N tokens, c channels, f channels of the feed-forward part on this rank.
+"""Custom layers for Megatron's layer spec: RMS norm, gated MLP, layer with post-norms.
 
-The gate, and on CPU, where torch has no fused kernel for it, the norm, bring their own derivatives: what limits them is how often a tensor
-goes through memory, and how many are kept.
+The gate has a custom backward pass, and so has the norm on CPU, where torch has no fused kernel for
+it. Memory limits both: how often a tensor is read and written, and how many are stored.
+
+Letters: N tokens, c channels, f feed-forward channels of this rank.
 """
 
 from __future__ import annotations
@@ -30,15 +32,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class RmsNorm(torch.nn.Module):
     """Root-mean-square norm that also works under sequence parallelism (arXiv:1910.07467).
 
-    Multiplies by the weight, or by 1 + weight where Megatron's `layernorm_zero_centered_gamma` is set.
+    Multiplies by the weight, or by 1 + weight where Megatron's `layernorm_zero_centered_gamma` is
+    set.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.eps = eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
-        # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
+        # Megatron sums the gradients of marked parameters over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +54,9 @@ class RmsNorm(torch.nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = w n with n = x / sqrt(mean(x^2) + eps), in float32; only x and one number per row are kept."""
+    """y = w n with n = x / sqrt(mean(x^2) + eps), in float32. The backward pass needs only x, w and
+    one number per row.
+    """
 
     @staticmethod
     def forward(
@@ -59,7 +66,9 @@ class _RmsNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:  # [..., c]
         wide = x.float()
-        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        mean_square = (
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        )
         scale = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(weight).to(x.dtype)
@@ -69,14 +78,19 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         wide, normed = grads[0].float(), x.float() * scale
         product = (wide * normed).view(-1, x.shape[-1])
-        along = torch.mv(product, weight.float()).div_(x.shape[-1]).view_as(scale)  # mean over a row of (dL/dn) n
+        along = (
+            torch.mv(product, weight.float()).div_(x.shape[-1]).view_as(scale)
+        )  # mean over a row of (dL/dn) n
         grad = torch.addcmul(wide * weight, normed, along, value=-1).mul_(scale)
         return grad.to(x.dtype), product.sum(0).to(weight.dtype), None
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up (arXiv:2002.05202), where gate and up lie side by side, which alone are kept. On CPU both gradients are written into
-    one tensor."""
+    """silu(gate) * up (arXiv:2002.05202), with gate and up in one tensor. The backward pass needs
+    only this tensor.
+
+    On CPU, both gradients are written directly into one tensor.
+    """
 
     @staticmethod
     def forward(
@@ -101,18 +115,22 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def gate_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of silu(gate) * up by both, side by side, from operations that every device has."""
+    """Return the gradients of silu(gate) * up with respect to gate and up, [..., 2 f], with
+    operations that every device has.
+    """
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)), -1)
 
 
 class GatedMlp(MLP):
-    """Megatron's feed-forward part with activation(gate) * up in the middle, and nothing else of what it can do."""
+    """Megatron's MLP with activation(gate) * up, without its other options."""
 
     def __init__(self, config: TransformerConfig, **_: object) -> None:
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())  # pyright: ignore[reportArgumentType]
 
-    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:  # [N, 1, c]
+    def forward(
+        self, hidden_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor | None]:  # [N, 1, c]
         gate_up, _bias = self.linear_fc1(hidden_states)
         if self.config.activation_func is F.silu:
             mixed = _SwiGlu.apply(gate_up)
@@ -123,7 +141,8 @@ class GatedMlp(MLP):
 
 
 class PostNormLayer(TransformerLayer):
-    """Megatron's layer with a norm behind the attention and one behind the feed-forward part, before each is added to the residual.
+    """Megatron's layer with norms of the outputs of attention and MLP, before they are added to the
+    residual.
 
     The norms have MindSpeed's names.
     """
@@ -136,6 +155,10 @@ class PostNormLayer(TransformerLayer):
         self.mlp_bda = partial(self._add_normed, self.post_mlp_layernorm)
 
     @staticmethod
-    def _add_normed(norm: RmsNorm, training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
-        """Megatron's slot for bias, dropout and sum, none but the sum of which these models have."""
+    def _add_normed(
+        norm: RmsNorm, training: bool, fused: bool
+    ) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        """Replace Megatron's addition of bias, dropout and residual; these models have neither bias
+        nor dropout.
+        """
         return lambda output, residual, dropout: residual + norm(output[0])

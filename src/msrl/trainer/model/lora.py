@@ -1,9 +1,11 @@
-"""LoRA while training (arXiv:2106.09685): W x becomes W x + s B A x with s = alpha / r; W is frozen, A [r, in] and B [out, r] are trained.
+"""LoRA while training (arXiv:2106.09685): W x becomes W x + s B A x with s = alpha / r; W is
+frozen, A [r, in] and B [out, r] are trained.
 
-Under tensor parallelism a column-parallel layer has all of A and its own rows of B, a row-parallel one its own columns of A and all of B,
-as in the files of `checkpoint/adapters`; a replicated layer has all of both. Adapters are submodules of the layers that they adapt, which
-keep their names. q, k and v (gate and up) share one A; where only some of them are adapted, the rows of B of the others stay zero. Every
-expert of a mixture has its own adapter, on the ranks that hold it.
+Under tensor parallelism a column-parallel layer has all of A and its own rows of B, a row-parallel
+one its own columns of A and all of B, as in the files of `checkpoint/adapters`; a replicated layer
+has all of both. Adapters are submodules of the layers that they adapt, which keep their names. q, k
+and v (gate and up) share one A; where only some of them are adapted, the rows of B of the others
+stay zero. Every expert of a mixture has its own adapter, on the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from msrl.models.shape import Shape
 from msrl.models.stages import StageTensor, stage_tensors
 from msrl.trainer.model.build import mark_expert_copy, mark_shard
 
-Key = tuple[str, str]  # Megatron's name of the base weight, with global layer numbers, and "A" or "B"
+Key = tuple[
+    str, str
+]  # Megatron's name of the base weight, with global layer numbers, and "A" or "B"
 
 
 class _Factor(torch.nn.Module):
@@ -87,8 +91,18 @@ def _is_row(layout: Layout) -> bool:
 class Adapters:
     """Adapters of a model on this rank."""
 
-    def __init__(self, model: torch.nn.Module, shape: Shape, cut: ParallelLayout, at: Coords, settings: LoraConfig, seed: int) -> None:
-        """Freeze the model and add adapters to the target layers. Raises MsrlError for a layer that cannot have one."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        shape: Shape,
+        cut: ParallelLayout,
+        at: Coords,
+        settings: LoraConfig,
+        seed: int,
+    ) -> None:
+        """Freeze the model and add adapters to the target layers. Raises MsrlError for a layer that
+        cannot have one.
+        """
         assert settings.rank is not None
         self.settings, self._shape, self.rank = settings, shape, settings.rank
         self.scale = settings.alpha / settings.rank
@@ -115,7 +129,11 @@ class Adapters:
         a = layouts.split(factor_layout(placed.layout, "A"), a, placed.num_shards)[placed.shard]
         b = torch.zeros(base.shape[0], self.rank)
         for part, value in (("A", a), ("B", b)):
-            setattr(linear, f"lora_{part}", torch.nn.ModuleDict({"default": _Factor(value.to(base.device, base.dtype))}))
+            setattr(
+                linear,
+                f"lora_{part}",
+                torch.nn.ModuleDict({"default": _Factor(value.to(base.device, base.dtype))}),
+            )
             _mark(adapted, part)
         self._mask(adapted)
         linear.register_forward_hook(self._hook_of(placed))
@@ -128,18 +146,30 @@ class Adapters:
         return self._row_hook if _is_row(placed.layout) else self._column_hook
 
     def _mask(self, adapted: Adapted) -> None:
-        """Keep those rows of B at zero that belong to layers which are fused with an adapted one."""
+        """Keep the rows of B at zero that belong to layers fused with an adapted one."""
         rule = adapted.placed.rule
-        chosen = [is_layer(rule.mcore, (), self.settings.targets) or is_layer("", (name,), self.settings.targets) for name in rule.hf]
+        chosen = [
+            is_layer(rule.mcore, (), self.settings.targets)
+            or is_layer("", (name,), self.settings.targets)
+            for name in rule.hf
+        ]
         if all(chosen):
             return
-        ones = [torch.full((size[0], 1), float(is_on)) for size, is_on in zip(rule.shapes, chosen, strict=True)]
+        ones = [
+            torch.full((size[0], 1), float(is_on))
+            for size, is_on in zip(rule.shapes, chosen, strict=True)
+        ]
         parameter = adapted.parameter("B")
-        mask = layouts.shard(rule.layout, ones, adapted.placed.shard, adapted.placed.num_shards).to(parameter.device, parameter.dtype)
+        mask = layouts.shard(rule.layout, ones, adapted.placed.shard, adapted.placed.num_shards).to(
+            parameter.device, parameter.dtype
+        )
         parameter.register_hook(lambda grad: grad * mask)
 
-    def _dropped(self, linear: torch.nn.Module, x: Tensor, *, is_split: bool, draws: tuple[str, ...] = ()) -> Tensor:
-        """Apply dropout before A. Ranks that hold different parts of x draw different numbers, from Megatron's generator of that name.
+    def _dropped(
+        self, linear: torch.nn.Module, x: Tensor, *, is_split: bool, draws: tuple[str, ...] = ()
+    ) -> Tensor:
+        """Apply dropout before A. Ranks that hold different parts of x draw different numbers, from
+        Megatron's generator of that name.
 
         `draws` is the name; the default is the generator of tensor-parallel ranks.
         """
@@ -151,32 +181,55 @@ class Adapters:
         with tracker.fork(*draws):
             return F.dropout(x, self.settings.dropout)
 
-    def _column_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def _column_hook(
+        self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any]:
         if not self._is_enabled:
             return output
         is_split = linear.config.sequence_parallel
-        low = F.linear(self._dropped(linear, inputs[0], is_split=is_split), linear.lora_A["default"].weight)
-        low = gather_from_sequence_parallel_region(low) if is_split else copy_to_tensor_model_parallel_region(low)
+        low = F.linear(
+            self._dropped(linear, inputs[0], is_split=is_split), linear.lora_A["default"].weight
+        )
+        low = (
+            gather_from_sequence_parallel_region(low)
+            if is_split
+            else copy_to_tensor_model_parallel_region(low)
+        )
         return output[0] + self.scale * F.linear(low, linear.lora_B["default"].weight), output[1]
 
-    def _row_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def _row_hook(
+        self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any]:
         if not self._is_enabled:
             return output
-        low = F.linear(self._dropped(linear, inputs[0], is_split=True), linear.lora_A["default"].weight)
-        reduce = reduce_scatter_to_sequence_parallel_region if linear.config.sequence_parallel else reduce_from_tensor_model_parallel_region
-        return output[0] + self.scale * F.linear(reduce(low), linear.lora_B["default"].weight), output[1]
+        low = F.linear(
+            self._dropped(linear, inputs[0], is_split=True), linear.lora_A["default"].weight
+        )
+        reduce = (
+            reduce_scatter_to_sequence_parallel_region
+            if linear.config.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        return output[0] + self.scale * F.linear(
+            reduce(low), linear.lora_B["default"].weight
+        ), output[1]
 
     def _whole_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not self._is_enabled:
             return output
-        low = F.linear(self._dropped(linear, inputs[0], is_split=linear.config.sequence_parallel), linear.lora_A["default"].weight)
+        low = F.linear(
+            self._dropped(linear, inputs[0], is_split=linear.config.sequence_parallel),
+            linear.lora_A["default"].weight,
+        )
         return output + self.scale * F.linear(low, linear.lora_B["default"].weight)
 
-    def _expert_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any], *, is_row: bool) -> tuple[Tensor, Any]:
+    def _expert_hook(
+        self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any], *, is_row: bool
+    ) -> tuple[Tensor, Any]:
         """Add the adapter of an expert.
 
-        The shards of an expert see the same tokens and the dispatcher sums their outputs, so each contributes to the gradient of the factor
-        that all of them hold.
+        The shards of an expert see the same tokens and the dispatcher sums their outputs, so each
+        contributes to the gradient of the factor that all of them hold.
         """
         if not self._is_enabled:
             return output
@@ -185,7 +238,9 @@ class Adapters:
             b = copy_to_tensor_model_parallel_region(b, linear.tp_group)
         else:
             a = copy_to_tensor_model_parallel_region(a, linear.tp_group)
-        x = self._dropped(linear, inputs[0], is_split=True, draws=(get_expert_parallel_rng_tracker_name(),))
+        x = self._dropped(
+            linear, inputs[0], is_split=True, draws=(get_expert_parallel_rng_tracker_name(),)
+        )
         return output[0] + self.scale * F.linear(F.linear(x, a), b), output[1]
 
     @contextmanager
@@ -198,7 +253,9 @@ class Adapters:
             self._is_enabled = True
 
     def merged(self, name: str) -> Tensor | None:
-        """Return a base weight of this rank plus its adapter, added in float32; None for a weight without one."""
+        """Return a base weight of this rank plus its adapter, added in float32; None for a weight
+        without one.
+        """
         adapted = self._by_name.get(name)
         if adapted is None:
             return None
@@ -208,18 +265,25 @@ class Adapters:
 
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by name."""
-        return {adapted.name(part): adapted.parameter(part) for adapted in self.all for part in "AB"}
+        return {
+            adapted.name(part): adapted.parameter(part) for adapted in self.all for part in "AB"
+        }
 
     def load(self, root: Path, step: int) -> None:
-        """Load the adapters of a checkpoint of any parallel layout. Raises MsrlError if it lacks one or has one of another shape."""
+        """Load the adapters of a checkpoint of any parallel layout. Raises MsrlError if it lacks
+        one or has one of another shape.
+        """
         checkpoint = find_checkpoint(root, step)
         files = {at: read_rank_file(path)["model"] for at, path in checkpoint.files.items()}
         with torch.no_grad():
             for name, value in self.reshard(checkpoint.cut, files, str(root)).items():
                 self.named()[name].copy_(value)
 
-    def reshard(self, cut: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
-        """Return this rank's shards of tensors that are named and split like adapters, from the files of all ranks of a layout.
+    def reshard(
+        self, cut: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str
+    ) -> dict[str, Tensor]:
+        """Return this rank's shards of tensors that are named and split like adapters, from the
+        files of all ranks of a layout.
 
         Raises MsrlError if one is missing or has another shape.
         """
@@ -230,19 +294,32 @@ class Adapters:
                 for part in "AB":
                     if factor_name(placed, part) in tensors:
                         key = (placed.rule.mcore, part)
-                        shards.setdefault(key, {})[placed.shard] = tensors[factor_name(placed, part)]
+                        shards.setdefault(key, {})[placed.shard] = tensors[
+                            factor_name(placed, part)
+                        ]
                         counts[key] = placed.num_shards
-        whole = {key: [parts[shard] for shard in sorted(parts)] for key, parts in shards.items() if len(parts) == counts[key]}
+        whole = {
+            key: [parts[shard] for shard in sorted(parts)]
+            for key, parts in shards.items()
+            if len(parts) == counts[key]
+        }
         mine = {a.name(part): _own(a.placed, part, whole, where) for a in self.all for part in "AB"}
         for name, parameter in self.named().items():
             if mine[name].shape != parameter.shape:
-                raise MsrlError(f"{where}: {name} is {list(mine[name].shape)}, but train.lora makes it {list(parameter.shape)}")
+                raise MsrlError(
+                    f"{where}: {name} is {list(mine[name].shape)}, but train.lora makes it "
+                    f"{list(parameter.shape)}"
+                )
         return mine
 
 
 def _mark(adapted: Adapted, part: str) -> None:
     """Mark for Megatron how a factor is split, and over which ranks its gradients are summed."""
-    parameter, layout, linear = adapted.parameter(part), factor_layout(adapted.placed.layout, part), cast("Any", adapted.linear)
+    parameter, layout, linear = (
+        adapted.parameter(part),
+        factor_layout(adapted.placed.layout, part),
+        cast("Any", adapted.linear),
+    )
     is_split, is_expert = not isinstance(layout, Replicated), adapted.placed.rule.expert is not None
     vars(parameter).update(allreduce=not is_expert)
     if is_split:
@@ -253,17 +330,24 @@ def _mark(adapted: Adapted, part: str) -> None:
         vars(parameter).update(sequence_parallel=linear.config.sequence_parallel)
 
 
-def _own(placed: StageTensor, part: str, shards: Mapping[Key, Sequence[Tensor]], where: str) -> Tensor:
+def _own(
+    placed: StageTensor, part: str, shards: Mapping[Key, Sequence[Tensor]], where: str
+) -> Tensor:
     """Return a rank's shard of a factor, from all of its shards in another layout."""
     sources = shards.get((placed.rule.mcore, part))
     if sources is None:
-        raise MsrlError(f"{where}: has no adapter of {placed.rule.mcore}; train.lora.targets must be those that it was trained with")
+        raise MsrlError(
+            f"{where}: has no adapter of {placed.rule.mcore}; train.lora.targets must be those "
+            "that it was trained with"
+        )
     layout = factor_layout(placed.layout, part)
     return layouts.split(layout, layouts.join(layout, sources), placed.num_shards)[placed.shard]
 
 
 def _initial(rank: int, inputs: int, seed: int, name: str) -> Tensor:
-    """Return the initial A, [r, in], the same in every parallel layout: uniform in +-1 / sqrt(in), as in PEFT."""
+    """Return the initial A, [r, in], the same in every parallel layout: uniform in +-1 / sqrt(in),
+    as in PEFT.
+    """
     generator = torch.Generator(device="cpu").manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
     bound = 1 / math.sqrt(inputs)
     return torch.rand(rank, inputs, generator=generator, device="cpu") * (2 * bound) - bound

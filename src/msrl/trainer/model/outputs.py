@@ -11,7 +11,8 @@ from torch import Tensor
 class HiddenStates:
     """Last hidden states of P positions with the output layer that turns them into logits.
 
-    The logits are `values @ output_weight.T`, or softcap * tanh(logits / softcap) of them where the model caps its logits.
+    The logits are `values @ output_weight.T`, or softcap * tanh(logits / softcap) of them where the
+    model caps its logits.
     """
 
     values: Tensor  # [P, c]

@@ -1,4 +1,6 @@
-"""A packed micro-batch as Megatron's layers see it: sequences one after the other, each with its own positions."""
+"""A packed micro-batch as Megatron's layers see it: sequences one after the other, each with its
+own positions.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,24 @@ from msrl.trainer.model.context import ContextShare
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Description of a packed micro-batch for every layer; Megatron passes it on as `packed_seq_params`.
+    """Description of a packed micro-batch for every layer; Megatron passes it on as
+    `packed_seq_params`.
 
-    Letters: N tokens of the micro-batch, n of them on this rank, G groups of tokens among which the load of experts is balanced.
-    `qkv_format` tells Megatron to leave queries as [N, 1, h, d]: the rotation and the block-diagonal mask are applied in our attention.
+    Letters: N tokens of the micro-batch, n of them on this rank, G groups of tokens among which the
+    load of experts is balanced. `qkv_format` tells Megatron to leave queries as [N, 1, h, d]: the
+    rotation and the block-diagonal mask are applied in our attention.
     """
 
     lengths: tuple[int, ...]  # of the sequences, their sum is N
     cos: Tensor  # [N, 1, 1, r], of each token's position in its own sequence
     sin: Tensor  # [N, 1, 1, r], the first of each pair negated: see `rotate`
-    interleaved: bool = False  # True: pairs are neighboring channels; False: channel i is paired with channel i + r / 2
-    context: ContextShare | None = None  # under context parallelism: `lengths` are the padded ones, cos and sin of this rank's tokens
-    expert_groups: Tensor | None = None  # [n, G] bool, members of each group; None outside training passes (see `balance.py`)
+    # True: pairs are neighboring channels. False: channel i is paired with channel i + r / 2.
+    interleaved: bool = False
+    # Under context parallelism, `lengths` are padded, and cos and sin are of this rank's tokens.
+    context: ContextShare | None = None
+    expert_groups: Tensor | None = (
+        None  # [n, G] bool, members of each group; None outside training passes (see `balance.py`)
+    )
     qkv_format: str = "sbhd"
     cp_group: None = None
 
@@ -30,4 +38,6 @@ class PackedSequences:
 def of_rank(packed: PackedSequences, mine: ContextShare) -> PackedSequences:
     """Return the packing of a whole micro-batch restricted to the tokens of this rank."""
     rows = mine.stand_ins
-    return replace(packed, lengths=mine.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=mine)
+    return replace(
+        packed, lengths=mine.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=mine
+    )

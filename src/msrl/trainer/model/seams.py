@@ -1,7 +1,8 @@
 """Internals of megatron-core 0.16.1 that msrl overrides or calls, with the parameters it relies on.
 
-They are no public interface, so another version may change them. `check_seams` compares signatures once, when the first model is built;
-a wrapper that hides its signature, as MindSpeed's patches do, passes.
+They are no public interface, so another version may change them. `check_seams` compares signatures
+once, when the first model is built; a wrapper that hides its signature, as MindSpeed's patches do,
+passes.
 """
 
 from __future__ import annotations
@@ -35,23 +36,46 @@ class Seam:
     used_by: str  # the place in msrl
 
     def is_intact(self) -> bool:
-        """Return True if the function has these parameters, in this order, before any others with defaults."""
+        """Return True if the function has these parameters, in this order, before any others with
+        defaults.
+        """
         actual = inspect.signature(self.function).parameters
-        if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in actual.values()):
+        if any(
+            parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            for parameter in actual.values()
+        ):
             return True
         known = [name for name in actual if name in self.parameters]
-        required = {name for name, parameter in actual.items() if parameter.default is parameter.empty}
+        required = {
+            name for name, parameter in actual.items() if parameter.default is parameter.empty
+        }
         return known == list(self.parameters) and required <= set(self.parameters)
 
 
 SEAMS = (
     Seam(GPTModel.shared_embedding_or_output_weight, ("self",), "model/gpt.py"),
-    Seam(TransformerBlock.forward, ("self", "hidden_states", "attention_mask", "packed_seq_params"), "model/gpt.py"),
-    Seam(TransformerLayer._forward_attention, ("self", "hidden_states", "packed_seq_params"), "model/experts.py"),
-    Seam(TransformerLayer._forward_pre_mlp_layernorm, ("self", "hidden_states"), "model/experts.py"),
-    Seam(TransformerLayer._forward_post_mlp, ("self", "mlp_output_with_bias", "residual"), "model/experts.py"),
+    Seam(
+        TransformerBlock.forward,
+        ("self", "hidden_states", "attention_mask", "packed_seq_params"),
+        "model/gpt.py",
+    ),
+    Seam(
+        TransformerLayer._forward_attention,
+        ("self", "hidden_states", "packed_seq_params"),
+        "model/experts.py",
+    ),
+    Seam(
+        TransformerLayer._forward_pre_mlp_layernorm, ("self", "hidden_states"), "model/experts.py"
+    ),
+    Seam(
+        TransformerLayer._forward_post_mlp,
+        ("self", "mlp_output_with_bias", "residual"),
+        "model/experts.py",
+    ),
     Seam(MoELayer.shared_experts_compute, ("self", "hidden_states"), "model/experts.py"),
-    Seam(MoELayer.preprocess, ("self", "hidden_states", "probs", "routing_map"), "model/experts.py"),
+    Seam(
+        MoELayer.preprocess, ("self", "hidden_states", "probs", "routing_map"), "model/experts.py"
+    ),
     Seam(MoELayer.dispatch, ("self", "hidden_states", "probs"), "model/experts.py"),
     Seam(MoELayer.routed_experts_compute, ("self", "hidden_states", "probs"), "model/experts.py"),
     Seam(MoELayer.combine, ("self", "output"), "model/experts.py"),
@@ -68,10 +92,13 @@ SEAMS = (
 
 def check_seams(seams: tuple[Seam, ...] = SEAMS) -> None:
     """Raise MsrlError if the installed Megatron has changed one of the functions."""
-    changed = [f"{seam.function.__qualname__} ({seam.used_by})" for seam in seams if not seam.is_intact()]
+    changed = [
+        f"{seam.function.__qualname__} ({seam.used_by})" for seam in seams if not seam.is_intact()
+    ]
     if changed:
         raise MsrlError(
-            f"megatron-core={megatron.core.__version__}: msrl relies on other parameters of {', '.join(changed)}."
+            f"megatron-core={megatron.core.__version__}: msrl relies on other parameters of "
+            f"{', '.join(changed)}."
             f" Install megatron-core {VERSION}."
         )
 

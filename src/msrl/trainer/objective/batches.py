@@ -14,32 +14,50 @@ from msrl.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits of a micro-batch: `max_sequences`, or `max_tokens` if set. N is a multiple of `pad_to_multiple`."""
+    """Limits of a micro-batch: `max_sequences`, or `max_tokens` if set. N is a multiple of
+    `pad_to_multiple`.
+    """
 
     max_sequences: int
     max_tokens: int | None = None
     pad_to_multiple: int = 1
 
     def group(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the indices of the sequences of each micro-batch. Raises MsrlError for a sequence longer than `max_tokens`."""
+        """Return the indices of the sequences of each micro-batch. Raises MsrlError for a sequence
+        longer than `max_tokens`.
+        """
         if self.max_tokens is not None:
             return bins(lengths, self.max_tokens)
-        return tuple(tuple(range(i, min(i + self.max_sequences, len(lengths)))) for i in range(0, len(lengths), self.max_sequences))
+        return tuple(
+            tuple(range(i, min(i + self.max_sequences, len(lengths))))
+            for i in range(0, len(lengths), self.max_sequences)
+        )
 
 
 def select(sequences: Sequences, indices: Sequence[int]) -> Sequences:
     """Return the sequences at `indices`, in that order."""
     fields = {name: tuple(values[i] for i in indices) for name, values in sequences.fields.items()}
-    return Sequences(tuple(sequences.token_ids[i] for i in indices), tuple(sequences.loss_masks[i] for i in indices), fields)
+    return Sequences(
+        tuple(sequences.token_ids[i] for i in indices),
+        tuple(sequences.loss_masks[i] for i in indices),
+        fields,
+    )
 
 
-def micro_batches(sequences: Sequences, groups: Sequence[Sequence[int]], limits: BatchLimits) -> list[MicroBatch]:
+def micro_batches(
+    sequences: Sequences, groups: Sequence[Sequence[int]], limits: BatchLimits
+) -> list[MicroBatch]:
     """Return one packed micro-batch per group."""
-    return [micro_batch(*select(sequences, group), pad_to_multiple=limits.pad_to_multiple) for group in groups]
+    return [
+        micro_batch(*select(sequences, group), pad_to_multiple=limits.pad_to_multiple)
+        for group in groups
+    ]
 
 
 def loss_token_counts(sequences: Sequences) -> list[int]:
-    """Return the number of loss tokens of each sequence; its first token is not predicted and never counts."""
+    """Return the number of loss tokens of each sequence; its first token is not predicted and never
+    counts.
+    """
     return [int(mask[1:].sum()) for mask in sequences.loss_masks]
 
 
@@ -49,16 +67,24 @@ def num_loss_tokens(sequences: Sequences) -> int:
 
 
 def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None) -> Sequences:
-    """Return the sequences of one update with the field `weights`: the factor of each token's loss for the aggregation over all of them.
+    """Return the sequences of one update with the field `weights`: the factor of each token's loss
+    for the aggregation over all of them.
 
     Raises ValueError if no sequence has a loss token.
     """
     weights = sequence_weights(loss_token_counts(sequences), mode, constant=constant)
-    field = tuple(np.full(len(ids), weight, np.float32) for ids, weight in zip(sequences.token_ids, weights, strict=True))
+    field = tuple(
+        np.full(len(ids), weight, np.float32)
+        for ids, weight in zip(sequences.token_ids, weights, strict=True)
+    )
     return sequences._replace(fields={**sequences.fields, "weights": field})
 
 
 def filler(length: int, token: int = 0) -> MicroBatch:
-    """Return a micro-batch of `length` times a token, which a rank runs only to keep pace with others; its loss is zero."""
+    """Return a micro-batch of `length` times a token, which a rank runs only to keep pace with
+    others; its loss is zero.
+    """
     ids = np.full(length, token, np.int64)
-    return MicroBatch(ids, ids, np.ones(length, np.bool_), np.array([0, length], np.int32), num_padding=length)
+    return MicroBatch(
+        ids, ids, np.ones(length, np.bool_), np.array([0, length], np.int32), num_padding=length
+    )

@@ -1,7 +1,9 @@
-"""Log-probabilities from hidden states, one logit chunk at a time: the logits of a micro-batch never exist all at once.
+"""Log-probabilities from hidden states, one logit chunk at a time: the logits of a micro-batch
+never exist all at once.
 
-Logits are recomputed in the backward pass, so memory is R * V whatever M is, at the cost of one more product with the output weights.
-Letters: M positions, c channels, V vocabulary columns of this rank, R rows of a logit chunk.
+Logits are recomputed in the backward pass, so memory is R * V whatever M is, at the cost of one
+more product with the output weights. Letters: M positions, c channels, V vocabulary columns of this
+rank, R rows of a logit chunk.
 """
 
 from __future__ import annotations
@@ -18,17 +20,31 @@ from msrl.trainer.objective.logprobs import Distribution, VocabColumns, gradient
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, columns: VocabColumns, num_rows: int, softcap: float | None,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        columns: VocabColumns,
+        num_rows: int,
+        softcap: float | None,
         other: Distribution | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         parts: list[tuple[Tensor | None, ...]] = []
-        for start, (h, ids) in zip(range(0, max(len(hidden), 1), num_rows), _chunks(num_rows, hidden, labels), strict=True):
+        for start, (h, ids) in zip(
+            range(0, max(len(hidden), 1), num_rows), _chunks(num_rows, hidden, labels), strict=True
+        ):
             logits = made_logits(h, weight, softcap)
             measured = measure(logits, ids, columns)
-            divergence = columns.divergence(logits, measured[2], other.part(slice(start, start + len(h)))) if other else None
+            divergence = (
+                columns.divergence(logits, measured[2], other.part(slice(start, start + len(h))))
+                if other
+                else None
+            )
             parts.append((*measured, divergence))
             del logits  # free them before the next chunk
-        logprobs, entropy, normalizer, divergence = (_joined(column) for column in zip(*parts, strict=True))
+        logprobs, entropy, normalizer, divergence = (
+            _joined(column) for column in zip(*parts, strict=True)
+        )
         assert logprobs is not None
         ctx.save_for_backward(hidden, weight, labels, normalizer, entropy, divergence)
         ctx.columns, ctx.num_rows, ctx.softcap, ctx.other = columns, num_rows, softcap, other
@@ -40,22 +56,45 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, labels, normalizer, entropy, divergence = ctx.saved_tensors
         per_row = (entropy, *grads, divergence)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         start = 0
         for h, ids in _chunks(ctx.num_rows, hidden, labels):
             rows = slice(start, start + len(h))
             logits = made_logits(h, weight, ctx.softcap)
-            slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()  # derivative of the cap, from its output
+            slope = (
+                None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()
+            )  # derivative of the cap, from its output
             mine, *slopes = [None if x is None else x[rows] for x in per_row]
             other = ctx.other.part(rows) if ctx.other else None
-            gradient_in_place(logits, ids, normalizer[rows], mine, ctx.columns, slopes[0], slopes[1], slopes[2], slopes[3], other)
+            gradient_in_place(
+                logits,
+                ids,
+                normalizer[rows],
+                mine,
+                ctx.columns,
+                slopes[0],
+                slopes[1],
+                slopes[2],
+                slopes[3],
+                other,
+            )
             if slope is not None:
                 logits.mul_(slope)
             torch.mm(logits, weight, out=grad_hidden[rows])
             _add_product(grad_weight, logits, h)
             start = rows.stop
             del logits, slope  # free them before the next chunk
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _chunks(num_rows: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -93,5 +132,7 @@ def chunked_logprobs(
     softcap: float | None = None,
     other: Distribution | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
-    """Return `vocab_parallel_logprobs` of the logits hidden @ weight^T (capped: softcap * tanh(logits / softcap))."""
+    """Return `vocab_parallel_logprobs` of the logits hidden @ weight^T (capped: softcap *
+    tanh(logits / softcap)).
+    """
     return _ChunkedLogprobs.apply(hidden, weight, labels, columns, num_rows, softcap, other)  # pyright: ignore[reportReturnType]

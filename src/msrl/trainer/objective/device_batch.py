@@ -1,7 +1,7 @@
 """A micro-batch on the device: all of it, or the share of one rank of a context-parallel group.
 
-Letters: N positions of a micro-batch, n of them on this rank (n = N without context parallelism), M positions whose loss mask is set,
-m of them on this rank.
+Letters: N positions of a micro-batch, n of them on this rank (n = N without context parallelism), M
+positions whose loss mask is set, m of them on this rank.
 """
 
 from __future__ import annotations
@@ -24,19 +24,26 @@ from msrl.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """Inputs of a pass and of its loss. The model's inputs are those of this rank, the loss's fields those of the whole micro-batch."""
+    """Inputs of a pass and of its loss. The model's inputs are those of this rank, the loss's
+    fields those of the whole micro-batch.
+    """
 
     tokens: Tensor  # [1, n]
     packed: PackedSequences
     mask: Tensor  # [n]
     labels: Tensor  # [m]
-    rows: Tensor | None  # [m] index of each among the M positions; None without context parallelism, where m = M
+    rows: (
+        Tensor | None
+    )  # [m] index of each among the M positions; None without context parallelism, where m = M
     sequences: Tensor  # [M], number of the sequence in the micro-batch
     fields: dict[str, Tensor]  # each [M]
-    reference: Distribution | None = None  # of the reference model at the m positions, for an exact divergence
+    reference: Distribution | None = (
+        None  # of the reference model at the m positions, for an exact divergence
+    )
 
     def whole(self, values: Tensor) -> Tensor:
-        """Return the [M, ...] values of all ranks from the [m, ...] of this one, so that context-parallel ranks compute the same loss.
+        """Return the [M, ...] values of all ranks from the [m, ...] of this one, so that
+        context-parallel ranks compute the same loss.
 
         The gradient of a position goes back to the rank that computes it.
         """
@@ -59,16 +66,31 @@ class _Whole(torch.autograd.Function):
 
 
 def to_device(
-    batch: MicroBatch, rotary: RotaryTable, device: torch.device, *, cp: int, multiple: int, reference: Distribution | None = None
+    batch: MicroBatch,
+    rotary: RotaryTable,
+    device: torch.device,
+    *,
+    cp: int,
+    multiple: int,
+    reference: Distribution | None = None,
 ) -> DeviceBatch:
     """Return this rank's share of a micro-batch; its token count divides by `multiple`."""
-    tokens, labels, mask = (torch.from_numpy(array).to(device) for array in (batch.token_ids, batch.labels, batch.loss_mask))
-    numbers = np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))[batch.loss_mask]
+    tokens, labels, mask = (
+        torch.from_numpy(array).to(device)
+        for array in (batch.token_ids, batch.labels, batch.loss_mask)
+    )
+    numbers = np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))[
+        batch.loss_mask
+    ]
     sequences = torch.from_numpy(numbers).to(device)
-    fields = {name: torch.from_numpy(values).to(device)[mask] for name, values in batch.fields.items()}
+    fields = {
+        name: torch.from_numpy(values).to(device)[mask] for name, values in batch.fields.items()
+    }
     packed = rotary(tuple(np.diff(batch.cu_seqlens).tolist()))
     if cp == 1:
-        return DeviceBatch(tokens[None], packed, mask, labels[mask], None, sequences, fields, reference)
+        return DeviceBatch(
+            tokens[None], packed, mask, labels[mask], None, sequences, fields, reference
+        )
     mine = context.share(packed.lengths, groups.cp_group(), multiple, device)
     is_there, at = mine.rows >= 0, mine.stand_ins
     selected = at[mask[at] & is_there]

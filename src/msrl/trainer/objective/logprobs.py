@@ -1,8 +1,10 @@
-"""Log-probabilities, entropies and divergences from logits whose vocabulary is split over tensor-parallel ranks.
+"""Log-probabilities, entropies and divergences from logits whose vocabulary is split over
+tensor-parallel ranks.
 
-Logits are the largest tensors of a step, so no second tensor of their size is allocated: rows are processed R at a time, probabilities are
-recomputed in the backward pass, and the gradient overwrites the logits. Results are float32 for every dtype of the logits.
-Letters: M positions, V vocabulary columns of this rank, c channels, R rows that are processed at once.
+Logits are the largest tensors of a step, so no second tensor of their size is allocated: rows are
+processed R at a time, probabilities are recomputed in the backward pass, and the gradient
+overwrites the logits. Results are float32 for every dtype of the logits. Letters: M positions, V
+vocabulary columns of this rank, c channels, R rows that are processed at once.
 """
 
 from __future__ import annotations
@@ -20,15 +22,21 @@ _LEAST = torch.finfo(torch.float32).min  # maximum over no columns
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Distribution of another model at the same positions, stored as its last hidden states; logits are recomputed, R rows at a time."""
+    """Distribution of another model at the same positions, stored as its last hidden states; logits
+    are recomputed, R rows at a time.
+    """
 
     hidden: Tensor  # [M, c], on any device
-    project: Callable[[Tensor], Tensor]  # [R, c] -> [R, V]: logits of this rank's part of the vocabulary
+    project: Callable[
+        [Tensor], Tensor
+    ]  # [R, c] -> [R, V]: logits of this rank's part of the vocabulary
     normalizer: Tensor  # [M], log of the sum over the whole vocabulary of exp(logits / temperature)
 
     def logprobs(self, rows: slice, columns: VocabColumns) -> Tensor:  # [R, V], float32
         """Return the log-probabilities of this rank's part of the vocabulary."""
-        return columns.shifted(self.project(self.hidden[rows].to(self.normalizer.device)), self.normalizer[rows])
+        return columns.shifted(
+            self.project(self.hidden[rows].to(self.normalizer.device)), self.normalizer[rows]
+        )
 
     def part(self, rows: slice) -> Distribution:
         """Return the distribution at some of the positions."""
@@ -37,7 +45,9 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class VocabColumns:
-    """Columns of softmax(logits / temperature) on this rank: token ids from `first` on, the first `num_valid` of which are no padding."""
+    """Columns of softmax(logits / temperature) on this rank: token ids from `first` on, the first
+    `num_valid` of which are no padding.
+    """
 
     first: int
     num_valid: int
@@ -62,7 +72,9 @@ class VocabColumns:
         return local.clamp(0, max(self.num_valid - 1, 0))[:, None], is_here
 
     def sums(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return max x, sum exp(x - max) and sum exp(x - max) (x - max) of x = logits / temperature on this rank, [M] each."""
+        """Return max x, sum exp(x - max) and sum exp(x - max) (x - max) of x = logits / temperature
+        on this rank, [M] each.
+        """
         top, total, weighted = logits.new_full((3, len(logits)), 0.0, dtype=torch.float32)
         top.fill_(_LEAST)
         for rows in self.parts(len(logits)):
@@ -95,8 +107,12 @@ class VocabColumns:
         return x
 
 
-def measure(logits: Tensor, labels: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the log-probability of each label, the entropy if `columns` wants it, and the log normalizer: [M], equal on all ranks."""
+def measure(
+    logits: Tensor, labels: Tensor, columns: VocabColumns
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the log-probability of each label, the entropy if `columns` wants it, and the log
+    normalizer: [M], equal on all ranks.
+    """
     top, total, weighted = columns.sums(logits)
     highest = columns.all_reduce(top.clone(), dist.ReduceOp.MAX)
     # Rescale from the maximum of this rank to the maximum of all ranks.
@@ -124,13 +140,18 @@ def gradient_in_place(
     divergence: Tensor | None = None,  # [M], from `Columns.divergence`
     other: Distribution | None = None,
 ) -> None:
-    """Overwrite the logits with their gradient, given the gradients of log-probabilities, entropies and divergences."""
+    """Overwrite the logits with their gradient, given the gradients of log-probabilities, entropies
+    and divergences.
+    """
     local, is_here = columns.place(labels)
-    slope = torch.zeros_like(normalizer) if for_logprobs is None else for_logprobs / columns.temperature
+    slope = (
+        torch.zeros_like(normalizer) if for_logprobs is None else for_logprobs / columns.temperature
+    )
     at_label = slope.masked_fill(~is_here, 0.0)[:, None]
     for rows in columns.parts(len(logits)):
         surprise = columns.shifted(logits[rows], normalizer[rows])  # log p
-        # With respect to a logit, the derivative of the entropy is -p (log p + H), that of the divergence p (log p - log q - D).
+        # With respect to a logit, the derivative of the entropy is -p (log p + H), and that of the
+        # divergence is p (log p - log q - D).
         factor: Tensor = -slope[rows, None]
         if for_divergence is not None:
             assert divergence is not None and other is not None
@@ -162,15 +183,33 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         logits, labels, normalizer, entropy, divergence = ctx.saved_tensors
         for_logprobs, for_entropy, for_divergence = grads
         gradient_in_place(
-            logits, labels, normalizer, entropy, ctx.columns, for_logprobs, for_entropy, for_divergence, divergence, ctx.other
-        )  # fmt: skip
+            logits,
+            labels,
+            normalizer,
+            entropy,
+            ctx.columns,
+            for_logprobs,
+            for_entropy,
+            for_divergence,
+            divergence,
+            ctx.other,
+        )
         return logits, None, None, None
 
 
 def columns_of(
-    width: int, *, vocab_size: int, tp_rank: int, temperature: float, with_entropy: bool, elements_at_once: int, group: dist.ProcessGroup
+    width: int,
+    *,
+    vocab_size: int,
+    tp_rank: int,
+    temperature: float,
+    with_entropy: bool,
+    elements_at_once: int,
+    group: dist.ProcessGroup,
 ) -> VocabColumns:
-    """Return the columns of a rank that has `width` of them with padding. Temporary tensors have about `elements_at_once` elements."""
+    """Return the columns of a rank that has `width` of them with padding. Temporary tensors have
+    about `elements_at_once` elements.
+    """
     return VocabColumns(
         first=tp_rank * width,
         num_valid=min(max(vocab_size - tp_rank * width, 0), width),
@@ -187,12 +226,14 @@ def vocab_parallel_logprobs(
     columns: VocabColumns,
     other: Distribution | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
-    """Return log-probabilities, entropies and divergences of p = softmax(logits / temperature) over the unpadded vocabulary.
+    """Return log-probabilities, entropies and divergences of p = softmax(logits / temperature) over
+    the unpadded vocabulary.
 
-    Columns that pad the vocabulary are ignored, so the results equal those of the Hugging Face model.
+    Columns that pad the vocabulary are ignored, so the results equal those of the Hugging Face
+    model.
 
     Returns:
-        Log-probability of each label; entropy of each row if `columns` wants it; exact divergence, the sum of p (log p - log q), from the
-        other distribution q if there is one.
+        Log-probability of each label; entropy of each row if `columns` wants it; exact divergence,
+        the sum of p (log p - log q), from the other distribution q if there is one.
     """
     return _VocabParallelLogprobs.apply(logits, labels, columns, other)  # pyright: ignore[reportReturnType]

@@ -1,7 +1,8 @@
 """Losses at the selected positions of a micro-batch, with global denominators that are passed in.
 
-Each loss returns the scalar to minimize and sums for the metrics, which are added up over micro-batches and data-parallel ranks and then
-divided by `num_tokens`. Letters: M positions whose loss mask is set.
+Each loss returns the scalar to minimize and sums for the metrics, which are added up over
+micro-batches and data-parallel ranks and then divided by `num_tokens`. Letters: M positions whose
+loss mask is set.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Outputs:
     logprobs: Tensor  # [M] of the labels
     sequences: Tensor  # [M], number of each position's sequence in the micro-batch, ascending
     entropy: Tensor | None = None  # [M] if the loss needs it
-    divergence: Tensor | None = None  # [M] exact KL(policy || reference) over the vocabulary, if the loss needs it
+    divergence: Tensor | None = (
+        None  # [M] exact KL(policy || reference) over the vocabulary, if the loss needs it
+    )
 
 
 class Loss(Protocol):
@@ -47,7 +50,9 @@ class Loss(Protocol):
     @property
     def needs_divergence(self) -> bool: ...
 
-    def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]: ...
+    def __call__(
+        self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
+    ) -> tuple[Tensor, Sums]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +63,23 @@ class SftLoss:
     needs_entropy: bool = False
     needs_divergence: bool = False
 
-    def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
+    def __call__(
+        self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
+    ) -> tuple[Tensor, Sums]:
         loss = -outputs.logprobs.sum() / num_tokens
         return loss, {"loss": -outputs.logprobs.detach().sum()}
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """rl_coef * (policy loss + kl_coef * KL to the reference) + sft_coef * likelihood of good samples - entropy_coef * entropy.
+    """rl_coef * (policy loss + kl_coef * KL to the reference) + sft_coef * likelihood of good
+    samples - entropy_coef * entropy.
 
-    Each term is a sum over tokens weighted by the field `weights`, which holds the aggregation and its global denominators. The mismatch
-    correction multiplies each token's policy loss and no other term. Without the field `old_logprobs` the current log-probabilities,
-    detached, replace them (a single update per rollout). The KL estimator `full` is the exact divergence over the vocabulary, which the
-    outputs must then contain.
+    Each term is a sum over tokens weighted by the field `weights`, which holds the aggregation and
+    its global denominators. The mismatch correction multiplies each token's policy loss and no
+    other term. Without the field `old_logprobs` the current log-probabilities, detached, replace
+    them (a single update per rollout). The KL estimator `full` is the exact divergence over the
+    vocabulary, which the outputs must then contain.
     """
 
     temperature: float
@@ -92,35 +101,61 @@ class PolicyLoss:
     def needs_divergence(self) -> bool:
         return self.kl_coef > 0 and self.kl_estimator == "full"
 
-    def __call__(self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
-        """Return the loss and its metrics: `policy_loss`, `sft_loss` and `loss` as aggregated, all others as means over tokens."""
+    def __call__(
+        self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
+    ) -> tuple[Tensor, Sums]:
+        """Return the loss and its metrics: `policy_loss`, `sft_loss` and `loss` as aggregated, all
+        others as means over tokens.
+        """
         mask, weights = torch.ones_like(outputs.logprobs, dtype=torch.bool), fields["weights"]
         before = fields.get("old_logprobs", outputs.logprobs.detach())
         factors, sums = self._corrected(before, fields, mask, outputs.sequences)
-        tokens = PolicyTokens.of(outputs.logprobs, before, fields["advantages"], mask, outputs.sequences, ratio=self.ratio)
+        tokens = PolicyTokens.of(
+            outputs.logprobs,
+            before,
+            fields["advantages"],
+            mask,
+            outputs.sequences,
+            ratio=self.ratio,
+        )
         policy = self._policy(tokens)
-        # The factors multiply the loss, not the advantages: a loss may have terms without an advantage, such as the drift of cpgd.
-        terms = {"policy_loss": (self.rl_coef, policy.loss * factors), **self._further(outputs, fields, mask)}
+        # The factors multiply the loss, not the advantages: a loss may have terms without an
+        # advantage, such as the drift of cpgd.
+        terms = {
+            "policy_loss": (self.rl_coef, policy.loss * factors),
+            **self._further(outputs, fields, mask),
+        }
         loss = outputs.logprobs.new_zeros(())
         for name, (coef, values) in terms.items():
             aggregated = weighted_sum(values, weights, mask)
             loss = loss + coef * aggregated if coef else loss
-            sums[name] = values.detach().sum() if name in _MEANS else aggregated.detach() * num_tokens
-        sums |= {name: values.detach().sum() for name, values in {**policy.stats, **_movement(tokens)}.items()}
+            sums[name] = (
+                values.detach().sum() if name in _MEANS else aggregated.detach() * num_tokens
+            )
+        sums |= {
+            name: values.detach().sum()
+            for name, values in {**policy.stats, **_movement(tokens)}.items()
+        }
         return loss, {**sums, "loss": loss.detach() * num_tokens}
 
     def _policy(self, tokens: PolicyTokens) -> TokenLosses:
         plugin = registry.load("msrl.algorithms.losses", self.policy_loss, key="algo.policy_loss")
         clip = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual": self.dual}
-        return plugin.policy_loss(tokens, **required_arguments(plugin.policy_loss, clip), **self.options)
+        return plugin.policy_loss(
+            tokens, **required_arguments(plugin.policy_loss, clip), **self.options
+        )
 
-    def _further(self, outputs: Outputs, fields: Mapping[str, Tensor], mask: Tensor) -> dict[str, tuple[float, Tensor]]:
+    def _further(
+        self, outputs: Outputs, fields: Mapping[str, Tensor], mask: Tensor
+    ) -> dict[str, tuple[float, Tensor]]:
         """Return the coefficient and the values per token of the terms besides the policy loss."""
         terms: dict[str, tuple[float, Tensor]] = {}
         if self.needs_divergence:
             terms["kl"] = (self.rl_coef * self.kl_coef, _required(outputs.divergence))
         elif "reference_logprobs" in fields:
-            values = kl.per_token(self.kl_estimator, outputs.logprobs, fields["reference_logprobs"], mask)
+            values = kl.per_token(
+                self.kl_estimator, outputs.logprobs, fields["reference_logprobs"], mask
+            )
             terms["kl"] = (self.rl_coef * self.kl_coef, values)
         if self.sft_coef:
             terms["sft_loss"] = (self.sft_coef, -outputs.logprobs * (fields["advantages"] > 0))
@@ -128,8 +163,12 @@ class PolicyLoss:
             terms["entropy"] = (-self.entropy_coef, outputs.entropy)
         return terms
 
-    def _corrected(self, before: Tensor, fields: Mapping[str, Tensor], mask: Tensor, sequences: Tensor) -> tuple[Tensor, Sums]:
-        """Return factors of the policy loss that correct for the mismatch with the rollout engine, and its metrics."""
+    def _corrected(
+        self, before: Tensor, fields: Mapping[str, Tensor], mask: Tensor, sequences: Tensor
+    ) -> tuple[Tensor, Sums]:
+        """Return factors of the policy loss that correct for the mismatch with the rollout engine,
+        and its metrics.
+        """
         if "sampler_logprobs" not in fields:
             return torch.ones_like(before), {}
         stats = mismatch_statistics(before, fields["sampler_logprobs"], mask)
@@ -146,21 +185,33 @@ class ValueLoss:
 
     clip: float | None
 
-    def __call__(self, values: Tensor, fields: Mapping[str, Tensor], num_tokens: int) -> tuple[Tensor, Sums]:
-        """Return the loss and its metrics; `values` and the fields `old_values` and `returns` are [M]."""
+    def __call__(
+        self, values: Tensor, fields: Mapping[str, Tensor], num_tokens: int
+    ) -> tuple[Tensor, Sums]:
+        """Return the loss and its metrics; `values` and the fields `old_values` and `returns` are
+        [M].
+        """
         tokens = value_loss(values, fields["old_values"], fields["returns"], clip=self.clip)
         sums = {name: numbers.sum() for name, numbers in tokens.stats.items()}
         return tokens.loss.sum() / num_tokens, {**sums, "value_loss": tokens.loss.detach().sum()}
 
 
-def required_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def required_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return those of the keyword arguments that are required parameters of the function."""
     parameters = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in parameters and parameters[name].default is inspect.Parameter.empty}
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name in parameters and parameters[name].default is inspect.Parameter.empty
+    }
 
 
 def _movement(tokens: PolicyTokens) -> dict[str, Tensor]:
-    """Return the movement of the policy since the rollout: r - 1 - log r, unbiased for KL(old || new)."""
+    """Return the movement of the policy since the rollout: r - 1 - log r, unbiased for KL(old ||
+    new).
+    """
     log_ratio = tokens.token_log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {"ppo_kl": log_ratio.exp() - 1.0 - log_ratio}
 

@@ -20,7 +20,8 @@ class Best:
 
     @staticmethod
     def after(before: Best | None, step: int, value: float, *, is_loss: bool) -> Best:
-        """Return the best evaluation after step `step`: the lowest loss, or the highest value of another metric.
+        """Return the best evaluation after step `step`: the lowest loss, or the highest value of
+        another metric.
 
         A number is always better than NaN.
         """
@@ -37,12 +38,21 @@ class Best:
 
 
 def checkpoint_results(saved: SavedTraining | None, *, is_done: bool) -> dict[str, str]:
-    """Return the results of a run about its last checkpoint: path and step, whether the run was stopped there, best evaluation."""
+    """Return the results of a run about its last checkpoint: path and step, whether the run was
+    stopped there, best evaluation.
+    """
     if saved is None:
         return {}
     best = Best.of(saved.state()["extra"])
-    results = {"checkpoint": f"{saved.root}, step {saved.step}" + ("" if is_done else ", where the run was stopped")}
-    return results if best is None else {**results, "best evaluation": f"{best.value:.4g}, after step {best.step}"}
+    results = {
+        "checkpoint": f"{saved.root}, step {saved.step}"
+        + ("" if is_done else ", where the run was stopped")
+    }
+    return (
+        results
+        if best is None
+        else {**results, "best evaluation": f"{best.value:.4g}, after step {best.step}"}
+    )
 
 
 def best_state(best: Best | None) -> dict[str, Any]:

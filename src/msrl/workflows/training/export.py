@@ -21,17 +21,22 @@ if TYPE_CHECKING:
 
 
 def final_checkpoint(saved: SavedTraining, *, keep_best: bool) -> tuple[SavedTraining, str]:
-    """Return the checkpoint to export and a note on it: the best evaluation's if `keep_best`, otherwise the last."""
+    """Return the checkpoint to export and a note on it: the best evaluation's if `keep_best`,
+    otherwise the last.
+    """
     best = Best.of(saved.state()["extra"]) if keep_best else None
     if best is None or best.step == saved.step or best.step not in saved_steps(saved.root):
         return saved, ""
     return SavedTraining(saved.root, best.step), f", of step {best.step}, the best evaluation"
 
 
-def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, hf_dir: Path | None = None) -> Path:
+def export_hf(
+    saved: SavedTraining, target: Path, *, base: Path | None = None, hf_dir: Path | None = None
+) -> Path:
     """Write the model of a checkpoint to `target`, replacing an earlier export.
 
-    `base` holds the weights that a checkpoint of adapters belongs to. `hf_dir` holds config and tokenizer for a base without them.
+    `base` holds the weights that a checkpoint of adapters belongs to. `hf_dir` holds config and
+    tokenizer for a base without them.
     """
     from msrl.checkpoint.adapters.megatron import read_mcore_lora
     from msrl.checkpoint.adapters.merge import MergedSource
@@ -46,7 +51,11 @@ def export_hf(saved: SavedTraining, target: Path, *, base: Path | None = None, h
             weights = open_weights(base, hf_dir)
             adapters = read_mcore_lora(saved.root, weights.shape, saved.step)
             sidecars = saved.root / SIDECAR  # a checkpoint of another system has none
-            write_hf(MergedSource(weights, adapters, hf_dir=sidecars if sidecars.is_dir() else None), fresh, None)
+            write_hf(
+                MergedSource(weights, adapters, hf_dir=sidecars if sidecars.is_dir() else None),
+                fresh,
+                None,
+            )
     return target
 
 
@@ -61,7 +70,9 @@ def _replacing(target: Path) -> Iterator[Path]:
 
 
 def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path) -> Path:
-    """Write the critic of a checkpoint as a sequence classifier with one label. `hf_dir` holds the config that it started from."""
+    """Write the critic of a checkpoint as a sequence classifier with one label. `hf_dir` holds the
+    config that it started from.
+    """
     from msrl.checkpoint.convert import write_hf
     from msrl.checkpoint.hf.folder import copy_sidecars
 
@@ -70,7 +81,10 @@ def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         if not is_scoring(shape.architecture):
-            path.write_text(json.dumps(scoring_config(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            path.write_text(
+                json.dumps(scoring_config(config), indent=2, ensure_ascii=False) + "\n",
+                encoding="utf-8",
+            )
         write_hf(_critic(saved, shape, folder), fresh, None)
     return target
 

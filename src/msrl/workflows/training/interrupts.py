@@ -1,8 +1,9 @@
 """Ctrl-C, SIGTERM and SIGHUP end a training after its current step, with a checkpoint.
 
-A second Ctrl-C or SIGTERM, or one before the first step, ends it immediately. timeout(1) sends SIGTERM to its command and then to the
-command's process group, so a repeated SIGTERM within a second counts as one signal. SIGHUP never counts as the second signal: a terminal
-may close while a training saves. Under nohup(1), SIGHUP stays ignored.
+A second Ctrl-C or SIGTERM, or one before the first step, ends it immediately. timeout(1) sends
+SIGTERM to its command and then to the command's process group, so a repeated SIGTERM within a
+second counts as one signal. SIGHUP never counts as the second signal: a terminal may close while a
+training saves. Under nohup(1), SIGHUP stays ignored.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Handlers:
 
 
 class EndAtOnce:
-    """Context in which the signals raise KeyboardInterrupt, because there is nothing to save yet."""
+    """Context in which signals raise KeyboardInterrupt, because there is nothing to save yet."""
 
     def __init__(self) -> None:
         self._first = _FirstSignal()
@@ -65,7 +66,12 @@ class EndAtOnce:
         self._handlers.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._handlers.__exit__()
 
     def _end(self, number: int, frame: FrameType | None) -> None:
@@ -74,7 +80,9 @@ class EndAtOnce:
 
 
 class Interrupts:
-    """Context that records the first signal in `asked` and calls `then`; a second signal raises KeyboardInterrupt."""
+    """Context that records the first signal in `asked` and calls `then`; a second signal raises
+    KeyboardInterrupt.
+    """
 
     def __init__(self, then: Callable[[], None] | None = None) -> None:
         self.asked = False
@@ -86,7 +94,12 @@ class Interrupts:
         self._handlers.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._handlers.__exit__()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -95,13 +108,19 @@ class Interrupts:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        print("Stopping after this step with a checkpoint. A second signal stops immediately.", file=sys.stderr, flush=True)
+        print(
+            "Stopping after this step with a checkpoint. A second signal stops immediately.",
+            file=sys.stderr,
+            flush=True,
+        )
         if self._then is not None:
             self._then()
 
 
 class _LastingStream:
-    """Text stream whose reader may end: a closed terminal, or a `tee` that received the same signal. Later output is dropped."""
+    """Text stream whose reader may end: a closed terminal, or a `tee` that received the same
+    signal. Later output is dropped.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -127,7 +146,9 @@ class _LastingStream:
                 raise
 
     def drop_if_unread(self) -> bool:
-        """Send all further output to /dev/null if nothing can read it. Returns True if it is dropped."""
+        """Send all further output to /dev/null if nothing can read it. Returns True if it is
+        dropped.
+        """
         try:
             descriptor = self._stream.fileno()
         except (OSError, ValueError):  # no file, as in tests
@@ -158,7 +179,9 @@ def lasting_output() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def children_ignore_interrupts() -> Generator[None, None, None]:
-    """Start processes that ignore Ctrl-C, which a terminal sends to the whole group. Only this process decides what it stops."""
+    """Start processes that ignore Ctrl-C, which a terminal sends to the whole group. Only this
+    process decides what it stops.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -167,5 +190,7 @@ def children_ignore_interrupts() -> Generator[None, None, None]:
 
 
 def was_stopped_early(asked: bool, saved: SavedTraining | None, num_steps: int) -> bool:
-    """Return True if a signal ended the training before its last step. A signal during the last step does not."""
+    """Return True if a signal ended the training before its last step. A signal during the last
+    step does not.
+    """
     return asked and (saved is None or saved.step < num_steps)

@@ -18,7 +18,8 @@ from msrl.platforms.base import Platform
 class Fit:
     """Memory of a training compared with the device.
 
-    `memory` and `needed` assume micro-batches as full as the configuration allows, `least` and `certain` the shortest possible ones.
+    `memory` and `needed` assume micro-batches as full as the configuration allows, `least` and
+    `certain` the shortest possible ones.
     """
 
     memory: Memory
@@ -29,7 +30,9 @@ class Fit:
 
     @property
     def level(self) -> Literal["ok", "note", "wrong"]:
-        """`wrong`: the training cannot fit. `note`: it may not fit if micro-batches are as full as the configuration allows."""
+        """`wrong`: the training cannot fit. `note`: it may not fit if micro-batches are as full as
+        the configuration allows.
+        """
         if self.certain > self.total:
             return "wrong"
         return "note" if self.needed > self.total else "ok"
@@ -47,8 +50,11 @@ class Fit:
         return f"the run needs at most {bytes_text(self.needed)} of {bytes_text(self.total)}"
 
 
-def fit(config: Config, command: str, platform: Platform, *, longest: int | None = None) -> Fit | None:
-    """Return the memory of a training on this machine's devices; None if the model or the device's memory is unknown.
+def fit(
+    config: Config, command: str, platform: Platform, *, longest: int | None = None
+) -> Fit | None:
+    """Return the memory of a training on this machine's devices; None if the model or the device's
+    memory is unknown.
 
     `longest` is the length in tokens of the longest row that is certainly trained on.
     """
@@ -56,27 +62,52 @@ def fit(config: Config, command: str, platform: Platform, *, longest: int | None
     if shape is None or total is None:
         return None
     memory = training_memory(
-        config, shape, command, longest=longest,
-        temporary_elements=platform.elements_at_once, attention_bytes=4 if platform.upcast_attention else None,
-    )  # fmt: skip
+        config,
+        shape,
+        command,
+        longest=longest,
+        temporary_elements=platform.elements_at_once,
+        attention_bytes=4 if platform.upcast_attention else None,
+    )
     memory = _with_engine(memory, config, shape, command, platform)
     least = _least(memory, config, shape, command, longest)
-    return Fit(memory, least, _on_machine(memory, config, platform), _on_machine(least, config, platform), total)
+    return Fit(
+        memory,
+        least,
+        _on_machine(memory, config, platform),
+        _on_machine(least, config, platform),
+        total,
+    )
 
 
-def _least(memory: Memory, config: Config, shape: Shape, command: str, longest: int | None) -> Memory:
-    """Return the memory with a micro-batch of the longest row alone, or without activations if no row length is certain."""
+def _least(
+    memory: Memory, config: Config, shape: Shape, command: str, longest: int | None
+) -> Memory:
+    """Return the memory with a micro-batch of the longest row alone, or without activations if no
+    row length is certain.
+    """
     if longest is None or command == "train-grpo":
         return replace(memory, activations=0, working=0, logits=0, forward=0)
     alone = config.train.model_copy(update={"micro_batch": 1, "max_tokens_per_micro_batch": None})
-    return training_memory(config.model_copy(update={"train": alone}), shape, command, longest=longest)
+    return training_memory(
+        config.model_copy(update={"train": alone}), shape, command, longest=longest
+    )
 
 
-def _with_engine(memory: Memory, config: Config, shape: Shape, command: str, platform: Platform) -> Memory:
+def _with_engine(
+    memory: Memory, config: Config, shape: Shape, command: str, platform: Platform
+) -> Memory:
     if command != "train-grpo":
         return memory
     sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
-    return with_engine(memory, config, shape, total=platform.memory_bytes(), is_shared=platform.shares_main_memory, sleeps=sleeps)
+    return with_engine(
+        memory,
+        config,
+        shape,
+        total=platform.memory_bytes(),
+        is_shared=platform.shares_main_memory,
+        sleeps=sleeps,
+    )
 
 
 def _on_machine(memory: Memory, config: Config, platform: Platform) -> int:
@@ -91,28 +122,48 @@ def _on_machine(memory: Memory, config: Config, platform: Platform) -> int:
 def remedies(config: Config, memory_fit: Fit) -> str:
     """Return the settings that would reduce the largest parts and are not used yet."""
     train, memory = config.train, memory_fit.shown
-    savings = {"raise train.parallel.tp or pp": memory.weights + memory.gradients + memory.optimizer}
+    savings = {
+        "raise train.parallel.tp or pp": memory.weights + memory.gradients + memory.optimizer
+    }
     if not train.offload.optimizer:
         savings["set train.offload.optimizer"] = memory.optimizer
     if train.recompute.granularity != "full":
         savings["set train.recompute.granularity: full"] = memory.activations
     if train.chunk is None:
         savings["set train.chunk, such as 1024"] = memory.logits
-    if memory_fit.level != "wrong" and (train.micro_batch > 1 or train.max_tokens_per_micro_batch is not None):
-        key = "micro_batch" if train.max_tokens_per_micro_batch is None else "max_tokens_per_micro_batch"
+    if memory_fit.level != "wrong" and (
+        train.micro_batch > 1 or train.max_tokens_per_micro_batch is not None
+    ):
+        key = (
+            "micro_batch"
+            if train.max_tokens_per_micro_batch is None
+            else "max_tokens_per_micro_batch"
+        )
         savings[f"lower train.{key}"] = memory.activations + memory.logits
     savings["lower rollout.engine.memory_fraction or kv_cache_bytes"] = memory.kv_cache
-    best = sorted((remedy for remedy, size in savings.items() if size), key=lambda remedy: savings[remedy], reverse=True)
+    best = sorted(
+        (remedy for remedy, size in savings.items() if size),
+        key=lambda remedy: savings[remedy],
+        reverse=True,
+    )
     return ", or ".join(best[:3])
 
 
-def check_memory(config: Config, command: str, platform: Platform, *, longest: int | None = None) -> None:
-    """Raise MsrlError for a training that cannot fit. On CPU, or if only full micro-batches would not fit, print a warning."""
+def check_memory(
+    config: Config, command: str, platform: Platform, *, longest: int | None = None
+) -> None:
+    """Raise MsrlError for a training that cannot fit. On CPU, or if only full micro-batches would
+    not fit, print a warning.
+    """
     memory_fit = fit(config, command, platform, longest=longest)
     if memory_fit is None or memory_fit.level == "ok":
         return
-    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in memory_fit.shown.rows().items())
-    message = f"memory: {memory_fit.head}; {remedies(config, memory_fit)} (the fullest device: {parts})"
+    parts = ", ".join(
+        f"{name} {bytes_text(size)}" for name, size in memory_fit.shown.rows().items()
+    )
+    message = (
+        f"memory: {memory_fit.head}; {remedies(config, memory_fit)} (the fullest device: {parts})"
+    )
     if memory_fit.level == "wrong" and not platform.shares_main_memory:
         raise MsrlError(message)
     print(f"warning: {message}", file=sys.stderr)

@@ -13,12 +13,23 @@ from msrl.platforms.base import Platform
 
 
 def mfu(
-    shape: Shape, config: Config, platform: Platform, rows: Sequence[Sequences], num_trained: int, seconds: float, *, passes: int = 1
+    shape: Shape,
+    config: Config,
+    platform: Platform,
+    rows: Sequence[Sequences],
+    num_trained: int,
+    seconds: float,
+    *,
+    passes: int = 1,
 ) -> dict[str, float]:
-    """Return `perf/mfu` of `passes` passes over all ranks' rows in `seconds`; empty if the peak of the device is unknown."""
+    """Return `perf/mfu` of `passes` passes over all ranks' rows in `seconds`; empty if the peak of
+    the device is unknown.
+    """
     peak = platform.peak_flops(config.model.dtype)
     if peak is None:
         return {}
     lengths = [len(ids) for row in rows for ids in row.token_ids]
-    flops = training_flops(shape, lengths, num_trained, weight_gradients=config.train.lora.rank is None)
+    flops = training_flops(
+        shape, lengths, num_trained, weight_gradients=config.train.lora.rank is None
+    )
     return {"perf/mfu": passes * flops / (max(seconds, 1e-9) * world_size(config) * peak)}

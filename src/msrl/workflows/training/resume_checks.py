@@ -1,7 +1,9 @@
-"""Resume checks: a resumed training must have the same model, adapters and data contents as the one that saved the checkpoint.
+"""Resume checks: a resumed training must have the same model, adapters and data contents as the one
+that saved the checkpoint.
 
-Weights that checkpoints do not hold (the base of adapters, a reference) are compared by contents too. A checkpoint stores these values
-beside the order of the rows (`settings.order_state`). The learning rate schedule may change; a change is reported.
+Weights that checkpoints do not hold (the base of adapters, a reference) are compared by contents
+too. A checkpoint stores these values beside the order of the rows (`settings.order_state`). The
+learning rate schedule may change; a change is reported.
 """
 
 from __future__ import annotations
@@ -25,19 +27,39 @@ from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.workflows.training.settings import hf_files, weights_path
 
-_SFT_KEYS = ("handler", "seq_length", "too_long", "pack", "eval_fraction")  # keys of `data` that determine the rows
+_SFT_KEYS = (
+    "handler",
+    "seq_length",
+    "too_long",
+    "pack",
+    "eval_fraction",
+)  # keys of `data` that determine the rows
 
 
 def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str, Any]:
-    """Return the values that a checkpoint of `command` stores for later checks. Reads the beginning and end of data and weight files."""
-    prefixes = {"data.train": config.data.train} if config.data.train else {f"data.blend.{prefix}": prefix for prefix in config.data.blend}
+    """Return the values that a checkpoint of `command` stores for later checks. Reads the beginning
+    and end of data and weight files.
+    """
+    prefixes = (
+        {"data.train": config.data.train}
+        if config.data.train
+        else {f"data.blend.{prefix}": prefix for prefix in config.data.blend}
+    )
     lora = config.train.lora
     keys: dict[str, Any] = {
         "model.path": _described(load_shape(hf_files(config))),
         "model.dtype": config.model.dtype,
         "train.lora.rank": lora.rank,
-        **({"train.lora.alpha": lora.alpha, "train.lora.targets": sorted(lora.targets)} if lora.rank is not None else {}),
-        **({f"data.{name}": getattr(config.data, name) for name in _SFT_KEYS} if command == "train-sft" else {}),
+        **(
+            {"train.lora.alpha": lora.alpha, "train.lora.targets": sorted(lora.targets)}
+            if lora.rank is not None
+            else {}
+        ),
+        **(
+            {f"data.{name}": getattr(config.data, name) for name in _SFT_KEYS}
+            if command == "train-sft"
+            else {}
+        ),
     }
     contents = {key: fingerprint(prefix) for key, prefix in prefixes.items()}
     if lora.rank is not None or (command == "train-grpo" and needs_reference(config)):
@@ -51,37 +73,56 @@ def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
     Raises:
         MsrlError: with every key that has changed.
     """
-    before: Mapping[str, Any] = saved.state()["extra"].get("remembered", {"keys": {}, "contents": {}})
+    before: Mapping[str, Any] = saved.state()["extra"].get(
+        "remembered", {"keys": {}, "contents": {}}
+    )
     keys, contents = now["remembered"]["keys"], now["remembered"]["contents"]
     changed = [
         f"{key} (was {_text(before['keys'][key])}, is {_text(value)})"
         for key, value in keys.items()
         if key in before["keys"] and before["keys"][key] != value
     ]
-    changed += [f"{key} (its contents have changed)" for key, value in contents.items() if before["contents"].get(key, value) != value]
+    changed += [
+        f"{key} (its contents have changed)"
+        for key, value in contents.items()
+        if before["contents"].get(key, value) != value
+    ]
     if changed:
         raise MsrlError(
-            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root}, because these have changed: {', '.join(changed)}."
+            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root}, because "
+            f"these have changed: {', '.join(changed)}."
             " Restore them, or start a new run with checkpoint.load."
         )
 
 
 def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update: int) -> None:
-    """Print a note if the learning rate schedule has changed since the checkpoint, or if the run is shorter than its warm-up."""
+    """Print a note if the learning rate schedule has changed since the checkpoint, or if the run is
+    shorter than its warm-up.
+    """
     if schedule.warmup_updates + schedule.decay_updates > schedule.num_updates:
         parts = "warm-up" + (" and decay" if schedule.decay_updates else "")
         last = f"its last learning rate is {schedule.at(schedule.num_updates - 1):.1e}"
-        print(f"train.optimizer: {parts} take more updates than the {schedule.num_updates} of this run; {last}", file=sys.stderr)
+        print(
+            f"train.optimizer: {parts} take more updates than the {schedule.num_updates} of this "
+            f"run; {last}",
+            file=sys.stderr,
+        )
     before = saved.state()["extra"].get("remembered") if saved else None
     if before is None:
         return
     was, now = Schedule(**before["schedule"]).at(next_update), schedule.at(next_update)
     if was != now:
-        print(f"The learning rate schedule has changed: the next update uses {now:.2e} instead of {was:.2e}", file=sys.stderr)
+        print(
+            f"The learning rate schedule has changed: the next update uses {now:.2e} instead of "
+            f"{was:.2e}",
+            file=sys.stderr,
+        )
 
 
 def _weight_files(folder: Path) -> list[tuple[str, Path]]:
-    """Return the weight files of a Hugging Face folder, or of the latest iteration of an mcore checkpoint, with their names."""
+    """Return the weight files of a Hugging Face folder, or of the latest iteration of an mcore
+    checkpoint, with their names.
+    """
     if (folder / TRACKER).is_file():
         folder = iteration_dir(folder, latest_iteration(folder))
         files = [path for path in folder.rglob("*") if path.is_file()]
@@ -91,7 +132,8 @@ def _weight_files(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _described(shape: Shape) -> str:
-    return f"{shape.architecture} of {shape.num_layers} layers, {shape.hidden_size} channels and {shape.vocab_size} tokens"
+    sizes = f"{shape.num_layers} layers, {shape.hidden_size} channels and {shape.vocab_size} tokens"
+    return f"{shape.architecture} of {sizes}"
 
 
 def _text(value: object) -> str:

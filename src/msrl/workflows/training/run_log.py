@@ -21,8 +21,12 @@ from msrl.workflows.training.settings import run_path
 
 
 def checkpoint_root(config: Config) -> Path:
-    """Return the folder of the run's checkpoints. It is absolute, because workers may have another working directory."""
-    return (Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints").absolute()
+    """Return the folder of the run's checkpoints. It is absolute, because workers may have another
+    working directory.
+    """
+    return (
+        Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints"
+    ).absolute()
 
 
 def counted(number: int, noun: str) -> str:
@@ -31,18 +35,29 @@ def counted(number: int, noun: str) -> str:
 
 
 class RunLog:
-    """An open run: it logs the report of every step, and writes the summary and the curves after a clean end."""
+    """An open run: it logs the report of every step, and writes the summary and the curves after a
+    clean end.
+    """
 
-    def __init__(self, config: Config, *, num_steps: int, start_step: int, curves: Sequence[str]) -> None:
+    def __init__(
+        self, config: Config, *, num_steps: int, start_step: int, curves: Sequence[str]
+    ) -> None:
         self._folder = RunFolder.create(
-            config.run.dir, config.run.name, config=config.model_dump(mode="json"), resume=config.checkpoint.resume != "none"
+            config.run.dir,
+            config.run.name,
+            config=config.model_dump(mode="json"),
+            resume=config.checkpoint.resume != "none",
         )
         self.path = self._folder.path
         self._curves = tuple(curves)
         resumed_step = start_step if config.checkpoint.resume != "none" else None
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
         if metrics.num_dropped:
-            print(f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the resume", file=sys.stderr)
+            print(
+                f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the "
+                "resume",
+                file=sys.stderr,
+            )
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
         trackers = [
             metrics,
@@ -61,10 +76,14 @@ class RunLog:
             self._trackers.log(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Write report.md and the curves, and print the results. Raises MsrlError if they cannot be written."""
+        """Write report.md and the curves, and print the results. Raises MsrlError if they cannot be
+        written.
+        """
         reports = read_metrics(self.path)
         if reports:
-            with self._writing("the report", "The training is done and its checkpoints are complete."):
+            with self._writing(
+                "the report", "The training is done and its checkpoints are complete."
+            ):
                 report = write_report(self.path, summarize(reports), results=results)
                 plot_metrics(reports, self._curves, self.path / "curves.png", title=self.path.name)
             results = {**results, "report": str(report)}
@@ -72,17 +91,26 @@ class RunLog:
             print(f"{name}: {value}")
 
     @contextmanager
-    def _writing(self, content: str, advice: str = "Free some space, and resume with --resume auto.") -> Iterator[None]:
+    def _writing(
+        self, content: str, advice: str = "Free some space, and resume with --resume auto."
+    ) -> Iterator[None]:
         """Turn an OSError of writing to the run folder into an MsrlError."""
         try:
             yield
         except OSError as error:
-            raise MsrlError(f"{self.path}: {content} could not be written ({error.strerror or error}). {advice}") from error
+            raise MsrlError(
+                f"{self.path}: {content} could not be written ({error.strerror or error}). {advice}"
+            ) from error
 
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             with self._writing("the last reports"):
                 self._trackers.close()

@@ -1,4 +1,6 @@
-"""Values that the training workflows derive from the configuration: paths, rank settings, schedules, retention."""
+"""Values that the training workflows derive from the configuration: paths, rank settings,
+schedules, retention.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from msrl.config.schema import Config
 from msrl.data.manifest import read_manifest
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
-from msrl.plan.derived import critic_optimizer, layout_from, model_shape, needs_critic, needs_reference, updates_per_step
+from msrl.plan.derived import (
+    critic_optimizer,
+    layout_from,
+    model_shape,
+    needs_critic,
+    needs_reference,
+    updates_per_step,
+)
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
@@ -23,7 +32,9 @@ from msrl.workflows.training.best import Best
 
 
 def weights_path(config: Config) -> Path:
-    """Return the folder of the initial weights. It is absolute, because workers may have another working directory."""
+    """Return the folder of the initial weights. It is absolute, because workers may have another
+    working directory.
+    """
     path = config.checkpoint.load or config.model.path
     if path is None:
         raise MsrlError("model.path: not set. Name a Hugging Face folder or an mcore checkpoint.")
@@ -31,26 +42,41 @@ def weights_path(config: Config) -> Path:
 
 
 def loaded_models(config: Config, command: str, resume: SavedTraining | None) -> list[Path]:
-    """Return the folders that a training loads weights from, except the checkpoint to resume from, which is verified elsewhere."""
+    """Return the folders that a training loads weights from, except the checkpoint to resume from,
+    which is verified elsewhere.
+    """
     is_grpo = command == "train-grpo"
     folders = list[Path]()
-    if resume is None or config.train.lora.rank is not None or (is_grpo and needs_reference(config)):
+    if (
+        resume is None
+        or config.train.lora.rank is not None
+        or (is_grpo and needs_reference(config))
+    ):
         folders.append(weights_path(config))
     if is_grpo and needs_critic(config) and resume is None:
         folders.append(Path(config.cluster.roles.critic.load or weights_path(config)))
     if is_grpo:
-        folders += [Path(source.model) for source in config.reward.sources if source.model is not None]
+        folders += [
+            Path(source.model) for source in config.reward.sources if source.model is not None
+        ]
     return folders
 
 
 def hf_files(config: Config) -> Path:
-    """Return the folder with the config.json and tokenizer of the weights: their own, or the copy that a conversion made.
+    """Return the folder with the config.json and tokenizer of the weights: their own, or the copy
+    that a conversion made.
 
     For a checkpoint of another system, which has neither, it is `model.path`.
     """
     weights = weights_path(config)
-    folders = [weights, weights / "hf", *([Path(config.model.path).absolute()] if config.model.path else [])]
-    return next((folder for folder in folders if (folder / "config.json").is_file()), weights / "hf")
+    folders = [
+        weights,
+        weights / "hf",
+        *([Path(config.model.path).absolute()] if config.model.path else []),
+    ]
+    return next(
+        (folder for folder in folders if (folder / "config.json").is_file()), weights / "hf"
+    )
 
 
 def tokenizer_path(config: Config) -> Path:
@@ -58,7 +84,9 @@ def tokenizer_path(config: Config) -> Path:
 
 
 def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
-    """Return the data order for a checkpoint's state. With the step it determines the position in the data."""
+    """Return the data order for a checkpoint's state. With the step it determines the position in
+    the data.
+    """
     return {"order": asdict(order)}
 
 
@@ -75,7 +103,10 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
         "seed": "run.seed",
         "shuffle": "data.shuffle",
     }
-    current = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(order).items()}
+    current = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(order).items()
+    }
     before = saved.state()["extra"].get("order", current)
     unit = {"num_rows": " rows", "rows_per_step": " rows"}
     changed = [
@@ -85,18 +116,26 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
     ]
     if changed:
         raise MsrlError(
-            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root} with the same rows, because these have changed:"
+            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root} with the "
+            "same rows, because these have changed:"
             f" {', '.join(changed)}. Restore them, or start a new run with checkpoint.load."
         )
 
 
 def worker_variables(config: Config, platform: Platform) -> dict[str, str]:
-    """Return environment variables of training ranks besides the platform's: `cluster.env`, and those of `run.deterministic`."""
-    return {**(platform.deterministic_environment if config.run.deterministic else {}), **config.cluster.env}
+    """Return environment variables of training ranks besides the platform's: `cluster.env`, and
+    those of `run.deterministic`.
+    """
+    return {
+        **(platform.deterministic_environment if config.run.deterministic else {}),
+        **config.cluster.env,
+    }
 
 
 def checkpoint_to_resume(config: Config, root: Path) -> SavedTraining | None:
-    """Return the newest complete checkpoint to resume from, or None, and print notes on skipped ones. Raises MsrlError."""
+    """Return the newest complete checkpoint to resume from, or None, and print notes on skipped
+    ones. Raises MsrlError.
+    """
     saved, notes = resume_from(config.checkpoint.resume, root)
     for note in notes:
         print(note, file=sys.stderr, flush=True)
@@ -104,7 +143,9 @@ def checkpoint_to_resume(config: Config, root: Path) -> SavedTraining | None:
 
 
 def _is_mixture(config: Config) -> bool:
-    """Return True if the model has experts, which need sequence parallelism with tensor parallelism."""
+    """Return True if the model has experts, which need sequence parallelism with tensor
+    parallelism.
+    """
     shape = model_shape(config)
     return shape is not None and shape.moe is not None
 
@@ -117,25 +158,36 @@ def rank_settings(
     reference: Path | None = None,
     reward_models: Mapping[str, Path] | None = None,
 ) -> RankSettings:
-    """Return the settings of the training ranks. `reward_models` are those that the ranks hold, by the names of their sources."""
+    """Return the settings of the training ranks. `reward_models` are those that the ranks hold, by
+    the names of their sources.
+    """
     parallel, has_adapters = config.train.parallel, config.train.lora.rank is not None
     return RankSettings(
         platform=platform,
-        layout=Layout(**layout_from(parallel).as_json(), sp=parallel.sp or _is_mixture(config), cp=parallel.cp),
+        layout=Layout(
+            **layout_from(parallel).as_json(), sp=parallel.sp or _is_mixture(config), cp=parallel.cp
+        ),
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,
         deterministic=config.run.deterministic,
         chat=_chat_format(config),
-        policy=_policy_settings(config, None if has_adapters else resume),  # a checkpoint of adapters has no other weights
-        reference=None if reference is None or has_adapters else _reference_settings(config, reference),
+        policy=_policy_settings(
+            config, None if has_adapters else resume
+        ),  # a checkpoint of adapters has no other weights
+        reference=None
+        if reference is None or has_adapters
+        else _reference_settings(config, reference),
         critic=_critic_settings(config),
-        reward_models={name: ReplicaSettings(path, offload=config.train.offload) for name, path in (reward_models or {}).items()},
+        reward_models={
+            name: ReplicaSettings(path, offload=config.train.offload)
+            for name, path in (reward_models or {}).items()
+        },
     )
 
 
 def _policy_settings(config: Config, weights: SavedTraining | None) -> ReplicaSettings:
-    """Return the settings of the policy, which starts from `weights` or from the configured model."""
+    """Return the settings of the policy, which starts from `weights` or the configured model."""
     train = config.train
     return ReplicaSettings(
         model=weights.root if weights else weights_path(config),
@@ -154,14 +206,18 @@ def _policy_settings(config: Config, weights: SavedTraining | None) -> ReplicaSe
 
 
 def _reference_settings(config: Config, model: Path) -> ReplicaSettings:
-    return ReplicaSettings(model, hf_dir=hf_files(config), offload=config.train.offload, logit_chunk=config.train.chunk)
+    return ReplicaSettings(
+        model, hf_dir=hf_files(config), offload=config.train.offload, logit_chunk=config.train.chunk
+    )
 
 
 def _critic_settings(config: Config) -> ReplicaSettings | None:
     if not needs_critic(config):
         return None
     load = config.cluster.roles.critic.load
-    model, hf_dir = (weights_path(config), hf_files(config)) if load is None else (Path(load).absolute(), None)
+    model, hf_dir = (
+        (weights_path(config), hf_files(config)) if load is None else (Path(load).absolute(), None)
+    )
     return critic_settings(
         model,
         critic_optimizer(config),
@@ -179,21 +235,33 @@ def _bad_batch_dir(config: Config) -> Path:
 
 
 def _chat_format(config: Config) -> ChatFormat | None:
-    """Return the chat format of data that was preprocessed with a packaged template; None for the tokenizer's own."""
+    """Return the chat format of data that was preprocessed with a packaged template; None for the
+    tokenizer's own.
+    """
     manifest = read_manifest(config.data.train) if config.data.train is not None else None
-    return ChatFormat(manifest.chat_template, manifest.stop_token_ids) if manifest is not None and manifest.chat_template else None
+    return (
+        ChatFormat(manifest.chat_template, manifest.stop_token_ids)
+        if manifest is not None and manifest.chat_template
+        else None
+    )
 
 
 def adapted_base(config: Config) -> Path | None:
-    """Return the weights that a checkpoint's adapters belong to; None if the model itself is trained."""
+    """Return the weights that a checkpoint's adapters belong to; None if the model itself is
+    trained.
+    """
     return None if config.train.lora.rank is None else weights_path(config)
 
 
 def retention(config: Config, best: Best | None) -> Retention:
-    """Return which checkpoints to keep, with `checkpoint.keep_best` also that of the best evaluation."""
+    """Return which checkpoints to keep, with `checkpoint.keep_best` also that of the best
+    evaluation.
+    """
     max_gb = config.checkpoint.max_gb
     best_step = best.step if best is not None and config.checkpoint.keep_best else None
-    return Retention(config.checkpoint.keep, max_gb * 1e9 if max_gb is not None else None, best_step)
+    return Retention(
+        config.checkpoint.keep, max_gb * 1e9 if max_gb is not None else None, best_step
+    )
 
 
 def run_path(config: Config) -> Path:
@@ -202,10 +270,19 @@ def run_path(config: Config) -> Path:
 
 
 def policy_schedule(config: Config, num_steps: int) -> Schedule:
-    """Return the schedule of the policy's updates in `num_steps` steps; the critic's warm-up steps have none."""
+    """Return the schedule of the policy's updates in `num_steps` steps; the critic's warm-up steps
+    have none.
+    """
     return schedule(config, (num_steps - config.algo.value.warmup_steps) * updates_per_step(config))
 
 
 def schedule(config: Config, num_updates: int) -> Schedule:
     optimizer = config.train.optimizer
-    return Schedule(optimizer.schedule, optimizer.lr, optimizer.min_lr, optimizer.warmup, num_updates, optimizer.decay)
+    return Schedule(
+        optimizer.schedule,
+        optimizer.lr,
+        optimizer.min_lr,
+        optimizer.warmup,
+        num_updates,
+        optimizer.decay,
+    )
