@@ -18,15 +18,17 @@ from msrl.types import MicroBatch
 
 
 class GradientError(MsrlError):
-    """Too many consecutive updates with a gradient that is not finite. All ranks raise it in the
-    same update.
+    """Too many consecutive updates with a gradient that is not finite.
+
+    All ranks raise it in the same update.
     """
 
 
 @dataclass(slots=True)
 class GradientGuard:
-    """Guard of one model replica. All ranks see the same gradient norm, so they make the same
-    decision.
+    """Guard of one model replica.
+
+    All ranks see the same gradient norm, so they make the same decision.
     """
 
     max_skipped: int  # consecutive skipped updates; the last one ends the run
@@ -35,8 +37,9 @@ class GradientGuard:
     num_in_a_row: int = 0
 
     def must_skip(self, norm: float, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Return True if the update must be skipped. Raises GradientError for the last of
-        `max_skipped` consecutive ones.
+        """Return True if the update must be skipped.
+
+        Raises GradientError for the last of `max_skipped` consecutive ones.
         """
         if math.isfinite(norm):
             self.num_in_a_row = 0
@@ -56,8 +59,9 @@ class GradientGuard:
         return True
 
     def _save(self, micro_batches: Sequence[MicroBatch]) -> str:
-        """Write the batch; return a sentence on it. A full disk must not keep this rank from ending
-        like the others.
+        """Write the batch; return a sentence on it.
+
+        A full disk must not keep this rank from ending like the others.
         """
         try:
             return f"The batch is in {self._write(micro_batches)}."

@@ -113,6 +113,7 @@ class LanguageModelReplica(ModelReplica):
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Return the logits over the unpadded vocabulary, [N, vocabulary] float32 per micro-batch.
+
         None except on the last stage.
         """
         unmasked = [
@@ -134,8 +135,9 @@ class LanguageModelReplica(ModelReplica):
     def label_logprobs(
         self, output: Output, batch: DeviceBatch, temperature: float, *, with_entropy: bool = False
     ) -> Logprobs:
-        """Return the log-probabilities of the labels. A backward pass overwrites logits with their
-        gradient.
+        """Return the log-probabilities of the labels.
+
+        A backward pass overwrites logits with their gradient.
         """
         count = len(batch.labels)
         if isinstance(output, HiddenStates):

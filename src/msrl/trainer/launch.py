@@ -40,9 +40,7 @@ class RankError(Exception):
 
 
 class RankConnection(Protocol):
-    """Connection of a rank to the process that started it: a pipe, or the queue of
-    `workflows/sft/cluster.py`.
-    """
+    """Connection of a rank to its parent: a pipe, or the queue of `workflows/sft/cluster.py`."""
 
     def send(self, message: tuple[str, object], /) -> None: ...
 
@@ -176,8 +174,9 @@ class LocalRanks:
                     raise RankError(f"rank {open_pipes[pipe]} failed:\n{message}")
 
     def _raise_if_killed(self) -> None:
-        """Raise RankError for a rank that was killed: its peers fail as a result and may report
-        before its death is seen.
+        """Raise RankError for a rank that was killed.
+
+        Its peers fail as a result and may report before its death is seen.
         """
         deadline = time.monotonic() + _KILL_DETECTION_S
         while time.monotonic() < deadline:
@@ -198,8 +197,9 @@ class LocalRanks:
 
 
 def _check_devices(num_ranks: int, platform: Platform) -> None:
-    """Raise MsrlError if there are more ranks than devices, since no communication backend lets
-    ranks share one.
+    """Raise MsrlError if there are more ranks than devices.
+
+    No communication backend lets ranks share a device.
     """
     num_devices = num_ranks if platform.shares_main_memory else platform.device_count()
     if num_ranks > num_devices:

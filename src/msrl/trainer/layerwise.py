@@ -1,5 +1,6 @@
-"""Replica of a model larger than memory, to verify a conversion of it. Import this after
-`platform.prepare()`.
+"""Replica of a model larger than memory, to verify a conversion of it.
+
+Import this after `platform.prepare()`.
 """
 
 from __future__ import annotations

@@ -74,8 +74,9 @@ def parts(chain: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
 
 
 def clip_gradients(chain: ChainedOptimizer, max_norm: float) -> float:
-    """Scale all gradients so that their norm over all ranks is at most `max_norm`. Returns the norm
-    before.
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`.
+
+    Returns the norm before.
     """
     norm = float(chain.get_grad_norm() or 0.0)
     for optimizer in parts(chain):

@@ -116,8 +116,9 @@ class TrainingRank:
             return reference.logprobs(micro_batches, temperature)
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Return the policy's logits, [N, vocabulary] float32 per micro-batch. None except on the
-        last stage.
+        """Return the policy's logits, [N, vocabulary] float32 per micro-batch.
+
+        None except on the last stage.
         """
         return self.policy.logits(micro_batches)
 

@@ -1,6 +1,4 @@
-"""Learning-rate schedules as functions of the update number, so that checkpoints need no schedule
-state.
-"""
+"""Learning-rate schedules, which depend only on the update number and need no saved state."""
 
 from __future__ import annotations
 

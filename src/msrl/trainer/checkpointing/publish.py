@@ -152,8 +152,9 @@ class SavedModel:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Publication of the parts of all ranks as a checkpoint. `state` are the contents of
-    `state.json` besides the files.
+    """Publication of the parts of all ranks as a checkpoint.
+
+    `state` are the contents of `state.json` besides the files.
     """
 
     root: Path

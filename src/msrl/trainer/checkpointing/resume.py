@@ -45,8 +45,9 @@ class SavedTraining:
         return training_dir(self.root, self.step)
 
     def state(self) -> dict[str, Any]:
-        """Return the saved state besides tensors. Raises MsrlError if it cannot be read, or an
-        earlier version saved it in another form.
+        """Return the saved state besides tensors.
+
+        Raises MsrlError if it cannot be read, or an earlier version saved it in another form.
         """
         path = self.training_dir / STATE
         try:
@@ -87,8 +88,9 @@ class Retention:
     best: int | None = None
 
     def surplus(self, root: Path, up_to: int | None = None) -> list[int]:
-        """Return the steps of the checkpoints under `root` to remove. Later ones than `up_to` were
-        skipped by a resume and are ignored.
+        """Return the steps of the checkpoints under `root` to remove.
+
+        Later ones than `up_to` were skipped by a resume and are ignored.
         """
         steps = [step for step in saved_steps(root) if up_to is None or step <= up_to]
         surplus, total = list[int](), self._bytes(root, self.best) if self.best in steps else 0
@@ -122,8 +124,9 @@ def training_dir(root: Path, step: int) -> Path:
 
 
 def saved_steps(root: Path) -> list[int]:
-    """Return the steps of all checkpoints of a training under `root`, ascending. Their files are
-    not checked.
+    """Return the steps of all checkpoints of a training under `root`, ascending.
+
+    Their files are not checked.
     """
     return [step for step in _iterations(root) if training_dir(root, step).is_dir()]
 
@@ -234,8 +237,9 @@ def _iteration(root: Path, step: int, resume: str) -> SavedTraining:
 
 
 def _newest_complete(root: Path, resume: str) -> tuple[SavedTraining, tuple[str, ...]]:
-    """Return the newest complete checkpoint, and a line on it and on each newer one. Raises
-    MsrlError if there is none.
+    """Return the newest complete checkpoint, and a line on it and on each newer one.
+
+    Raises MsrlError if there is none.
     """
     damaged = dict[int, str]()
     for step in reversed(saved_steps(root)):

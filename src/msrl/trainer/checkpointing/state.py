@@ -57,8 +57,9 @@ def save(
     hf_dir: Path,
     retention: Retention = KEEP_ALL,
 ) -> SavedTraining:
-    """Write a complete checkpoint after `step` steps. `extra` is the workflow's state (JSON);
-    `hf_dir` has config and tokenizer.
+    """Write a complete checkpoint after `step` steps.
+
+    `extra` is the workflow's state (JSON); `hf_dir` has config and tokenizer.
     """
     part, publication = begin(rank, root, step, extra, hf_dir=hf_dir, retention=retention)
     part.write()

@@ -1,5 +1,4 @@
-"""Core attention: causal within each sequence of a packed micro-batch, with optional window,
-softcap and sinks.
+"""Core attention: causal per packed sequence, with optional window, softcap and sinks.
 
 The layer spec passes it to Megatron in place of Megatron's core attention, which has neither
 packing nor fast kernels on CPU. It uses the platform's fused kernel for packed sequences if there
@@ -54,8 +53,8 @@ def _attend(
     is_grouped = query.shape[1] != key.shape[1]
     width, head_dim = value.shape[-1], query.shape[-1]
     if softcap is not None or sinks is not None:
-        scale = head_dim**-0.5 if scale is None else scale
-        explicit = partial(_explicit_attention, scale=scale, softcap=softcap, sinks=sinks)
+        factor = head_dim**-0.5 if scale is None else scale
+        explicit = partial(_explicit_attention, scale=factor, softcap=softcap, sinks=sinks)
         return _in_blocks(explicit, query, key, value, window, first)
     if (
         width < head_dim
@@ -88,9 +87,7 @@ def _in_blocks(
     window: int | None,
     first_query: int,
 ) -> Tensor:
-    """Call `attention` on one block of queries at a time, with the keys that are visible to any of
-    them.
-    """
+    """Call `attention` on one block of queries at a time, with only the keys that they see."""
     length, outputs = key.shape[2], list[Tensor]()
     for start in range(first_query, length, _BLOCK):
         stop = min(start + _BLOCK, length)
@@ -102,8 +99,9 @@ def _in_blocks(
 
 
 def _visible(start: int, stop: int, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which keys [first, stop) are visible to the queries [start, stop): [stop - start, stop
-    - first] bool.
+    """Return which keys [first, stop) are visible to the queries [start, stop).
+
+    The shape is [stop - start, stop - first], bool.
     """
     queries = torch.arange(start, stop, device=device)
     distance = queries[:, None] - torch.arange(first, stop, device=device)
@@ -134,8 +132,9 @@ def _explicit_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention with softcap (Gemma 2, arXiv:2408.00118, section 2) or sinks (see
-    `Attention`), which torch's kernels lack.
+    """Compute attention with softcap or sinks, which torch's kernels lack.
+
+    Softcap is from Gemma 2 (arXiv:2408.00118, section 2); for sinks see `Attention`.
 
     The backward pass recomputes the scores instead of storing them.
     """
@@ -155,8 +154,9 @@ def _score_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention from explicit scores, with a float32 softmax. The weight of a sink is
-    dropped after the softmax.
+    """Compute attention from explicit scores, with a float32 softmax.
+
+    The weight of a sink is dropped after the softmax.
     """
     groups = key.shape[1]
     queries = query.unflatten(1, (groups, -1))  # [S, g, h / g, queries, d]
@@ -298,8 +298,9 @@ def _equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class CoreAttention(MegatronModule):
-    """Core attention module of a layer, between the projections. Megatron's layer spec creates it
-    with Megatron's arguments.
+    """Core attention module of a layer, between the projections.
+
+    Megatron's layer spec creates it with Megatron's arguments.
 
     `traits` are the model's; `layer` is the number of its layer in the model, counted from 0 over
     all pipeline stages.

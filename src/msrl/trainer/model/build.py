@@ -301,8 +301,9 @@ def mark_expert_copy(parameter: Tensor) -> None:
 
 
 def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that the patterns select. Raises MsrlError as `models.select.chosen`
-    does.
+    """Freeze the parameters that the patterns select.
+
+    Raises MsrlError as `models.select.chosen` does.
     """
     names = chosen(shape, patterns, key="train.freeze")
     parameters = dict(model.named_parameters())

@@ -1,5 +1,4 @@
-"""Context parallelism: the ranks of a group share the tokens of every sequence and gather all keys
-and values.
+"""Context parallelism: ranks share the tokens of every sequence and gather all keys and values.
 
 A sequence is padded to 2c equal pieces for a group of c ranks. Rank r computes pieces r and 2c - 1
 - r, so that every rank has the same number of query-key pairs under the causal mask. Llama 3's
@@ -25,9 +24,7 @@ from msrl.types import Ints
 
 @dataclass(frozen=True)
 class ContextShare:
-    """Positions of a micro-batch that a rank computes, and the order of all ranks' tokens in the
-    sequences.
-    """
+    """Positions of a micro-batch that a rank computes, and the order of all ranks' tokens."""
 
     group: dist.ProcessGroup
     lengths: tuple[int, ...]  # of the padded sequences, sum P
@@ -52,9 +49,7 @@ def padded_lengths(lengths: Sequence[int], num_ranks: int, multiple: int) -> tup
 
 
 def rank_positions(padded: Sequence[int], rank: int, num_ranks: int) -> Ints:  # [n]
-    """Return the padded positions that a rank computes: of each sequence its early piece, then its
-    late one.
-    """
+    """Return the padded positions of a rank: the early, then the late piece of each sequence."""
     positions: list[Ints] = []
     start = 0
     for length in padded:
@@ -92,9 +87,7 @@ def share(
 
 
 class _GatherSequences(torch.autograd.Function):
-    """Gather of all ranks' tokens in the order of the sequences; its gradient is summed over the
-    ranks.
-    """
+    """Gather of all ranks' tokens in sequence order; the gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, context: ContextShare) -> Tensor:

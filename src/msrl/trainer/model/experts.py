@@ -155,8 +155,9 @@ def _run_experts(
 
 
 class ExpertOutput(RowParallelLinear):
-    """Second matrix of an expert. Where an expert is split, each shard adds its share of the bias,
-    since their outputs are summed.
+    """Second matrix of an expert.
+
+    Where an expert is split, each shard adds its share of the bias, since their outputs are summed.
 
     The share has the gradient of the whole bias, so that the copies on the ranks stay equal.
     """

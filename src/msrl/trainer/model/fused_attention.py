@@ -1,5 +1,6 @@
-"""Fused attention kernels of a platform for packed sequences. CPU has none and uses torch's
-attention.
+"""Fused attention kernels of a platform for packed sequences.
+
+CPU has none and uses torch's attention.
 
 Letters: N tokens of a packed micro-batch (n of them on this rank), h query heads and g key/value
 groups of this rank, d head size, v head size of the values, P positions with padding.

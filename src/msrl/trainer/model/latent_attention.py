@@ -48,8 +48,9 @@ class _ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """Latent attention in place of Megatron's self-attention. `scale` multiplies the products of
-    queries and keys.
+    """Latent attention in place of Megatron's self-attention.
+
+    `scale` multiplies the products of queries and keys.
     """
 
     def __init__(
@@ -132,8 +133,9 @@ class LatentAttention(MegatronModule):
         )
 
     def _for_own_heads(self, shared: Tensor) -> Tensor:
-        """Gather channels that the heads of all ranks share, [n, 1, r] -> [N, 1, r]. The gradient
-        is summed over the ranks.
+        """Gather channels that the heads of all ranks share, [n, 1, r] -> [N, 1, r].
+
+        The gradient is summed over the ranks.
         """
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(shared)

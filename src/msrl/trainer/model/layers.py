@@ -54,8 +54,9 @@ class RmsNorm(torch.nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = w n with n = x / sqrt(mean(x^2) + eps), in float32. The backward pass needs only x, w and
-    one number per row.
+    """y = w n with n = x / sqrt(mean(x^2) + eps), in float32.
+
+    The backward pass needs only x, w and one number per row.
     """
 
     @staticmethod
@@ -86,8 +87,9 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up (arXiv:2002.05202), with gate and up in one tensor. The backward pass needs
-    only this tensor.
+    """silu(gate) * up (arXiv:2002.05202), with gate and up in one tensor.
+
+    The backward pass needs only this tensor.
 
     On CPU, both gradients are written directly into one tensor.
     """
@@ -115,8 +117,9 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def gate_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradients of silu(gate) * up with respect to gate and up, [..., 2 f], with
-    operations that every device has.
+    """Return the gradients of silu(gate) * up with respect to gate and up, [..., 2 f].
+
+    It uses only operations that every device has.
     """
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)), -1)
 
@@ -141,8 +144,9 @@ class GatedMlp(MLP):
 
 
 class PostNormLayer(TransformerLayer):
-    """Megatron's layer with norms of the outputs of attention and MLP, before they are added to the
-    residual.
+    """Megatron's layer with norms of the outputs of attention and MLP.
+
+    They apply before an output is added to the residual.
 
     The norms have MindSpeed's names.
     """
@@ -158,7 +162,8 @@ class PostNormLayer(TransformerLayer):
     def _add_normed(
         norm: RmsNorm, training: bool, fused: bool
     ) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
-        """Replace Megatron's addition of bias, dropout and residual; these models have neither bias
-        nor dropout.
+        """Replace Megatron's addition of bias, dropout and residual.
+
+        These models have neither bias nor dropout.
         """
         return lambda output, residual, dropout: residual + norm(output[0])

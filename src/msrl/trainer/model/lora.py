@@ -100,8 +100,9 @@ class Adapters:
         settings: LoraConfig,
         seed: int,
     ) -> None:
-        """Freeze the model and add adapters to the target layers. Raises MsrlError for a layer that
-        cannot have one.
+        """Freeze the model and add adapters to the target layers.
+
+        Raises MsrlError for a layer that cannot have one.
         """
         assert settings.rank is not None
         self.settings, self._shape, self.rank = settings, shape, settings.rank
@@ -168,8 +169,10 @@ class Adapters:
     def _dropped(
         self, linear: torch.nn.Module, x: Tensor, *, is_split: bool, draws: tuple[str, ...] = ()
     ) -> Tensor:
-        """Apply dropout before A. Ranks that hold different parts of x draw different numbers, from
-        Megatron's generator of that name.
+        """Apply dropout before A.
+
+        Ranks that hold different parts of x draw different numbers, from Megatron's generator of
+        that name.
 
         `draws` is the name; the default is the generator of tensor-parallel ranks.
         """
@@ -270,8 +273,9 @@ class Adapters:
         }
 
     def load(self, root: Path, step: int) -> None:
-        """Load the adapters of a checkpoint of any parallel layout. Raises MsrlError if it lacks
-        one or has one of another shape.
+        """Load the adapters of a checkpoint of any parallel layout.
+
+        Raises MsrlError if it lacks one or has one of another shape.
         """
         checkpoint = find_checkpoint(root, step)
         files = {at: read_rank_file(path)["model"] for at, path in checkpoint.files.items()}

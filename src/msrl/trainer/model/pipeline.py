@@ -72,6 +72,7 @@ class _Lane:
 
 class Links(P2PCommunicator):
     """Communication of a rank with its neighbors in a pipeline of virtual stages, which is a ring.
+
     All ranks must create it together.
 
     A rank waits for what it receives and never for what it sent: after its last forward pass it

@@ -34,8 +34,9 @@ def put(into: Tensor, value: Tensor, name: str) -> None:
 
 @contextlib.contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Create modules with parameters on torch's `meta` device, which have only a shape. Buffers are
-    unchanged.
+    """Create modules with parameters on torch's `meta` device, which have only a shape.
+
+    Buffers are unchanged.
     """
     register = nn.Module.register_parameter
 
@@ -54,8 +55,9 @@ def parameters_without_memory() -> Iterator[None]:
 
 
 def stream_weights(model: nn.Module, fill: Fill) -> None:
-    """Let `model` read its parameters by name, in float32, when it runs. It holds none before and
-    after.
+    """Let `model` read its parameters by name, in float32, when it runs.
+
+    It holds none before and after.
 
     This does not cover a parameter that is used outside the module that owns it (Megatron's tied
     output layer): see `layerwise`.

@@ -207,8 +207,9 @@ def columns_of(
     elements_at_once: int,
     group: dist.ProcessGroup,
 ) -> VocabColumns:
-    """Return the columns of a rank that has `width` of them with padding. Temporary tensors have
-    about `elements_at_once` elements.
+    """Return the columns of a rank that has `width` of them with padding.
+
+    Temporary tensors have about `elements_at_once` elements.
     """
     return VocabColumns(
         first=tp_rank * width,

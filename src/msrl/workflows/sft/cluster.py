@@ -171,8 +171,9 @@ class ClusterRanks:
         self.was_asked_to_stop = True
 
     def messages(self) -> Iterator[Any]:
-        """Yield the ranks' messages until all ranks have ended. Raises the first failure, as
-        `wait_all` does.
+        """Yield the ranks' messages until all ranks have ended.
+
+        Raises the first failure, as `wait_all` does.
         """
         labels = [f"training rank {rank}" for rank in range(len(self._actors))]
         timeout_s = self._config.cluster.rpc_timeout_s

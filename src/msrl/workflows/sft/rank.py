@@ -146,8 +146,9 @@ def _num_tokens(row: Sequences) -> int:
 def _own_batches(
     training_rank: TrainingRank, config: Config, rows: Sequence[Sequences]
 ) -> list[MicroBatch]:
-    """Return the micro-batches of this data-parallel rank's share of the rows. A row is never
-    split.
+    """Return the micro-batches of this data-parallel rank's share of the rows.
+
+    A row is never split.
     """
     position, train = training_rank.position, config.train
     shares = balanced([_num_tokens(row) for row in rows], position.dp_size)

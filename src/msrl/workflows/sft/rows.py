@@ -80,8 +80,9 @@ def split(num_rows: int, fraction: float, seed: int) -> tuple[tuple[int, ...], t
 
 
 def open_rows(config: Config, dataset: SftDataset, indices: Sequence[int] | None = None) -> Rows:
-    """Return the rows of a preprocessed dataset, or those in `indices`; packed if `data.pack` is
-    set and they are not packed yet.
+    """Return the rows of a preprocessed dataset, or those in `indices`.
+
+    They are packed if `data.pack` is set and the dataset is not packed yet.
 
     Raises:
         MsrlError: Rows are longer than `data.seq_length` and `data.too_long` refuses them, or no
@@ -127,9 +128,7 @@ def open_rows(config: Config, dataset: SftDataset, indices: Sequence[int] | None
 def _pack_rows(
     config: Config, dataset: SftDataset, lengths: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of the dataset that share a row; each is alone if the dataset is not to be
-    packed.
-    """
+    """Return the dataset rows of each packed row; one each if the dataset is not to be packed."""
     numbers = tuple(lengths)
     if not config.data.pack or (dataset.manifest is not None and dataset.manifest.pack):
         return tuple((number,) for number in numbers)

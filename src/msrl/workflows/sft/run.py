@@ -1,5 +1,4 @@
-"""Driver of supervised fine-tuning: check the configuration, start the ranks, log their reports,
-export the result.
+"""Driver of supervised fine-tuning: checks, start of the ranks, logs, export of the result.
 
 The loop over steps is in `sft/rank.py`, which runs on every rank.
 """
@@ -82,9 +81,7 @@ def run(config: Config) -> None:
 
 
 def _ranks(config: Config, job: SftSetup, platform: Platform) -> LocalRanks | ClusterRanks:
-    """Return the ranks: Ray actors if `cluster.address` is set, otherwise processes of this
-    machine.
-    """
+    """Return the ranks: Ray actors if `cluster.address` is set, otherwise local processes."""
     if config.cluster.address is not None:
         from msrl.workflows.sft.cluster import ClusterRanks
 

@@ -1,5 +1,6 @@
-"""Setup of supervised fine-tuning that the driver sends to every rank. Imports neither torch nor
-Megatron.
+"""Setup of supervised fine-tuning that the driver sends to every rank.
+
+Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations

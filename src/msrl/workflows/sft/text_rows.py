@@ -1,5 +1,6 @@
-"""Rows of continued pretraining: concatenated documents of one or several datasets, split every
-`seq_length` tokens.
+"""Rows of continued pretraining: concatenated documents, split every `seq_length` tokens.
+
+The documents are those of one or several datasets.
 
 A row begins with the last token of the row before it, so that every token except the first of a
 document is predicted exactly once. Tokens do not attend to other documents: the tokens of a

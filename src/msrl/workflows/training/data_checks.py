@@ -90,8 +90,9 @@ def verify_data(dataset: SftDataset | TextDataset | PromptDataset, hf_dir: Path)
 
 
 def _refuse_other_tokenizer(manifest: DatasetManifest, config: Config, prefix: str) -> None:
-    """Raise MsrlError if the data was made with another tokenizer. A model without a tokenizer
-    cannot be checked.
+    """Raise MsrlError if the data was made with another tokenizer.
+
+    A model without a tokenizer cannot be checked.
     """
     folder = tokenizer_path(config)
     try:

@@ -37,8 +37,9 @@ _SFT_KEYS = (
 
 
 def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str, Any]:
-    """Return the values that a checkpoint of `command` stores for later checks. Reads the beginning
-    and end of data and weight files.
+    """Return the values that a checkpoint of `command` stores for later checks.
+
+    Reads the beginning and end of data and weight files.
     """
     prefixes = (
         {"data.train": config.data.train}

@@ -21,8 +21,9 @@ from msrl.workflows.training.settings import run_path
 
 
 def checkpoint_root(config: Config) -> Path:
-    """Return the folder of the run's checkpoints. It is absolute, because workers may have another
-    working directory.
+    """Return the folder of the run's checkpoints.
+
+    It is absolute, because workers may have another working directory.
     """
     return (
         Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints"
@@ -76,8 +77,9 @@ class RunLog:
             self._trackers.log(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Write report.md and the curves, and print the results. Raises MsrlError if they cannot be
-        written.
+        """Write report.md and the curves, and print the results.
+
+        Raises MsrlError if they cannot be written.
         """
         reports = read_metrics(self.path)
         if reports:
