@@ -1,7 +1,10 @@
-"""Trainings that are killed again and again: a process that has imported everything forks the ranks of each life, so that a life is cheap.
+"""Trainings that are killed repeatedly.
 
-Run as a program: `killed_runs.py CONFIG.yaml NUM_KILLS`; the result is JSON on standard output. Everything of a life is the product's own
-(`train_sft.prepare`, which looks for the checkpoint to go on from, and `sft_rank.main`); only the starting of ranks is not.
+One process imports everything and forks the ranks of each attempt, so that attempts are cheap. Run
+as a program: `killed_runs.py CONFIG.yaml NUM_KILLS`; the result is JSON on standard output. Except
+for the start of ranks, an attempt runs the code of the product: `prepare` of
+`msrl.workflows.sft.run`, which finds the checkpoint to resume from, and `main` of
+`msrl.workflows.sft.rank`.
 """
 
 from __future__ import annotations
@@ -25,29 +28,27 @@ LIMIT_S = 120.0
 
 
 @dataclass
-class Life:
-    """The ranks of one start, as children of this process; `pipe` is that of rank 0."""
+class Attempt:
+    """Ranks of one start of a training, as children of this process, and the pipe of rank 0."""
 
     pids: list[int]
     pipe: connection.Connection
 
     @staticmethod
-    def begin(settings: dict[str, Any]) -> Life:
+    def begin(settings: dict[str, Any]) -> Attempt:
         world = settings["cluster"]["devices_per_node"]
-        ours, theirs = Pipe()
+        parent_end, rank_end = Pipe()
         store = f"file://{tempfile.mkdtemp()}/store"
-        pids = [
-            pid for rank in range(world) if (pid := _fork(settings, rank, world, store, theirs))
-        ]
-        theirs.close()
-        return Life(pids, ours)
+        pids = [_fork(settings, rank, world, store, rank_end) for rank in range(world)]
+        rank_end.close()
+        return Attempt(pids, parent_end)
 
     def next_step(self) -> tuple[int, float] | None:
-        """The next step that rank 0 reports, and its loss; None when the life has come to its end."""
+        """Return the next step that rank 0 reports and its loss; None at the end of the attempt."""
         from msrl.types import StepReport
 
         while True:
-            assert self.pipe.poll(LIMIT_S), "no report came"
+            assert self.pipe.poll(LIMIT_S), "rank 0 sent no report"
             try:
                 _, message = self.pipe.recv()
             except (EOFError, ConnectionResetError):
@@ -61,7 +62,7 @@ class Life:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> list[int]:
-        """How every rank ended."""
+        """Wait for all ranks and return their exit codes."""
         self.pipe.close()
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
 
@@ -95,14 +96,14 @@ def _fork(
 
 @dataclass
 class Run:
-    """What became of a training over all of its lives."""
+    """Result of a training over all of its attempts."""
 
     losses: dict[int, float] = field(default_factory=dict)
     kills: int = 0
     kills_in_a_save: int = 0
     repeated: int = 0
 
-    def note(self, step: int, loss: float) -> None:
+    def record(self, step: int, loss: float) -> None:
         self.repeated += step in self.losses
         assert self.losses.setdefault(step, loss) == loss, (
             f"step {step} had loss {self.losses[step]!r} before, now {loss!r}"
@@ -112,29 +113,32 @@ class Run:
 def train(
     settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.0
 ) -> tuple[Run, float]:
-    """A training with `num_kills` kills on its way, each after one to three steps and a part of another; (run, seconds per step)."""
-    run, saves, choose = Run(), Path(settings["checkpoint"]["save"]), random.Random(num_kills)
+    """Train to the end with `num_kills` kills; return the run and the seconds per step.
+
+    Each kill is at a random moment after one to three steps.
+    """
+    run, saves, generator = Run(), Path(settings["checkpoint"]["save"]), random.Random(num_kills)
     while run.kills < num_kills:
-        life = Life.begin(settings)
-        for _ in range(choose.randint(1, 3)):
-            found = life.next_step()
-            assert found is not None, f"the training ended after {run.kills} kills"
-            run.note(*found)
+        attempt = Attempt.begin(settings)
+        for _ in range(generator.randint(1, 3)):
+            step = attempt.next_step()
+            assert step is not None, f"the training ended after {run.kills} kills"
+            run.record(*step)
         time.sleep(random.random() * 1.2 * seconds_per_step)
         run.kills_in_a_save += any(saves.glob(".iter_*.partial")) or any(
             saves.glob("training/.iter_*.partial")
         )
-        life.kill()
-        while (found := life.next_step()) is not None:  # reported before the kill, and not read yet
-            run.note(*found)
-        codes = life.end()
+        attempt.kill()
+        while (step := attempt.next_step()) is not None:  # reports from before the kill
+            run.record(*step)
+        codes = attempt.end()
         assert set(codes) == {-signal.SIGKILL}, codes
         run.kills += 1
-    life, times = Life.begin(settings), list[float]()
-    while (found := life.next_step()) is not None:
-        run.note(*found)
+    attempt, times = Attempt.begin(settings), list[float]()
+    while (step := attempt.next_step()) is not None:
+        run.record(*step)
         times.append(time.monotonic())
-    assert set(life.end()) == {0}
+    assert set(attempt.end()) == {0}
     return run, (times[-1] - times[0]) / max(1, len(times) - 1)
 
 
@@ -146,13 +150,13 @@ def main() -> None:
     from msrl.trainer.launch import quiet_megatron
 
     quiet_megatron()
-    from msrl.workflows.sft import run as train_sft  # noqa: F401  imported once for all lives
+    from msrl.workflows.sft import run as train_sft  # noqa: F401  imported once for all attempts
 
     settings = yaml.safe_load(Path(path).read_text())
     results: dict[str, Any] = {}
     seconds = 0.0
     for name, in_background, kills in (
-        ("whole", False, 0),
+        ("uninterrupted", False, 0),
         ("killed", False, num_kills),
         ("killed in background", True, num_kills),
     ):
