@@ -126,9 +126,8 @@ def measure(case: Case, bench: Bench, rounds: int) -> dict[str, list[Sample]]:
         for name, run in sides.items():
             sample = run(bench)
             samples[name].append(sample)
-            log(
-                f"{case.name}: round {number} of {rounds}: {name} {figure(sample.value)} {case.unit}"
-            )
+            result = f"{name} {figure(sample.value)} {case.unit}"
+            log(f"{case.name}: round {number} of {rounds}: {result}")
     return samples
 
 
