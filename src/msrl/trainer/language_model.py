@@ -1,5 +1,4 @@
-"""Replica of a language model, policy or reference: log-probabilities of labels, logits, and
-training on them.
+"""Replica of a language model, policy or reference: log-probabilities, logits and training.
 
 Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (m on this rank under
 context parallelism), P = m + padding, V columns of the vocabulary on this rank.
@@ -50,8 +49,9 @@ class LanguageModelReplica(ModelReplica):
         lr: float,
         references: Sequence[Distribution | None] = (),
     ) -> dict[str, float]:
-        """Run one optimizer step over this data-parallel rank's micro-batches; see
-        `ModelReplica.update`.
+        """Run one optimizer step over this data-parallel rank's micro-batches.
+
+        See `ModelReplica.update`.
         """
         minimize = functools.partial(self._minimize, loss, num_tokens)
         return self.update(
@@ -77,8 +77,9 @@ class LanguageModelReplica(ModelReplica):
     def logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float
     ) -> list[Floats] | None:
-        """Return the log-probability of every label, [N] per micro-batch, 0 where the mask is not
-        set. None except on the last stage.
+        """Return the log-probability of every label, [N] per micro-batch, 0 outside of the mask.
+
+        None except on the last stage.
         """
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
@@ -95,8 +96,9 @@ class LanguageModelReplica(ModelReplica):
     def distributions(
         self, micro_batches: Sequence[MicroBatch], temperature: float
     ) -> list[Distribution | None]:
-        """Return the model's distribution over the vocabulary for each micro-batch; None except on
-        the last stage.
+        """Return the distribution over the vocabulary for each micro-batch.
+
+        None except on the last stage.
         """
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Any]:

@@ -73,8 +73,9 @@ class _WithoutMemory(TorchFunctionMode):
 def _tied(
     read: Callable[[str], Tensor],
 ) -> Callable[[nn.Module, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
-    """Return a hook that reads the weight of a tied output layer: the embedding, which owns it, has
-    released it by then.
+    """Return a hook that reads the weight of a tied output layer.
+
+    The embedding owns the weight and has released it before.
     """
 
     def with_weight(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

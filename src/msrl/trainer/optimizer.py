@@ -1,5 +1,4 @@
-"""Megatron's distributed AdamW over float32 master weights: one optimizer, and a second one for the
-experts of a mixture.
+"""Megatron's distributed AdamW over float32 master weights.
 
 Experts are data parallel over other ranks than the rest of a model and need their own optimizer;
 both share one gradient norm.
@@ -57,8 +56,7 @@ def build_optimizer(
 
 
 def is_torchs(part: DistributedOptimizer) -> bool:
-    """Return True if torch's AdamW makes the updates, which counts them per parameter, in its
-    state.
+    """Return True if the optimizer is torch's AdamW, which counts updates per parameter.
 
     Megatron uses Transformer Engine's or Apex's where installed, and MindSpeed has its own; these
     count updates in the parameter groups.

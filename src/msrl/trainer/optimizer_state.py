@@ -1,5 +1,6 @@
-"""State of Megatron's distributed AdamW per parameter: collected from the data-parallel ranks that
-own it, and restored.
+"""State of Megatron's distributed AdamW per parameter: collection and restoration.
+
+It is collected from the data-parallel ranks that own it.
 
 The state of a parameter has the parameter's shape, so the weight layouts apply to it, and another
 parallel layout can load it.
@@ -39,8 +40,9 @@ def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def collect(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
-    """Yield ("exp_avg.NAME", tensor of the parameter's shape), the same on every data-parallel
-    rank. All of them must call it.
+    """Yield ("exp_avg.NAME", tensor of the parameter's shape), the same on all data-parallel ranks.
+
+    All of them must call it.
     """
     for name, parameter in trained(replica.model):
         owned = _owned(replica.optimizer, parameter)

@@ -39,8 +39,9 @@ def megatron_logits(
     platform: str = "cpu",
     layerwise: bool = False,
 ) -> list[torch.Tensor]:
-    """Return the logits of each sequence, [T, vocabulary] float32, that the ranks of a layout
-    compute from the checkpoint.
+    """Return the logits of each sequence that the ranks of a layout compute from the checkpoint.
+
+    Each is [T, vocabulary] float32.
 
     With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and
     the layout must be that of one rank.

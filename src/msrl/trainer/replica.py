@@ -1,5 +1,4 @@
-"""Model replica of a rank: weights, optional optimizer, adapters and host memory, and Megatron's
-passes over micro-batches.
+"""Model replica of a rank: weights, optimizer, adapters, host memory and passes over micro-batches.
 
 Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them
 selected by the loss mask (`device_batch.py`).
@@ -50,8 +49,9 @@ and such values. Last stage only.
 
 
 class ModelReplica:
-    """A model on this rank, which has joined its process groups; trainable if its settings have an
-    optimizer.
+    """A model on this rank, trainable if its settings have an optimizer.
+
+    The rank has joined its process groups before.
     """
 
     def __init__(self, settings: ReplicaSettings, position: RankPosition) -> None:
@@ -149,8 +149,9 @@ class ModelReplica:
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor of every micro-batch's token count, for sequence parallelism and for kernels that
-        are compiled by size.
+        """Divisor of every micro-batch's token count.
+
+        Sequence parallelism and kernels that are compiled by size need it.
         """
         multiple = token_multiple(self.position.device.type, self.position.dtype)
         return math.lcm(sequence_multiple(self.position.layout, self.shape), multiple)
@@ -318,8 +319,9 @@ class ModelReplica:
     def _loss(
         self, finish: Finish, batch: DeviceBatch, output: Output
     ) -> tuple[Tensor, Tensor, Values]:
-        """Return (loss, token count, values), the form that Megatron's schedules take; the count is
-        not used.
+        """Return (loss, token count, values), as Megatron's schedules require.
+
+        They do not use the count.
         """
         no_count = torch.zeros((), dtype=torch.int, device=self.position.device)
         result = finish(output, batch)
@@ -330,8 +332,9 @@ class ModelReplica:
     def mean_metrics(
         self, rows: Sequence[Mapping[str, Tensor]], num_tokens: int
     ) -> dict[str, float]:
-        """Return sums over micro-batches and data-parallel ranks divided by `num_tokens`, on every
-        pipeline stage.
+        """Return sums over micro-batches and data-parallel ranks divided by `num_tokens`.
+
+        All pipeline stages get them.
         """
         means: list[dict[str, float]] = [{}]
         if self.position.is_last_stage:

@@ -71,8 +71,9 @@ class ValueModelReplica(ModelReplica):
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float
     ) -> dict[str, float]:
-        """Run one optimizer step over this data-parallel rank's micro-batches; see
-        `ModelReplica.update`.
+        """Run one optimizer step over this data-parallel rank's micro-batches.
+
+        See `ModelReplica.update`.
         """
         return self.update(
             micro_batches,

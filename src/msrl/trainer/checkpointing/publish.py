@@ -1,5 +1,4 @@
-"""Writing of a checkpoint after the ranks have synchronized: every rank writes its part, the first
-one publishes the checkpoint.
+"""Writing of a checkpoint: every rank writes its files, then the first rank publishes it.
 
 Nothing here communicates with other ranks, so it may run beside the training. The first rank finds
 the parts by the lists that their writers leave in the staged folder. A checkpoint is flushed to
@@ -58,9 +57,7 @@ def critic_weights(folder: Path, at: Coords) -> dict[str, Tensor]:
 
 
 def beginning(file: Any, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of an open safetensors file whose names begin with `prefix`, by the rest
-    of their names.
-    """
+    """Return the tensors of a safetensors file whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): file.get_tensor(name)
         for name in file.keys()  # noqa: SIM118 - not a mapping
@@ -91,8 +88,9 @@ def prepare_folders(root: Path, step: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Model and optimizer state that the first of the ranks with the same shard writes for all of
-    them.
+    """Model and optimizer state of a shard.
+
+    Only the first of the ranks with the same shard writes it.
     """
 
     folder: str  # of the rank, as `mcore.rank_folder` names it
@@ -105,8 +103,9 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """Part of a checkpoint that one rank writes: its random-number states, and on writers weights
-    and optimizer states.
+    """Files that one rank writes.
+
+    They hold its random-number states and, on writers, weights and optimizer states.
     """
 
     root: Path
@@ -167,8 +166,9 @@ class Publication:
     chat: ChatFormat | None = None  # chat format of the trained model
 
     def publish(self) -> None:
-        """Make the checkpoint visible once all parts are written: the state for a resume first, the
-        model and its tracker last.
+        """Make the checkpoint visible once all ranks have written their files.
+
+        The state for a resume becomes visible first, the model and its tracker last.
         """
         staged, final = _staged_training(self.root, self.step), training_dir(self.root, self.step)
         records = self._records(staged)
@@ -199,8 +199,9 @@ class Publication:
         return dict(sorted(records.items()))
 
     def _place_sidecars(self) -> None:
-        """Copy config, tokenizer and pass-through tensors atomically, since existing checkpoints
-        need them all the time.
+        """Copy config, tokenizer and pass-through tensors atomically.
+
+        Existing checkpoints need them at all times.
         """
         place = self.root / mcore.SIDECAR
         is_needed = any(self.root.glob("iter_*"))
@@ -226,8 +227,10 @@ class Publication:
         return {**entry, "adapters_only": True} if self.model.is_adapters else entry
 
     def _prune(self) -> None:
-        """Remove surplus checkpoints; the model's folder first, so that the rest is never taken for
-        complete.
+        """Remove surplus checkpoints.
+
+        The model's folder is removed first, so that the remainder is never read as a complete
+        checkpoint.
         """
         for step in self.retention.surplus(self.root, self.step):
             shutil.rmtree(mcore.iteration_dir(self.root, step))

@@ -64,9 +64,7 @@ class SavedTraining:
         )
 
     def damage(self) -> str | None:
-        """Read every file; return a line on what is missing or damaged, or None if the checkpoint
-        is complete.
-        """
+        """Read every file; return a line on the first problem, or None if there is none."""
         if not (self.training_dir / STATE).is_file():
             return f"{self.training_dir / STATE} is missing"
         try:
@@ -79,8 +77,10 @@ class SavedTraining:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Checkpoints to keep: the `newest` ones (None: all) while they total at most `max_bytes`, and
-    always the newest one and `best`.
+    """Checkpoints to keep.
+
+    These are the `newest` ones (None: all) while they total at most `max_bytes`, and always the
+    newest one and `best`.
     """
 
     newest: int | None = None
@@ -185,8 +185,9 @@ def _conflict(root: Path, resume: SavedTraining | None, others: Sequence[int]) -
 
 
 def _refuse_other_files(root: Path) -> None:
-    """Raise MsrlError if the folder holds files and none that a training or conversion writes;
-    hidden files are ignored.
+    """Raise MsrlError if the folder holds files, but none of a training or conversion.
+
+    Hidden files are ignored.
     """
     names = (
         sorted(path.name for path in root.iterdir() if not path.name.startswith("."))

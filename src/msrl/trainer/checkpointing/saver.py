@@ -1,5 +1,7 @@
-"""Checkpoint saves of one rank: immediate, or by a thread from copies in the machine's memory while
-the training continues.
+"""Checkpoint saves of one rank, immediate or in the background.
+
+A background save is done by a thread, from copies in the machine's memory, while the training
+continues.
 
 At most one save is in progress; the next one waits for it. An error of the thread is raised by the
 next call.
@@ -79,8 +81,9 @@ class Saver:
         self._thread.start()
 
     def finished(self, *, must_wait: bool = False) -> list[SavedTraining]:
-        """Return the saves finished since the last call: complete checkpoints on the first rank,
-        parts of them on the others.
+        """Return the saves finished since the last call.
+
+        On the first rank these are complete checkpoints, on others the files of the rank.
 
         With `must_wait`, wait for the save in progress. Raises MsrlError, or the exception that
         ended the save.
@@ -91,8 +94,9 @@ class Saver:
         return finished
 
     def end(self) -> None:
-        """Wait for the save in progress when a run ends in the middle of a step, so that it is
-        complete before any rank leaves.
+        """Wait for the save in progress when a run ends in the middle of a step.
+
+        No rank may leave before it is complete.
 
         All ranks must call it. An error of this rank's part is raised before the ranks synchronize,
         since the first rank still waits for that part.

@@ -80,8 +80,9 @@ def begin(
     retention: Retention,
     keeps_copy: bool = False,
 ) -> tuple[RankFiles, Publication | None]:
-    """Collect the state of all ranks; return this rank's part of the checkpoint and, on the first
-    rank, its publication.
+    """Collect the state of all ranks.
+
+    Returns the files of this rank and, on the first rank, the publication of the checkpoint.
 
     With `keeps_copy` neither refers to tensors that training changes.
     """
@@ -116,8 +117,9 @@ def begin(
 
 
 def _part(rank: TrainingRank, root: Path, step: int, *, keeps_copy: bool) -> RankFiles:
-    """Return what this rank writes; the first of the ranks that hold the same shard writes it for
-    all of them.
+    """Return the files that this rank writes.
+
+    Weights are written by the first of the ranks that hold the same shard.
     """
     position = rank.position
     states = {optimizer_file(position.coords): _states(rank.policy)}
@@ -168,8 +170,9 @@ def _weight_states(critic: ModelReplica) -> dict[str, Tensor]:
 
 
 def load_training_state(rank: TrainingRank, saved: SavedTraining) -> dict[str, Any]:
-    """Restore everything but the policy's weights, which the rank has loaded, from a checkpoint of
-    any parallel layout. Returns `extra`.
+    """Restore the training from a checkpoint of any parallel layout and return `extra`.
+
+    The rank has loaded the policy's weights before.
 
     Raises MsrlError if frozen parameters or the presence of a critic differ from the saved
     training.
@@ -267,8 +270,10 @@ def _sizes(states: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _random_states(platform: Platform) -> dict[str, Tensor]:
-    """Return the states of torch's generator, of the device's where it is another, and of
-    Megatron's for numbers that differ by rank.
+    """Return the states of all random-number generators.
+
+    These are torch's generator, the device's if it has a separate one, and Megatron's for numbers
+    that differ by rank.
     """
     own = platform.random_state()
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
@@ -284,8 +289,9 @@ def _random_states(platform: Platform) -> dict[str, Tensor]:
 def _shard(
     replica: ModelReplica, cut: ParallelLayout, at: Coords, file: Any, kind: str
 ) -> dict[str, Tensor]:
-    """Return the tensors of a kind in one rank's file; parameters without a state (frozen, biases
-    of experts) are zeros without memory.
+    """Return the tensors of a kind in one rank's file.
+
+    Parameters without a state (frozen ones, biases of experts) are zeros without memory.
     """
     stored = beginning(file, f"{kind}.")
     has_biases = replica.shape.moe is not None and replica.shape.moe.expert_bias

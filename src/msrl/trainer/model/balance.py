@@ -1,5 +1,4 @@
-"""Balance of a mixture's experts while it trains: a load-balancing loss, a loss of large router
-logits, and biases that move.
+"""Load balancing of experts: a load-balancing loss, a router z-loss, and updated biases.
 
 Both losses are sums over tokens with a global denominator, so they do not depend on how the batch
 is split over ranks or passes. Padding counts for nothing, and every layer of experts adds its own
@@ -31,8 +30,9 @@ from msrl.types import MicroBatch
 
 
 def aux_loss_coef(settings: RouterConfig, moe: Moe) -> float:
-    """Return the coefficient of the load-balancing loss, which may be that of the model's
-    config.json.
+    """Return the coefficient of the load-balancing loss.
+
+    The default is that of the model's config.json.
     """
     return (
         (moe.aux_loss_coef or 0.0) if settings.aux_loss_coef == "model" else settings.aux_loss_coef
@@ -45,8 +45,9 @@ def balances_experts(settings: RouterConfig, moe: Moe) -> bool:
 
 
 class ExpertBalance:
-    """Balance of the experts of one model on this rank; its routers call `_add_losses` in training
-    passes.
+    """Balance of the experts of one model on this rank.
+
+    Its routers call `_add_losses` in training passes.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class ExpertBalance:
         self._load.zero_()
 
     def expert_groups(self, batch: MicroBatch, packed: PackedSequences) -> Tensor:
-        """Return which of this rank's tokens belong to which group, [n, G] bool; padding belongs to
-        none.
+        """Return which of this rank's tokens belong to which group, [n, G] bool.
+
+        Padding belongs to no group.
         """
         numbers = np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))
         if self.settings.aux_loss_over == "micro_batch":
@@ -115,8 +117,10 @@ class ExpertBalance:
         return MoEAuxLossAutoScaler.apply(probs, (coefs * terms).sum())  # pyright: ignore[reportReturnType]
 
     def _imbalance(self, logits: Tensor, members: Tensor) -> Tensor:
-        """Return this rank's part of the sum over groups g of (tokens of g / T) E sum_i f_i P_i
-        (arXiv:2101.03961, section 2.2).
+        """Return this rank's part of the load-balancing loss.
+
+        The loss is the sum over groups g of (tokens of g / T) E sum_i f_i P_i (arXiv:2101.03961,
+        section 2.2).
 
         f_i is the share of the group's choices that fell on expert i, chosen without biases. P_i is
         the mean of its scores, which sum to 1 (DeepSeek V3, arXiv:2412.19437, equations 17 to 20,
@@ -159,8 +163,9 @@ class ExpertBalance:
         return {**metrics, "busiest_expert": busiest.item()}
 
     def _move_biases(self, mean: Tensor) -> None:
-        """Raise the biases of experts with fewer tokens than the mean, lower the others
-        (arXiv:2408.15664, algorithm 1).
+        """Raise the biases of experts with fewer tokens than the mean and lower the others.
+
+        Source: arXiv:2408.15664, algorithm 1.
         """
         if self.settings.bias_update_rate:
             for router, load, average in zip(self._routers, self._load, mean, strict=True):

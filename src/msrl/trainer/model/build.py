@@ -1,6 +1,4 @@
-"""Construction of Megatron's model from a Shape: its configuration, its layers, and the
-data-parallel wrapper.
-"""
+"""Construction of Megatron's model from a Shape: configuration, layers and wrapper."""
 
 from __future__ import annotations
 
@@ -180,8 +178,9 @@ def build_model(
     padded_vocab_size: int,
     recompute: RecomputeConfig = NO_RECOMPUTE,
 ) -> torch.nn.Module:
-    """Return this rank's shard of the model without weights: a PolicyModel, or `Chunks` of several
-    under virtual pipeline stages.
+    """Return this rank's shard of the model without weights.
+
+    It is a PolicyModel, or `Chunks` of several under virtual pipeline stages.
 
     Parameters have the names of `stage_tensors`. Raises MsrlError if Megatron's internals have
     changed.
@@ -208,8 +207,9 @@ def _build_chunk(
     layers: Sequence[int | None],
     padded_vocab_size: int,
 ) -> PolicyModel:
-    """Return one virtual stage of this rank; `layers` are the numbers of its layers in the model,
-    None an empty position.
+    """Return one virtual stage of this rank.
+
+    `layers` are the numbers of its layers in the model; None is an empty position.
     """
     is_first = parallel_state.is_pipeline_first_stage() and number == 0
     is_last = parallel_state.is_pipeline_last_stage() and number == num_chunks - 1
@@ -240,8 +240,9 @@ def _build_chunk(
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Make the embeddings require a gradient: Megatron's recomputation needs an input with one, and
-    frozen embeddings have none.
+    """Make the embeddings require a gradient.
+
+    Megatron's recomputation needs an input that requires one, and frozen embeddings do not.
     """
     return (
         output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
@@ -249,8 +250,9 @@ def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> T
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that checkpoints hold: its parameters, and the saved buffers
-    (biases of experts).
+    """Return the tensors of a model that checkpoints contain.
+
+    These are its parameters and the saved buffers (biases of experts).
     """
     return {
         name: value
@@ -260,8 +262,9 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
-    """Mark the split parameters for Megatron's gradient norm: it marks them itself only where it
-    initializes them.
+    """Mark the split parameters for Megatron's gradient norm.
+
+    Megatron marks only the parameters that it initializes.
     """
     weights = named_weights(model)
     at = Coords(
@@ -282,9 +285,7 @@ def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
 
 
 def mark_shard(parameter: Tensor, axis: int) -> None:
-    """Mark a parameter as split along `axis` over tensor-parallel ranks, or over the ranks of an
-    expert.
-    """
+    """Mark a parameter as split along `axis` over tensor-parallel ranks or ranks of an expert."""
     vars(parameter).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
 
 
@@ -318,8 +319,9 @@ def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Seque
 
 
 def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataParallel]:
-    """Return Megatron's data-parallel wrapper of each virtual stage; it sums gradients, since
-    losses have global denominators.
+    """Return Megatron's data-parallel wrapper of each virtual stage.
+
+    It sums gradients, since losses have global denominators.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -341,8 +343,9 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
 
 
 def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Remove the hooks of `wrap`: they keep the model alive through autograd's nodes, which the
-    garbage collector does not see.
+    """Remove the hooks of `wrap`.
+
+    They keep the model alive through autograd's nodes, which the garbage collector does not see.
     """
     for chunk in wrapped:
         for node in cast("list[Any]", chunk.grad_accs):

@@ -1,5 +1,4 @@
-"""Mixtures of experts: our router, and the layer that passes it the groups of tokens whose load is
-balanced.
+"""Mixtures of experts: the router, and the layer that passes it the groups of tokens to balance.
 
 Megatron dispatches tokens to the ranks that hold the experts (all-to-all) and runs the experts. The
 choice of experts is ours and exact to the models' definitions. No load-balancing loss is added
@@ -74,8 +73,9 @@ def _in_chosen_groups(merit: Tensor, moe: Moe) -> Tensor:
 
 
 class Router(TopKRouter):
-    """Megatron's router with the choice of `choose_experts`; scores are computed in float32
-    whatever the dtype of the weights.
+    """Megatron's router with the choice of `choose_experts`.
+
+    Scores are computed in float32 for every dtype of the weights.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class Router(TopKRouter):
 
 
 class MixtureLayer(TransformerLayer):
-    """Megatron's transformer layer whose router gets the groups of tokens of the packed
-    micro-batch.
-    """
+    """Megatron's transformer layer with token groups of the packed micro-batch for the router."""
 
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **arguments: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Replace TransformerLayer.forward and MoELayer.forward of megatron-core 0.16.1, which pass
-        only a padding mask to the router.
+        """Pass the token groups to the router.
+
+        Replaces TransformerLayer.forward and MoELayer.forward of megatron-core 0.16.1, which pass
+        only a padding mask.
         """
         arguments["packed_seq_params"] = packed_seq_params
         attended, context = self._forward_attention(hidden_states, **arguments)

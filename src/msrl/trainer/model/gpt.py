@@ -1,5 +1,4 @@
-"""Megatron's GPT with the embedding scale, output layers and forward pass that our families and
-losses need.
+"""Megatron's GPT with msrl's embedding scale, output layers and forward pass.
 
 Letters: n tokens of a packed micro-batch on this rank (s of them after the split of sequence
 parallelism), M positions that the loss mask selects, P = M + padding, c channels, V columns of the
@@ -29,8 +28,7 @@ from msrl.trainer.model.padding import pad_tokens
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT whose last stage computes outputs only at the positions that the loss mask
-    selects.
+    """Megatron's GPT whose last stage computes outputs only at positions of the loss mask.
 
     The shape provides what Megatron has no setting for: the scale of embeddings, a score head, and
     the treatment of output weights and logits.
@@ -81,9 +79,7 @@ class PolicyModel(GPTModel):
         )  # rounded like the weights
 
     def _gathered(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [n, 1, c] of all tokens, from those that sequence parallelism
-        leaves on this rank.
-        """
+        """Return the hidden states [n, 1, c] of all tokens of a sequence-parallel group."""
         if not self.config.sequence_parallel:
             return hidden
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -115,8 +111,9 @@ class PolicyModel(GPTModel):
 
 
 def _score_head(config: TransformerConfig) -> RowParallelLinear:
-    """Return MindSpeed's head of reward models: input channels are split over the tensor-parallel
-    ranks, all of which get the score.
+    """Return MindSpeed's head of reward models.
+
+    Input channels are split over the tensor-parallel ranks, all of which get the score.
     """
     plain = copy.copy(config)
     plain.sequence_parallel = False

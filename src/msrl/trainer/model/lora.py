@@ -1,5 +1,6 @@
-"""LoRA while training (arXiv:2106.09685): W x becomes W x + s B A x with s = alpha / r; W is
-frozen, A [r, in] and B [out, r] are trained.
+"""LoRA during training (arXiv:2106.09685).
+
+W x becomes W x + s B A x with s = alpha / r. W is frozen; A [r, in] and B [out, r] are trained.
 
 Under tensor parallelism a column-parallel layer has all of A and its own rows of B, a row-parallel
 one its own columns of A and all of B, as in the files of `checkpoint/adapters`; a replicated layer
@@ -256,8 +257,9 @@ class Adapters:
             self._is_enabled = True
 
     def merged(self, name: str) -> Tensor | None:
-        """Return a base weight of this rank plus its adapter, added in float32; None for a weight
-        without one.
+        """Return a base weight of this rank plus its adapter, added in float32.
+
+        None for a weight without an adapter.
         """
         adapted = self._by_name.get(name)
         if adapted is None:
@@ -286,8 +288,9 @@ class Adapters:
     def reshard(
         self, cut: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str
     ) -> dict[str, Tensor]:
-        """Return this rank's shards of tensors that are named and split like adapters, from the
-        files of all ranks of a layout.
+        """Return this rank's shards of adapter-like tensors from the files of a layout's ranks.
+
+        The tensors have the names and shards of the adapters.
 
         Raises MsrlError if one is missing or has another shape.
         """
@@ -349,8 +352,9 @@ def _own(
 
 
 def _initial(rank: int, inputs: int, seed: int, name: str) -> Tensor:
-    """Return the initial A, [r, in], the same in every parallel layout: uniform in +-1 / sqrt(in),
-    as in PEFT.
+    """Return the initial A, [r, in]: uniform in +-1 / sqrt(in), as in PEFT.
+
+    It is the same in every parallel layout.
     """
     generator = torch.Generator(device="cpu").manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
     bound = 1 / math.sqrt(inputs)

@@ -1,6 +1,4 @@
-"""A packed micro-batch as Megatron's layers see it: sequences one after the other, each with its
-own positions.
-"""
+"""Packed micro-batch of Megatron's layers: concatenated sequences, each with separate positions."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from msrl.trainer.model.context import ContextShare
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Description of a packed micro-batch for every layer; Megatron passes it on as
-    `packed_seq_params`.
+    """Description of a packed micro-batch, which Megatron passes as `packed_seq_params`.
 
     Letters: N tokens of the micro-batch, n of them on this rank, G groups of tokens among which the
     load of experts is balanced. `qkv_format` tells Megatron to leave queries as [N, 1, h, d]: the

@@ -36,9 +36,7 @@ class Seam:
     used_by: str  # the place in msrl
 
     def is_intact(self) -> bool:
-        """Return True if the function has these parameters, in this order, before any others with
-        defaults.
-        """
+        """Return True if the function has these parameters first, and others only with defaults."""
         actual = inspect.signature(self.function).parameters
         if any(
             parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)

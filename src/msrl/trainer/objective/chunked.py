@@ -1,5 +1,6 @@
-"""Log-probabilities from hidden states, one logit chunk at a time: the logits of a micro-batch
-never exist all at once.
+"""Log-probabilities from hidden states, one logit chunk at a time.
+
+The logits of a micro-batch never exist all at once.
 
 Logits are recomputed in the backward pass, so memory is R * V whatever M is, at the cost of one
 more product with the output weights. Letters: M positions, c channels, V vocabulary columns of this
@@ -132,7 +133,8 @@ def chunked_logprobs(
     softcap: float | None = None,
     other: Distribution | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
-    """Return `vocab_parallel_logprobs` of the logits hidden @ weight^T (capped: softcap *
-    tanh(logits / softcap)).
+    """Return `vocab_parallel_logprobs` of the logits hidden @ weight^T.
+
+    With `softcap`, the logits are softcap * tanh(logits / softcap).
     """
     return _ChunkedLogprobs.apply(hidden, weight, labels, columns, num_rows, softcap, other)  # pyright: ignore[reportReturnType]

@@ -43,8 +43,9 @@ class DeviceBatch:
     )
 
     def whole(self, values: Tensor) -> Tensor:
-        """Return the [M, ...] values of all ranks from the [m, ...] of this one, so that
-        context-parallel ranks compute the same loss.
+        """Return the [M, ...] values of all ranks from the [m, ...] of this one.
+
+        Context-parallel ranks then compute the same loss.
 
         The gradient of a position goes back to the rank that computes it.
         """

@@ -16,8 +16,10 @@ from msrl.trainer.objective.logprobs import Distribution, VocabColumns
 
 
 def reference_distribution(output: HiddenStates, columns: VocabColumns) -> Distribution:
-    """Return the distribution at m positions: their hidden states on the host and their
-    normalizers. Logits are made R rows at a time.
+    """Return the distribution at m positions.
+
+    It has their hidden states on the host and their normalizers; logits are computed R rows at a
+    time.
     """
     project = functools.partial(
         made_logits, weight=output.output_weight.detach(), softcap=output.softcap

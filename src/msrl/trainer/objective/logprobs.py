@@ -1,5 +1,4 @@
-"""Log-probabilities, entropies and divergences from logits whose vocabulary is split over
-tensor-parallel ranks.
+"""Log-probabilities, entropies and divergences of vocabulary-parallel logits.
 
 Logits are the largest tensors of a step, so no second tensor of their size is allocated: rows are
 processed R at a time, probabilities are recomputed in the backward pass, and the gradient
@@ -22,8 +21,9 @@ _LEAST = torch.finfo(torch.float32).min  # maximum over no columns
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Distribution of another model at the same positions, stored as its last hidden states; logits
-    are recomputed, R rows at a time.
+    """Distribution of another model at the same positions, stored as its last hidden states.
+
+    Logits are recomputed, R rows at a time.
     """
 
     hidden: Tensor  # [M, c], on any device
@@ -45,8 +45,9 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class VocabColumns:
-    """Columns of softmax(logits / temperature) on this rank: token ids from `first` on, the first
-    `num_valid` of which are no padding.
+    """Columns of softmax(logits / temperature) on this rank.
+
+    They are the token ids from `first` on; those after the first `num_valid` are padding.
     """
 
     first: int
@@ -72,8 +73,9 @@ class VocabColumns:
         return local.clamp(0, max(self.num_valid - 1, 0))[:, None], is_here
 
     def sums(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return max x, sum exp(x - max) and sum exp(x - max) (x - max) of x = logits / temperature
-        on this rank, [M] each.
+        """Return max x, sum exp(x - max) and sum exp(x - max) (x - max) on this rank, [M] each.
+
+        Here x = logits / temperature.
         """
         top, total, weighted = logits.new_full((3, len(logits)), 0.0, dtype=torch.float32)
         top.fill_(_LEAST)
@@ -110,8 +112,9 @@ class VocabColumns:
 def measure(
     logits: Tensor, labels: Tensor, columns: VocabColumns
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the log-probability of each label, the entropy if `columns` wants it, and the log
-    normalizer: [M], equal on all ranks.
+    """Return log-probability of each label, entropy and log normalizer, [M], equal on all ranks.
+
+    The entropy is None unless `columns` requests it.
     """
     top, total, weighted = columns.sums(logits)
     highest = columns.all_reduce(top.clone(), dist.ReduceOp.MAX)
@@ -140,8 +143,9 @@ def gradient_in_place(
     divergence: Tensor | None = None,  # [M], from `Columns.divergence`
     other: Distribution | None = None,
 ) -> None:
-    """Overwrite the logits with their gradient, given the gradients of log-probabilities, entropies
-    and divergences.
+    """Overwrite the logits with their gradient.
+
+    It follows from the gradients of log-probabilities, entropies and divergences.
     """
     local, is_here = columns.place(labels)
     slope = (
@@ -227,8 +231,9 @@ def vocab_parallel_logprobs(
     columns: VocabColumns,
     other: Distribution | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
-    """Return log-probabilities, entropies and divergences of p = softmax(logits / temperature) over
-    the unpadded vocabulary.
+    """Return log-probabilities, entropies and divergences over the unpadded vocabulary.
+
+    The distribution is p = softmax(logits / temperature).
 
     Columns that pad the vocabulary are ignored, so the results equal those of the Hugging Face
     model.
