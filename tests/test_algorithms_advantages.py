@@ -161,7 +161,7 @@ def test_equal_rewards_give_exactly_zero_where_completions_are_compared(name, va
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_no_estimator_makes_a_nan_of_equal_rewards_or_single_completions(name):
+def test_no_estimator_returns_nan_for_equal_rewards_or_single_completions(name):
     assert np.isfinite(estimate(name, rewards(np.full((2, 3), 0.1)))).all()
     if name in COMPARING:
         with pytest.raises(MsrlError, match=mentions("samples_per_prompt=1", name)):
@@ -171,7 +171,7 @@ def test_no_estimator_makes_a_nan_of_equal_rewards_or_single_completions(name):
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_one_group_does_not_touch_another_and_precision_is_kept(name):
+def test_groups_are_independent_and_precision_is_kept(name):
     got = estimate(name, rewards([[1e6, 1e6 + 1, 1e6, 1e6], [0.0, 1.0, 0.0, 0.0]])).reshape(2, 4)
     np.testing.assert_allclose(got[0], got[1], rtol=1e-9)
 
@@ -205,7 +205,7 @@ def test_gae_is_the_exponentially_weighted_mean_of_all_n_step_advantages():
         start += size
 
 
-def test_gae_needs_no_second_completion_and_trusts_rewards_or_the_critic_as_lambda_says():
+def test_gae_needs_one_completion_and_lambda_weighs_rewards_against_the_critic():
     token_rewards = rewards([[1.0], [0.0]], [[2], [1]])
     values = np.array([0.5, 0.25, 0.125])
     from_rewards = estimate("gae", token_rewards, gamma=1.0, lam=1.0, values=values)
@@ -262,7 +262,7 @@ def test_returns_of_turns_discount_by_turn_and_not_by_token():
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_what_compares_turns_says_that_it_needs_several(name):
+def test_estimators_that_compare_turns_require_several(name):
     with pytest.raises(MsrlError, match=mentions(f"estimator={name}", "turns")):
         estimate(name, rewards([[1.0, 0.0]]), turns=None)
     with pytest.raises(ValueError, match=mentions("rewards", "turns", "3")):
@@ -282,7 +282,7 @@ def test_rewards_of_tokens_and_of_responses_add_up():
         rewards([[1.0, 2.0]], [[2, 1]], np.zeros(2))
 
 
-def test_whitening_has_mean_zero_and_deviation_one_and_nothing_to_say_of_equal_numbers():
+def test_whitening_has_mean_zero_and_deviation_one_and_maps_equal_numbers_to_zero():
     got = whiten(np.array([1.0, 2.0, 6.0]), 0.0)
     assert got.mean() == pytest.approx(0) and got.std(ddof=1) == pytest.approx(1)
     some = whiten(np.array([1.0, 100.0, 3.0]), 0.0, np.array([True, False, True]))
@@ -293,7 +293,7 @@ def test_whitening_has_mean_zero_and_deviation_one_and_nothing_to_say_of_equal_n
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_baseline"])
-def test_z_scores_over_the_step_are_those_of_what_is_learnt_from(name):
+def test_z_scores_over_the_step_are_those_of_trained_samples(name):
     """Samples that are not trained on do not change mean and deviation, and get 0."""
     random = np.random.default_rng(2)
     scores, lengths = random.normal(size=(4, 3)), random.integers(1, 5, (4, 3))
@@ -307,7 +307,7 @@ def test_z_scores_over_the_step_are_those_of_what_is_learnt_from(name):
     assert got[here].std(ddof=1) == pytest.approx(1.0) and not got[~here].any()
 
 
-def test_masks_leave_out_truncated_equal_and_too_easy_or_hard():
+def test_masks_exclude_truncated_equal_and_too_easy_or_hard_samples():
     scores = np.array([[1.0, 0.0], [1.0, 1.0], [0.9, 0.8]])
     truncated = np.array([[False, True], [False, False], [False, False]])
     everything = {"drop_truncated": False, "drop_equal_groups": False}
@@ -333,7 +333,7 @@ def test_masks_leave_out_truncated_equal_and_too_easy_or_hard():
     ]
 
 
-def test_sample_weights_by_hand_have_mean_one_over_what_is_kept():
+def test_sample_weights_by_hand_have_mean_one_over_selected_samples():
     lengths, keep = np.array([[2, 4], [6, 100]]), np.array([[True, True], [True, False]])
     by_length = sample_weights(lengths, keep, by_length=True)
     np.testing.assert_allclose(by_length[keep], [1.5, 1.0, 0.5])
@@ -345,7 +345,7 @@ def test_sample_weights_by_hand_have_mean_one_over_what_is_kept():
     ).all()
 
 
-def test_the_adaptive_controller_moves_towards_the_target_by_a_fifth_at_most():
+def test_the_adaptive_controller_changes_by_at_most_a_fifth_towards_the_target():
     rule = {"target": 0.1, "horizon": 100}
     assert kl_controller.adapted(1.0, 0.1, 50, **rule) == 1.0
     assert kl_controller.adapted(1.0, 0.11, 50, **rule) == pytest.approx(1.05)

@@ -106,7 +106,7 @@ def test_the_gradient_of_every_estimator_equals_finite_differences(estimator):
     assert torch.autograd.gradcheck(lambda x: kl.per_token(estimator, x, reference, mask), policy)
 
 
-def test_k3_is_cut_at_ten_and_stays_finite():
+def test_k3_is_capped_at_ten_and_stays_finite():
     got = kl.per_token(
         "k3",
         torch.tensor([-500.0, -3.0]),

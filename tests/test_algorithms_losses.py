@@ -182,7 +182,7 @@ def test_the_gradient_of_every_loss_equals_finite_differences(name, ratio, mode)
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
-def test_neither_split_nor_order_of_the_sequences_changes_loss_or_gradient(name, ratio, mode):
+def test_split_and_order_of_the_sequences_do_not_change_loss_and_gradient(name, ratio, mode):
     batch = Batch()
     weights = batch.weights(mode)
     value, gradient, _ = aggregated_loss(name, batch, weights, ratio)
@@ -202,7 +202,7 @@ def test_neither_split_nor_order_of_the_sequences_changes_loss_or_gradient(name,
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
-def test_what_stands_in_masked_places_reaches_neither_loss_nor_gradient(name, ratio, poison, mode):
+def test_values_at_masked_positions_do_not_reach_loss_and_gradient(name, ratio, poison, mode):
     batch = Batch()
     weights = batch.weights(mode)
     clean = aggregated_loss(name, batch, weights, ratio)
@@ -369,7 +369,7 @@ def test_half_precision_is_computed_in_single():
     assert tokens.log_ratio.dtype == tokens.advantages.dtype == torch.float32
 
 
-def test_sums_and_means_of_sequences_leave_masked_positions_out():
+def test_sums_and_means_of_sequences_exclude_masked_positions():
     values, mask = torch.tensor([1.0, 2.0, math.nan, 5.0]), torch.tensor([True, True, False, True])
     numbers = torch.tensor([0, 0, 0, 1])
     assert sequence_sums(values, mask, numbers).tolist() == [3.0, 3.0, 0.0, 5.0]

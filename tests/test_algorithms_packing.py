@@ -32,7 +32,7 @@ def bools(*values):
     return np.array(values, dtype=np.bool_)
 
 
-def test_two_sequences_lie_end_to_end_and_predict_only_within_themselves():
+def test_two_sequences_are_concatenated_and_predict_only_their_own_tokens():
     batch = micro_batch(
         [ints(10, 11, 12), ints(20, 21)],
         [bools(False, True, True), bools(True, True)],
@@ -60,7 +60,7 @@ def test_no_padding_segment_where_none_is_needed():
     ).cu_seqlens.tolist() == [0, 2, 4]
 
 
-def test_masked_tokens_carry_zero_in_the_fields_whatever_stood_there():
+def test_fields_of_masked_tokens_are_zero():
     batch = micro_batch(
         [ints(1, 2, 3)], [bools(False, False, True)], {"x": [floats(np.nan, np.nan, 5)]}
     )
@@ -76,7 +76,7 @@ def test_masked_tokens_carry_zero_in_the_fields_whatever_stood_there():
         ([ints(1)], [bools(True)], {"x": [floats(1, 2)]}),
     ],
 )
-def test_what_does_not_fit_together_is_refused(ids, masks, fields):
+def test_inconsistent_sizes_are_refused(ids, masks, fields):
     with pytest.raises(ValueError, match=mentions("token")):
         micro_batch(ids, masks, fields)
 
@@ -86,7 +86,7 @@ def test_sft_examples_keep_their_mask():
     assert batch.labels[batch.loss_mask].tolist() == [7]
 
 
-def test_a_sample_that_is_masked_out_is_packed_and_teaches_nothing():
+def test_a_sample_that_is_masked_out_is_packed_and_not_trained():
     sample = TrainingSample(
         ints(1, 2),
         ints(3, 4),
@@ -98,7 +98,7 @@ def test_a_sample_that_is_masked_out_is_packed_and_teaches_nothing():
     assert batch.token_ids.tolist() == [1, 2, 3, 4] and not batch.loss_mask.any()
 
 
-def test_samples_learn_exactly_their_response_with_their_numbers():
+def test_exactly_the_responses_of_samples_are_trained_with_their_fields():
     sample = TrainingSample(
         ints(1, 2), ints(3, 4, 5), advantages=floats(7, 8, 9), sampler_logprobs=floats(-1, -2, -3)
     )
@@ -108,7 +108,7 @@ def test_samples_learn_exactly_their_response_with_their_numbers():
     assert batch.fields["sampler_logprobs"].tolist() == [0, -1, -2, -3, 0] * 2
 
 
-def test_numbers_of_positions_come_back_as_numbers_of_tokens():
+def test_values_of_positions_become_values_of_tokens():
     numbers = [floats(0, 1, 2), floats(0, 3), floats(0)]
     ids, masks = (
         [np.arange(len(n)) for n in numbers],
@@ -141,7 +141,7 @@ def test_a_sequence_longer_than_the_capacity_is_refused():
         bins([3, 11], 10)
 
 
-def test_balanced_parts_have_equal_counts_and_nearly_equal_lengths():
+def test_balanced_ranks_have_equal_counts_and_nearly_equal_lengths():
     assert balanced([8, 1, 7, 2], 2) == ((0, 1), (2, 3))
     lengths = np.random.default_rng(2).integers(1, 2000, 256).tolist()
     shares = balanced(lengths, 8)
@@ -203,7 +203,7 @@ def packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio):
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_neither_packing_nor_padding_changes_the_loss_or_the_gradient(ratio):
+def test_packing_and_padding_do_not_change_the_loss_and_the_gradient(ratio):
     """The advantages differ by token."""
     samples = random_samples()
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]

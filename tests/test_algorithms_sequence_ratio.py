@@ -286,7 +286,9 @@ def test_every_other_loss_gives_each_token_its_own_advantage_at_the_ratio_of_its
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "ratio"), losses())
-def test_no_split_into_micro_batches_changes_value_or_gradient(name: str, ratio: str, mode: Mode):
+def test_the_split_into_micro_batches_does_not_change_value_and_gradient(
+    name: str, ratio: str, mode: Mode
+):
     batch = make_batch(seed=2)
     weights, correction = batch.weights(mode), PER_TOKEN["both"]
     value, gradient = evaluate(batch, mode, policy_loss=name, ratio=ratio, correction=correction)

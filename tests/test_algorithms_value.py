@@ -30,7 +30,7 @@ def test_the_value_loss_is_half_the_larger_of_two_squares():
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_gradients_of_the_value_loss_are_those_of_finite_differences(clip):
+def test_gradients_of_the_value_loss_agree_with_finite_differences(clip):
     torch.manual_seed(0)
     values, old, returns = (torch.randn(40, dtype=torch.float64) for _ in range(3))
     values.requires_grad_()
@@ -39,7 +39,7 @@ def test_gradients_of_the_value_loss_are_those_of_finite_differences(clip):
     )
 
 
-def test_a_value_beyond_the_clip_that_goes_away_from_its_return_still_learns():
+def test_a_clipped_value_that_moves_away_from_its_return_is_still_trained():
     values = reals(1.0, -1.0).requires_grad_()
     value_loss(values, torch.zeros(2), reals(0.0, 0.0), clip=0.2).loss.sum().backward()
     assert values.grad is not None and values.grad.tolist() == [1.0, -1.0]
@@ -48,7 +48,7 @@ def test_a_value_beyond_the_clip_that_goes_away_from_its_return_still_learns():
     assert values.grad is not None and values.grad.tolist() == [0.0]
 
 
-def test_the_loss_of_an_update_is_a_mean_over_all_tokens_however_they_are_split_and_ordered():
+def test_the_loss_of_an_update_is_a_mean_over_all_tokens_for_any_split_and_order():
     random = np.random.default_rng(0)
     values, fields = torch.from_numpy(random.normal(size=30)), {
         name: torch.from_numpy(random.normal(size=30)) for name in ("old_values", "returns")

@@ -62,7 +62,7 @@ def test_a_full_disk_gives_one_message_and_complete_rows(
     assert_mentions(capsys.readouterr().err, "out.jsonl.partial", "rows")
 
 
-def test_rows_are_written_to_a_pipe_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_written_to_a_pipe_immediately(monkeypatch: pytest.MonkeyPatch):
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stdout", pipe)
     with open_output(None) as write:

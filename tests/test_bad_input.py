@@ -95,7 +95,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert len(message_text.splitlines()) == 1
 
 
-def test_damaged_prompts_are_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_prompts_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]):
     make_tokenizer().save_pretrained(folder / "model")
     assert_mentions(refused(capsys, *RL), "data_packed_input_ids_document.idx", "0 bytes", "index")
 
@@ -169,7 +169,7 @@ def test_a_mistake_in_preprocessing_is_one_line_and_exit_code_2(
     assert len(message_text.splitlines()) == 1
 
 
-def test_a_port_that_is_taken_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_port_in_use_is_reported_at_start(folder: Path, capsys: pytest.CaptureFixture[str]):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

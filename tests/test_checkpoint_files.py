@@ -360,7 +360,7 @@ def test_missing_and_unexpected_ranks_are_named(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
-def test_names_of_transformer_engine_and_local_spec_are_each_others() -> None:
+def test_names_of_transformer_engine_and_local_spec_correspond() -> None:
     local = ["decoder.layers.11.pre_mlp_layernorm.weight", "decoder.final_layernorm.weight"]
     stored = [entry.name for entry in file_tensors(local, Naming(te=True))]
     assert stored == [
@@ -505,7 +505,7 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
-def test_a_writer_that_lacks_a_tensor_says_so(tmp_path: Path) -> None:
+def test_a_writer_that_lacks_a_tensor_raises_an_error(tmp_path: Path) -> None:
     writer = HfWriter(
         tmp_path, {"a": TensorSpec(torch.float32, (2,)), "b": TensorSpec(torch.bfloat16, (3,))}
     )
@@ -516,7 +516,7 @@ def test_a_writer_that_lacks_a_tensor_says_so(tmp_path: Path) -> None:
         writer.close()
 
 
-def test_sidecar_files_come_along_and_the_config_names_the_new_type(tmp_path: Path) -> None:
+def test_sidecar_files_are_copied_and_the_config_has_the_new_dtype(tmp_path: Path) -> None:
     tiny.save(tmp_path / "from", shards=2)
     (tmp_path / "from" / "chat_template.jinja").write_text("x")
     copy_sidecars(tmp_path / "from", tmp_path / "to", torch.float32)

@@ -31,7 +31,7 @@ QKV = Qkv(num_groups=2, heads_per_group=2, head_dim=2)
 QKV_RANKS = ([0, 1, 2, 3, 10, 11, 20, 21], [4, 5, 6, 7, 12, 13, 22, 23])
 
 
-def test_qkv_of_a_rank_holds_whole_query_groups() -> None:
+def test_qkv_of_a_rank_holds_complete_query_groups() -> None:
     weights = [t[:, None] for t in (Q, K, V)]
     for tensors in ((Q, K, V), weights):  # bias and weight have the same order
         ranks = split(QKV, fuse(QKV, tensors), 2)
@@ -41,7 +41,7 @@ def test_qkv_of_a_rank_holds_whole_query_groups() -> None:
         )
 
 
-def test_qkv_comes_apart_into_q_k_and_v() -> None:
+def test_qkv_is_split_into_q_k_and_v() -> None:
     canonical = join(QKV, [torch.tensor(rank) for rank in QKV_RANKS])
     assert [tensor.tolist() for tensor in unfuse(QKV, canonical)] == [
         Q.tolist(),
@@ -78,7 +78,7 @@ def test_vocabulary_is_padded_with_zeros_and_trimmed_again() -> None:
     assert join(Vocab(5), [torch.tensor(rank) for rank in expected]).tolist() == table.tolist()
 
 
-def test_replicated_tensors_are_whole_on_every_rank() -> None:
+def test_replicated_tensors_are_complete_on_every_rank() -> None:
     norm = torch.arange(3)
     assert [rank.tolist() for rank in split(Replicated(), norm, 2)] == [[0, 1, 2], [0, 1, 2]]
     assert join(Replicated(), [norm, norm]) is norm
@@ -243,6 +243,6 @@ def test_a_layout_that_does_not_divide_is_refused(
     assert_mentions(error.value, *message)
 
 
-def test_the_vocabulary_is_padded_to_something_that_the_ranks_divide() -> None:
+def test_the_vocabulary_is_padded_to_a_multiple_of_the_ranks() -> None:
     assert make_plan(shape(QWEN2), ParallelLayout(2), vocab_multiple=None).padded_vocab == 100
     assert make_plan(shape(QWEN2), ParallelLayout(2), vocab_multiple=51).padded_vocab == 102

@@ -225,7 +225,7 @@ def test_preprocess_takes_several_files_and_renamed_columns(
         ('{"a": [1]}', ("--map-keys", "preprocess.map_keys.a=[1]", "text")),
     ],
 )
-def test_column_names_that_are_no_mapping_are_refused(
+def test_column_names_without_a_mapping_are_refused(
     text: str, message: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert msrl("preprocess", "--map-keys", text) == 2
@@ -303,9 +303,7 @@ def test_an_unknown_configuration_name_is_refused(folder: Path, capsys: pytest.C
     )
 
 
-def test_cluster_commands_pass_on_what_they_are_given(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_cluster_commands_pass_their_arguments(folder: Path, monkeypatch: pytest.MonkeyPatch):
     calls = reached(monkeypatch, "cluster")
     assert msrl("cluster", "up", "--port", "7000", "--devices", "2", "--platform", "cpu") == 0
     config, arguments = calls.pop()
@@ -413,7 +411,7 @@ def test_exit_codes_of_what_a_workflow_raises(
     assert capsys.readouterr().err == message
 
 
-def test_our_own_mistakes_keep_their_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_internal_errors_keep_their_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(config: Config) -> None:
         raise ZeroDivisionError("ours")
 
@@ -624,7 +622,7 @@ def test_mistakes_are_answered_with_what_was_probably_meant(
     assert suggestion in captured.err + captured.out
 
 
-def test_a_missing_folder_that_is_no_hub_id_is_not_taken_for_one(
+def test_a_missing_folder_is_not_treated_as_a_hub_id(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     for path in ("gone", "./models/gone", "/models/gone", "data/gone/deep"):

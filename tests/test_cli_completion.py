@@ -133,7 +133,7 @@ def test_install_completion_writes_the_script_of_the_shell(environment: dict[str
         ),  # explanations of all keys are printed
     ],
 )
-def test_other_shells_complete_whole_words(
+def test_other_shells_complete_full_words(
     shell: str, line: str, expected: str, environment: dict[str, str]
 ):
     request = {

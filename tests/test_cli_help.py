@@ -61,7 +61,7 @@ def test_help_shows_every_name_in_full_at_80_columns(
 
 
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
-def test_help_cuts_no_name_off_on_a_narrow_terminal(
+def test_help_truncates_no_name_on_a_narrow_terminal(
     names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "40")
@@ -114,7 +114,7 @@ def test_defaults_ranges_and_choices_come_from_the_schema(
     assert re.search(r"--port N .*default: 6344", help_text(["cluster", "up"], capsys))
 
 
-def test_options_stand_in_panels(capsys: pytest.CaptureFixture[str]):
+def test_options_are_in_panels(capsys: pytest.CaptureFixture[str]):
     titles = re.findall(r"^╭─ ([\w ]+) ─", help_text(["convert-ckpt", "hf2mcore"], capsys), re.M)
     assert titles == ["Checkpoint", "Parallel layout", "Format", "Configuration", "General"]
 

@@ -124,7 +124,7 @@ def test_a_run_leaves_its_cluster_running(head):
         wait_until(lambda: session.nodes()[0].num_free == 2)
 
 
-def test_a_client_with_another_token_is_refused_at_once(head, monkeypatch):
+def test_a_client_with_another_token_is_refused_immediately(head, monkeypatch):
     from msrl.cluster.session import ray_session
 
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
@@ -311,7 +311,7 @@ def test_device_ids_lists_all_devices_of_a_worker(run):
     assert placed.device_ids("actor", 0) + placed.device_ids("actor", 1) in [("0", "1"), ("1", "0")]
 
 
-def test_a_failure_ends_the_wait_at_once_with_the_workers_traceback(run):
+def test_a_failure_ends_the_wait_immediately_with_the_workers_traceback(run):
     from msrl.cluster.waiting import WorkerError, wait_all
 
     session, placed, probe_class = run

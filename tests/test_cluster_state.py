@@ -75,7 +75,7 @@ def test_a_record_is_read_back_and_is_private(tmp_path):
     assert read.alive
 
 
-def test_down_leaves_a_process_alone_that_reuses_a_recorded_pid(bystander, tmp_path):
+def test_down_does_not_end_a_process_that_reuses_a_recorded_pid(bystander, tmp_path):
     save(
         node_record(
             ProcessRecord(bystander.pid, start_ticks(bystander.pid) - 1, "raylet"), tmp_path
@@ -87,7 +87,7 @@ def test_down_leaves_a_process_alone_that_reuses_a_recorded_pid(bystander, tmp_p
     assert state.load_records() == ()
 
 
-def test_down_leaves_processes_of_an_earlier_boot_and_nodes_of_other_machines_alone(
+def test_down_does_not_end_processes_of_an_earlier_boot_and_nodes_of_other_machines(
     bystander, tmp_path
 ):
     process = ProcessRecord(bystander.pid, start_ticks(bystander.pid), "raylet")
@@ -224,7 +224,7 @@ def test_joining_an_address_that_does_not_answer_ends_in_bounded_time():
     assert time.monotonic() - began < 20
 
 
-def test_joining_a_server_that_is_not_ray_fails_at_once():
+def test_joining_a_server_that_is_not_ray_fails_immediately():
     with state.locked():
         state.make_token()
     server = http.server.HTTPServer(("127.0.0.2", 0), http.server.SimpleHTTPRequestHandler)

@@ -36,7 +36,7 @@ def mistakes(*files: str, sets: tuple[str, ...] = (), flags: tuple[Flag, ...] = 
     return str(caught.value).splitlines()
 
 
-def test_without_any_source_the_defaults_are_in_force():
+def test_without_any_source_the_defaults_are_used():
     resolved = load()
     assert resolved.config == Config()
     assert str(resolved.origins["train.optimizer.lr"]) == "default"
@@ -285,7 +285,7 @@ def test_a_duplicate_key_is_refused_with_both_lines(folder: Path):
         ("defaults: sft\n", ("a.yaml:1: defaults", "list", "grpo, sft")),
     ],
 )
-def test_files_that_are_no_configuration_are_refused_with_the_line(
+def test_files_without_a_configuration_are_refused_with_the_line(
     folder: Path, text: str, fragments: tuple[str, ...]
 ):
     write(folder / "a.yaml", text)
@@ -315,7 +315,7 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: object):
     assert got == value and type(got) is type(value)
 
 
-def test_quoted_numbers_stay_text_and_written_ones_become_it_where_text_is_wanted(folder: Path):
+def test_quoted_numbers_are_text_and_plain_ones_become_text_for_text_keys(folder: Path):
     write(
         folder / "a.yaml",
         "run: {name: 007}\ncluster: {env: {OMP_NUM_THREADS: 2, FLAG: true}}\ntrain: {steps: '3'}\n",

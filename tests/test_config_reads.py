@@ -27,7 +27,7 @@ def test_every_key_of_a_reward_source_has_its_field():
     }
 
 
-def test_a_key_that_nobody_reads_is_noticed():
+def test_a_key_that_is_not_read_is_reported():
     walker = Reads()
     walker.visit(
         ast.parse(

@@ -164,7 +164,7 @@ def test_one_layout_becomes_another_as_if_converted_directly(
         assert all(same_bits(resharded[rank][name], expected[name]) for name in expected)
 
 
-def test_other_tensors_of_the_same_names_are_sharded_the_same_way(tmp_path: Path) -> None:
+def test_other_tensors_of_the_same_names_have_the_same_shards(tmp_path: Path) -> None:
     """For example optimizer moments: float32, on another scale, under the names of the weights."""
     tiny.save(tmp_path / "hf")
     source = open_weights(tmp_path / "hf")
@@ -199,7 +199,7 @@ def test_comparison_is_by_bits() -> None:
     assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16))
 
 
-def test_the_manifest_finds_damage(tmp_path: Path) -> None:
+def test_the_manifest_detects_damage(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore", ParallelLayout(2))
     assert damages(mcore_checks(tmp_path / "mcore")) == []
@@ -282,7 +282,7 @@ def test_a_run_killed_while_writing_leaves_nothing_visible_and_can_be_repeated(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
-def test_a_failure_in_mid_write_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_failure_during_a_write_leaves_no_files(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
 
     def fail(num_bytes: int) -> None:
@@ -309,7 +309,7 @@ def test_a_full_disk_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
         assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     (tmp_path / "file").write_text("")
     with pytest.raises(MsrlError, match=mentions("file/out", "folder")):
@@ -369,7 +369,7 @@ def save_real(folder: Path, family: str, *, tied: bool, dtype: str = "float32") 
         ),
     ],
 )
-def test_a_conversion_proves_itself_on_real_megatron_ranks(
+def test_a_conversion_is_verified_on_real_megatron_ranks(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     family: str,
@@ -387,7 +387,7 @@ def test_a_conversion_proves_itself_on_real_megatron_ranks(
 
 
 @pytest.mark.slow
-def test_casts_and_reshards_prove_themselves(
+def test_casts_and_reshards_are_verified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_real(tmp_path / "hf", "qwen2", tied=True)

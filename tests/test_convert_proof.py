@@ -48,7 +48,7 @@ def test_agreement_by_hand() -> None:
     assert compare_logits([padded], [left], 3, tie=0.0).largest == 0.0
 
 
-def test_a_nan_agrees_with_nothing() -> None:
+def test_a_nan_never_agrees() -> None:
     broken = torch.tensor([[0.0, float("nan")]])
     result = compare_logits([torch.zeros(1, 2)], [broken], 2, tie=1e-4)
     assert result.largest == float("inf") and result.divergence == float("inf")
@@ -88,9 +88,7 @@ def mixture_shape(vocab_size: int) -> Shape:
     return families.shape({**config, "vocab_size": vocab_size})
 
 
-def test_every_mixture_has_a_tolerance_of_its_own_and_no_dense_family_lets_a_position_stray() -> (
-    None
-):
+def test_every_mixture_has_a_tolerance_and_dense_families_allow_no_outliers() -> None:
     for family in (families.FAMILIES | MIXTURES).values():
         shape = families.shape(family.config)
         assert (family_tolerance(shape).outliers > 0) is (
@@ -163,7 +161,7 @@ def test_experts_and_models_with_a_vision_tower_are_computed_layer_by_layer(
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in LAYERWISE if name not in SOME_LAYERWISE])
-def test_every_family_is_found_layer_by_layer(tmp_path: Path, name: str) -> None:
+def test_every_family_has_sources_for_all_parameters(tmp_path: Path, name: str) -> None:
     _assert_alike_layer_by_layer(tmp_path, name)
 
 
@@ -233,7 +231,7 @@ def test_a_mixture_larger_than_memory_is_verified_layer_by_layer(
         "qwen2.5-vl",
     ],
 )
-def test_every_mixture_larger_than_memory_is_proven_layer_by_layer(
+def test_every_mixture_larger_than_memory_is_verified_by_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr(convert_report, "fits_in_memory", lambda shape: False)
@@ -286,7 +284,7 @@ def test_inspect_names_every_missing_truncated_or_altered_file(tmp_path: Path) -
     assert_mentions(second, "mp_rank_01/model_optim_rng.pt", "missing")
 
 
-def test_a_hugging_face_folder_of_ours_vouches_for_its_files(
+def test_a_hugging_face_folder_of_msrl_has_checksums_of_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.save(tmp_path / "hf")
@@ -370,7 +368,7 @@ def test_an_altered_checkpoint_is_not_converted(
         ),
     ],
 )
-def test_ranks_that_hold_a_tensor_differently_are_not_converted_as_if_they_agreed(
+def test_ranks_with_different_copies_of_a_tensor_are_not_converted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -50,7 +50,7 @@ def test_a_torch_file_with_an_altered_byte_is_read_or_refused_by_name(tmp_path: 
     assert refused > 100
 
 
-def test_a_record_whose_name_differs_from_the_directory_is_found(tmp_path: Path) -> None:
+def test_a_record_whose_name_differs_from_the_directory_is_detected(tmp_path: Path) -> None:
     """torch and zipfile compare the name in the record's header too, and would not read it."""
     path = tmp_path / "file.pt"
     whole = _torch_file(path)
@@ -89,7 +89,7 @@ def test_a_compressed_torch_file_is_not_mapped(tmp_path: Path) -> None:
         {"files": {"x": {"bytes": 1}}},
     ],
 )
-def test_a_manifest_that_says_too_little_is_refused(tmp_path: Path, entry: Any) -> None:
+def test_an_incomplete_manifest_is_refused(tmp_path: Path, entry: Any) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "mcore")
     (tmp_path / "mcore" / "msrl_manifest.json").write_text(
@@ -102,7 +102,7 @@ def test_a_manifest_that_says_too_little_is_refused(tmp_path: Path, entry: Any) 
         mcore_checks(tmp_path / "mcore")
 
 
-def test_json_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     readers = {
         "config.json": read_hf_config,
         "generation_config.json": end_tokens,

@@ -59,7 +59,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_this_machine_is_well(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_doctor_reports_no_error_on_this_machine(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert msrl("doctor", "--no-imports", "--platform", "cpu") == 0
     out = capsys.readouterr().out
     assert re.search(r"^ok {5}platform: cpu$", out, re.M) and re.search(
@@ -159,7 +161,7 @@ def test_devices_of_a_run_are_counted_against_the_machine(folder: Path):
     assert on_cores in (["note"], ["ok"])
 
 
-def test_a_library_that_does_not_import_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_library_that_does_not_import_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CpuPlatform, "libraries", ("json", "msrl_no_such_library"))
     findings = doctor.run("cpu", resolved=None, mistakes=(), command=None, imports=True)
     imports = {row.what: row for row in findings if row.what.startswith("import ")}
@@ -214,7 +216,7 @@ def test_a_training_that_cannot_fit_is_refused_and_one_that_might_not_fit_causes
     assert_mentions(capsys.readouterr().err, "memory", "1.0 MB")
 
 
-def test_where_the_engine_sleeps_its_memory_and_that_of_a_pass_are_not_needed_at_once(folder: Path):
+def test_memory_of_a_sleeping_engine_and_of_a_pass_are_not_added(folder: Path):
     config = load(
         ["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000000", "train.offload.optimizer=true"]
     ).config

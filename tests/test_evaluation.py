@@ -56,7 +56,7 @@ def scored(row: Prompt, *scores: dict[str, float]) -> ScoredGroup:
     )
 
 
-def test_the_first_verifier_that_knows_the_truth_decides_and_its_full_score_is_right():
+def test_the_first_verifier_of_a_ground_truth_decides_and_its_full_score_is_right():
     judge = Judge((Source(model="m"), Source("strict_format", weight=0.5), Source("acc")))
     group = scored(
         prompt(),
@@ -69,7 +69,7 @@ def test_the_first_verifier_that_knows_the_truth_decides_and_its_full_score_is_r
     assert Judge((Source("step"), Source(url="http://a"))).source_for(prompt()) == "step"
 
 
-def test_every_row_is_judged_by_a_source_for_its_tag_and_no_model_is_unless_it_is_named():
+def test_every_row_is_judged_by_a_source_of_its_tag_and_by_a_model_only_if_configured():
     judge = Judge(
         (
             Source("acc", tags=("math",)),
@@ -180,7 +180,7 @@ EVERY = ("data.eval=held", "eval.every_steps=5")
         ),
     ],
 )
-def test_what_does_not_fit_an_evaluation_is_one_line(
+def test_invalid_settings_of_an_evaluation_are_one_line(
     folder: Path, command: str, sets: tuple[str, ...], fragments: tuple[str, ...] | None
 ):
     assert_each_mentions(mistakes(command, *sets), *([fragments] if fragments else []))
@@ -195,7 +195,7 @@ def test_a_longer_answer_in_evaluations_makes_the_engine_longer(folder: Path):
     )
 
 
-def test_answers_are_written_with_what_they_were_judged(tmp_path: Path):
+def test_answers_are_written_with_their_scores(tmp_path: Path):
     import json
 
     from tiny_qwen2 import make_tokenizer

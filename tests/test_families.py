@@ -110,7 +110,7 @@ def transformers_logits(folder: Path, ids: list[np.ndarray]) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_the_reference_at_every_layout(
+def test_logits_agree_with_the_reference_in_every_layout(
     folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str
 ) -> None:
     family = FAMILIES[name]
@@ -199,7 +199,7 @@ def _convert(**values: object) -> None:
 
 
 @pytest.mark.slow
-def test_a_vision_tower_is_carried_and_the_language_model_is_proven(
+def test_a_vision_tower_passes_through_and_the_language_model_is_verified(
     tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = folders["qwen2.5-vl"]
@@ -218,7 +218,7 @@ def test_a_vision_tower_is_carried_and_the_language_model_is_proven(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
-def test_capped_scores_are_in_both_sides_of_a_proof(
+def test_softcapped_scores_are_in_both_sides_of_a_verification(
     tmp_path: Path,
     folders: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
@@ -231,7 +231,7 @@ def test_capped_scores_are_in_both_sides_of_a_proof(
 
 
 @pytest.mark.slow
-def test_a_family_with_code_of_its_own_says_that_its_logits_were_not_compared(
+def test_a_family_with_custom_code_reports_that_its_logits_were_not_compared(
     tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _convert(command="hf2mcore", load=folders["internlm 2"], save=tmp_path / "mcore")

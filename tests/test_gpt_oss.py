@@ -79,7 +79,7 @@ def test_four_bits_are_read_low_half_first_times_a_power_of_two() -> None:
     assert torch.equal(result, expected)
 
 
-def test_weights_in_mxfp4_come_out_as_the_numbers_that_transformers_reads(tmp_path: Path) -> None:
+def test_weights_in_mxfp4_are_read_as_in_transformers(tmp_path: Path) -> None:
     folder, expected_weights = _folder(tmp_path / "packed")
     write_mcore(
         open_weights(folder), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2, ep=2, pp=2))

@@ -157,7 +157,7 @@ def test_a_coefficient_that_is_fixed_from_now_on_is_the_one_of_the_configuration
 @pytest.mark.parametrize(
     ("level", "keyword"), [(None, "missing"), ("hard", "'hard'"), ("nan", "'nan'")]
 )
-def test_a_difficulty_that_is_no_number_is_named_before_the_run_starts(
+def test_a_difficulty_that_is_not_a_number_is_reported_before_the_run_starts(
     folder: Path, level: str | None, keyword: str
 ):
     from msrl.cli.app import app

@@ -299,7 +299,7 @@ def test_roll_validation_needs_both_lengths(tmp_path: Path):
         imported("roll", RLVR + HELD_OUT + "val_sequence_length: 2048\n", tmp_path, "yaml")
 
 
-def test_dead_keys_of_roll_are_named(tmp_path: Path):
+def test_dead_keys_of_roll_are_reported(tmp_path: Path):
     text = (
         RLVR
         + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\n"

@@ -233,7 +233,7 @@ def test_each_file_is_read_once_and_its_bytes_are_reported(folder: Path) -> None
         ), kind
 
 
-def test_a_file_of_the_manifest_that_is_gone_or_short_is_named(folder: Path) -> None:
+def test_a_missing_or_truncated_file_of_the_manifest_is_reported(folder: Path) -> None:
     path = folder / "export" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     (damage,) = damages(hf_checks(folder / "export", "sizes"))

@@ -216,7 +216,7 @@ def test_a_killed_run_has_the_same_rollouts_rewards_and_losses(whole, killed):
     assert killed.kills_in_a_save > 0
 
 
-def test_everything_with_a_memory_moved_and_came_back_to_the_bit(whole, killed):
+def test_all_state_changes_in_steps_and_is_restored_bitwise(whole, killed):
     states = [SavedTraining(run / "checkpoints", STEPS).state() for run in (whole, killed.run)]
     assert states[0] == states[1]  # with the checksums of weights, moments and random numbers
     extra = states[0]["extra"]
@@ -242,7 +242,7 @@ def test_everything_with_a_memory_moved_and_came_back_to_the_bit(whole, killed):
     assert not list((killed.run / "checkpoints").rglob(".iter*partial"))
 
 
-def test_a_killed_run_with_a_critic_ends_as_the_whole_one_does(inputs):
+def test_a_killed_run_with_a_critic_equals_the_uninterrupted_one(inputs):
     """Kills happen while only the critic is trained, in a save, and when both are trained."""
     whole, run = (
         uninterrupted(inputs, with_critic(inputs, "critic")),

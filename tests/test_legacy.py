@@ -149,7 +149,7 @@ def test_every_direction_of_the_guides_table_ends_as_if_converted_directly(
     )
 
 
-def test_a_model_that_the_old_ones_cannot_name_is_refused_before_anything_is_written(
+def test_a_model_without_legacy_names_is_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     tiny.save(tmp_path / "hf", "qwen3")
@@ -160,7 +160,7 @@ def test_a_model_that_the_old_ones_cannot_name_is_refused_before_anything_is_wri
     assert not (tmp_path / "legacy").exists()
 
 
-def test_an_unknown_legacy_tensor_is_named(tmp_path: Path) -> None:
+def test_an_unknown_legacy_tensor_is_reported(tmp_path: Path) -> None:
     hf = tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "legacy", naming=LEGACY)
     path = mcore.rank_file(tmp_path / "legacy", 1, ParallelLayout(), Coords())
@@ -172,7 +172,7 @@ def test_an_unknown_legacy_tensor_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_conversion_to_legacy_names_is_proven_by_real_ranks(
+def test_a_conversion_to_legacy_names_is_verified_by_real_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_real(tmp_path / "hf", "qwen2", tied=True)

@@ -159,7 +159,7 @@ def assert_same_weights(folder: Path, expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("name", "layout"), PARAMETERS)
-def test_a_checkpoint_of_mindspeeds_converter_is_read_as_it_is(
+def test_a_checkpoint_of_mindspeeds_converter_is_read_unchanged(
     tmp_path: Path, name: str, layout: str
 ) -> None:
     root, words = oracle.checkout(), (LAYOUTS | EXPERTS)[layout].split()
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_mindspeeds_converter_is_read_as_it_is(
 
 
 @pytest.mark.parametrize(("name", "layout"), PARAMETERS)
-def test_mindspeeds_converter_reads_a_checkpoint_of_ours_as_it_is(
+def test_mindspeeds_converter_reads_a_checkpoint_of_msrl_unchanged(
     tmp_path: Path, name: str, layout: str
 ) -> None:
     root, words = oracle.checkout(), (LAYOUTS | EXPERTS)[layout].split()
@@ -229,7 +229,7 @@ def test_every_argument_that_the_others_read_is_written(readers: list[str], name
     assert READ_ARGUMENTS.keys().isdisjoint(NOT_WRITTEN)
 
 
-def test_no_row_of_the_table_is_read_by_nobody() -> None:
+def test_every_row_of_the_table_is_read() -> None:
     assert READ_ARGUMENTS.keys() <= {
         *LOADED_BY_MEGATRON,
         *CHECKED_BY_MEGATRON,
@@ -335,7 +335,7 @@ def test_arguments_have_the_values_of_the_config(name: str, expected: dict[str, 
     assert {key: written[key] for key in expected} == expected
 
 
-def test_norms_behind_the_parts_of_a_layer_are_told() -> None:
+def test_post_norms_of_a_layer_are_recorded() -> None:
     shape = families.shape(FAMILIES["gemma 2"].config)
     assert (
         vars(namespace(shape, ParallelLayout()))["post_norm"] is True
@@ -358,7 +358,7 @@ def test_the_size_of_an_experts_group_is_unset_beside_extended_expert_parallelis
     assert arguments("deepseek v3", layout)["expert_tensor_parallel_size"] == expected
 
 
-def test_layers_with_experts_are_a_period_for_mindspeed_and_a_list_for_megatron() -> None:
+def test_layers_with_experts_are_a_frequency_for_mindspeed_and_a_list_for_megatron() -> None:
     assert arguments("deepseek v3")["moe_layer_freq"] == 1
     assert arguments("deepseek v3", distributed=True)["moe_layer_freq"] == [0, 1, 1, 1]
     irregular = families.shape(MIXTURES["qwen3 moe, every second layer"].config)

@@ -92,7 +92,7 @@ def _assert_logits_of_transformers(logits: np.ndarray, folder: Path, name: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), USUAL)
-def test_logits_are_those_of_transformers(
+def test_logits_agree_with_transformers(
     folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str, layout: str
 ) -> None:
     _assert_logits_of_transformers(megatron[f"{name}, {layout}"], folders[name], name)
@@ -128,7 +128,7 @@ def test_a_conversion_of_a_mixture_is_verified(
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "layout"), REMAINING)
-def test_logits_are_those_of_transformers_at_all_layouts(
+def test_logits_agree_with_transformers_in_all_layouts(
     folders: dict[str, Path], more_megatron: dict[str, np.ndarray], name: str, layout: str
 ) -> None:
     _assert_logits_of_transformers(more_megatron[f"{name}, {layout}"], folders[name], name)

@@ -230,7 +230,7 @@ def test_invalid_and_unsupported_values_are_refused_by_key(
     assert_mentions(error.value, *fragments)
 
 
-def test_a_window_that_no_layer_uses_is_no_window() -> None:
+def test_a_window_that_no_layer_uses_is_ignored() -> None:
     assert shape(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=2) == shape(
         QWEN2
     )

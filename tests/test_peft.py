@@ -92,7 +92,7 @@ def test_an_embedding_trained_beside_a_tied_output_layer_is_merged_only_if_peft_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek v3", "qwen3 moe"])
-def test_the_adapters_that_peft_ignores_are_named(tmp_path: Path, name: str) -> None:
+def test_the_adapters_that_peft_ignores_are_reported(tmp_path: Path, name: str) -> None:
     """Shared experts and first layers of DeepSeek have the names of experts; PEFT then adapts only
     the experts.
     """

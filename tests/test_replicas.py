@@ -88,9 +88,7 @@ def test_with_adapters_the_reference_is_the_policy_and_a_resume_keeps_the_base_w
     assert rank.policy.iteration is None and rank.policy.model != Path("saves")
 
 
-def test_settings_of_a_rank_survive_the_way_to_its_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_a_rank_survive_pickling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = settings(folder, monkeypatch, *CRITIC, reward_models={"judge": Path("judge")})
     assert pickle.loads(pickle.dumps(rank)) == rank
 
@@ -100,7 +98,7 @@ def test_an_optimizer_has_one_declaration_of_its_defaults() -> None:
     assert types["optimizer"] == "OptimizerConfig | None" and OptimizerConfig().weight_decay == 0.0
 
 
-def test_changed_internals_of_megatron_are_named_before_a_model_is_built() -> None:
+def test_changed_internals_of_megatron_are_reported_before_a_model_is_built() -> None:
     from msrl.trainer.model.seams import SEAMS, Seam, check_seams
 
     def renamed(self: object, hidden: object) -> None: ...

@@ -142,7 +142,7 @@ def test_an_output_layer_that_a_reward_model_does_not_use_is_dropped_and_reporte
     assert_each_mentions(training_state(tmp_path / "mcore"), ("output layer", "reward model"))
 
 
-def test_a_bias_that_transformers_has_no_place_for_is_refused(tmp_path: Path) -> None:
+def test_a_bias_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2)))
     rewritten(tmp_path / "mcore", ParallelLayout(2), rm_head__bias=torch.ones(1))
@@ -163,7 +163,7 @@ def test_a_classifier_with_other_than_one_score_is_refused(
         open_weights(tmp_path / "hf")
 
 
-def test_a_reward_model_is_not_trained_or_asked_for_text(tmp_path: Path) -> None:
+def test_a_reward_model_can_neither_be_trained_nor_generate_text(tmp_path: Path) -> None:
     from msrl.config.schema import Config, ModelConfig
     from msrl.plan.derived import model_shape
 
@@ -175,7 +175,7 @@ def test_a_reward_model_is_not_trained_or_asked_for_text(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_scores_of_real_ranks_are_those_of_transformers_at_every_layout(tmp_path: Path) -> None:
+def test_scores_of_real_ranks_agree_with_transformers_in_every_layout(tmp_path: Path) -> None:
     import transformers
 
     for row in ROWS:

@@ -128,7 +128,7 @@ def test_a_source_that_fails_on_some_calls_is_counted_and_does_not_end_the_step(
     assert "scores_a/error: 3 scored as wrong; first at prompt 0" in scores.notes[0]
 
 
-def test_every_source_is_held_to_its_own_calls(own):
+def test_every_source_is_judged_by_its_own_calls(own):
     sources = [
         Source(function=f"{own}:fine"),
         Source("acc", tags=("math",)),
@@ -184,7 +184,7 @@ def test_other_slow_failures_take_a_bounded_time_too(own, name, kind):
     assert scores.failures[f"{name}/{kind}"] < 200 < scores.failures[f"{name}/skipped"]
 
 
-def test_quick_errors_are_all_made_because_they_cost_nothing(own):
+def test_quick_errors_do_not_stop_further_calls(own):
     with Scorer([Source(function=f"{own}:raises", timeout_s=2.0)], 2) as scorer:
         scores = scorer.score([group(*"abcdefgh", index=index) for index in range(50)])
     assert scores.failures == {"raises/error": 400}
@@ -199,7 +199,7 @@ def test_hanging_on_the_first_prompts_does_not_stop_a_function_that_answers_othe
     assert [g.rewards[0].total for g in scores.groups[1:]] == [1.0] * 3
 
 
-def test_a_worker_gives_the_calls_of_other_functions_back_when_it_is_stopped(own):
+def test_a_stopped_worker_returns_the_calls_of_other_functions(own):
     functions = [
         Function("own", name, {}, limit_s, own)
         for name, limit_s in (("hangs", 0.2), ("fine", 60.0))
@@ -210,7 +210,7 @@ def test_a_worker_gives_the_calls_of_other_functions_back_when_it_is_stopped(own
     assert {result.failure for result in results[::2]} == {"timeout", "skipped"}
 
 
-def test_a_server_that_never_answers_is_not_asked_for_every_batch():
+def test_a_server_that_never_answers_does_not_get_every_batch():
     class Silent(BaseHTTPRequestHandler):
         def do_POST(self):
             time.sleep(2.0)

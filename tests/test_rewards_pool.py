@@ -85,7 +85,7 @@ def test_a_crash_fails_its_own_call_only():
         ]
 
 
-def test_a_memory_hog_meets_its_limit_and_not_the_machine():
+def test_a_call_with_too_much_memory_fails_alone():
     with pool("hog", memory_bytes=1 << 30) as workers:
         outcomes = workers.map(calls("a", "hog", "b"))
     assert [o.failure for o in outcomes] == [None, "error", None]
@@ -101,14 +101,14 @@ def test_a_memory_hog_meets_its_limit_and_not_the_machine():
         ("text", "could not convert"),
     ],
 )
-def test_what_a_verifier_raises_is_an_error_with_its_reason(response, reason):
+def test_an_exception_of_a_verifier_is_an_error_with_its_reason(response, reason):
     with pool("misbehave") as workers:
         outcomes = workers.map(calls("a", response, "b"))
     assert [o.failure for o in outcomes] == [None, "error", None]
     assert_mentions(outcomes[1].detail, reason)
 
 
-def test_options_arrive_and_prints_do_not_disturb():
+def test_options_are_passed_and_prints_are_ignored():
     with pool("misbehave", options=[("value", 0.25)]) as workers:
         assert workers.map(calls("a", "b")) == (CallResult(0.25), CallResult(0.25))
 
@@ -222,7 +222,7 @@ def test_thousands_of_easy_calls_a_second():
     assert {r.total for g in scores.groups for r in g.rewards} == {1.1}
 
 
-def test_a_total_is_the_weighted_sum_and_names_its_parts():
+def test_a_total_is_the_weighted_sum_of_its_named_rewards():
     good, right, wrong = r"<think>a</think><answer>\boxed{4}</answer>", r"\boxed{4}", r"\boxed{5}"
     with Scorer(
         [
@@ -242,7 +242,7 @@ def test_a_total_is_the_weighted_sum_and_names_its_parts():
     assert (scores.failures, scores.notes) == ({}, ())
 
 
-def test_a_timeout_scores_as_wrong_is_counted_and_is_said():
+def test_a_timeout_scores_as_wrong_and_is_counted_and_reported():
     stuck = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
     with Scorer([Source("acc", timeout_s=0.3)], 1) as scorer:
         scores = scorer.score(
@@ -273,7 +273,7 @@ def test_wrong_sources_are_refused_before_any_process_starts(sources, fragments)
     assert children() == before
 
 
-def test_a_row_without_a_ground_truth_is_refused_where_one_is_compared_with():
+def test_a_row_without_a_ground_truth_is_refused_if_a_verifier_needs_one():
     with Scorer([Source("format")], 1) as scorer:
         assert scorer.score([group("", "x")]).groups[0].rewards[0].total == 0.0
     with (

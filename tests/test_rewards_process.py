@@ -37,7 +37,7 @@ def scored(totals, lengths=None, texts=None):
     return groups
 
 
-def test_overlong_is_punished_as_in_dapo():
+def test_overlong_responses_are_penalized_as_in_dapo():
     lengths = np.array([[0, 12, 16, 18, 20, 25]], dtype=float)
     assert overlong_penalty(lengths, limit=20, buffer=4, factor=1.0).tolist() == [
         [0, 0, 0, -0.5, -1, -1]
@@ -55,7 +55,7 @@ def test_short_responses_are_rewarded_as_in_kimi():
     assert length_reward(lengths, ~right, coef=2.0).tolist() == [[0, 0, -1.0], [0, 0, 0]]
 
 
-def test_a_response_out_of_form_is_punished():
+def test_a_response_without_the_format_is_penalized():
     good = "<think>a</think><answer>b</answer>"
     assert format_penalty([[good, "b"]], penalty=0.5).tolist() == [[0, -0.5]]
 
@@ -77,7 +77,7 @@ REWARDS = np.array([[1.0, 3.0], [5.0, 7.0]])
         ("none", "running", REWARDS / (2 + EPS)),
     ],
 )
-def test_mean_and_deviation_are_chosen_apart(center, scale, expected):
+def test_mean_and_deviation_are_configured_separately(center, scale, expected):
     running = Moments(5, 10.0, 16.0)
     np.testing.assert_allclose(
         normalize(REWARDS, center=center, scale=scale, eps=EPS, running=running),
@@ -87,7 +87,7 @@ def test_mean_and_deviation_are_chosen_apart(center, scale, expected):
 
 
 @pytest.mark.parametrize("scope", ["batch", "group", "running"])
-def test_equal_rewards_and_single_ones_are_finite_and_not_blown_up(scope):
+def test_equal_and_single_rewards_stay_finite_and_small(scope):
     equal = np.full((2, 4), 0.7)
     running = NONE.with_more(equal)
     np.testing.assert_allclose(
@@ -102,7 +102,7 @@ def test_equal_rewards_and_single_ones_are_finite_and_not_blown_up(scope):
     ).tolist() == [[3.0]]
 
 
-def test_running_moments_are_those_of_all_rewards_however_they_are_split_into_steps():
+def test_running_moments_do_not_depend_on_the_split_into_steps():
     values = np.random.default_rng(0).normal(1e3, 2.0, size=240)
     for sizes in ([240], [1, 1, 238], [60, 60, 60, 60]):
         moments, start = NONE, 0
@@ -113,7 +113,7 @@ def test_running_moments_are_those_of_all_rewards_however_they_are_split_into_st
         assert moments.std == pytest.approx(values.std(ddof=1), rel=1e-9)
 
 
-def test_the_steps_come_in_the_order_of_their_description():
+def test_the_processing_steps_run_in_the_documented_order():
     config = RewardConfig(
         format_penalty=0.5,
         length=LengthConfig(coef=1.0, right_above=0.5),
@@ -147,7 +147,7 @@ def test_without_processing_steps_the_sum_of_the_sources_is_the_training_reward(
     assert (processed.rewards.tolist(), processed.metrics) == ([[0.25, 1e9]], {})
 
 
-def test_running_moments_go_through_a_checkpoint():
+def test_running_moments_survive_a_checkpoint():
     config = RewardConfig(norm=RewardNormConfig(center="running", scale="running"))
     steps, rng = RewardSteps(config, 20, {}), np.random.default_rng(1)
     first, second = (scored(rng.normal(size=(3, 4)).tolist()) for _ in range(2))

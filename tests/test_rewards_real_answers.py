@@ -53,7 +53,7 @@ def true_answers():
 
 
 @pytest.mark.slow
-def test_every_true_answer_equals_itself_whatever_its_looks_are():
+def test_every_true_answer_equals_itself_in_any_notation():
     answers = true_answers()
     looks = [
         str,
@@ -74,7 +74,7 @@ def test_every_true_answer_equals_itself_whatever_its_looks_are():
 
 
 @pytest.mark.slow
-def test_of_ten_thousand_scorings_with_hanging_and_crashing_ones_none_is_lost():
+def test_no_score_of_ten_thousand_is_lost_with_hanging_and_crashing_calls():
     row = cells(speed_row(num_workers=2, num_failures=3))
     assert NUM_SCORINGS == 10_000
     assert row[2:] == ["0", "3", "3", "3"]

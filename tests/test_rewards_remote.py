@@ -67,7 +67,7 @@ def quick(url, timeout_s=10.0, **options):
     return Server(url, timeout_s, **{"backoff_s": 0.01, **options})
 
 
-def test_an_attempt_that_may_pass_is_made_again():
+def test_an_attempt_that_may_succeed_is_retried():
     with served(lambda n, _: json_answer({"n": n}, 200 if n > 3 else [500, 503, 429][n - 1])) as (
         url,
         payloads,
@@ -76,7 +76,7 @@ def test_an_attempt_that_may_pass_is_made_again():
         assert payloads == [{"a": 1}] * 4
 
 
-def test_a_server_may_say_how_long_to_wait():
+def test_a_server_may_set_the_time_to_wait():
     with served(lambda n, _: json_answer(n, 429 if n == 1 else 200, **{"Retry-After": "1"})) as (
         url,
         _,
@@ -97,7 +97,7 @@ def test_a_server_may_say_how_long_to_wait():
         (lambda n, _: (200, {}, b"<html>"), ("JSON", "b'<html>'")),
     ],
 )
-def test_what_will_not_pass_is_final(answer, fragments):
+def test_permanent_errors_are_not_retried(answer, fragments):
     with served(answer) as (url, payloads):
         with pytest.raises(RemoteError, match=url) as caught:
             post_json(quick(url), {})
@@ -112,7 +112,7 @@ def test_what_will_not_pass_is_final(answer, fragments):
         (lambda n, _: (200, {"Content-Length": "100"}, b"short"), 3),
     ],
 )
-def test_attempts_are_counted_out(answer, attempts):
+def test_the_number_of_attempts_is_limited(answer, attempts):
     with served(answer) as (url, payloads):
         with pytest.raises(RemoteError, match=mentions(f"{attempts} attempts")) as caught:
             post_json(quick(url, retries=attempts - 1), {})
@@ -297,7 +297,7 @@ def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):
         (lambda n, _: json_answer({}, 404), ("status 404",)),
     ],
 )
-def test_a_server_that_fails_ends_the_run_and_is_named(answer, fragments):
+def test_a_server_that_fails_ends_the_run_and_is_reported(answer, fragments):
     with (
         served(answer) as (url, _),
         Scorer([Source(url=url)], 1) as scorer,
@@ -324,14 +324,14 @@ def test_a_server_that_is_down_leaves_its_part_undecided_when_so_configured():
     assert (totals(scores), scores.failures) == ([[1.0, 0.0]], {"remote/error": 2})
 
 
-def test_requests_that_were_made_again_are_counted():
+def test_repeated_requests_are_counted():
     busy = served(lambda n, p: json_answer({}, 503) if n < 3 else lengths(n, p))
     with busy as (url, _), Scorer([Source(url=url, options={"backoff_s": 0.01})], 1) as scorer:
         assert scorer.score([group("a")]).failures == {"remote/retried": 2}
         assert scorer.score([group("a")]).failures == {}
 
 
-def test_what_is_wrong_with_a_server_or_a_model_is_reported_before_the_run(tmp_path):
+def test_problems_of_a_server_or_a_model_are_reported_before_the_run(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     messages = [
         message

@@ -61,7 +61,7 @@ def inside():
 
 
 @needs_namespaces
-def test_a_program_reads_its_input_and_each_case_is_a_run_of_its_own():
+def test_a_program_reads_its_input_and_each_case_is_a_separate_run():
     cases = run(
         "import sys\nn = int(input())\nprint(n * n)\nsys.exit(n == 3)", ["2", "3", "4"], AMPLE
     )
@@ -82,7 +82,7 @@ def test_a_program_reads_its_input_and_each_case_is_a_run_of_its_own():
     assert run_program("import math, json, decimal, collections, heapq; print('é')").stdout == "é\n"
 
 
-def test_all_that_a_program_wrote_before_its_end_is_read():
+def test_all_output_of_a_program_before_its_end_is_read():
     out, program = os.pipe()
     fcntl.fcntl(program, fcntl.F_SETPIPE_SZ, 1 << 20)  # the size of a pipe with pages of 64 KiB
     os.write(program, b"x" * 500_000)
@@ -127,7 +127,7 @@ BOMBS = {
         for name in BOMBS
     ],
 )
-def test_a_bomb_ends_at_its_limits_with_all_that_it_started(name):
+def test_a_fork_bomb_ends_at_its_limits_with_all_its_processes(name):
     start = time.monotonic()
     case = run_program(BOMBS[name], limits=SMALL)
     assert time.monotonic() - start < 40
@@ -523,7 +523,7 @@ NOTHING = [
 
 
 @pytest.mark.parametrize("answer", NOTHING)
-def test_a_ground_truth_that_tests_nothing_is_refused_and_pays_for_nothing(answer):
+def test_a_ground_truth_without_tests_is_refused_and_scores_zero(answer):
     from test_rewards_sources import group
 
     assert "tests nothing" in str(code.answer_refusal(answer))
@@ -552,7 +552,7 @@ def test_a_ground_truth_that_tests_nothing_is_refused_and_pays_for_nothing(answe
         '{"inputs": [["1", "2 3"]], "outputs": [["3"]]}',
     ],
 )
-def test_a_ground_truth_with_a_test_is_taken(answer):
+def test_a_ground_truth_with_a_test_is_accepted(answer):
     assert code.answer_refusal(answer) is None
 
 

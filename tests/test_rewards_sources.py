@@ -81,7 +81,7 @@ def test_a_function_of_the_user_scores_with_its_options_and_the_columns_of_the_r
         ("broken.py:f", {}, ("broken.py", "Python")),
     ],
 )
-def test_a_function_that_cannot_be_is_refused_without_running_its_file(
+def test_an_invalid_function_is_refused_without_running_its_file(
     own, monkeypatch, name, options, fragments
 ):
     monkeypatch.chdir(Path(own).parent)
@@ -90,7 +90,7 @@ def test_a_function_that_cannot_be_is_refused_without_running_its_file(
         Scorer([Source(function=name, options=options)], 1)
 
 
-def test_a_file_that_fails_when_it_is_run_is_the_users_to_mend(tmp_path):
+def test_a_file_that_fails_when_it_runs_is_a_user_error(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("import nowhere_at_all\ndef f(response, answer):\n    return 1.0\n")
     with (
@@ -123,7 +123,7 @@ def test_a_row_is_scored_by_the_sources_of_its_tag():
     assert totals(scores) == [[0.5], [2.0], [0.0]]
 
 
-def test_a_row_that_no_source_is_for_is_refused():
+def test_a_row_without_a_source_is_refused():
     with Scorer([Source("acc", tags=("math",))], 1) as scorer:
         with pytest.raises(MsrlError, match=mentions("row 3", "code", "math", "extra.tag")):
             scorer.score([group("a", index=3, tag="code")])
@@ -200,7 +200,7 @@ def test_all_mistakes_of_the_sources_are_found_at_once():
     )
 
 
-def test_what_is_undecided_among_equal_scores_has_their_score_to_the_bit():
+def test_an_undecided_reward_among_equal_scores_is_bitwise_equal_to_them():
     """0.1 + 0.1 + 0.1 is not 0.3, and a difference in the last bit would create an advantage."""
     results = [CallResult(score) for score in (0.1, 0.1, None, 0.1)]
     assert Scorer._fill_scores(Source("acc", on_failure="undecided"), results) == [0.1] * 4

@@ -272,7 +272,7 @@ def test_an_option_changes_the_score(name, options, response, answer, score):
         ("repetition", {"max_penalty": -1.0}, ("max_penalty", 0)),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused(name, options, fragments):
+def test_an_invalid_option_is_refused(name, options, fragments):
     assert_mentions(verifier(name).refusal(**options), *fragments)
 
 
@@ -316,7 +316,7 @@ MATHEMATICAL = [
 
 
 @pytest.mark.parametrize("truth", EMPTY)
-def test_a_ground_truth_without_an_answer_pays_for_nothing_and_is_refused(truth):
+def test_a_ground_truth_without_an_answer_scores_zero_and_is_refused(truth):
     contents = [
         "",
         " ",
@@ -407,13 +407,13 @@ def test_the_last_box_is_read_with_its_nested_braces(text, expected):
     assert last_boxed(text) == expected
 
 
-def test_a_ground_truth_is_found_behind_hashes_or_in_a_box():
+def test_a_ground_truth_is_read_after_hashes_or_in_a_box():
     assert ground_truth("so 3+4=7\n#### 7") == "7"
     assert ground_truth(r"thus \boxed{x^2}") == "x^2"
     assert ground_truth(" 1,234 ") == "1,234"
 
 
-def test_in_order_wants_parts_behind_one_another():
+def test_in_order_requires_consecutive_parts():
     assert in_order("a b c", ["a", "b", "c"])
     assert not in_order("a c b", ["a", "b", "c"])
     assert not in_order("aa", ["a", "a", "a"])
@@ -499,12 +499,12 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("answer", "response"), EQUAL)
-def test_what_states_the_same_is_equal(answer, response):
+def test_equivalent_answers_are_equal(answer, response):
     assert equal(answer, response)
 
 
 @pytest.mark.parametrize(("answer", "response"), DIFFERENT)
-def test_what_states_something_else_is_not(answer, response):
+def test_different_answers_are_not_equal(answer, response):
     assert not equal(answer, response)
 
 
@@ -593,7 +593,7 @@ def test_a_box_that_holds_the_true_fraction_among_other_things_is_wrong(name):
 
 
 @pytest.mark.parametrize("truth", ["7", r"\sqrt{2}", r"(\frac12,\frac23)", r"\frac{3}{4}", "x^2+1"])
-def test_another_truth_is_not_found_in_a_malformed_box_either(truth):
+def test_another_truth_does_not_match_a_malformed_box(truth):
     # 7_9 is a numeral of base 9 with the value 7.
     boxes = sorted({box.replace(HALF, truth) for box in malformed() if "_9" not in box})
     assert [box for box in boxes if equal(truth, box)] == []
@@ -624,7 +624,7 @@ def test_hostile_repetition_takes_linear_time(response):
     assert time.process_time() - start < 10  # quadratic time would be minutes
 
 
-def test_real_gsm8k_answers_score_right_and_their_neighbours_wrong():
+def test_real_gsm8k_answers_score_right_and_neighboring_numbers_wrong():
     rows = [
         json.loads(line)
         for line in shared_data("math", "gsm8k_train.jsonl").read_text().splitlines()

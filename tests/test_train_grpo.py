@@ -329,9 +329,7 @@ def test_the_engine_samples_from_the_new_weights_after_every_update_of_a_tied_mo
     assert all(row["train/sampler_logprob_difference"] < 1e-5 for row in metrics(run))
 
 
-def test_prompts_reach_the_engine_as_the_token_ids_of_the_dataset_special_ones_included(
-    whole, inputs
-):
+def test_prompts_reach_the_engine_with_the_token_ids_of_the_dataset(whole, inputs):
     from msrl.data.order import RowOrder
 
     dataset = PromptDataset(inputs / "data")
@@ -347,7 +345,7 @@ def test_prompts_reach_the_engine_as_the_token_ids_of_the_dataset_special_ones_i
             assert row["prompt"].count("<|im_start|>") == 3
 
 
-def test_every_step_logs_what_it_did(whole):
+def test_every_step_logs_its_metrics(whole):
     assert [row["step"] for row in rows(whole)] == list(range(1, STEPS + 1))
     expected = {
         "reward/mean",
@@ -409,9 +407,7 @@ def test_rewards_are_those_of_the_answers_and_advantages_are_relative_to_the_gro
 
 
 @torch.no_grad()
-def test_a_reward_model_on_the_training_ranks_scores_as_transformers_does(
-    whole, interrupted, inputs
-):
+def test_a_reward_model_on_the_training_ranks_agrees_with_transformers(whole, interrupted, inputs):
     from transformers import AutoModelForSequenceClassification
 
     model: Any = AutoModelForSequenceClassification.from_pretrained(
@@ -448,9 +444,7 @@ def test_the_first_update_of_a_rollout_has_ratio_one(interrupted):
         assert "train/kl" not in values
 
 
-def test_a_later_update_of_a_rollout_is_clipped_and_the_policy_leaves_the_reference(
-    whole, inputs, tmp_path
-):
+def test_a_later_update_of_a_rollout_is_clipped_and_changes_the_policy(whole, inputs, tmp_path):
     steps = metrics(whole)
     assert max(step["train/clip_fraction"] for step in steps) > 0.01
     assert steps[-1]["train/kl"] > 1e-3
@@ -459,7 +453,7 @@ def test_a_later_update_of_a_rollout_is_clipped_and_the_policy_leaves_the_refere
     assert min(step["reward/equal_groups"] for step in steps) < 1
 
 
-def test_entropy_and_divergence_of_the_first_pass_are_those_of_transformers(
+def test_entropy_and_divergence_of_the_first_pass_agree_with_transformers(
     interrupted, inputs, tmp_path
 ):
     run = interrupted.run
@@ -489,7 +483,7 @@ def test_the_exported_model_is_the_last_policy(whole, inputs, tmp_path):
 
 
 @torch.no_grad()
-def test_an_evaluation_says_what_the_policy_of_its_step_answers_greedily(
+def test_an_evaluation_has_the_greedy_answers_of_the_policy_of_its_step(
     interrupted, inputs, tmp_path
 ):
     from msrl.rewards.verifiers import acc
@@ -529,7 +523,7 @@ def test_an_evaluation_says_what_the_policy_of_its_step_answers_greedily(
     assert [row["prompt_index"] for row in written] == list(range(len(held_out)))
 
 
-def test_an_interrupt_saves_after_the_step_in_hand_and_nothing_outlives_the_run(interrupted):
+def test_an_interrupt_saves_after_the_current_step_and_leaves_no_processes(interrupted):
     done = len(interrupted.reported)
     assert interrupted.code == 130 and "Traceback" not in interrupted.output
     assert re.search(rf"(?i)saved .*step {done}\b", interrupted.output)
@@ -549,7 +543,7 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_nothing_outlives_the_run(
     assert not still_running(started)
 
 
-def test_a_closed_terminal_saves_too_and_the_resumed_run_took_up_where_the_first_one_had_saved(
+def test_a_closed_terminal_saves_too_and_the_resumed_run_starts_after_the_saved_step(
     interrupted, hung_up
 ):
     first, last = len(interrupted.reported), len(hung_up.reported)
@@ -560,9 +554,7 @@ def test_a_closed_terminal_saves_too_and_the_resumed_run_took_up_where_the_first
     assert (hung_up.run / "checkpoints" / f"iter_{last:07d}").is_dir()
 
 
-def test_nothing_stays_in_the_temporary_folder_and_in_shared_memory(
-    whole, interrupted, hung_up, inputs
-):
+def test_a_run_leaves_no_temporary_files_and_no_shared_memory(whole, interrupted, hung_up, inputs):
     assert (inputs / "whole.left").read_text() == ""
     for run in (interrupted, hung_up):
         assert run.left == []
@@ -597,7 +589,7 @@ def resumed(inputs) -> Resumed:
     return attempt
 
 
-def test_a_dead_rank_is_named_and_the_resumed_run_ends_as_the_whole_one(whole, resumed):
+def test_a_dead_rank_is_reported_and_the_resumed_run_equals_the_uninterrupted_one(whole, resumed):
     assert resumed.code == 1, resumed.output
     assert resumed.ended_in_s < 90  # half of rpc_timeout_s
     assert re.search(r"WorkerError: training rank [01] ", resumed.output), resumed.output
@@ -606,7 +598,7 @@ def test_a_dead_rank_is_named_and_the_resumed_run_ends_as_the_whole_one(whole, r
         assert rollouts(resumed.run, step) == rollouts(whole, step)
 
 
-def test_evaluations_change_nothing_of_the_training_and_a_resume_repeats_and_misses_none(
+def test_evaluations_do_not_change_the_training_and_a_resume_repeats_and_skips_none(
     whole, resumed, inputs, tmp_path
 ):
     run = resumed.run
@@ -628,7 +620,7 @@ def test_evaluations_change_nothing_of_the_training_and_a_resume_repeats_and_mis
     )
 
 
-def test_sampled_evaluations_are_of_the_policy_of_their_step_and_the_best_checkpoint_stays(
+def test_sampled_evaluations_use_the_policy_of_their_step_and_keep_the_best_checkpoint(
     whole, resumed, inputs, tmp_path
 ):
     from msrl.trainer.checkpointing.resume import saved_steps
@@ -693,7 +685,7 @@ def adapted(inputs) -> Path:
 
 
 @pytest.mark.full
-def test_adapters_are_reinforced_and_their_reference_is_the_model_without_them(
+def test_adapters_are_trained_and_their_reference_is_the_model_without_them(
     adapted, inputs, tmp_path
 ):
     from transformers import AutoModelForCausalLM
@@ -845,7 +837,7 @@ def preset_run(request, inputs) -> tuple[str, Path]:
 
 
 @pytest.mark.full
-def test_presets_run_and_their_first_step_is_the_one_of_their_formula(preset_run):
+def test_presets_run_and_their_first_step_agrees_with_their_formula(preset_run):
     name, run = preset_run
     steps, samples = metrics(run), rollouts(run, 1)
     assert len(steps) == 3 and all(np.isfinite(value) for step in steps for value in step.values())
@@ -1029,7 +1021,7 @@ def _gae_by_a_loop(reward: float, values: np.ndarray, gamma: float, lam: float) 
 
 
 @pytest.mark.full
-def test_a_run_with_a_critic_goes_on_to_the_bit_and_not_without_it(critic_run, inputs):
+def test_a_run_with_a_critic_resumes_bitwise_equal_and_only_with_the_critic(critic_run, inputs):
     first = str(critic_run / "checkpoints" / "iter_0000001")
     file = write_config(inputs / "ppo2.yaml", with_critic(inputs, "ppo2", first))
     command = Command(

@@ -416,7 +416,7 @@ def everything_named() -> list[tuple[str, str]]:
     ]
 
 
-def test_every_name_stands_for_something_that_cannot_be_changed() -> None:
+def test_every_name_refers_to_an_immutable_object() -> None:
     for module, name in everything_named():
         value = resolve(module, name)
         assert type(value) in (Global, torch.dtype)
@@ -429,7 +429,7 @@ def test_every_name_stands_for_something_that_cannot_be_changed() -> None:
                 unpickler.load(pickled(named(f"{module} {name}"), state, pickle.BUILD))
 
 
-def test_state_is_kept_as_data_even_where_it_names_a_method() -> None:
+def test_state_is_kept_as_data_even_if_it_has_the_name_of_a_method() -> None:
     state = pickled_dict(
         __setstate__=named("megatron.core f"), __class__=text("A"), __dict__=pickle.NONE
     )
@@ -512,7 +512,7 @@ def test_a_file_of_tensors_outside_the_folder_is_refused(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(("field", "size"), [(24, 1 << 31), (42, 1 << 31)])
-def test_sizes_and_places_that_the_file_does_not_have_are_refused(
+def test_sizes_and_offsets_outside_of_the_file_are_refused(
     tmp_path: Path, field: int, size: int
 ) -> None:
     """Alter size and position of each record in the archive's directory."""
