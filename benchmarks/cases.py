@@ -196,13 +196,10 @@ def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = 
         *(argument for setting in settings for argument in ("--set", setting)),
     )
     later = read_metrics(runs / name)[SETTLE_STEPS:]
-    stages = dict.fromkeys(stage for report in later for stage in report.seconds)
-    medians = {
-        stage: statistics.median(
-            report.seconds[stage] for report in later if stage in report.seconds
-        )
-        for stage in stages
-    }
+    medians: dict[str, float] = {}
+    for stage in dict.fromkeys(stage for report in later for stage in report.seconds):
+        values = [report.seconds[stage] for report in later if stage in report.seconds]
+        medians[stage] = statistics.median(values)
     return Sample(
         medians.pop("step"),
         {f"{stage} s": value for stage, value in medians.items()} | {"whole run s": done.seconds},

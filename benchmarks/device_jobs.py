@@ -235,6 +235,31 @@ def _settings(
     return {name: value for name, value in chosen.items() if value}
 
 
+def _latent_attention(head_dim: int) -> dict[str, int]:
+    return {
+        "kv_lora_rank": 2 * head_dim,
+        "q_lora_rank": 3 * head_dim,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": head_dim // 2,
+        "v_head_dim": head_dim,
+    }
+
+
+def _grouped_routing() -> dict[str, Any]:
+    return {
+        "topk_method": "noaux_tc",
+        "n_group": 2,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 1.0,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
 def _models(
     sizes: Mapping[str, int], *, head_dim: int, window: int, expert_size: int
 ) -> dict[str, Mapping[str, Any]]:
@@ -251,19 +276,6 @@ def _models(
         "num_experts_per_tok": 2,
         "moe_intermediate_size": expert_size,
         "norm_topk_prob": True,
-    }
-    latent = {
-        "kv_lora_rank": 2 * head_dim,
-        "q_lora_rank": 3 * head_dim,
-        "qk_nope_head_dim": head_dim,
-        "qk_rope_head_dim": head_dim // 2,
-    }
-    groups = {
-        "topk_method": "noaux_tc",
-        "n_group": 2,
-        "topk_group": 1,
-        "scoring_func": "sigmoid",
-        "routed_scaling_factor": 1.0,
     }
     return {
         "dense": {
@@ -285,17 +297,11 @@ def _models(
         "latent": {
             **common,
             **experts,
-            **latent,
-            **groups,
+            **_latent_attention(head_dim),
+            **_grouped_routing(),
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
             "num_key_value_heads": sizes["num_attention_heads"],
-            "v_head_dim": head_dim,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "moe_layer_freq": 1,
-            "num_nextn_predict_layers": 0,
             "tie_word_embeddings": False,
         },
         "mixture": {

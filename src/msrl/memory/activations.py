@@ -239,8 +239,10 @@ def _saved_with_full_recompute(layers: list[LayerBytes], recomputed: Recomputed)
         saved = sum(layer.input for layer in block) + sum(layer.total for layer in layers[size:])
         return saved, max((layer.total - layer.input for layer in block), default=0)
     units = [layers[start : start + size] for start in range(0, len(layers), size)]
-    peaks = [sum(layer.total for layer in unit) - unit[0].input for unit in units]
-    return sum(unit[0].input for unit in units), max(peaks, default=0)
+    peak = 0
+    for unit in units:
+        peak = max(peak, sum(layer.total for layer in unit) - unit[0].input)
+    return sum(unit[0].input for unit in units), peak
 
 
 def head_bytes(

@@ -344,16 +344,21 @@ class ModelReplica:
         means: list[dict[str, float]] = [{}]
         if self.position.is_last_stage:
             names = sorted(rows[0])
-            wide = getattr(torch, self.position.platform.reduction_dtype)
-            totals = torch.stack(
-                [torch.stack([row[name].float() for row in rows]).to(wide).sum() for name in names]
-            )
+            dtype = getattr(torch, self.position.platform.reduction_dtype)
+            sums: list[Tensor] = []
+            for name in names:
+                sums.append(_sum_scalars([row[name] for row in rows], dtype))
+            totals = torch.stack(sums)
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
             means = [dict(zip(names, (totals / num_tokens).tolist(), strict=True))]
         if self.position.layout.pp > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(means, src=last, group=groups.pp_group())
         return means[0]
+
+
+def _sum_scalars(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.stack([value.float() for value in values]).to(dtype).sum()
 
 
 def _ignore(output: Output, batch: DeviceBatch) -> tuple[Tensor, Values]:

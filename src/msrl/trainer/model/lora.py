@@ -294,22 +294,7 @@ class Adapters:
 
         Raises MsrlError if one is missing or has another shape.
         """
-        shards: dict[Key, dict[int, Tensor]] = {}
-        counts: dict[Key, int] = {}
-        for at, tensors in files.items():
-            for placed in stage_tensors(self._shape, layout, at):
-                for factor in "AB":
-                    if factor_name(placed, factor) in tensors:
-                        key = (placed.rule.mcore, factor)
-                        shards.setdefault(key, {})[placed.shard] = tensors[
-                            factor_name(placed, factor)
-                        ]
-                        counts[key] = placed.num_shards
-        complete = {
-            key: [by_shard[shard] for shard in sorted(by_shard)]
-            for key, by_shard in shards.items()
-            if len(by_shard) == counts[key]
-        }
+        complete = self._complete_factors(layout, files)
         local = {
             adapted.name(factor): _own_shard(adapted.placed, factor, complete, where)
             for adapted in self.all
@@ -322,6 +307,25 @@ class Adapters:
                     f"{list(parameter.shape)}. Set the values of train.lora of that training."
                 )
         return local
+
+    def _complete_factors(
+        self, layout: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]]
+    ) -> dict[Key, list[Tensor]]:
+        """Return the shards of every factor whose shards are all in the files, in their order."""
+        shards: dict[Key, dict[int, Tensor]] = {}
+        counts: dict[Key, int] = {}
+        for at, tensors in files.items():
+            for placed in stage_tensors(self._shape, layout, at):
+                for factor in "AB":
+                    name, key = factor_name(placed, factor), (placed.rule.mcore, factor)
+                    if name in tensors:
+                        shards.setdefault(key, {})[placed.shard] = tensors[name]
+                        counts[key] = placed.num_shards
+        complete: dict[Key, list[Tensor]] = {}
+        for key, by_shard in shards.items():
+            if len(by_shard) == counts[key]:
+                complete[key] = [by_shard[shard] for shard in sorted(by_shard)]
+        return complete
 
 
 def _mark(adapted: Adapted, factor: str) -> None:

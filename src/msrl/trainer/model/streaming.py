@@ -75,12 +75,13 @@ def _owns_parameters(module: nn.Module) -> bool:
 
 def _streamed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and modules of decoder layers and of all other parameter owners."""
-    lists: list[str] = []
+    prefixes: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.endswith("layers"):
-            lists.append(name)
+            prefixes.append(f"{name}.")
+    # A list of layers inside of another one is part of its layers.
     outermost = tuple(
-        f"{name}." for name in lists if not name.startswith(tuple(f"{other}." for other in lists))
+        prefix for prefix in prefixes if not prefix.removesuffix(".").startswith(tuple(prefixes))
     )
     for name, module in model.named_modules():
         is_layer = f"{name.rpartition('.')[0]}." in outermost

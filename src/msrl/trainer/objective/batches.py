@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,12 +39,12 @@ class BatchLimits:
 
 def select(sequences: Sequences, indices: Sequence[int]) -> Sequences:
     """Return the sequences at `indices`, in that order."""
-    fields = {name: tuple(values[i] for i in indices) for name, values in sequences.fields.items()}
-    return Sequences(
-        tuple(sequences.token_ids[i] for i in indices),
-        tuple(sequences.loss_masks[i] for i in indices),
-        fields,
-    )
+
+    def pick(rows: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(rows[i] for i in indices)
+
+    fields = {name: pick(values) for name, values in sequences.fields.items()}
+    return Sequences(pick(sequences.token_ids), pick(sequences.loss_masks), fields)
 
 
 def micro_batches(
