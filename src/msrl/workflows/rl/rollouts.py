@@ -13,9 +13,9 @@ from msrl.algorithms.selection import Flags, informative_groups
 from msrl.config.schema import FilterConfig
 from msrl.rewards.score import Scorer, Scores
 from msrl.types import Prompt, ScoredGroup
+from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.worker_groups import EngineGroup
 
 
 @dataclass(frozen=True, slots=True)

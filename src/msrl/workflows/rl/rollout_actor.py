@@ -1,0 +1,53 @@
+"""Ray actor of one rollout engine.
+
+vLLM is imported in methods, so that the driver can import this module without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msrl.platforms import get
+from msrl.types import Prompt, RolloutGroup, SamplingParams
+from msrl.workflows.training.weight_transfer import Bucket, unpack
+
+if TYPE_CHECKING:
+    from msrl.rollout.engine import EngineSettings
+
+
+class RolloutActor:
+    """Actor of one rollout engine."""
+
+    def __init__(self, settings: EngineSettings, platform: str) -> None:
+        self._settings, self._platform = settings, platform
+
+    def start(self) -> None:
+        """Start the engine.
+
+        This is not in the constructor because Ray reports an error of a method with its type and
+        message.
+        """
+        from msrl.rollout.vllm import VllmEngine
+
+        self._engine = VllmEngine(self._settings, get(self._platform))
+
+    def release(self) -> None:
+        """End the engine's processes and remove its files before the actor is killed."""
+        self._engine.release()
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+    ) -> tuple[RolloutGroup, ...]:
+        self._engine.wake()
+        groups = self._engine.generate(prompts, sampling, policy_version)
+        self._engine.sleep()
+        return groups
+
+    def forget_prompts(self) -> None:
+        self._engine.forget_prompts()
+
+    def load_weights(self, *stages: tuple[Bucket, ...]) -> None:
+        self._engine.wake()
+        self._engine.load_weights(unpack(itertools.chain.from_iterable(stages)))
