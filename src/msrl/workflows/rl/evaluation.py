@@ -92,6 +92,7 @@ class RolloutEvaluator:
 
     def _score_batch(self, start: int, step: int) -> Scores:
         prompts = self._job.eval_prompts[start : start + self._batch_size]
+        self._engines.onload()  # reward models on the ranks take the device's memory
         groups = self._engines.generate(prompts, self._sampling, policy_version=step)
         return self._scorer.score(groups)
 

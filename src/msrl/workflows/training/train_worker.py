@@ -114,15 +114,21 @@ class TrainWorker:
     # Weights and memory
 
     def weights(self) -> tuple[Bucket, ...]:
-        """Return the policy's weights of this stage by Hugging Face name, then offload the policy.
+        """Return the policy's weights of this stage by Hugging Face name.
 
         Only the first rank of a stage returns weights; all ranks must call it.
         """
         from msrl.trainer.weights import export
 
-        buckets = pack(export(self._training_rank.policy))
+        return pack(export(self._training_rank.policy))
+
+    def offload(self) -> None:
+        """Release the device's memory of what `train.offload` names."""
         self._training_rank.offload()
-        return buckets
+
+    def onload(self) -> None:
+        """Take the device's memory of the parameters again."""
+        self._training_rank.onload()
 
     # Checkpoints
 
