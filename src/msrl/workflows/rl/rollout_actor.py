@@ -41,6 +41,7 @@ class RolloutActor:
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
+        """Return a group of completions per prompt."""
         return self._engine.generate(prompts, sampling, policy_version)
 
     def offload(self) -> None:
@@ -56,7 +57,9 @@ class RolloutActor:
         self._is_offloaded = False
 
     def forget_prompts(self) -> None:
+        """Clear the records of past prompts."""
         self._engine.forget_prompts()
 
     def load_weights(self, *stages: tuple[Bucket, ...]) -> None:
+        """Load the weights that the ranks of all stages export."""
         self._engine.load_weights(unpack(itertools.chain.from_iterable(stages)))
