@@ -89,11 +89,13 @@ def run(config: Config) -> None:
         ranks = counted(world_size(config), "training rank")
         engines = counted(config.rollout.engine.dp, "engine")
         session.note(
-            f"starting {ranks} and {engines} on {job.platform.name}; the run is written to "
+            f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
         )
         with _workers(job) as workers:
-            session.note(f"all started in {duration_text(time.perf_counter() - start_time)}")
+            session.note(
+                f"All workers started in {duration_text(time.perf_counter() - start_time)}"
+            )
             _train(job, workers, session)
         session.finish(partial(_export_critic, config))
 
