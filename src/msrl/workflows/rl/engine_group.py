@@ -51,6 +51,14 @@ class EngineGroup:
         by_index = dict(zip(itertools.chain.from_iterable(shares.values()), groups, strict=True))
         return tuple(by_index[i] for i in range(len(prompts)))
 
+    def offload(self) -> None:
+        """Release the devices' memory, if the platform can. Only `onload` may follow."""
+        self._workers.call("offload")
+
+    def onload(self) -> None:
+        """Take the devices' memory again. Does nothing if the engines hold it."""
+        self._workers.call("onload")
+
     def forget_prompts(self) -> None:
         """Clear the engines' records of past prompts, which would influence later completions."""
         self._workers.call("forget_prompts")

@@ -45,9 +45,11 @@ class RolloutEvaluator:
         return every is not None and (step % every == 0 or step == self._job.num_steps)
 
     def value(self, report: StepReport) -> float:
+        """Return pass@1, or the mean reward if no source judges the answers."""
         return report.metrics.get("eval/pass@1", report.metrics["eval/reward"])
 
     def evaluate(self, report: StepReport) -> StepReport:
+        """Answer the held-out prompts; return the report of the step with their metrics."""
         start = time.perf_counter()
         scores = self._score_all(report.step)
         self._engines.forget_prompts()
@@ -92,6 +94,7 @@ class RolloutEvaluator:
 
     def _score_batch(self, start: int, step: int) -> Scores:
         prompts = self._job.eval_prompts[start : start + self._batch_size]
+        self._engines.onload()  # reward models on the ranks take the device's memory
         groups = self._engines.generate(prompts, self._sampling, policy_version=step)
         return self._scorer.score(groups)
 

@@ -22,6 +22,7 @@ class RolloutActor:
 
     def __init__(self, settings: EngineSettings, platform: str) -> None:
         self._settings, self._platform = settings, platform
+        self._is_offloaded = False
 
     def start(self) -> None:
         """Start the engine.
@@ -40,14 +41,25 @@ class RolloutActor:
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
-        self._engine.wake()
-        groups = self._engine.generate(prompts, sampling, policy_version)
-        self._engine.sleep()
-        return groups
+        """Return a group of completions per prompt."""
+        return self._engine.generate(prompts, sampling, policy_version)
+
+    def offload(self) -> None:
+        """Release the device's memory, if the platform can and the engine holds it."""
+        if not self._is_offloaded:
+            self._engine.sleep()
+        self._is_offloaded = True
+
+    def onload(self) -> None:
+        """Take the device's memory again, if it was released."""
+        if self._is_offloaded:
+            self._engine.wake()
+        self._is_offloaded = False
 
     def forget_prompts(self) -> None:
+        """Clear the records of past prompts."""
         self._engine.forget_prompts()
 
     def load_weights(self, *stages: tuple[Bucket, ...]) -> None:
-        self._engine.wake()
+        """Load the weights that the ranks of all stages export."""
         self._engine.load_weights(unpack(itertools.chain.from_iterable(stages)))

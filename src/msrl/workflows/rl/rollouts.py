@@ -103,6 +103,7 @@ class Rollouts:
 
     def _generate_scores(self, prompts: Sequence[Prompt], step: int, clock: Clock) -> Scores:
         with clock("rollout"):
+            self._engines.onload()  # reward models on the ranks take the device's memory
             groups = self._engines.generate(prompts, self._job.sampling, policy_version=step)
         with clock("reward"):
             return self._scorer.score(groups)

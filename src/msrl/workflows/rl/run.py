@@ -7,7 +7,7 @@ the policy on packed micro-batches (`update.py`), and sends the new weights to t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,11 +89,13 @@ def run(config: Config) -> None:
         ranks = counted(world_size(config), "training rank")
         engines = counted(config.rollout.engine.dp, "engine")
         session.note(
-            f"starting {ranks} and {engines} on {job.platform.name}; the run is written to "
+            f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
         )
         with _workers(job) as workers:
-            session.note(f"all started in {duration_text(time.perf_counter() - start_time)}")
+            session.note(
+                f"All workers started in {duration_text(time.perf_counter() - start_time)}"
+            )
             _train(job, workers, session)
         session.finish(partial(_export_critic, config))
 
@@ -120,14 +122,23 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
         for step in session.steps():
             clock = Clock()
             batch = rollouts.generate(step, clock)
+            with clock("weights"):
+                engines.offload()
+                trainers.onload()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                engines.load_weights(trainers.weights())
+                weights = trainers.weights()
+                trainers.offload()
+                engines.onload()
+                engines.load_weights(weights)
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
             rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
             if session.after_step(report):
+                engines.offload()
                 session.save({**job.state, **rollouts.state(), **updater.state()})
+                trainers.offload()
+                engines.onload()
 
 
 def _step_report(
@@ -193,7 +204,7 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
         )
         _start(trainers, engines, job)
         for name, model in scorer.rank_models.items():
-            model.connect(partial(trainers.scores, name))
+            model.connect(partial(_rank_scores, trainers, engines, name))
         yield _Workers(trainers, engines, scorer)
         engines.release()
 
@@ -226,7 +237,21 @@ def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
     pending = engines.begin_start() if job.platform.shares_main_memory else None
     trainers.start(job.resume, save_plan(job.config))
     engines.finish_start(engines.begin_start() if pending is None else pending)
-    engines.load_weights(trainers.weights())
+    weights = trainers.weights()
+    trainers.offload()
+    engines.load_weights(weights)
+
+
+def _rank_scores(
+    trainers: TrainerGroup,
+    engines: EngineGroup,
+    name: str,
+    token_ids: Sequence[Ints],
+    batch: int,
+) -> list[float]:
+    """Return the scores of a reward model on the ranks, which needs the devices' memory."""
+    engines.offload()
+    return trainers.scores(name, token_ids, batch)
 
 
 def _scorer(job: RLSetup) -> Scorer:

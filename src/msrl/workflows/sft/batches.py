@@ -61,6 +61,7 @@ class HeldOutEvaluator:
         return (every is not None and step % every == 0) or step == self._num_steps
 
     def evaluate(self, report: StepReport) -> StepReport:
+        """Compute the loss; return the report of the step with it."""
         start_time = time.perf_counter()
         batch, limits = self._batch(), batch_limits(self._config)
         loss = self._trainers.evaluate(batch.sequences, limits, LOSS, rows=batch.rows)["loss"]
@@ -69,6 +70,7 @@ class HeldOutEvaluator:
         return replace(report, metrics={**report.metrics, **metrics}, seconds=seconds)
 
     def value(self, report: StepReport) -> float:
+        """Return the mean loss per held-out token."""
         return report.metrics["eval/loss"]
 
     def _batch(self) -> Batch:

@@ -60,7 +60,7 @@ def run(config: Config) -> None:
     ) as session:
         count, platform = counted(world_size(config), "training rank"), job.platform
         session.note(
-            f"starting {count} on {platform.name}; the run is written to {session.run_dir}"
+            f"Starting {count} on {platform.name}. The run is written to {session.run_dir}"
         )
         with open_trainers(config, job.settings, platform) as trainers:
             trainers.start(job.resume, save_plan(config))
@@ -99,7 +99,7 @@ def _step_report(
     """Return the report of a step."""
     loss_tokens = {"train/loss_tokens": float(batch.num_loss_tokens)}
     if not metrics:
-        notes = ("skipped the update: the loss mask covers no token of this step",)
+        notes = ("Skipped the update: the loss mask covers no token of this step",)
         return StepReport(step, loss_tokens, {"step": seconds}, notes)
     reported = {
         **{f"train/{name}": value for name, value in metrics.items()},
@@ -107,7 +107,7 @@ def _step_report(
         **loss_tokens,
         **mfu(shape, job.config, job.platform, [batch.sequences], batch.num_loss_tokens, seconds),
     }
-    notes = ("skipped the update: the gradient was not finite",) if metrics["skipped"] else ()
+    notes = ("Skipped the update: the gradient was not finite",) if metrics["skipped"] else ()
     return StepReport(step, reported, {"step": seconds}, notes)
 
 

@@ -113,8 +113,9 @@ class Interrupts:
 
 
 class _LastingStream:
-    """Text stream whose reader may end: a closed terminal, or a `tee` that received the same
-    signal. Later output is dropped.
+    """Text stream that drops output once its reader has ended.
+
+    The reader may be a closed terminal, or a `tee` that received the same signal.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -171,7 +171,7 @@ class TrainingSession:
     def _add_saved(self, checkpoints: Sequence[SavedTraining]) -> None:
         """Report checkpoints that are now complete."""
         for saved in checkpoints:
-            print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
+            print(f"Saved checkpoint of step {saved.step} to {saved.root}", file=sys.stderr)
             self._saved = saved
 
     def _export(self, saved: SavedTraining, export_more: Export | None) -> dict[str, str]:

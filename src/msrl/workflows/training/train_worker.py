@@ -1,6 +1,7 @@
 """Training rank as a worker: the methods that a `TrainerGroup` calls.
 
 Torch and Megatron are imported in methods, so that the driver can import this module without them.
+N tokens of a packed micro-batch.
 """
 
 from __future__ import annotations
@@ -82,47 +83,59 @@ class TrainWorker:
     def update(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float
     ) -> dict[str, float]:
+        """Update the policy once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():
             return self._training_rank.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int
     ) -> dict[str, float]:
+        """Return the metrics of `update` without an update."""
         return self._training_rank.evaluate(micro_batches, loss, num_tokens=num_tokens)
 
     def logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool
     ) -> list[Floats] | None:
+        """Return log-probabilities of the labels, [N] per micro-batch."""
         return self._training_rank.logprobs(micro_batches, temperature, of_reference=of_reference)
 
     # Critic and reward models
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
+        """Return the critic's values before the labels, [N] per micro-batch."""
         return self._training_rank.values(micro_batches)
 
     def update_critic(
         self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: int, lr: float
     ) -> dict[str, float]:
+        """Update the critic once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():
             return self._training_rank.train_critic_step(
                 micro_batches, loss, num_tokens=num_tokens, lr=lr
             )
 
     def scores(self, micro_batches: Sequence[MicroBatch], name: str) -> list[Floats] | None:
+        """Return a reward model's values before the labels, [N] per micro-batch."""
         return self._training_rank.scores(name, micro_batches)
 
     # Weights and memory
 
     def weights(self) -> tuple[Bucket, ...]:
-        """Return the policy's weights of this stage by Hugging Face name, then offload the policy.
+        """Return the policy's weights of this stage by Hugging Face name.
 
         Only the first rank of a stage returns weights; all ranks must call it.
         """
         from msrl.trainer.weights import export
 
-        buckets = pack(export(self._training_rank.policy))
+        return pack(export(self._training_rank.policy))
+
+    def offload(self) -> None:
+        """Release the device's memory of what `train.offload` names."""
         self._training_rank.offload()
-        return buckets
+
+    def onload(self) -> None:
+        """Take the device's memory of the parameters again."""
+        self._training_rank.onload()
 
     # Checkpoints
 

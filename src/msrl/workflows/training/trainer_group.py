@@ -111,7 +111,18 @@ class TrainerGroup:
         )
         return [float(values[-1]) for values in scores[: len(token_ids)]]
 
-    # Weights
+    # Weights and memory
+
+    def offload(self) -> None:
+        """Release the devices' memory of what `train.offload` names."""
+        self._workers.call("offload")
+
+    def onload(self) -> None:
+        """Take the devices' memory of the parameters again.
+
+        Gradients and optimizer states follow within an update.
+        """
+        self._workers.call("onload")
 
     def weights(self) -> Calls:
         """Begin to export the new weights; each rank returns a tuple of buckets, mostly empty."""

@@ -53,18 +53,22 @@ class LocalWorkers(Workers):
         self._answers = dict[tuple[int, int], _Answer]()  # by worker and number
 
     def rendezvous(self) -> str:
+        """Return the address of the store in the ranks' temporary folder."""
         return self._ranks.init_method
 
     def share(self, value: object) -> _Shared:
+        """Return the pickled value."""
         return _Shared(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        """Send a request to some workers."""
         self._num_calls += 1
         for worker, own_arguments in arguments.items():
             self._ranks.send(worker, _Request(self._num_calls, method, tuple(own_arguments)))
         return Calls(dict.fromkeys(arguments, self._num_calls))
 
     def wait(self, calls: Calls) -> list[Any]:
+        """Receive answers until those of these calls have arrived."""
         results = dict[int, Any]()
         for worker, number in calls.references.items():
             results[worker] = self._result(worker, number)

@@ -50,13 +50,16 @@ class RayWorkers(Workers):
         self._role, self._timeout_s, self._watch = role, timeout_s, session.watch(NAMES)
 
     def rendezvous(self) -> str:
+        """Return the address that worker 0 reserves."""
         (address,) = self.call_each("rendezvous", {0: ()})
         return address
 
     def share(self, value: object) -> Any:
+        """Return a reference to the value in Ray's object store."""
         return ray.put(value)
 
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        """Call a method of some actors."""
         return Calls(
             {
                 worker: getattr(self._actors[worker], method).remote(*own_arguments)
