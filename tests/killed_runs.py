@@ -146,7 +146,10 @@ class Run:
 def train(
     settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.0
 ) -> tuple[Run, float]:
-    """A training with `num_kills` kills on its way, each after one to three steps and a part of another; (run, seconds per step)."""
+    """Return a training that is killed `num_kills` times, and its seconds per step.
+
+    Each kill comes one to three steps and a part of another step after the start of an attempt.
+    """
     run, saves, choose = Run(), Path(settings["checkpoint"]["save"]), random.Random(num_kills)
     while run.kills < num_kills:
         attempt = Attempt.begin(settings)

@@ -18,13 +18,13 @@ import tempfile
 from live_memory import LiveMemory
 import torch, torch.distributed as dist
 from msrl.trainer.objective.chunked import chunked_logprobs
-from msrl.trainer.objective.logprobs import columns_of, vocab_parallel_logprobs
+from msrl.trainer.objective.logprobs import make_columns, vocab_parallel_logprobs
 
 vocab, channels = 151936, 32
 store = f"file://{tempfile.mkdtemp()}/store"
 dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
 options = {"tp_rank": 0, "temperature": 1.0, "with_entropy": True, "elements_at_once": 1 << 18}
-columns = columns_of(vocab, vocab_size=vocab, group=dist.group.WORLD, **options)
+columns = make_columns(vocab, vocab_size=vocab, group=dist.group.WORLD, **options)
 weight = torch.randn(vocab, channels, requires_grad=True)
 
 def peak(rows, num_rows):

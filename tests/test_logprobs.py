@@ -12,7 +12,7 @@ from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.logprobs import (
     Distribution,
     VocabColumns,
-    columns_of,
+    make_columns,
     vocab_parallel_logprobs,
 )
 
@@ -30,7 +30,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 def columns(
     group: dist.ProcessGroup, elements_at_once: int, *, with_entropy: bool = True
 ) -> VocabColumns:
-    return columns_of(
+    return make_columns(
         PADDED,
         vocab_size=VOCAB,
         tp_rank=0,

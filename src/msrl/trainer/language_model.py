@@ -24,7 +24,7 @@ from msrl.trainer.objective.divergence import reference_distribution
 from msrl.trainer.objective.logprobs import (
     Distribution,
     VocabColumns,
-    columns_of,
+    make_columns,
     vocab_parallel_logprobs,
 )
 from msrl.trainer.objective.losses import Loss, Outputs
@@ -32,9 +32,7 @@ from msrl.trainer.replica import ModelReplica, Output
 from msrl.types import Floats, MicroBatch
 
 Logprobs = tuple[Tensor, Tensor | None, Tensor | None]
-"""[M] log-probabilities of the labels, and [M] entropies and divergences from the reference where
-the loss needs them.
-"""
+"""Log-probabilities of the labels, and entropies and divergences if the loss needs them, [M]."""
 
 
 class LanguageModelReplica(ModelReplica):
@@ -125,7 +123,7 @@ class LanguageModelReplica(ModelReplica):
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
             assert isinstance(output, Tensor)
-            return {"logits": batch.whole(output[: len(batch.labels)])}
+            return {"logits": batch.gather(output[: len(batch.labels)])}
 
         rows = self.run(unmasked, finish)
         return (
@@ -162,13 +160,13 @@ class LanguageModelReplica(ModelReplica):
             columns = self._columns(output.shape[-1], temperature, with_entropy=with_entropy)
             results = vocab_parallel_logprobs(output, labels, columns, batch.reference)
         entropy, divergence = (
-            None if values is None else batch.whole(values[:count]) for values in results[1:]
+            None if values is None else batch.gather(values[:count]) for values in results[1:]
         )
-        return batch.whole(results[0][:count]), entropy, divergence
+        return batch.gather(results[0][:count]), entropy, divergence
 
     @property
     def _is_chunked(self) -> bool:
-        """True if logits are made from hidden states, `logit_chunk` positions at a time."""
+        """True if logits are computed from hidden states, `logit_chunk` positions at a time."""
         return self.settings.logit_chunk is not None
 
     def _minimize(
@@ -185,7 +183,7 @@ class LanguageModelReplica(ModelReplica):
         self, width: int, temperature: float, *, with_entropy: bool = False
     ) -> VocabColumns:
         """Return this rank's columns of the vocabulary, `width` of them with padding."""
-        return columns_of(
+        return make_columns(
             width,
             vocab_size=self.shape.vocab_size,
             tp_rank=self.position.tp_rank,

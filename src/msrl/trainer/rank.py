@@ -1,8 +1,7 @@
 """Training rank: process groups, collectives and model replicas.
 
-Replicas are policy, reference, critic and reward models.
-
-Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch.
+Replicas are policy, reference, critic and reward models. Import this after `platform.prepare()`.
+Letters: N tokens of a packed micro-batch.
 """
 
 from __future__ import annotations

@@ -64,12 +64,10 @@ class ReplicaSettings:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    logit_chunk: int | None = (
-        None  # positions whose logits exist at once; None: all positions of a micro-batch
-    )
-    max_skipped: int = (
-        3  # consecutive updates with a gradient that is not finite; the last one ends the run
-    )
+    # Positions whose logits exist at once; None: all positions of a micro-batch.
+    logit_chunk: int | None = None
+    # Consecutive updates with a gradient that is not finite; the last one ends the run.
+    max_skipped: int = 3
     bad_batch_dir: Path | None = None  # folder for the batch of that last update
 
 
@@ -115,10 +113,8 @@ class RankSettings:
     policy: ReplicaSettings
     reference: ReplicaSettings | None = None
     critic: ReplicaSettings | None = None
-    reward_models: Mapping[str, ReplicaSettings] = field(
-        default_factory=dict[str, ReplicaSettings]
-    )  # by the name of the reward source
-    deterministic: bool = False  # refuse operations whose result may differ from run to run
-    chat: ChatFormat | None = (
-        None  # chat format of the training data, stored beside the checkpoints
-    )
+    # By the name of the reward source.
+    reward_models: Mapping[str, ReplicaSettings] = field(default_factory=dict[str, ReplicaSettings])
+    deterministic: bool = False  # refuse operations whose results may differ between runs
+    # Chat format of the training data, stored next to the checkpoints.
+    chat: ChatFormat | None = None

@@ -85,7 +85,7 @@ class ValueModelReplica(ModelReplica):
 
 def _values(output: Output, batch: DeviceBatch) -> Tensor:  # [m, 1] -> [M]
     assert isinstance(output, Tensor)
-    return batch.whole(output.squeeze(-1).float())
+    return batch.gather(output.squeeze(-1).float())
 
 
 def _minimize(

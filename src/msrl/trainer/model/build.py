@@ -38,7 +38,7 @@ from msrl.trainer.model.experts import MixtureLayer, mixture_spec
 from msrl.trainer.model.gpt import PolicyModel
 from msrl.trainer.model.latent_attention import LatentAttention
 from msrl.trainer.model.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
-from msrl.trainer.model.pipeline import Chunks, EmptyLayer, chunks_of
+from msrl.trainer.model.pipeline import EmptyLayer, VirtualStages, virtual_stages
 from msrl.trainer.model.seams import check_seams_once
 from msrl.trainer.settings import Layout, sequence_multiple
 
@@ -180,10 +180,11 @@ def build_model(
 ) -> torch.nn.Module:
     """Return this rank's shard of the model without weights.
 
-    It is a PolicyModel, or `Chunks` of several under virtual pipeline stages.
+    It is a PolicyModel, or `VirtualStages` if the rank has several virtual pipeline stages.
+    Parameters have the names of `stage_tensors`.
 
-    Parameters have the names of `stage_tensors`. Raises MsrlError if Megatron's internals have
-    changed.
+    Raises:
+        MsrlError: Megatron's internals have changed.
     """
     check_seams_once()
     config = transformer_config(shape, layout, dtype, device, recompute)
@@ -192,11 +193,10 @@ def build_model(
         _build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size)
         for number, layers in enumerate(chunks)
     ]
-    model = models[0] if len(models) == 1 else Chunks(models)
+    model = models[0] if len(models) == 1 else VirtualStages(models)
     _mark_shards(model, shape, layout)
-    return (
-        model if device.type == "cpu" else model.to(device)
-    )  # weights without memory (see `streaming`) could not be moved
+    # Weights without memory (see `streaming`) cannot be moved.
+    return model if device.type == "cpu" else model.to(device)
 
 
 def _build_chunk(
@@ -292,8 +292,8 @@ def mark_shard(parameter: Tensor, axis: int) -> None:
 def mark_expert_copy(parameter: Tensor) -> None:
     """Mark a parameter that all shards of one expert hold a copy of.
 
-    Megatron would take it for a copy on all tensor-parallel ranks: it would sum the gradients of
-    different experts, and count only those of the first rank in the norm.
+    Otherwise Megatron would treat it as a copy on all tensor-parallel ranks: it would sum the
+    gradients of different experts, and count only those of the first rank in the norm.
     """
     is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
     vars(parameter).update(
@@ -329,7 +329,7 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
         overlap_grad_reduce=platform.overlap_communication,
         check_for_nan_in_grad=False,
     )
-    chunks = cast("list[PolicyModel]", chunks_of(model))
+    chunks = cast("list[PolicyModel]", virtual_stages(model))
     config = chunks[0].config
     wrapped = [
         DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
@@ -349,9 +349,8 @@ def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
     """
     for chunk in wrapped:
         for node in cast("list[Any]", chunk.grad_accs):
-            hooks = node.register_hook(
-                lambda *gradients: None
-            ).hooks_dict_ref()  # all hooks of the node
+            # `hooks_dict_ref` returns all hooks of the node.
+            hooks = node.register_hook(lambda *gradients: None).hooks_dict_ref()
             hooks.clear()
         chunk.grad_accs = []
 

@@ -1,9 +1,9 @@
 """Mixtures of experts: the router, and the layer that passes it the groups of tokens to balance.
 
 Megatron dispatches tokens to the ranks that hold the experts (all-to-all) and runs the experts. The
-choice of experts is ours and exact to the models' definitions. No load-balancing loss is added
-unless the training asks for it (`balance.py`): otherwise the router learns from the task alone, as
-in transformers without `output_router_logits`.
+choice of experts is msrl's and follows the models' definitions exactly. A load-balancing loss is
+added only if the training enables it (`balance.py`): otherwise the router learns from the task
+alone, as in transformers without `output_router_logits`.
 
 Letters: n tokens on this rank, c channels, E experts, k experts per token, g groups of experts, G
 groups of tokens.
@@ -87,9 +87,8 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(config, pg_collection)
         self.moe = moe
-        self.hook: RouteHook | None = (
-            None  # of a training that balances experts (`balance.py`), set once
-        )
+        # Set once by a training that balances experts (`balance.py`).
+        self.hook: RouteHook | None = None
 
     def forward(
         self,
@@ -157,9 +156,8 @@ def _run_experts(
 class ExpertOutput(RowParallelLinear):
     """Second matrix of an expert.
 
-    Where an expert is split, each shard adds its share of the bias, since their outputs are summed.
-
-    The share has the gradient of the whole bias, so that the copies on the ranks stay equal.
+    If an expert is split, each shard adds a share of the bias, since their outputs are summed. The
+    share has the gradient of the full bias, so that the copies on the ranks stay equal.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -52,7 +52,7 @@ class PolicyModel(GPTModel):
         """Run this stage.
 
         Replaces GPTModel.forward of megatron-core 0.16.1, which has the same three steps. Rotary
-        embeddings travel in `packed`.
+        embeddings are part of `packed`.
 
         Returns:
             Hidden states [s, 1, c] for the next stage. On the last stage scores [M, 1], logits [P,
@@ -69,14 +69,13 @@ class PolicyModel(GPTModel):
         return self._hidden_states(padded) if gives_hidden else self._logits(padded)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings [s, 1, c], scaled where the family scales them."""
+        """Return the embeddings [s, 1, c], scaled if the family scales them."""
         embedded = self.embedding(input_ids=tokens, position_ids=None)
         scale = self._shape.embedding_scale
         if scale == 1:
             return embedded
-        return embedded * torch.tensor(
-            scale, dtype=embedded.dtype, device=embedded.device
-        )  # rounded like the weights
+        # The scale is rounded like the weights.
+        return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
 
     def _gathered(self, hidden: Tensor) -> Tensor:
         """Return the hidden states [n, 1, c] of all tokens of a sequence-parallel group."""
@@ -97,7 +96,7 @@ class PolicyModel(GPTModel):
         return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)
 
     def _output_weight(self) -> Tensor | None:
-        """Return the weight that replaces the output layer's own; None: its own."""
+        """Return the weight to use in place of the output layer's weight; None for the latter."""
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights

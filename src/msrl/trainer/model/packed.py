@@ -25,16 +25,15 @@ class PackedSequences:
     interleaved: bool = False
     # Under context parallelism, `lengths` are padded, and cos and sin are of this rank's tokens.
     context: ContextShare | None = None
-    expert_groups: Tensor | None = (
-        None  # [n, G] bool, members of each group; None outside training passes (see `balance.py`)
-    )
+    # [n, G] bool, members of each group; None outside training passes (see `balance.py`).
+    expert_groups: Tensor | None = None
     qkv_format: str = "sbhd"
     cp_group: None = None
 
 
-def of_rank(packed: PackedSequences, mine: ContextShare) -> PackedSequences:
-    """Return the packing of a whole micro-batch restricted to the tokens of this rank."""
-    rows = mine.stand_ins
+def select_share(packed: PackedSequences, share: ContextShare) -> PackedSequences:
+    """Return the packing of a full micro-batch restricted to the tokens of this rank."""
+    rows = share.clamped_rows
     return replace(
-        packed, lengths=mine.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=mine
+        packed, lengths=share.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=share
     )

@@ -27,7 +27,7 @@ from msrl.types import MicroBatch
 _NUM_DIMENSIONS = 3  # [tokens, 1, hidden]
 
 
-class Chunks(torch.nn.Module):
+class VirtualStages(torch.nn.Module):
     """Virtual stages of a rank as one module.
 
     The names of their parameters begin with `model0.`, `model1.`, ...
@@ -39,9 +39,9 @@ class Chunks(torch.nn.Module):
             self.add_module(f"model{number}", model)
 
 
-def chunks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+def virtual_stages(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the virtual stages of a rank's model; a list of the model itself if it has none."""
-    return list(model.children()) if isinstance(model, Chunks) else [model]
+    return list(model.children()) if isinstance(model, VirtualStages) else [model]
 
 
 class EmptyLayer(torch.nn.Module):
@@ -166,19 +166,19 @@ def _groups(
     pipeline: dist.ProcessGroup, timeout: datetime.timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Create two more groups of the ranks of each pipeline; return this rank's."""
-    mine = dist.get_process_group_ranks(pipeline)
+    own_ranks = dist.get_process_group_ranks(pipeline)
     pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, mine)
+    dist.all_gather_object(pipelines, own_ranks)
     own: list[dist.ProcessGroup] = []
     for ranks in sorted({tuple(ranks) for ranks in pipelines}):
         for _ in range(2):
             group = dist.new_group(list(ranks), timeout=timeout)
-            if list(ranks) == mine:
+            if list(ranks) == own_ranks:
                 own.append(cast("dist.ProcessGroup", group))
     return own[0], own[1]
 
 
-def _groups_of_schedule() -> ProcessGroupCollection:
+def _schedule_groups() -> ProcessGroupCollection:
     """Return the process groups that a schedule with a custom communicator needs.
 
     They are those that Megatron looks up by default.
@@ -209,7 +209,7 @@ def run(
     Returns the values of each on the last stage.
     """
     numbered = list(enumerate(batches))
-    own = {"p2p_communicator": links, "pg_collection": _groups_of_schedule()} if links else {}
+    own = {"p2p_communicator": links, "pg_collection": _schedule_groups()} if links else {}
     schedule: Any = get_forward_backward_func(pp_size, len(models) if len(models) > 1 else None)
     values = schedule(
         forward_step_func=forward_step,

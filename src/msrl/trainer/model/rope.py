@@ -79,10 +79,8 @@ def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 def _yarn(wavelengths: Tensor, shape: Shape, scaling: YarnRopeScaling) -> Tensor:
     """Reduce the frequencies of channels with few rotations in the original length.
 
-    The limit is `beta_slow` rotations.
-
-    Channels with more than `beta_fast` rotations keep their frequencies; those in between are
-    interpolated linearly.
+    Channels with fewer than `beta_slow` rotations have their frequency divided by the factor, those
+    with more than `beta_fast` keep it, and those in between are interpolated linearly.
     """
     channels = shape.rotated_channels
 
@@ -143,7 +141,7 @@ class RotaryTable:
             tables = [
                 self._table(rope_frequencies(self._shape, length), length) for length in lengths
             ]
-            cos, sin = (torch.cat(parts) for parts in zip(*tables, strict=True))
+            cos, sin = (torch.cat(rows) for rows in zip(*tables, strict=True))
         else:
             if longest > len(self._cos):
                 self._grow(1 << (longest - 1).bit_length())

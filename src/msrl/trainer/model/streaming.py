@@ -58,10 +58,8 @@ def parameters_without_memory() -> Iterator[None]:
 def stream_weights(model: nn.Module, fill: Fill) -> None:
     """Let `model` read its parameters by name, in float32, when it runs.
 
-    It holds none before and after.
-
-    This does not cover a parameter that is used outside the module that owns it (Megatron's tied
-    output layer): see `layerwise`.
+    It holds none before and after. This does not cover a parameter that is used outside the module
+    that owns it (Megatron's tied output layer): see `layerwise`.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -11,7 +11,7 @@ import functools
 import torch
 
 from msrl.trainer.model.outputs import HiddenStates
-from msrl.trainer.objective.chunked import made_logits
+from msrl.trainer.objective.chunked import compute_logits
 from msrl.trainer.objective.logprobs import Distribution, VocabColumns
 
 
@@ -22,7 +22,7 @@ def reference_distribution(output: HiddenStates, columns: VocabColumns) -> Distr
     time.
     """
     project = functools.partial(
-        made_logits, weight=output.output_weight.detach(), softcap=output.softcap
+        compute_logits, weight=output.output_weight.detach(), softcap=output.softcap
     )
     hidden = output.values.detach()
     normalizers = [columns.normalizer(project(rows)) for rows in hidden.split(columns.rows_at_once)]

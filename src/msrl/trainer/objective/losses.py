@@ -23,7 +23,7 @@ from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, Ratio, TokenLo
 from msrl.algorithms.value import value_loss
 
 Sums = dict[str, Tensor]
-_MEANS = ("kl", "entropy")  # reported as means over tokens, whatever the aggregation
+_MEANS = ("kl", "entropy")  # reported as means over tokens for every aggregation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,8 @@ class Outputs:
     logprobs: Tensor  # [M] of the labels
     sequences: Tensor  # [M], number of each position's sequence in the micro-batch, ascending
     entropy: Tensor | None = None  # [M] if the loss needs it
-    divergence: Tensor | None = (
-        None  # [M] exact KL(policy || reference) over the vocabulary, if the loss needs it
-    )
+    # [M] exact KL(policy || reference) over the vocabulary, if the loss needs it.
+    divergence: Tensor | None = None
 
 
 class Loss(Protocol):
@@ -224,5 +223,5 @@ def _movement(tokens: PolicyTokens) -> dict[str, Tensor]:
 
 
 def _required(values: Tensor | None) -> Tensor:
-    assert values is not None, "needs_divergence asks for it"
+    assert values is not None, "needs_divergence requests it"
     return values
