@@ -58,7 +58,7 @@ def runs(tmp_path_factory) -> Path:
             "parallel": {"tp": 2},
             "optimizer": {"lr": 1e-3},
         },
-        "checkpoint": {"keep": 3},
+        "checkpoint": {"keep": 3, "export_hf": False},
     }
     command = [
         sys.executable,

@@ -62,6 +62,9 @@ class RecordingEngine:
     def __init__(self, equal: set[int]) -> None:
         self.equal, self.calls = equal, list[list[int]]()
 
+    def onload(self) -> None:
+        """Do nothing: no device memory is involved."""
+
     def generate(
         self, prompts: list[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:

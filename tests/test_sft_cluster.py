@@ -176,7 +176,7 @@ def test_a_rank_that_dies_ends_the_run_and_frees_the_devices(folder: Path, clust
     ranks = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "ray::RankActor" in " ".join(process.info["cmdline"] or ())
+        if "ray::TrainActor" in " ".join(process.info["cmdline"] or ())
     ]
     assert len(ranks) == 2
     ranks[1].kill()

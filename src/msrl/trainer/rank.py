@@ -169,9 +169,18 @@ class TrainingRank:
     # Rank
 
     def offload(self) -> None:
-        """Offload what the settings of each replica allow, until it is used again."""
+        """Offload what the settings of each replica allow."""
         for replica in self.replicas():
             replica.host.offload()
+
+    def onload(self) -> None:
+        """Onload the parameters of the policy, the reference and the critic.
+
+        Reward models stay offloaded until `scores` uses them.
+        """
+        for replica in (self.policy, self.reference, self.critic):
+            if replica is not None:
+                replica.host.onload("params")
 
     def any_rank(self, flag: bool) -> bool:
         """Return True if any rank passes True. All ranks must call it."""
