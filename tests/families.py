@@ -219,7 +219,7 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
                 norm_center if is_norm else 0.0
             )
     result = dict(stack_experts(result.items(), stack_sizes(model_shape)))
-    return result | (_vision_weights(config) if model_shape.carried else {})
+    return result | (_vision_weights(config) if model_shape.pass_through else {})
 
 
 def save_models(root: Path, rows: Mapping[str, Family]) -> dict[str, Path]:

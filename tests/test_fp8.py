@@ -128,7 +128,7 @@ def test_layers_for_multi_token_prediction_pass_through(tmp_path: Path) -> None:
 def test_a_model_may_come_without_its_layers_for_multi_token_prediction(tmp_path: Path) -> None:
     source, _ = folder(tmp_path / "fp8", num_nextn_predict_layers=1)
     write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(ParallelLayout(ep=2)))
-    assert open_weights(tmp_path / "mcore").shape.carried == ("model.layers.4.",)
+    assert open_weights(tmp_path / "mcore").shape.pass_through == ("model.layers.4.",)
 
 
 @pytest.mark.parametrize(

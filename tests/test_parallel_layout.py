@@ -62,7 +62,7 @@ def test_names_count_from_the_virtual_stage_and_skip_empty_layers() -> None:
         "model1.decoder.layers.1.input_layernorm.weight": "model.layers.6.input_layernorm.weight",
     }
     assert tensors[-1].name == "model1.output_layer.weight"
-    assert stages.chunk_of(tensors[-1].name) == (1, "output_layer.weight")
+    assert stages.split_chunk_name(tensors[-1].name) == (1, "output_layer.weight")
 
 
 @pytest.mark.parametrize(

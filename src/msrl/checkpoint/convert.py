@@ -49,10 +49,10 @@ from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, WrittenFile
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
-from msrl.models.parallel_layout import WHOLE, Coords, ParallelLayout
+from msrl.models.parallel_layout import SINGLE_RANK, Coords, ParallelLayout
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
-from msrl.models.stages import chunk_of
+from msrl.models.stages import split_chunk_name
 
 ITERATION = 1
 Advance = Callable[[int], None]
@@ -67,7 +67,7 @@ class McoreTarget:
     recorded.
     """
 
-    layout: ParallelLayout = WHOLE
+    layout: ParallelLayout = SINGLE_RANK
     dtype: torch.dtype | None = None
     naming: Naming = LOCAL
     vocab_multiple: int | None = None
@@ -76,7 +76,7 @@ class McoreTarget:
     @property
     def file_layout(self) -> ParallelLayout:
         """The parallel layout of the files."""
-        return WHOLE if self.distributed else self.layout
+        return SINGLE_RANK if self.distributed else self.layout
 
     @property
     def file_multiple(self) -> int | None:
@@ -114,7 +114,8 @@ def ruled_plan(shape: Shape, target: McoreTarget) -> Plan:
     plan = replace(make_plan(shape, target.file_layout, target.file_multiple), layout=target.layout)
     if target.naming.legacy:
         refuse_unnamed(
-            [chunk_of(name)[1] for rank in plan.ranks for name in rank.tensors], shape.architecture
+            [split_chunk_name(name)[1] for rank in plan.ranks for name in rank.tensors],
+            shape.architecture,
         )
     return plan
 

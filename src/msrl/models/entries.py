@@ -20,7 +20,7 @@ def entry(stack: str, number: int) -> str:
     return f"{stack}[{number}]"
 
 
-def stack_of(name: str) -> tuple[str, int] | None:
+def split_entry(name: str) -> tuple[str, int] | None:
     """Return the tensor that contains an entry, and the entry's number.
 
     None for a name that is not an entry.
@@ -32,10 +32,12 @@ def stack_of(name: str) -> tuple[str, int] | None:
 def stack_sizes(shape: Shape) -> dict[str, int]:
     """Return the number of entries of every stack of a model."""
     names = (name for rule in all_rules(shape) if rule.expert is not None for name in rule.hf)
-    return Counter(stack_entry[0] for name in names if (stack_entry := stack_of(name)))
+    return Counter(stack_entry[0] for name in names if (stack_entry := split_entry(name)))
 
 
 def file_names(shape: Shape) -> frozenset[str]:
     """Return the names of a model's tensors in Hugging Face files."""
     names = (name for rule in all_rules(shape) for name in rule.hf)
-    return frozenset(stack_entry[0] if (stack_entry := stack_of(name)) else name for name in names)
+    return frozenset(
+        stack_entry[0] if (stack_entry := split_entry(name)) else name for name in names
+    )

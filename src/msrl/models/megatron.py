@@ -63,7 +63,7 @@ def _mixture_settings(moe: Moe) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_router_topk": moe.experts_per_token,
         "moe_router_score_function": moe.score,
-        "moe_router_pre_softmax": not moe.normalise,
+        "moe_router_pre_softmax": not moe.normalize,
         "moe_router_topk_scaling_factor": moe.scaling_factor,
         "moe_router_enable_expert_bias": moe.expert_bias,
         "moe_router_bias_update_rate": 0.0,
@@ -128,7 +128,7 @@ def mixture_arguments(moe: Moe | None) -> dict[str, Any]:
         return {}
     return {
         "moe_router_score_function": moe.score,
-        "norm_topk_prob": moe.normalise,
+        "norm_topk_prob": moe.normalize,
         "moe_router_topk_scaling_factor": moe.scaling_factor,
         "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
         "moe_router_group_topk": moe.num_chosen_groups if moe.num_groups > 1 else None,

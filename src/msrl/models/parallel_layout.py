@@ -314,7 +314,7 @@ class ParallelLayout:
         return ParallelLayout(**fields)
 
 
-WHOLE = ParallelLayout()
+SINGLE_RANK = ParallelLayout()
 """Layout in which one rank holds the entire model."""
 
 

@@ -91,7 +91,7 @@ class Moe:
     Every token is routed to `experts_per_token` of the `num_experts`, with a hidden size of
     `ffn_hidden_size` each, and to the shared experts, which form one block of
     `shared_ffn_hidden_size` (0: there are none). The router computes `score` over all experts. The
-    scores of the selected experts are the weights, divided by their sum if `normalise` is set, and
+    scores of the selected experts are the weights, divided by their sum if `normalize` is set, and
     multiplied by `scaling_factor`.
 
     Experts are selected from the best `num_chosen_groups` of `num_groups` equal groups. A group is
@@ -108,7 +108,7 @@ class Moe:
     layers: tuple[bool, ...]
     shared_ffn_hidden_size: int = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True
+    normalize: bool = True
     scaling_factor: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -153,9 +153,9 @@ class Shape:
     - `embedding_scale`: factor of the embeddings.
     - `normalized_head`: each row of the output layer is scaled to length 1.
     - `logit_softcap`: cap of the logits, as `Attention.softcap` caps scores.
-    - `carried`: name prefixes of pass-through tensors: Hugging Face tensors that belong to the
+    - `pass_through`: name prefixes of pass-through tensors: Hugging Face tensors that belong to the
       model, but are neither sharded nor trained. Conversions copy them unchanged.
-    - `may_lack_carried`: a folder without any pass-through tensor is complete too.
+    - `may_lack_pass_through`: a folder without any pass-through tensor is complete too.
     - `reward_head`: one score per token instead of logits (see `reward_head.py`).
     """
 
@@ -188,8 +188,8 @@ class Shape:
     embedding_scale: float = 1.0
     normalized_head: bool = False
     logit_softcap: float | None = None
-    carried: tuple[str, ...] = ()
-    may_lack_carried: bool = False
+    pass_through: tuple[str, ...] = ()
+    may_lack_pass_through: bool = False
     moe: Moe | None = None
     mla: Mla | None = None
     reward_head: bool = False

@@ -27,7 +27,7 @@ class StageTensor:
 
     `name` counts layers from the first of the virtual stage and experts from the first of the rank.
     On a rank with virtual stages, it begins with `model0.`, `model1.`, ...: the virtual stage's
-    number (see `chunk_of`).
+    number (see `split_chunk_name`).
     """
 
     rule: Rule
@@ -54,7 +54,7 @@ def chunk_name(name: str, chunk: int, num_chunks: int) -> str:
     return name if num_chunks == 1 else f"model{chunk}.{name}"
 
 
-def chunk_of(name: str) -> tuple[int | None, str]:
+def split_chunk_name(name: str) -> tuple[int | None, str]:
     """Split a tensor's name into the number of the virtual stage and the name inside it.
 
     The number is None on a rank without virtual stages.

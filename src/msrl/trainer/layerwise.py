@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from msrl.checkpoint.source import open_weights
-from msrl.models.parallel_layout import WHOLE, Coords
+from msrl.models.parallel_layout import SINGLE_RANK, Coords
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.models.stages import stage_tensors
@@ -41,7 +41,8 @@ class LayerwiseReplica(LanguageModelReplica):
             )
         assert isinstance(model, PolicyModel)
         rules: dict[str, Rule] = {
-            placed.name: placed.rule for placed in stage_tensors(source.shape, WHOLE, Coords())
+            placed.name: placed.rule
+            for placed in stage_tensors(source.shape, SINGLE_RANK, Coords())
         }
 
         def read(name: str) -> Tensor:

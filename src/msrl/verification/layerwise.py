@@ -12,7 +12,7 @@ from torch import Tensor
 
 from msrl.checkpoint.dtypes import cast_to
 from msrl.checkpoint.source import WeightSource
-from msrl.models.entries import stack_of
+from msrl.models.entries import split_entry
 from msrl.models.families import all_rules, rules_for
 from msrl.models.hf_config import read_hf_config
 from msrl.models.rules import Rule
@@ -155,7 +155,7 @@ def _stacked_name(rule: Rule, layer: int) -> str:
 
     Where the files have experts one by one, the parameters are gate and up concatenated, and down.
     """
-    stack = stack_of(rule.hf[0])
+    stack = split_entry(rule.hf[0])
     if stack is not None:
         return stack[0]
     return f"model.layers.{layer}.mlp.experts.{'gate_up_proj' if len(rule.hf) > 1 else 'down_proj'}"

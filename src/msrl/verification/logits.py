@@ -23,7 +23,7 @@ from msrl.config.schema import Config
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, load_shape
 from msrl.models.hf_config import read_hf_config
-from msrl.models.parallel_layout import WHOLE
+from msrl.models.parallel_layout import SINGLE_RANK
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.temporary import owned_folder
@@ -68,7 +68,7 @@ class LogitSource:
         """
         from msrl.trainer.probe import megatron_logits
 
-        layout = saved_layout(checkpoint) if self.in_memory else WHOLE
+        layout = saved_layout(checkpoint) if self.in_memory else SINGLE_RANK
         platform = platforms.resolve(self.config.cluster.platform)
         has_devices = self.in_memory and (
             platform.name == "cpu" or platform.device_count() >= layout.ranks_per_model

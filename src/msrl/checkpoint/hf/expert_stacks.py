@@ -14,7 +14,7 @@ from torch import Tensor
 
 from msrl.checkpoint.hf.weight_files import StoredTensor
 from msrl.checkpoint.torch_files.reader import TensorSpec
-from msrl.models.entries import entry, stack_of
+from msrl.models.entries import entry, split_entry
 
 
 def unstack(stored: Mapping[str, StoredTensor], stacks: Iterable[str]) -> dict[str, StoredTensor]:
@@ -53,7 +53,7 @@ def stack_experts(
     """
     incomplete: dict[str, tuple[Tensor, set[int]]] = {}
     for name, tensor in tensors:
-        position = stack_of(name)
+        position = split_entry(name)
         if position is None:
             yield name, tensor
             continue
@@ -74,10 +74,10 @@ def stack_experts(
 
 def stacked_specs(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """Return types and shapes of the tensors in a file, with entries replaced by their stack."""
-    sizes = Counter(position[0] for name in specs if (position := stack_of(name)))
+    sizes = Counter(position[0] for name in specs if (position := split_entry(name)))
     tensors: dict[str, TensorSpec] = {}
     for name, spec in specs.items():
-        position = stack_of(name)
+        position = split_entry(name)
         if position is None:
             tensors[name] = spec
         else:

@@ -73,7 +73,7 @@ class HfCheckpoint:
         unexpected = sorted(
             name
             for name in unknown
-            if not name.endswith(_DERIVED) and not name.startswith(shape.carried)
+            if not name.endswith(_DERIVED) and not name.startswith(shape.pass_through)
         )
         problems = [
             self._shape_message(name, size)

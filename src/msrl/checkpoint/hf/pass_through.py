@@ -28,7 +28,7 @@ def pass_through_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
     Raises:
         MsrlError: The model needs such tensors and the folder has none.
     """
-    if not shape.carried:
+    if not shape.pass_through:
         return {}
     try:
         stored = (
@@ -38,8 +38,10 @@ def pass_through_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
         )
     except MsrlError as error:
         raise MsrlError(f"{error}; {_missing_message(shape)}") from error
-    tensors = {name: tensor for name, tensor in stored.items() if name.startswith(shape.carried)}
-    if not tensors and not shape.may_lack_carried:
+    tensors = {
+        name: tensor for name, tensor in stored.items() if name.startswith(shape.pass_through)
+    }
+    if not tensors and not shape.may_lack_pass_through:
         raise MsrlError(f"{hf_dir}: {_missing_message(shape)}")
     return tensors
 
@@ -50,7 +52,7 @@ def _folder_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
     There may be no weight files if the model can be used without its pass-through tensors.
     """
     if (
-        shape.may_lack_carried
+        shape.may_lack_pass_through
         and not any(hf_dir.glob("*.safetensors"))
         and not any(hf_dir.glob("*.bin"))
     ):
@@ -59,7 +61,7 @@ def _folder_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
 
 
 def _missing_message(shape: Shape) -> str:
-    names = ", ".join(f"{prefix}*" for prefix in shape.carried)
+    names = ", ".join(f"{prefix}*" for prefix in shape.pass_through)
     return (
         f"{shape.architecture} also needs weights {names}. "
         "Name the folder of the model that has them with --hf-config."

@@ -22,7 +22,7 @@ from msrl.checkpoint.hf.weight_files import INDEX, SINGLE, some
 from msrl.checkpoint.torch_files.archive import write_at
 from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, as_pieces, piece_blocks
 from msrl.checksums import combine_crc32, crc32, file_crc32
-from msrl.models.entries import stack_of
+from msrl.models.entries import split_entry
 
 MAX_SHARD_BYTES = 5_000_000_000
 Record = dict[str, Any]  # of a file: {"bytes": size, "crc32": checksum of all bytes}
@@ -86,13 +86,13 @@ class HfWriter:
     def _locate_entries(self, specs: Mapping[str, TensorSpec]) -> None:
         """Replace the position of each stack by the positions of its entries."""
         for name, spec in specs.items():
-            entry = stack_of(name)
+            entry = split_entry(name)
             if entry is not None:
                 stack = self._positions[entry[0]]
                 self._positions[name] = _FilePosition(
                     stack.file, stack.offset + entry[1] * spec.num_bytes, spec
                 )
-        for stack in {entry[0] for name in specs if (entry := stack_of(name))}:
+        for stack in {entry[0] for name in specs if (entry := split_entry(name))}:
             del self._positions[stack]
 
     def write(

@@ -172,7 +172,7 @@ READ_ARGUMENTS: dict[str, Value] = {
     ),  # loads
     "shared_expert_gate": lambda s: False,  # mg2hf set_model_layer_mlp, loads+
     "moe_router_topk": _moe_value(lambda moe: moe.experts_per_token),  # loads
-    "moe_router_pre_softmax": _moe_value(lambda moe: not moe.normalise),  # loads
+    "moe_router_pre_softmax": _moe_value(lambda moe: not moe.normalize),  # loads
     "moe_grouped_gemm": lambda s: s.naming.grouped,  # loads
     # The file and the training
     "ckpt_format": lambda s: "torch_dist" if s.distributed else "torch",  # loads

@@ -36,7 +36,7 @@ from msrl.files import flush_to_disk, write_text
 from msrl.models.megatron import activation_arguments, mixture_arguments, rope_arguments
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.shape import Shape
-from msrl.models.stages import chunk_of
+from msrl.models.stages import split_chunk_name
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "msrl_manifest.json"
@@ -96,7 +96,7 @@ def rank_writer(
     def file_contents(model: dict[str, Any]) -> dict[str, Any]:
         chunks: dict[str, dict[str, Any]] = {}
         for name, value in model.items():
-            chunk, inner_name = chunk_of(name)
+            chunk, inner_name = split_chunk_name(name)
             chunks.setdefault("model" if chunk is None else f"model{chunk}", {})[inner_name] = value
         if not getattr(args, "use_mcore_models", True):
             tied = not args.untie_embeddings_and_output_weights

@@ -26,7 +26,7 @@ def shape(config: HfConfig) -> Shape:
         ffn_hidden_size=ffn,
         layers=mixture_layers(config, 0),
         shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 2),
-        normalise=False,
+        normalize=False,
         scaling_factor=config.positive("routed_scaling_factor", 1.0),
         num_groups=config.count("n_group") if by_group else 1,
         num_chosen_groups=config.count("topk_group") if by_group else 1,

@@ -31,7 +31,7 @@ def shape(config: HfConfig) -> Shape:
         layers=mixture_layers(config, 3),
         shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 1),
         score="sigmoid",
-        normalise=config.flag("norm_topk_prob", True),
+        normalize=config.flag("norm_topk_prob", True),
         scaling_factor=config.positive("routed_scaling_factor", 2.5),
         num_groups=config.count("n_group", 8),
         num_chosen_groups=config.count("topk_group", 4),
@@ -41,7 +41,9 @@ def shape(config: HfConfig) -> Shape:
     )
     decoder = deepseek_shape(config, family="deepseek_v3", moe=moe)
     return replace(
-        decoder, carried=_prediction_layers(config, decoder.num_layers), may_lack_carried=True
+        decoder,
+        pass_through=_prediction_layers(config, decoder.num_layers),
+        may_lack_pass_through=True,
     )
 
 

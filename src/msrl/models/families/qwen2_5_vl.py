@@ -34,7 +34,7 @@ def shape(config: HfConfig) -> Shape:
         attention=switched_window(text, 80),
     )
     _check_sections(text, decoder)
-    return replace(decoder, carried=("visual.",))
+    return replace(decoder, pass_through=("visual.",))
 
 
 def _language_config(config: HfConfig) -> HfConfig:

@@ -26,7 +26,7 @@ def shape(config: HfConfig) -> Shape:
         experts_per_token=config.count("num_experts_per_tok", 8),
         ffn_hidden_size=config.count("moe_intermediate_size", 768),
         layers=_mixtures(config),
-        normalise=config.flag("norm_topk_prob", False),
+        normalize=config.flag("norm_topk_prob", False),
         aux_loss_coef=aux_loss_coef(config),
     )
     return decoder_shape(

@@ -52,7 +52,7 @@ def choose_experts(
         merit = merit.masked_fill(~_in_chosen_groups(merit, moe), -torch.inf)
     experts = merit.topk(moe.experts_per_token, dim=-1).indices
     weights = scores.gather(-1, experts)
-    if moe.normalise:
+    if moe.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * moe.scaling_factor, experts
 

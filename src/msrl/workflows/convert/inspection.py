@@ -17,7 +17,7 @@ from msrl.checkpoint.mcore.locate import find_checkpoint, latest_iteration, save
 from msrl.models.families import num_parameters
 from msrl.models.parallel_layout import Coords
 from msrl.models.reward_head import OUTPUT_LAYER, WEIGHT
-from msrl.models.stages import chunk_of
+from msrl.models.stages import split_chunk_name
 from msrl.tracking.progress import amount_text
 from msrl.workflows.training.integrity import verify_files
 
@@ -137,7 +137,7 @@ def _distributed_state(folder: Path) -> list[str]:
 
 
 def _has_unused_output_layer(path: Path) -> bool:
-    names = {chunk_of(name)[1] for name in read_rank_file(path)["model"]}
+    names = {split_chunk_name(name)[1] for name in read_rank_file(path)["model"]}
     return {WEIGHT, OUTPUT_LAYER} <= names
 
 

@@ -54,8 +54,8 @@ def show(config: Config) -> None:
         f"{amount_text(total, 'B')}, {types}"
     )
     print(f"Vocabulary: {shape.vocab_size:,} rows, padded with zeros to {plan.padded_vocab:,}")
-    if shape.carried:
-        names = ", ".join(f"{prefix}*" for prefix in shape.carried)
+    if shape.pass_through:
+        names = ", ".join(f"{prefix}*" for prefix in shape.pass_through)
         print(f"Not counted here, as they pass through unchanged: {names}")
     free = shutil.disk_usage(_nearest_existing(Path(convert.save))).free
     print(

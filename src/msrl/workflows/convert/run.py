@@ -184,7 +184,7 @@ def _print_pass_through(source: WeightSource) -> None:
     """Print the tensors that passed through unchanged, if any."""
     tensors = pass_through_tensors(source.hf_dir, source.shape)
     if tensors:
-        names = ", ".join(f"{prefix}*" for prefix in source.shape.carried)
+        names = ", ".join(f"{prefix}*" for prefix in source.shape.pass_through)
         print(
             f"Passed through unchanged, neither sharded nor trained: {len(tensors)} tensors "
             f"{names}, "
