@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _LogitRequest:
     """Logits to compute, sent to the ranks."""
 
     checkpoint: Path
@@ -50,7 +50,7 @@ def megatron_logits(
     """
     device = resolve(platform)
     ids = tuple(tuple(sequence) for sequence in token_ids)
-    request = _Request(checkpoint_dir, ids, device.name, layout, layerwise)
+    request = _LogitRequest(checkpoint_dir, ids, device.name, layout, layerwise)
     (logits,) = run_ranks(
         "msrl.trainer.probe:rank", request, num_ranks=layout.ranks_per_model, platform=device
     )
@@ -59,7 +59,7 @@ def megatron_logits(
     return [torch.from_numpy(rows) for rows in logits]
 
 
-def rank(context: RankContext, request: _Request) -> None:
+def rank(context: RankContext, request: _LogitRequest) -> None:
     """Run one rank: a forward pass per sequence; the last stage reports the logits."""
     from msrl.trainer.language_model import LanguageModelReplica
     from msrl.trainer.layerwise import LayerwiseReplica
