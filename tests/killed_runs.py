@@ -34,21 +34,21 @@ LIMIT_S = 120.0
 
 
 @dataclass
-class Life:
+class Attempt:
     """Driver of one start as a child of this process, and the pipe with its reports."""
 
     pid: int
     pipe: connection.Connection
 
     @staticmethod
-    def begin(settings: dict[str, Any]) -> Life:
+    def begin(settings: dict[str, Any]) -> Attempt:
         parent_end, driver_end = Pipe()
         pid = os.fork()
         if not pid:
             parent_end.close()
             _run_driver(settings, driver_end)
         driver_end.close()
-        return Life(pid, parent_end)
+        return Attempt(pid, parent_end)
 
     def next_step(self) -> tuple[int, float] | None:
         """Return the next reported step and its loss.
@@ -129,7 +129,7 @@ def _exit_after(function: Callable[[], None]) -> NoReturn:
 
 @dataclass
 class Run:
-    """What became of a training over all of its lives."""
+    """Result of a training in all attempts."""
 
     losses: dict[int, float] = field(default_factory=dict)
     kills: int = 0
@@ -146,28 +146,33 @@ class Run:
 def train(
     settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.0
 ) -> tuple[Run, float]:
-    """A training with `num_kills` kills on its way, each after one to three steps and a part of another; (run, seconds per step)."""
+    """Return a training that is killed `num_kills` times, and its seconds per step.
+
+    Each kill comes one to three steps and a part of another step after the start of an attempt.
+    """
     run, saves, choose = Run(), Path(settings["checkpoint"]["save"]), random.Random(num_kills)
     while run.kills < num_kills:
-        life = Life.begin(settings)
+        attempt = Attempt.begin(settings)
         for _ in range(choose.randint(1, 3)):
-            found = life.next_step()
+            found = attempt.next_step()
             assert found is not None, f"the training ended after {run.kills} kills"
             run.note(*found)
         time.sleep(random.random() * 1.2 * seconds_per_step)
         run.kills_in_a_save += any(saves.glob(".iter_*.partial")) or any(
             saves.glob("training/.iter_*.partial")
         )
-        life.kill()
-        while (found := life.next_step()) is not None:  # reported before the kill, and not read yet
+        attempt.kill()
+        while (
+            found := attempt.next_step()
+        ) is not None:  # reported before the kill, and not read yet
             run.note(*found)
-        assert life.end() == -signal.SIGKILL
+        assert attempt.end() == -signal.SIGKILL
         run.kills += 1
-    life, times = Life.begin(settings), list[float]()
-    while (found := life.next_step()) is not None:
+    attempt, times = Attempt.begin(settings), list[float]()
+    while (found := attempt.next_step()) is not None:
         run.note(*found)
         times.append(time.monotonic())
-    assert life.end() == 0
+    assert attempt.end() == 0
     return run, (times[-1] - times[0]) / max(1, len(times) - 1)
 
 
@@ -175,7 +180,7 @@ def main() -> None:
     path, num_kills = sys.argv[1], int(sys.argv[2])
     get("cpu").prepare()
     launch.quiet_megatron()
-    from msrl.trainer import rank  # noqa: F401  imported once for all lives
+    from msrl.trainer import rank  # noqa: F401  imported once for all attempts
 
     settings = yaml.safe_load(Path(path).read_text())
     results: dict[str, Any] = {}
