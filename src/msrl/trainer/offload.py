@@ -31,16 +31,10 @@ class HostMemory:
         """Move the storages of these kinds (default: all) to the host."""
         for kind in kinds or tuple(self._kinds):
             if kind in self._kinds and kind not in self._offloaded:
-                storages = {
-                    t.untyped_storage().data_ptr(): t.untyped_storage()
-                    for t in self._kinds[kind]()
-                    if t.numel()
-                }
-                stored = [
+                self._offloaded[kind] = [
                     (storage, _empty(storage, store=kind not in self._discarded))
-                    for storage in storages.values()
+                    for storage in _storages(self._kinds[kind]())
                 ]
-                self._offloaded[kind] = stored
 
     def onload(self, *kinds: str) -> None:
         """Move the storages of these kinds (default: all) back from the host."""
@@ -51,6 +45,20 @@ class HostMemory:
                     _as_bytes(storage).zero_()
                 else:
                     _as_bytes(storage).copy_(stored)
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages of tensors, each once.
+
+    Torch resizes no storage in main memory that an array shares, as after saving or exporting
+    weights on CPU. Such a storage is on the host already.
+    """
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+        for tensor in tensors
+        if tensor.numel()
+    }
+    return [storage for storage in storages.values() if storage.resizable()]
 
 
 def _empty(storage: torch.UntypedStorage, *, store: bool) -> Tensor | int:
