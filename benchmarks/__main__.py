@@ -2,7 +2,7 @@
 
 The peers' scripts and their inputs' maker stand in `../shared/bench` (or `--scripts`); their environment is made by the nox session.
 Figures are of this machine as busy as it is: the ratio is what counts, since both sides run in turn.
-`device` stands apart: it needs none of that (see `device.py`).
+`device` stands apart: it needs none of that (see `device.py`). `imports FOLDER` counts the outcomes of importing foreign files (see `imports.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from benchmarks import device
+from benchmarks import device, imports
 from benchmarks.cases import CASES, ROOT, Bench, Case, Sample, Way
 from benchmarks.measure import BenchError, quiet_environment, timed
 
@@ -28,6 +28,8 @@ Samples = Mapping[str, Sequence[Sample]]
 def main() -> int:
     if sys.argv[1:2] == ["device"]:
         return device.main(sys.argv[2:])
+    if sys.argv[1:2] == ["imports"]:
+        return imports.main(sys.argv[2:])
     args = arguments()
     bench = Bench(args.scripts, args.peers / "bin" / "python", args.inputs)
     try:

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from msrl.config.sources import parse
+from msrl.importers import mindspeed_scripts as mindspeed_llm
 from msrl.importers.lightrft import command_line as lightrft
-from msrl.importers.mindspeed_llm import scripts as mindspeed_llm
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.roll import files as roll
@@ -253,6 +253,7 @@ LLM_CASES: dict[str, Case] = {
     "train.context_parallel_algo": ({}, "megatron_cp_algo"),
     "train.recompute_granularity": ({}, "full"),
     "train.recompute_method": ({}, "block"),
+    "train.loss_chunk_size": ({"loss_compute_mode": "chunk"}, 7),
     "train.bf16": ({}, True), "train.lora_r": (ADAPTED, 7), "train.lora_alpha": (ADAPTED, 7),
     "train.lora_target_modules": ({}, "linear_qkv"), "train.no_shuffle": ({}, True),
     "train.eval_interval": (EVALUATED, 20), "train.eval_iters": (EVALUATED, 7),
@@ -350,6 +351,8 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
     file = folder / "given.yaml"
     if system == "roll":
         return translate_yaml(roll, changed(ROLL, changes), file)
+    if system == "lightrft" and section == "torchrun":
+        return translate_flags(lightrft, "train.py", changed(LIGHTRFT, {}), launcher=changes)
     if system == "lightrft":
         return translate_flags(lightrft, "train.py", changed(LIGHTRFT, changes))
     if section == "runtime_env":

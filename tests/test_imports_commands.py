@@ -14,8 +14,8 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, translate_arguments
+from msrl.importers.mindspeed_scripts import translate_script
 from msrl.importers.roll.devices import device_count
-from msrl.importers.shell import parse_script
 from msrl.importers.systems import foreign
 from msrl.importers.translation import KeyStatus, Translation
 from support import assert_mentions, mentions
@@ -389,10 +389,12 @@ def test_flags_are_accepted_as_separate_words(tmp_path: Path, capsys: pytest.Cap
             str(output),
             "--",
             *FLAGS.split()[2:],
+            "--remote_rm_url",
+            "http://localhost:1",
         )
         == 0
     )
-    assert_mentions(capsys.readouterr().err, "command line: ", "LightRFT", "group_norm", "6 keys")
+    assert_mentions(capsys.readouterr().err, "command line: ", "LightRFT", "group_norm", "7 keys")
     assert plain(parse(output.read_text(encoding="utf-8"), "native"))["model"]["path"] == "model"
     assert msrl("config", "import", "--from", "lightrft", "--", "--pretrian", "model") == 2
     assert_mentions(capsys.readouterr().err, "key", "LightRFT", "'pretrain'")
@@ -475,7 +477,7 @@ torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt -
 
 def test_an_undefined_variable_of_a_script_is_named():
     with pytest.raises(MsrlError, match=mentions("s.sh:2: $NOBODY_SETS_THIS")):
-        parse_script("a=1\npython convert_ckpt.py --load $NOBODY_SETS_THIS\n", "s.sh")
+        translate_script("a=1\npython convert_ckpt.py --load $NOBODY_SETS_THIS\n", "s.sh")
 
 
 def test_unsupported_flags_are_refused_with_a_reason(tmp_path: Path):

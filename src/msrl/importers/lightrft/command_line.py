@@ -9,13 +9,14 @@ Source: LightRFT 49e62cb, examples/gsm8k_geo3k/train_colocate.py and trainer/fas
 
 from __future__ import annotations
 
-from msrl.config.sources import Origin, wrap
+from msrl.config.sources import Node, wrap
 from msrl.errors import MsrlError
+from msrl.importers.environment import put_exports
 from msrl.importers.megatron import converted
-from msrl.importers.sections import Keys, as_list
-from msrl.importers.shell import Word, flags, parse_script
+from msrl.importers.sections import Keys, as_list, put_repeated
+from msrl.importers.shell import Word, flags, parse_script, repeated_flags
 from msrl.importers.table import load_table
-from msrl.importers.translation import KeyStatus, SourceKey, Translation
+from msrl.importers.translation import KeyStatus, Translation
 
 # Names in the guide for group_norm with another ratio or loss.
 _NAMED_LOSSES = {"gspo": {"algo.ratio": "sequence"}, "gmpo": {"algo.policy_loss": "gmpo"}}
@@ -34,8 +35,7 @@ def translate_script(text: str, name: str) -> Translation:
             f"{name}: must contain one LightRFT command with flags, but has {len(commands)}"
         )
     translation = translate_words(commands[0], name)
-    for variable, word in script.exported.items():
-        _environment(translation, variable, word)
+    put_exports(translation, script)
     return translation
 
 
@@ -46,23 +46,35 @@ def _num_flags(words: list[Word]) -> int:
 def translate_words(words: list[Word], name: str) -> Translation:
     """Return the translation of the flags of one command."""
     translation = Translation("LightRFT", load_table("lightrft"), name)
-    tree = flags(words, name)
-    keys = Keys(translation, "flags", translation.entries(tree, "flags", ""))
+    start = next((i for i, word in enumerate(words) if word.text.endswith(".py")), 0)
+    program = words[start].text.rpartition("/")[2] if words else ""
+    if feature := _unsupported_program(words[start].text if words else ""):
+        raise MsrlError(f"{name}: {program}: not supported: {feature}")
+    _launcher(translation, flags(words[:start], name, is_complete=False))
+    keys = Keys(translation, "flags", translation.entries(flags(words[start:], name), "flags", ""))
+    for key, node in repeated_flags(words[start:], name):
+        put_repeated(translation, "flags", key, node)
     return _Flags(translation, keys).translate()
 
 
-def _environment(translation: Translation, variable: str, word: Word) -> None:
-    entry = SourceKey(
-        "environment", variable, variable, wrap(word.text, Origin(translation.name, word.line))
-    )
-    if variable == "CUDA_VISIBLE_DEVICES":
-        return translation.record(
-            entry,
-            KeyStatus.SAME,
-            "msrl sets the visible devices of each worker. "
-            "To hide devices, export it before msrl starts.",
-        )
-    return translation.assign(entry, [f"cluster.env.{variable}"], word.text)
+def _launcher(translation: Translation, tree: Node) -> None:
+    """Translate the flags of torchrun: the devices of the training."""
+    for entry in translation.entries(tree, "torchrun", ""):
+        to = translation.row(entry).to
+        if to and not isinstance(entry.value, int):
+            translation.record(entry, KeyStatus.PLACEMENT, f"placeholder: set {to[0]}")
+        else:
+            translation.apply(entry)
+
+
+def _unsupported_program(path: str) -> str:
+    """Return the feature that a program needs and msrl does not have; empty if it is imported."""
+    folder, _, program = path.rpartition("/")
+    if not path.endswith(".py") or (program.startswith("train") and "rm_" not in f"{folder}_"):
+        return ""
+    if "rm_" in f"{folder}_":
+        return "training of reward models on images, video and audio"
+    return "only the trainings of LightRFT (train_colocate.py) are imported"
 
 
 class _Flags:
