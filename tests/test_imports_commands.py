@@ -172,10 +172,10 @@ def test_virtual_stages_of_roll_become_layers_per_stage(tmp_path: Path):
     assert (
         native_tree(imported("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2
     )  # 8 layers in 2 * 2 stages
-    with pytest.raises(
-        MsrlError, match=mentions("virtual_pipeline_model_parallel_size=2", "virtual stages")
-    ):
-        imported("roll", changed(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
+    absent = imported("roll", changed(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
+    assert "vpp" not in native_tree(absent)["train"]["parallel"]
+    (outcome,) = [o for o in absent.outcomes if o.entry.key.startswith("virtual_")]
+    assert outcome.status is KeyStatus.SPEED and "train.parallel.vpp" in outcome.text
     with pytest.raises(MsrlError, match=mentions("8 layers", "2 * 3 stages")):
         imported(
             "roll",
@@ -251,7 +251,7 @@ def test_roll_validation_needs_both_lengths(tmp_path: Path):
 def test_dead_keys_of_roll_are_named(tmp_path: Path):
     text = (
         RLVR
-        + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\nadd_len_reward: true\nsft_loss_coef: 0.1\n"
+        + "l2: 0.1\nreward_norm: group\nuse_topr_loss: false\ninit_kl_coef: 0.5\nadd_len_reward: true\nsft_loss_coef: 0\n"
     )
     translation = imported("roll", text, tmp_path, "yaml")
     dead = {

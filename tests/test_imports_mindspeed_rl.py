@@ -231,7 +231,7 @@ def test_hyphens_and_underscores_are_the_same(folder: Path):
         ("actor_config", "lr_decay_styel", ("'lr_decay_style'",)),
         ("generate_config", "max_num_seq", ("'max_num_seqs'",)),
         ("generate_config", "temperature", ("sampling_config",)),
-        ("generate_config", "enable_chunked_prefill", ("max_num_seqs",)),
+        ("generate_config", "enable_chunked_prefill", ("'chunked_prefill_for_mla'",)),
     ],
 )
 def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(

@@ -173,14 +173,14 @@ def ratio(value: Any) -> str:
     return _look_up({"token": "token", "seq": "sequence", "sequence": "sequence"}, value)
 
 
-def recompute(value: Any) -> str | None:
+def recompute(value: Any) -> str:
     """Return the recompute granularity of a switch that recomputes every layer."""
-    return "full" if value else None
+    return "full" if value else "none"
 
 
-def inverse_recompute(value: Any) -> str | None:
+def inverse_recompute(value: Any) -> str:
     """Return the recompute granularity of a switch that disables recomputation."""
-    return None if value else "full"
+    return "none" if value else "full"
 
 
 def some_right(value: Any) -> list[float] | None:

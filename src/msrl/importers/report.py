@@ -17,6 +17,9 @@ def full(translation: Translation) -> list[str]:
         if outcomes:
             lines.append(f"{heading}:")
             lines += [_outcome_line(outcome) for outcome in sorted(outcomes, key=_position)]
+    if translation.differences:
+        lines.append("results differ from the original:")
+        lines += [f"  {line}" for line in translation.differences]
     if translation.defaults:
         lines.append(f"defaults of {translation.system} for keys that no file sets:")
         defaults = sorted(translation.defaults.items())

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 
 from msrl.config.messages import node_at, written
 from msrl.config.sources import Node, Origin, at, merge, plain, wrap
+from msrl.errors import similar
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.native_keys import refusal
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.status import KeyStatus
 from msrl.importers.table import Row, Table, canonical
+
+_SECRET_KEYS = ("use_wandb", "api_key", "judge_api_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class SourceKey:
 
     def __str__(self) -> str:
         value = "" if isinstance(self.node.value, dict) else f"={written(self.value)}"
+        if self.key in _SECRET_KEYS and isinstance(self.value, str):
+            value = "=***"
         return f"{self.origin}: {self.path}{value}"
 
 
@@ -60,7 +65,8 @@ class Translation:
 
     `tree` holds the supported native keys with the origins of the source keys, `later` the keys
     that this version does not support. `differences` are settings that msrl computes differently:
-    errors, unless the user accepts the nearest setting.
+    errors, unless the user accepts the nearest setting. With `ignores_unknown`, the original reads
+    files with any additional keys.
     """
 
     system: str
@@ -75,6 +81,7 @@ class Translation:
     differences: list[str] = field(default_factory=list[str])
     accepts_differences: bool = False
     is_refused: bool = False
+    ignores_unknown: bool = False
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
     other_defaults: dict[tuple[str, str], object] = field(
@@ -107,7 +114,7 @@ class Translation:
             key_path = f"{path}.{key}" if path else key
             entry = SourceKey(table_section or name, canonical(key), key_path, node)
             if table_section is None:
-                self.errors.append(f"{entry}: {self._unknown(key, name, *also)}")
+                self._add_unknown(entry, key, (name, *also))
             elif entry.key in seen:
                 first = seen[entry.key]
                 self.errors.append(f"{entry}: duplicate of {first.path} in {first.origin}")
@@ -116,6 +123,16 @@ class Translation:
             else:
                 seen[entry.key] = entry
                 yield entry
+
+    def _add_unknown(self, entry: SourceKey, key: str, sections: tuple[str, ...]) -> None:
+        """Add an error for a key without a row, or record one that the original ignores."""
+        is_known = self.table.is_original(key) or similar(
+            canonical(key), self.table.keys(*sections)
+        )
+        if self.ignores_unknown and not is_known:
+            self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")
+        else:
+            self.errors.append(f"{entry}: {self._unknown(key, *sections)}")
 
     def _unknown(self, key: str, *sections: str) -> str:
         """Return the message for a key without a row: of the original, or misspelled."""
