@@ -59,6 +59,11 @@ class Algorithm:
         entry = self.rl.get("mini_batch_size")
         if entry is not None and not isinstance(entry.value, int):
             return self.translation.add_error(entry, "must be an integer")
+        total = self.prompts * samples if isinstance(self.prompts, int) and samples else None
+        update = self._samples_per_update()
+        if entry is not None and update is not None and total is not None and update > total:
+            key, why = "train.updates.samples_per_update", "all samples of a step, which has fewer"
+            return self.rl.assign("mini_batch_size", [key], total, why=why)
         if self.in_samples:
             return self.rl.assign(
                 "mini_batch_size",
@@ -110,6 +115,8 @@ class Algorithm:
         elif entry is not None and isinstance(entry.value, int):
             size = entry.value
         samples = self._samples_per_update() if self.ranks == 1 else None
+        if samples is not None and isinstance(self.prompts, int):
+            samples = min(samples, self.prompts * (self.rl.number("n_samples_per_prompt") or 1))
         put_aggregation(self.translation, entry, size, samples)
         text = f"with micro-batches of {size or 'several'} samples"
         self.rl.record("token_level_loss", KeyStatus.APPLIED, f"algo.aggregate.mode: {text}")
