@@ -1,4 +1,4 @@
-"""`python -m benchmarks imports FOLDER`: outcomes of `msrl config import` over a folder of foreign files.
+"""Outcomes of `msrl config import` over a folder: `python -m benchmarks imports FOLDER`.
 
 Every YAML file and shell script below the folder is imported and validated as `msrl config import`
 does. A file counts as imported if the result is a valid configuration; paths that this machine

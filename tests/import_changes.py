@@ -106,7 +106,8 @@ ROLL_CASES: dict[str, Case] = {
     "top.reward_norm_alpha": (AGENTIC, 0.5),
     "worker.device_mapping": ({}, [0, 1, 2, 3]), "worker.num_gpus_per_worker": ({}, 4),
     "worker.model_update_frequency": ({}, 2),
-    "worker.pg_variant": ({"actor_train.worker_cls": "x.ActorPGWorker"}, "topr"), "worker.system_envs": ({}, {"A": "b"}),
+    "worker.pg_variant": ({"actor_train.worker_cls": "x.ActorPGWorker"}, "topr"),
+    "worker.system_envs": ({}, {"A": "b"}),
     "model_args.dtype": ({}, "fp32"),
     "model_args.ulysses_size": ({}, 2),
     "model_args.disable_gradient_checkpointing": (
@@ -362,10 +363,10 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
     file = folder / "given.yaml"
     if system == "roll":
         return translate_yaml(roll, changed(ROLL, changes), file)
-    if system == "lightrft" and section == "torchrun":
-        return translate_flags(lightrft, "train.py", changed(LIGHTRFT, {}), launcher=changes)
     if system == "lightrft":
-        return translate_flags(lightrft, "train.py", changed(LIGHTRFT, changes))
+        launcher = changes if section == "torchrun" else None
+        flags = changed(LIGHTRFT, {} if launcher else changes)
+        return translate_flags(lightrft, "train.py", flags, launcher=launcher)
     if section == "runtime_env":
         (folder / "envs").mkdir(exist_ok=True)
         (folder / "envs" / "runtime_env.yaml").write_text(

@@ -18,7 +18,8 @@ from test_imports_commands import RLVR, changed
 RL = """\
 megatron_training: {{stage: {stage}, global_batch_size: 8, train_iters: 2}}
 actor_config: {{lr: 1e-6, micro_batch_size: {micro}, load: ckpt}}
-rl_config: {{n_samples_per_prompt: 4, mini_batch_size: 8, {more} actor_resource: {{num_npus: {npus}}}}}
+rl_config:
+  {{n_samples_per_prompt: 4, mini_batch_size: 8, {more} actor_resource: {{num_npus: {npus}}}}}
 generate_config: {{infer_tensor_parallel_size: 1, sampling_config: {{max_tokens: 64}}}}
 """
 

@@ -208,7 +208,8 @@ def test_warmup_is_a_fraction_or_a_number_of_updates():
 SFT = """\
 defaults: [{model: [small]}]
 sft:
-  {model: small, stage: sft, tokenizer_name_or_path: hf, load: ckpt, finetune: true, data_path: data,
+  {model: small, stage: sft, tokenizer_name_or_path: hf, load: ckpt, finetune: true,
+   data_path: data,
    global_batch_size: 4, micro_batch_size: 2, train_iters: 5,
    lr: 5e-5, min_lr: 1e-6, lr_decay_style: cosine, lr_warmup_fraction: 0.01,
    no_shuffle: true, lora_target_modules: [linear_qkv]}

@@ -1,4 +1,4 @@
-"""Shell scripts as they are shipped: expansion of variables, branches, launchers and placeholders."""
+"""Shell scripts as they are shipped: variables, branches, launchers and placeholders."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Scope:
         """Return the value that the script, else the environment, gives a variable."""
         if name in self.variables:
             return self.variables[name]
-        if name == "0" or name == "BASH_SOURCE":
+        if name in ("0", "BASH_SOURCE"):
             return _literal(self.path)
         if name in os.environ:
             return _literal(os.environ[name])
@@ -334,25 +334,21 @@ def _number(node: ast.expr, scope: Scope, depth: int) -> int:
 
 def _output(commands: Sequence[Sequence[str]]) -> str | None:
     """Return the output of commands that only name a folder, a file or the time; else None."""
-    folder = "."
     if len(commands) == 2 and commands[0][:1] == ["["]:
         holds = condition(commands[0])
-        if holds is None:
-            return None
-        return _output(commands[1:]) if holds else ""
+        return "" if holds is False else _output(commands[1:] if holds else [])
+    folder = "."
     for command in commands[:-1]:
         if len(command) < 2 or command[0] != "cd":
             return None
         folder = _joined(folder, command[1])
-    program, arguments = (commands[-1][0], commands[-1][1:]) if commands[-1] else ("", ())
-    if program == "pwd":
-        return folder
+    last = commands[-1] if commands else ()
+    program, arguments = (last[0], last[1:]) if last else ("", ())
+    texts = {"pwd": folder, "echo": " ".join(arguments)}
     if program == "date" and len(arguments) <= 1:
-        form = arguments[0].removeprefix("+") if arguments else "%c"
-        return time.strftime(form)
-    if program == "echo":
-        return " ".join(arguments)
-    return _path_output(program, [word for word in arguments if not word.startswith("-")])
+        texts["date"] = time.strftime(arguments[0].removeprefix("+") if arguments else "%c")
+    names = [word for word in arguments if not word.startswith("-")]
+    return texts.get(program) or _path_output(program, names)
 
 
 def condition(words: Sequence[str]) -> bool | None:
