@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from msrl.errors import MsrlError
 from msrl.importers.command import report, translate_arguments
 from msrl.importers.status import HEADINGS
 from msrl.workflows.import_config import validate
-from support import assert_mentions
+from support import assert_mentions, mentions
 from test_cli import msrl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,34 +45,27 @@ def test_files_of_another_machine_are_named_but_not_errors() -> None:
 
 
 def test_every_key_of_a_report_is_in_one_of_five_groups() -> None:
-    flags = "--lora-fusion --no-shuffle --node_rank 0 --o2-optimizer"
     translation = translate_arguments("mindspeed-llm", [*TUNE.split(), "--o2-optimizer"])
     lines = report(translation).splitlines()
-    assert flags and HEADINGS == (
-        "took effect",
-        "same results",
-        "changes memory or speed only",
-        "placement",
-        "dropped",
-    )
+    assert len(HEADINGS) == 5
     assert "dropped:" in lines
     assert_mentions(lines[lines.index("dropped:") + 1], "o2_optimizer", "float32")
 
 
 def test_a_key_that_only_the_original_has_is_called_that() -> None:
-    with pytest.raises(Exception, match="not supported: a key of MindSpeed-LLM"):
+    with pytest.raises(MsrlError, match=mentions("retro_add_retriever", "not supported")):
         translate_arguments("mindspeed-llm", [*TUNE.split(), "--retro-add-retriever"])
-    with pytest.raises(Exception, match="unknown key of MindSpeed-LLM; did you mean 'seed'"):
+    with pytest.raises(MsrlError, match=mentions("sed=1", "unknown", "'seed'")):
         translate_arguments("mindspeed-llm", [*TUNE.split(), "--sed", "1"])
 
 
 def test_a_training_without_weights_is_refused() -> None:
-    with pytest.raises(Exception, match="random weights"):
+    with pytest.raises(MsrlError, match=mentions("load", "random")):
         translate_arguments("mindspeed-llm", TUNE.replace("--load ckpt", "").split())
 
 
 def test_other_stages_are_refused_in_one_line() -> None:
-    with pytest.raises(Exception, match="not supported: preference training") as caught:
+    with pytest.raises(MsrlError, match=mentions("stage=dpo", "preference")) as caught:
         translate_arguments(
             "mindspeed-llm", [*TUNE.replace("stage sft", "stage dpo").split(), "--fp16"]
         )
