@@ -121,7 +121,7 @@ class _Flags:
         if estimator is None:
             return
         keys.assign("advantage_estimator", ["algo.advantage.estimator"], estimator)
-        self._whitening(estimator)
+        self._whitening(str(estimator))
         for native, value in _NAMED_LOSSES.get(name, {}).items():
             self.translation.set(native, wrap(value, keys.origin("advantage_estimator")))
         if keys.value("use_cpg_loss") is True:
