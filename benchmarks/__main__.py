@@ -3,7 +3,8 @@
 Both sides run alternately, and the medians and their ratios are printed as a table. The ratio is
 the result, since absolute figures depend on the load of the machine. The scripts of the peers and
 of their inputs are in `../shared/bench` (or `--scripts`); the nox session creates their
-environment. The benchmark `device` needs none of this (see `device.py`).
+environment. The benchmark `device` needs none of this (see `device.py`), and `imports FOLDER`
+counts the outcomes of importing foreign files (see `imports.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from benchmarks import device
+from benchmarks import device, imports
 from benchmarks.cases import CASES, ROOT, Bench, Case, Measurement, Sample
 from benchmarks.measure import BenchError, quiet_environment, timed
 
@@ -29,6 +30,8 @@ Samples = Mapping[str, Sequence[Sample]]
 def main() -> int:
     if sys.argv[1:2] == ["device"]:
         return device.main(sys.argv[2:])
+    if sys.argv[1:2] == ["imports"]:
+        return imports.main(sys.argv[2:])
     args = arguments()
     bench = Bench(args.scripts, args.peers / "bin" / "python", args.inputs)
     try:

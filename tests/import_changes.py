@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from msrl.config.sources import parse
+from msrl.importers import mindspeed_scripts as mindspeed_llm
 from msrl.importers.lightrft import command_line as lightrft
-from msrl.importers.mindspeed_llm import scripts as mindspeed_llm
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.roll import files as roll
@@ -106,9 +106,13 @@ ROLL_CASES: dict[str, Case] = {
     "top.reward_norm_alpha": (AGENTIC, 0.5),
     "worker.device_mapping": ({}, [0, 1, 2, 3]), "worker.num_gpus_per_worker": ({}, 4),
     "worker.model_update_frequency": ({}, 2),
-    "worker.pg_variant": ({}, "topr"), "worker.system_envs": ({}, {"A": "b"}),
+    "worker.pg_variant": ({"actor_train.worker_cls": "x.ActorPGWorker"}, "topr"),
+    "worker.system_envs": ({}, {"A": "b"}),
     "model_args.dtype": ({}, "fp32"),
-    "model_args.disable_gradient_checkpointing": ({}, False), "model_args.lora_alpha": (LORA, 7),
+    "model_args.ulysses_size": ({}, 2),
+    "model_args.disable_gradient_checkpointing": (
+        {"actor_train.strategy_args.strategy_name": "fsdp2_train"}, False,
+    ), "model_args.lora_alpha": (LORA, 7),
     "model_args.lora_target": (LORA, ["q_proj"]), "model_args.lora_rank": (LORA, 7),
     "model_args.lora_dropout": (LORA, 0.1),
     "training_args.warmup_ratio": ({}, 0.1),
@@ -123,6 +127,11 @@ ROLL_CASES: dict[str, Case] = {
     "strategy_config.context_parallel_size": ({}, 2),
     "strategy_config.recompute_granularity": ({}, "full"),
     "strategy_config.recompute_method": ({}, "block"),
+    "strategy_config.moe_layer_recompute": ({}, True),
+    "strategy_config.recompute_modules": (
+        {"actor_train.strategy_args.strategy_config.recompute_granularity": "selective"}, ["mlp"],
+    ),
+    "strategy_config.bf16": ({}, False),
     "strategy_config.sequence_parallel": (
         {"actor_train.strategy_args.strategy_config.tensor_model_parallel_size": 2}, True,
     ),
@@ -193,6 +202,9 @@ LIGHTRFT_CASES: dict[str, Case] = {
     "flags.use_wandb": ({}, "project"), "flags.save_path": ({}, "there"),
     "flags.load_checkpoint": ({}, True),
     "flags.advantage_clip": ({}, 2.0),
+    "flags.critic_pretrain": (WITH_GAE, "critic"),
+    "flags.max_eval_samples": ({"eval_steps": 5}, 7),
+    "flags.advantages_norm": ({"advantage_estimator": "reinforce++"}, True),
     "flags.reward_clip": ({}, 2.0), "flags.reward_running_norm": ({}, True),
     "flags.reward_running_norm_minus_mean": (RUNNING, True),
     "flags.mixed_mm_data": ({}, True), "flags.images_key": ({}, "image"),
@@ -253,6 +265,7 @@ LLM_CASES: dict[str, Case] = {
     "train.context_parallel_algo": ({}, "megatron_cp_algo"),
     "train.recompute_granularity": ({}, "full"),
     "train.recompute_method": ({}, "block"),
+    "train.loss_chunk_size": ({"loss_compute_mode": "chunk"}, 7),
     "train.bf16": ({}, True), "train.lora_r": (ADAPTED, 7), "train.lora_alpha": (ADAPTED, 7),
     "train.lora_target_modules": ({}, "linear_qkv"), "train.no_shuffle": ({}, True),
     "train.eval_interval": (EVALUATED, 20), "train.eval_iters": (EVALUATED, 7),
@@ -351,7 +364,9 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
     if system == "roll":
         return translate_yaml(roll, changed(ROLL, changes), file)
     if system == "lightrft":
-        return translate_flags(lightrft, "train.py", changed(LIGHTRFT, changes))
+        launcher = changes if section == "torchrun" else None
+        flags = changed(LIGHTRFT, {} if launcher else changes)
+        return translate_flags(lightrft, "train.py", flags, launcher=launcher)
     if section == "runtime_env":
         (folder / "envs").mkdir(exist_ok=True)
         (folder / "envs" / "runtime_env.yaml").write_text(

@@ -14,8 +14,8 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, translate_arguments
+from msrl.importers.mindspeed_scripts import translate_script
 from msrl.importers.roll.devices import device_count
-from msrl.importers.shell import parse_script
 from msrl.importers.systems import foreign
 from msrl.importers.translation import KeyStatus, Translation
 from support import assert_mentions, mentions
@@ -223,10 +223,10 @@ def test_virtual_stages_of_roll_become_layers_per_stage(tmp_path: Path):
     assert (
         native_tree(imported("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2
     )  # 8 layers in 2 * 2 stages
-    with pytest.raises(
-        MsrlError, match=mentions("virtual_pipeline_model_parallel_size=2", "virtual stages")
-    ):
-        imported("roll", changed(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
+    absent = imported("roll", changed(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
+    assert "vpp" not in native_tree(absent)["train"]["parallel"]
+    (outcome,) = [o for o in absent.outcomes if o.entry.key.startswith("virtual_")]
+    assert outcome.status is KeyStatus.SPEED and "train.parallel.vpp" in outcome.text
     with pytest.raises(MsrlError, match=mentions("8 layers", "2 * 3 stages")):
         imported(
             "roll",
@@ -302,8 +302,8 @@ def test_roll_validation_needs_both_lengths(tmp_path: Path):
 def test_dead_keys_of_roll_are_reported(tmp_path: Path):
     text = (
         RLVR
-        + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\n"
-        + "add_len_reward: true\nsft_loss_coef: 0.1\n"
+        + "l2: 0.1\nreward_norm: group\nuse_topr_loss: false\ninit_kl_coef: 0.5\n"
+        + "add_len_reward: true\nsft_loss_coef: 0\n"
     )
     translation = imported("roll", text, tmp_path, "yaml")
     dead = {
@@ -446,10 +446,12 @@ def test_flags_are_accepted_as_separate_words(tmp_path: Path, capsys: pytest.Cap
             str(output),
             "--",
             *FLAGS.split()[2:],
+            "--remote_rm_url",
+            "http://localhost:1",
         )
         == 0
     )
-    assert_mentions(capsys.readouterr().err, "command line: ", "LightRFT", "group_norm", "6 keys")
+    assert_mentions(capsys.readouterr().err, "command line: ", "LightRFT", "group_norm", "7 keys")
     assert plain(parse(output.read_text(encoding="utf-8"), "native"))["model"]["path"] == "model"
     assert msrl("config", "import", "--from", "lightrft", "--", "--pretrian", "model") == 2
     assert_mentions(capsys.readouterr().err, "key", "LightRFT", "'pretrain'")
@@ -540,7 +542,7 @@ torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt -
 
 def test_an_undefined_variable_of_a_script_is_named():
     with pytest.raises(MsrlError, match=mentions("s.sh:2: $NOBODY_SETS_THIS")):
-        parse_script("a=1\npython convert_ckpt.py --load $NOBODY_SETS_THIS\n", "s.sh")
+        translate_script("a=1\npython convert_ckpt.py --load $NOBODY_SETS_THIS\n", "s.sh")
 
 
 def test_unsupported_flags_are_refused_with_a_reason(tmp_path: Path):

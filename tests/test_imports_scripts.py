@@ -146,11 +146,13 @@ def test_an_inference_script_samples_like_the_original():
     sampling = {"temperature": 0.7, "top_p": 0.95, "top_k": 50, "max_tokens": 128}
     tree = native_tree(line)
     assert tree == {
+        "rollout": {"engine": {"tp": 1}},
         "generate": {"model": "ckpt", "seed": 42, **sampling},
         "chat": {"model": "ckpt", "seed": 42, **sampling},
     }
     statuses = {outcome.entry.key: outcome.status for outcome in imported(line).outcomes}
-    assert statuses["num_layers"] is statuses["nproc_per_node"] is KeyStatus.SAME
+    assert statuses["num_layers"] is KeyStatus.SAME
+    assert statuses["nproc_per_node"] is KeyStatus.PLACEMENT
 
 
 def test_the_inference_task_sets_the_sampling():
@@ -206,7 +208,8 @@ def test_warmup_is_a_fraction_or_a_number_of_updates():
 SFT = """\
 defaults: [{model: [small]}]
 sft:
-  {model: small, stage: sft, tokenizer_name_or_path: hf, data_path: data,
+  {model: small, stage: sft, tokenizer_name_or_path: hf, load: ckpt, finetune: true,
+   data_path: data,
    global_batch_size: 4, micro_batch_size: 2, train_iters: 5,
    lr: 5e-5, min_lr: 1e-6, lr_decay_style: cosine, lr_warmup_fraction: 0.01,
    no_shuffle: true, lora_target_modules: [linear_qkv]}

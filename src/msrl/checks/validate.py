@@ -63,11 +63,11 @@ def guess(resolved: Resolved) -> str | None:
 
 _COMMAND_BY_KEY = {
     "reward.sources": "train-grpo",
+    "generate": "generate",
+    "chat": "chat",
     "rollout": "train-grpo",
     "convert": "convert-ckpt",
     "preprocess": "preprocess",
-    "generate": "generate",
-    "chat": "chat",
     "data.train": "train-sft",
     "train": "train-sft",
 }

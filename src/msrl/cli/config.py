@@ -117,19 +117,32 @@ def schema() -> None:
         "msrl config import --from mindspeed-llm tune_qwen2.sh -o sft.yaml",
     ),
 )
-def import_(arguments: o.Foreign, system: o.From, output: o.NativeFile = None) -> None:
+def import_(
+    arguments: o.Foreign,
+    system: o.From,
+    output: o.NativeFile = None,
+    approximate: o.Approximate = False,
+) -> None:
     """Translate a file or command of another system to a YAML file of msrl.
 
-    A report lists how each key was translated.
+    A report lists how each key was translated. The exit code is 2 if the result is not a valid
+    configuration.
     """
     from pathlib import Path
 
+    from msrl.errors import ManyErrors
     from msrl.files import write_text
     from msrl.importers.command import native_yaml, report, translate_arguments
+    from msrl.workflows.import_config import validate
 
-    translation = translate_arguments(system.value, arguments)
+    translation = translate_arguments(system.value, arguments, approximate=approximate)
     typer.echo(report(translation), err=True)
     if output is None:
         typer.echo(native_yaml(translation), nl=False)
     else:
         write_text(Path(output), native_yaml(translation))
+    validation = validate(translation)
+    for line in validation.inputs:
+        typer.echo(f"before a run: {line}", err=True)
+    if validation.errors:
+        raise ManyErrors(validation.errors)

@@ -632,6 +632,14 @@ NativeFile = Annotated[
     str | None,
     _option("--output", "-o", metavar="FILE", help="YAML file to write. Default: standard output."),
 ]
+Approximate = Annotated[
+    bool,
+    _option(
+        "--approximate",
+        help="Use the nearest setting where msrl cannot compute what the original computes. "
+        "The report names each of them. Default: refuse such files.",
+    ),
+]
 Imports = Annotated[
     bool,
     _option(

@@ -9,8 +9,8 @@ from typing import cast
 from msrl.config.show import flow
 from msrl.config.sources import Node, Origin, plain, read
 from msrl.errors import ManyErrors, MsrlError
+from msrl.importers import mindspeed_scripts
 from msrl.importers.lightrft import command_line as lightrft
-from msrl.importers.mindspeed_llm import scripts as mindspeed_llm
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.report import full
@@ -22,11 +22,20 @@ from msrl.importers.translation import Translation
 SYSTEMS = ("mindspeed-rl", "mindspeed-llm", "roll", "lightrft")
 _YAML = {"mindspeed-rl": mindspeed_rl, "mindspeed-llm": mindspeed_ray, "roll": roll}
 # MindSpeed-RL and MindSpeed-LLM share their programs.
-_SHELL = {"mindspeed-rl": mindspeed_llm, "mindspeed-llm": mindspeed_llm, "lightrft": lightrft}
+SHELL_SYSTEMS = {
+    "mindspeed-rl": mindspeed_scripts,
+    "mindspeed-llm": mindspeed_scripts,
+    "lightrft": lightrft,
+}
 
 
-def translate_arguments(system: str, arguments: Sequence[str]) -> Translation:
+def translate_arguments(
+    system: str, arguments: Sequence[str], *, approximate: bool = False
+) -> Translation:
     """Return the translation of one file or of the words of one command line.
+
+    With `approximate`, a key that msrl cannot compute as the original does takes the nearest
+    setting instead of an error.
 
     Raises:
         ManyErrors: with one line for each error in the input.
@@ -37,15 +46,17 @@ def translate_arguments(system: str, arguments: Sequence[str]) -> Translation:
         )
     if len(arguments) == 1 and not arguments[0].startswith("-"):
         translation = _translate_file(system, Path(arguments[0]))
-    elif system in _SHELL:
+    elif system in SHELL_SYSTEMS:
         words = [Word(text, None) for text in arguments]
-        translation = _SHELL[system].translate_words(words, "command line")
+        translation = SHELL_SYSTEMS[system].translate_words(words, "command line")
     else:
         raise MsrlError(
             f"config import --from {system}: expected one file, got {len(arguments)} arguments"
         )
-    if translation.errors:
-        raise ManyErrors(translation.errors)
+    translation.accepts_differences = approximate
+    errors = [*translation.errors, *([] if approximate else translation.differences)]
+    if errors:
+        raise ManyErrors(errors)
     return translation
 
 
@@ -53,9 +64,9 @@ def _translate_file(system: str, file: Path) -> Translation:
     if not file.is_file():
         raise MsrlError(f"{file}: file not found")
     if file.suffix not in (".yaml", ".yml"):
-        if system not in _SHELL:
+        if system not in SHELL_SYSTEMS:
             raise MsrlError(f"{file}: must be a .yaml file of {system}")
-        return _SHELL[system].translate_script(file.read_text(encoding="utf-8"), str(file))
+        return SHELL_SYSTEMS[system].translate_script(file.read_text(encoding="utf-8"), str(file))
     tree = read(file)
     detected = detect_system(tree)
     if detected != system:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from msrl.importers.placeholders import is_placeholder
+
 
 def same_value(value: Any) -> Any:
     """Return the value unchanged."""
@@ -63,6 +65,8 @@ def int_list(value: Any) -> list[int]:
 
 def one_path(value: Any) -> str:
     """Return the only data prefix; Megatron's mixtures (`0.3 a 0.7 b`, `1,a,1,b`) are refused."""
+    if is_placeholder(value):
+        return str(value)
     if isinstance(value, list):
         words = [str(word) for word in cast("list[Any]", value)]
     else:
@@ -121,10 +125,9 @@ def legacy_names(value: Any) -> str:
 
 def schedule(value: Any) -> str:
     """Return the learning-rate schedule."""
-    names = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
-    return _look_up(
-        {**names, "cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}, value
-    )
+    names = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+    others = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
+    return _look_up({**names, **others, "warmup_stable_decay": "wsd"}, value)
 
 
 def kl_estimator(value: Any) -> str:
@@ -139,7 +142,9 @@ def kl_estimator(value: Any) -> str:
 
 def cp_algo(value: Any) -> str:
     """Return the algorithm of context parallelism."""
-    return _look_up({"ulysses_cp_algo": "ulysses", "megatron_cp_algo": "ring"}, value)
+    names = {"ulysses_cp_algo": "ulysses", "megatron_cp_algo": "ring", "hybrid_cp_algo": "hybrid"}
+    adaptive = {"adaptive_cp_algo": "ring", "hybrid_adaptive_cp_algo": "hybrid"}
+    return _look_up({**names, **adaptive}, value)
 
 
 def token_level(value: Any) -> str:
@@ -168,14 +173,14 @@ def ratio(value: Any) -> str:
     return _look_up({"token": "token", "seq": "sequence", "sequence": "sequence"}, value)
 
 
-def recompute(value: Any) -> str | None:
+def recompute(value: Any) -> str:
     """Return the recompute granularity of a switch that recomputes every layer."""
-    return "full" if value else None
+    return "full" if value else "none"
 
 
-def inverse_recompute(value: Any) -> str | None:
+def inverse_recompute(value: Any) -> str:
     """Return the recompute granularity of a switch that disables recomputation."""
-    return None if value else "full"
+    return "none" if value else "full"
 
 
 def some_right(value: Any) -> list[float] | None:

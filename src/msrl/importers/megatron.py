@@ -11,6 +11,7 @@ from pathlib import Path
 from msrl.config.sources import Node
 from msrl.errors import MsrlError, nearest
 from msrl.importers.conversions import CONVERSIONS
+from msrl.importers.placeholders import is_placeholder
 from msrl.importers.sections import Keys, same_path
 from msrl.importers.table import canonical
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
@@ -131,14 +132,28 @@ class MegatronKeys:
 
     def _tokenizer(self) -> None:
         entry = self.keys.get("tokenizer_name_or_path")
+        files = self.keys.get("tokenizer_model")
         if entry is None:
-            return
-        self.translation.assign(
+            return self._tokenizer_model(files)
+        if files is not None:
+            reason = "tokenizer_name_or_path is the folder of the tokenizer"
+            self.translation.record(files, KeyStatus.SAME, reason)
+        return self.translation.assign(
             entry,
             ["model.tokenizer", "model.path"],
             entry.value,
             why="for config.json and tokenizer; weights come from load",
         )
+
+    def _tokenizer_model(self, entry: SourceKey | None) -> None:
+        """Translate the file of a tokenizer, as in Llama2Tokenizer, to its folder."""
+        if entry is None:
+            return
+        path = Path(str(entry.value))
+        is_file = path.suffix in (".model", ".json") or path.name.startswith("tokenizer")
+        folder = str(path.parent if is_file and not is_placeholder(entry.value) else path)
+        why = "the folder of the tokenizer file"
+        self.translation.assign(entry, ["model.tokenizer", "model.path"], folder, why=why)
 
     def _optimizer(self) -> None:
         names = ("adam_beta1", "adam_beta2")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import cast
+from typing import cast, get_args
 
 from msrl import registry
 from msrl.config.messages import keys
+from msrl.config.sections.general import LogConfig
 from msrl.config.unsupported import NOT_YET, not_yet
 
 _PLUGINS = {
     "algo.advantage.estimator": "msrl.algorithms.advantages",
     "algo.policy_loss": "msrl.algorithms.losses",
     "reward.sources.verifier": "msrl.rewards.verifiers",
+}
+_CHOICES = {
+    "log.trackers": get_args(get_args(LogConfig.model_fields["trackers"].annotation)[0]),
 }
 _UNSUPPORTED = "not in this version yet"
 
@@ -39,6 +43,8 @@ def refusal(key: str, value: object) -> str:
     if not has_key(key):
         return _first_reason(not_yet(prefix) for prefix in _prefixes(key)) or _UNSUPPORTED
     items = _items(value)
+    if key in _CHOICES and not set(items) <= set(_CHOICES[key]):
+        return _UNSUPPORTED
     nested = [
         f"{key}.{name}"
         for item in items

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msrl.config.messages import written
-from msrl.importers.translation import KeyOutcome, KeyStatus, Translation
+from msrl.importers.status import HEADINGS, KeyStatus
+from msrl.importers.translation import KeyOutcome, Translation
 
 
 def full(translation: Translation) -> list[str]:
     """Return a line per key, grouped by status, and the defaults that were filled in."""
     lines = [summary(translation)]
-    for status in KeyStatus:
-        outcomes = [outcome for outcome in translation.outcomes if outcome.status is status]
+    for heading in HEADINGS:
+        outcomes = [item for item in translation.outcomes if item.status.heading == heading]
         if outcomes:
-            lines.append(f"{status.value}:")
+            lines.append(f"{heading}:")
             lines += [_outcome_line(outcome) for outcome in sorted(outcomes, key=_position)]
+    if translation.differences:
+        lines.append("results differ from the original:")
+        lines += [f"  {line}" for line in translation.differences]
     if translation.defaults:
         lines.append(f"defaults of {translation.system} for keys that no file sets:")
         defaults = sorted(translation.defaults.items())
@@ -24,28 +28,29 @@ def full(translation: Translation) -> list[str]:
 
 
 def _outcome_line(outcome: KeyOutcome) -> str:
-    return f"  {outcome.entry}" + (f": {outcome.text}" if outcome.text else "")
+    qualified = (KeyStatus.OFF, KeyStatus.DEAD, KeyStatus.UNSUPPORTED)
+    reason = outcome.status.value if outcome.status in qualified else ""
+    return ": ".join(part for part in (f"  {outcome.entry}", reason, outcome.text) if part)
 
 
 def summary(translation: Translation) -> str:
     """Return one line with the number of keys of each status."""
-    statuses = [outcome.status for outcome in translation.outcomes]
+    headings = [outcome.status.heading for outcome in translation.outcomes]
     counts = [
-        f"{statuses.count(status)} {_SHORT[status]}" for status in KeyStatus if status in statuses
+        f"{headings.count(heading)} {_SHORT.get(heading, heading)}"
+        for heading in HEADINGS
+        if heading in headings
     ]
     algorithm = f" ({translation.algorithm})" if translation.algorithm else ""
     return (
         f"{translation.name}: read as {translation.system}{algorithm}: "
-        f"of {len(statuses)} keys {', '.join(counts)}"
+        f"of {len(headings)} keys {', '.join(counts)}"
     )
 
 
 _SHORT = {
-    KeyStatus.APPLIED: "took effect",
-    KeyStatus.SAME: "do not change results",
-    KeyStatus.OFF: "switch nothing on",
-    KeyStatus.DEAD: "have no effect in the original either",
-    KeyStatus.UNSUPPORTED: "are not in this version yet",
+    KeyStatus.SAME.value: "with the same results",
+    KeyStatus.SPEED.value: "change memory or speed only",
 }
 
 

@@ -131,6 +131,13 @@ def _model_path(folder: Path, name: str) -> Path | None:
     return next((path for path in paths if canonical(path.stem) == stem), None)
 
 
+def put_repeated(translation: Translation, section: str, key: str, node: Node) -> None:
+    """Record a flag that a later flag of the same name overrides."""
+    entry = SourceKey(section, key, key, node)
+    text = "a later flag of this name overrides it, as in the original"
+    translation.record(entry, KeyStatus.SAME, text)
+
+
 def as_list(value: object) -> list[Any]:
     """Return a list unchanged, and any other value as a list of length 1."""
     return cast("list[Any]", value) if isinstance(value, list) else [value]

@@ -12,7 +12,14 @@ from msrl.importers.translation import Translation
 _MARKS = {
     "mindspeed-rl": mindspeed_rl.MARKS,
     "mindspeed-llm": mindspeed_ray.MARKS,
-    "roll": ("actor_train", "actor_infer", "rollout_batch_size", "num_return_sequences_in_group"),
+    "roll": (
+        "sft_train",
+        "student",
+        "actor_train",
+        "actor_infer",
+        "rollout_batch_size",
+        "num_return_sequences_in_group",
+    ),
 }
 _BY_COMMAND = "roll"
 _SECTIONS = {

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from msrl.config.sources import plain, read
 from msrl.errors import nearest
+from msrl.importers.status import KeyStatus
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -46,11 +47,26 @@ class Row:
     default: object = None
     has_default: bool = False
     same: str = ""
+    speed: str = ""
+    placement: str = ""
+    dropped: str = ""
     dead: str = ""
     shape: str = ""
     refuse: str = ""
     only: tuple[str, ...] = ()
     is_text: bool = False
+
+    @property
+    def neutral(self) -> tuple[KeyStatus, str]:
+        """Return status and reason of a key that needs no native key; without reason, none."""
+        reasons = {
+            KeyStatus.SPEED: self.speed,
+            KeyStatus.PLACEMENT: self.placement,
+            KeyStatus.DROPPED: self.dropped,
+        }
+        return next(
+            ((key, text) for key, text in reasons.items() if text), (KeyStatus.SAME, self.same)
+        )
 
     def is_off(self, value: object) -> bool:
         """Return True if a value switches nothing on. Lists compare by item; true is not 1."""
@@ -66,6 +82,11 @@ class Table:
     system: str
     rows: Mapping[tuple[str, str], Row]
 
+    def is_original(self, key: str) -> bool:
+        """Return True if the original has this key, with or without a row here."""
+        name = canonical(key)
+        return name in original_keys(self.system) or any(name == other for _, other in self.rows)
+
     def row(self, section: str, key: str) -> Row | None:
         """Return the row of a key in a section; None if there is none."""
         return self.rows.get((section, canonical(key)))
@@ -76,10 +97,12 @@ class Table:
 
     def hint(self, key: str, *sections: str) -> str:
         """Return the other sections that have this key, or the nearest key of `sections`."""
-        elsewhere = [section for section, name in self.rows if name == canonical(key)]
-        if elsewhere:
-            return f"it belongs in {' or '.join(elsewhere)}"
-        return nearest(canonical(key), self.keys(*sections))
+        return self.elsewhere(key) or nearest(canonical(key), self.keys(*sections))
+
+    def elsewhere(self, key: str) -> str:
+        """Return a hint to the sections that have this key; empty if there are none."""
+        sections = [section for section, name in self.rows if name == canonical(key)]
+        return f"it belongs in {' or '.join(sections)}" if sections else ""
 
 
 def canonical(key: str) -> str:
@@ -104,6 +127,13 @@ def load_table(system: str) -> Table:
                 assert (section, row.key) not in rows, f"{system}: {section}.{row.key} is duplicate"
                 rows[section, row.key] = row
     return Table(system, rows)
+
+
+@cache
+def original_keys(system: str) -> frozenset[str]:
+    """Return the names of all keys of a system's own configuration classes and parsers."""
+    names = plain(read(TABLES / "original_keys.yaml")).get(system, "")
+    return frozenset(str(names).split())
 
 
 _FIELDS = {field.name for field in fields(Row)} - {"section", "key", "has_default"}

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 from msrl.config.messages import node_at, written
 from msrl.config.sources import Node, Origin, at, merge, plain, wrap
+from msrl.errors import similar
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.native_keys import refusal
+from msrl.importers.placeholders import is_placeholder
+from msrl.importers.status import KeyStatus
 from msrl.importers.table import Row, Table, canonical
 
-
-class KeyStatus(Enum):
-    """Result of the translation of a key; the value is the heading of its group in a report."""
-
-    APPLIED = "took effect"
-    SAME = "does not change results"
-    OFF = "switches nothing on"
-    DEAD = "has no effect in the original either"
-    UNSUPPORTED = "not in this version yet, and would change results"
+_SECRET_KEYS = ("use_wandb", "api_key", "judge_api_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +40,8 @@ class SourceKey:
 
     def __str__(self) -> str:
         value = "" if isinstance(self.node.value, dict) else f"={written(self.value)}"
+        if self.key in _SECRET_KEYS and isinstance(self.value, str):
+            value = "=***"
         return f"{self.origin}: {self.path}{value}"
 
 
@@ -68,7 +64,9 @@ class Translation:
     """Native configuration that grows key by key.
 
     `tree` holds the supported native keys with the origins of the source keys, `later` the keys
-    that this version does not support.
+    that this version does not support. `differences` are settings that msrl computes differently:
+    errors, unless the user accepts the nearest setting. With `ignores_unknown`, the original reads
+    files with any additional keys.
     """
 
     system: str
@@ -80,6 +78,10 @@ class Translation:
     later: Node = field(init=False)
     outcomes: list[KeyOutcome] = field(default_factory=list[KeyOutcome])
     errors: list[str] = field(default_factory=list[str])
+    differences: list[str] = field(default_factory=list[str])
+    accepts_differences: bool = False
+    is_refused: bool = False
+    ignores_unknown: bool = False
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
     other_defaults: dict[tuple[str, str], object] = field(
@@ -112,8 +114,7 @@ class Translation:
             key_path = f"{path}.{key}" if path else key
             entry = SourceKey(table_section or name, canonical(key), key_path, node)
             if table_section is None:
-                hint = self.table.hint(key, name, *also)
-                self.errors.append(f"{entry}: unknown key of {self.system}; {hint}")
+                self._add_unknown(entry, key, (name, *also))
             elif entry.key in seen:
                 first = seen[entry.key]
                 self.errors.append(f"{entry}: duplicate of {first.path} in {first.origin}")
@@ -122,6 +123,24 @@ class Translation:
             else:
                 seen[entry.key] = entry
                 yield entry
+
+    def _add_unknown(self, entry: SourceKey, key: str, sections: tuple[str, ...]) -> None:
+        """Add an error for a key without a row, or record one that the original ignores."""
+        is_known = self.table.is_original(key) or similar(
+            canonical(key), self.table.keys(*sections)
+        )
+        if self.ignores_unknown and not is_known:
+            self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")
+        else:
+            self.errors.append(f"{entry}: {self._unknown(key, *sections)}")
+
+    def _unknown(self, key: str, *sections: str) -> str:
+        """Return the message for a key without a row: of the original, or misspelled."""
+        if self.table.is_original(key):
+            hint = self.table.elsewhere(key)
+            place = f"; {hint}" if hint else ". Remove it if you do not need it."
+            return f"not supported: a key of {self.system} that msrl has no setting for{place}"
+        return f"unknown key of {self.system}; {self.table.hint(key, *sections)}"
 
     def row(self, entry: SourceKey) -> Row:
         """Return the table row of a key."""
@@ -152,9 +171,34 @@ class Translation:
         return id(entry) in self._recorded
 
     def add_error(self, entry: SourceKey, message: str) -> None:
-        """Add an error for a key."""
-        self.errors.append(f"{entry}: {message}")
+        """Add an error for a key, unless the complete input is refused."""
         self._recorded[id(entry)] = entry
+        if self.is_refused:
+            return
+        self.errors.append(f"{entry}: {message}")
+
+    def refuse_as_one(self) -> None:
+        """Keep only the last error, which explains why the complete input is refused."""
+        self.errors = self.errors[-1:]
+        self.is_refused = True
+
+    def difference(self, entry: SourceKey, text: str) -> None:
+        """Drop a key that changes results, which is an error unless differences are accepted."""
+        self.differences.append(f"{entry}: {text}. --approximate drops it; results differ.")
+        self.record(entry, KeyStatus.DROPPED, f"results differ: {text}")
+
+    def approximate(
+        self, entry: SourceKey | None, key: str, value: object, difference: str
+    ) -> None:
+        """Set a native key to the nearest value of what the original computes."""
+        where = str(entry) if entry is not None else self.name
+        advice = f"--approximate sets {key}={written(value)}"
+        self.differences.append(f"{where}: {difference}. {advice}; results differ.")
+        origin = entry.origin if entry is not None else Origin(self.name)
+        self.set(key, wrap(value, origin))
+        if entry is not None:
+            text = f"{key}: {written(value)} (results differ: {difference})"
+            self.record(entry, KeyStatus.APPLIED, text)
 
     def set(self, key: str, node: Node) -> None:
         """Set a native key without recording a status."""
@@ -181,32 +225,40 @@ class Translation:
             )
 
     def assign(
-        self, entry: SourceKey, keys: Iterable[str], value: object, *, same: str = "", why: str = ""
+        self,
+        entry: SourceKey,
+        keys: Iterable[str],
+        value: object,
+        *,
+        same: str = "",
+        why: str = "",
+        status: KeyStatus = KeyStatus.SAME,
     ) -> None:
         """Assign a value to native keys.
 
-        If this version does not support them, the key is recorded as harmless for the reason
+        If this version does not support them, the key is recorded with `status` for the reason
         `same`; without a reason a run refuses the key.
         """
         keys = tuple(keys)
         node = wrap(value, entry.origin)
         reason = next((text for key in keys if (text := refusal(key, value))), "")
         if reason:
-            return self._assign_unsupported(entry, keys, node, reason, same)
+            if same:
+                return self.record(entry, status, f"{same} ({keys[0]} is {reason})")
+            return self._assign_unsupported(entry, keys, node, reason)
         for key in keys:
             self.set(key, node)
+        why = "placeholder: replace it before a run" if is_placeholder(value) else why
         text = f"{' and '.join(keys)}: {written(value)}" + (f" ({why})" if why else "")
         return self.record(entry, KeyStatus.APPLIED, text)
 
     def _assign_unsupported(
-        self, entry: SourceKey, keys: tuple[str, ...], node: Node, reason: str, same: str
+        self, entry: SourceKey, keys: tuple[str, ...], node: Node, reason: str
     ) -> None:
-        if same:
-            return self.record(entry, KeyStatus.SAME, f"{same} ({keys[0]} is {reason})")
         for key in keys:
             self.later = merge(self.later, at(key, node))
         text = " and ".join(keys) + reason.removeprefix("not in this version yet")
-        return self.record(entry, KeyStatus.UNSUPPORTED, text)
+        self.record(entry, KeyStatus.UNSUPPORTED, text)
 
     def apply(self, entry: SourceKey) -> None:
         """Translate a key whose table row is sufficient."""
@@ -220,8 +272,9 @@ class Translation:
         elif row.refuse:
             self.add_error(entry, f"not supported: {row.refuse}")
         elif not row.to:
-            assert row.same or row.by, f"{entry}: no row field and no rule of {self.system}"
-            self.record(entry, KeyStatus.SAME, row.same or row.by)
+            status, reason = row.neutral
+            assert reason or row.by, f"{entry}: no row field and no rule of {self.system}"
+            self.record(entry, status, reason or row.by)
         else:
             self._convert(entry, row)
 
@@ -230,7 +283,8 @@ class Translation:
             value = CONVERSIONS[row.via](entry.value)
         except ValueError as error:
             return self.add_error(entry, str(error))
-        return self.assign(entry, row.to, value, same=row.same)
+        status, reason = row.neutral
+        return self.assign(entry, row.to, value, same=reason, status=status)
 
     def fill_defaults(self, sections: Iterable[str], present: Iterable[SourceKey]) -> None:
         """Set the original's defaults of keys that are not present and that one row describes.
@@ -244,8 +298,19 @@ class Translation:
             if row.has_default and row.to and not row.by and self.reads(row):
                 value = CONVERSIONS[row.via](self.default(section, key))
                 for native in row.to:
-                    if not (row.same and refusal(native, value)):
+                    if not (row.neutral[1] and refusal(native, value)):
                         self.set_default(native, value)
+
+    def include(self, other: Translation) -> None:
+        """Add the translation of a file that this one names."""
+        self.tree, self.later = merge(self.tree, other.tree), merge(self.later, other.later)
+        self.algorithm = self.algorithm or other.algorithm
+        self.outcomes += other.outcomes
+        self.errors += other.errors
+        self.differences += other.differences
+        self.is_refused = self.is_refused or other.is_refused
+        self.missing += other.missing
+        self.defaults |= other.defaults
 
     # --- results
 
@@ -254,7 +319,8 @@ class Translation:
         unsupported = [
             outcome for outcome in self.outcomes if outcome.status is KeyStatus.UNSUPPORTED
         ]
-        return [*map(str, unsupported), *self.missing]
+        differences = [] if self.accepts_differences else self.differences
+        return [*map(str, unsupported), *self.missing, *differences]
 
     def complete_tree(self) -> Node:
         """Return the native tree including the unsupported keys, which a run refuses."""

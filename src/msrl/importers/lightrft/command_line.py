@@ -9,15 +9,23 @@ Source: LightRFT 49e62cb, examples/gsm8k_geo3k/train_colocate.py and trainer/fas
 
 from __future__ import annotations
 
-from msrl.config.sources import Origin, wrap
+from msrl.config.sources import Node, plain, wrap
 from msrl.errors import MsrlError
+from msrl.importers.environment import put_exports
 from msrl.importers.megatron import converted
-from msrl.importers.sections import Keys, as_list
-from msrl.importers.shell import Word, flags, parse_script
+from msrl.importers.sections import Keys, as_list, put_repeated
+from msrl.importers.shell import Word, flags, parse_script, repeated_flags
 from msrl.importers.table import load_table
-from msrl.importers.translation import KeyStatus, SourceKey, Translation
+from msrl.importers.translation import KeyStatus, Translation
 
 # Names in the guide for group_norm with another ratio or loss.
+# The first box of a response must follow its first thought.
+_NO_BOX = r"(?:(?!\\boxed\{.*?\}).)*?"
+_FORMAT = rf"^{_NO_BOX}<think>{_NO_BOX}</think>.*?\\boxed\{{.*?\}}"
+_RULES = [
+    {"verifier": "math_17k_acc", "weight": 0.9},
+    {"verifier": "regex_match", "weight": 0.1, "options": {"pattern": _FORMAT}},
+]
 _NAMED_LOSSES = {"gspo": {"algo.ratio": "sequence"}, "gmpo": {"algo.policy_loss": "gmpo"}}
 
 
@@ -34,9 +42,15 @@ def translate_script(text: str, name: str) -> Translation:
             f"{name}: must contain one LightRFT command with flags, but has {len(commands)}"
         )
     translation = translate_words(commands[0], name)
-    for variable, word in script.exported.items():
-        _environment(translation, variable, word)
+    if translation.errors and _has_images(commands[0]):
+        raise MsrlError(f"{name}: not supported: training on images or audio")
+    put_exports(translation, script)
     return translation
+
+
+def _has_images(words: list[Word]) -> bool:
+    flags_of_images = ("--images_key", "--mixed_mm_data", "--audio_key", "--audios_key")
+    return any(word.text.partition("=")[0] in flags_of_images for word in words)
 
 
 def _num_flags(words: list[Word]) -> int:
@@ -46,23 +60,37 @@ def _num_flags(words: list[Word]) -> int:
 def translate_words(words: list[Word], name: str) -> Translation:
     """Return the translation of the flags of one command."""
     translation = Translation("LightRFT", load_table("lightrft"), name)
-    tree = flags(words, name)
-    keys = Keys(translation, "flags", translation.entries(tree, "flags", ""))
+    start = next((i for i, word in enumerate(words) if word.text.endswith(".py")), 0)
+    program = words[start].text.rpartition("/")[2] if words else ""
+    if feature := _unsupported_program(words[start].text if words else ""):
+        raise MsrlError(f"{name}: {program}: not supported: {feature}")
+    _launcher(translation, flags(words[:start], name, is_complete=False))
+    keys = Keys(translation, "flags", translation.entries(flags(words[start:], name), "flags", ""))
+    for key, node in repeated_flags(words[start:], name):
+        put_repeated(translation, "flags", key, node)
     return _Flags(translation, keys).translate()
 
 
-def _environment(translation: Translation, variable: str, word: Word) -> None:
-    entry = SourceKey(
-        "environment", variable, variable, wrap(word.text, Origin(translation.name, word.line))
-    )
-    if variable == "CUDA_VISIBLE_DEVICES":
-        return translation.record(
-            entry,
-            KeyStatus.SAME,
-            "msrl sets the visible devices of each worker. "
-            "To hide devices, export it before msrl starts.",
-        )
-    return translation.assign(entry, [f"cluster.env.{variable}"], word.text)
+def _launcher(translation: Translation, tree: Node) -> None:
+    """Translate the flags of torchrun: the devices of the training."""
+    for entry in translation.entries(tree, "torchrun", ""):
+        to = translation.row(entry).to
+        if to and not isinstance(entry.value, int):
+            translation.record(entry, KeyStatus.PLACEMENT, f"placeholder: set {to[0]}")
+        else:
+            translation.apply(entry)
+
+
+def _unsupported_program(path: str) -> str:
+    """Return the feature that a program needs and msrl does not have; empty if it is imported."""
+    folder, _, program = path.rpartition("/")
+    if "aqa" in folder or "audio" in folder:
+        return "training on audio"
+    if not path.endswith(".py") or (program.startswith("train") and "rm_" not in f"{folder}_"):
+        return ""
+    if "rm_" in f"{folder}_":
+        return "training of reward models on images, video and audio"
+    return "only the trainings of LightRFT (train_colocate.py) are imported"
 
 
 class _Flags:
@@ -93,10 +121,12 @@ class _Flags:
         if estimator is None:
             return
         keys.assign("advantage_estimator", ["algo.advantage.estimator"], estimator)
+        self._whitening(str(estimator))
         for native, value in _NAMED_LOSSES.get(name, {}).items():
             self.translation.set(native, wrap(value, keys.origin("advantage_estimator")))
         if keys.value("use_cpg_loss") is True:
-            keys.assign("use_cpg_loss", ["algo.policy_loss"], "cpgd")
+            keys.assign("use_cpg_loss", ["algo.policy_loss"], "cpgd", why="without drift term")
+            self.translation.set("algo.options.drift", wrap(0.0, keys.origin("use_cpg_loss")))
         keys.record("use_cpg_loss", KeyStatus.OFF, "")
         self.translation.set_default("algo.aggregate.mode", "seq-mean-token-mean")
         self._betas()
@@ -105,14 +135,19 @@ class _Flags:
         if isinstance(lr, float):
             self.translation.set_default("train.optimizer.min_lr", 0.1 * lr)
         critic_lr = keys.value("critic_learning_rate")
-        if estimator == "gae":
-            self.translation.set_default(
-                "algo.advantage.whiten", True
-            )  # LightRFT ignores advantages_norm here
-            if isinstance(critic_lr, float):
-                self.translation.set_default(
-                    "cluster.roles.critic.optimizer.min_lr", 0.1 * critic_lr
-                )
+        if estimator == "gae" and isinstance(critic_lr, float):
+            key = "cluster.roles.critic.optimizer.min_lr"
+            self.translation.set_default(key, 0.1 * critic_lr)
+
+    def _whitening(self, estimator: str) -> None:
+        """Whiten gae and reinforce, which the original always does, and groups never."""
+        if estimator in ("gae", "reinforce"):
+            reason = f"{estimator} always normalizes the advantages of a step"
+            self.translation.set_default("algo.advantage.whiten", True)
+            self.keys.record("advantages_norm", KeyStatus.APPLIED, reason)
+        elif estimator != "reinforce_pp":
+            reason = f"not read with {self.keys.value('advantage_estimator')}"
+            self.keys.record("advantages_norm", KeyStatus.DEAD, reason)
 
     def _betas(self) -> None:
         betas = self.keys.get("adam_betas")
@@ -178,10 +213,7 @@ class _Flags:
 
     def _rewards(self) -> None:
         keys = self.keys
-        for key, native in (("reward_pretrain", "model"), ("remote_rm_url", "url")):
-            entry = keys.get(key)
-            if entry is not None and entry.value:
-                self.translation.assign(entry, ["reward.sources"], [{native: entry.value}])
+        self._sources()
         running = keys.value("reward_running_norm") is True
         if running:
             keys.assign("reward_running_norm", ["reward.norm.scale"], "running")
@@ -205,8 +237,26 @@ class _Flags:
             keys.record(key, KeyStatus.DEAD, "read with overlong_buffer only")
         keys.record("overlong_buffer", KeyStatus.OFF, "")
 
+    def _sources(self) -> None:
+        """Translate the source of rewards: a server, else a model, else the rules."""
+        model, url = self.keys.get("reward_pretrain"), self.keys.get("remote_rm_url")
+        if url is not None and url.value:
+            self.translation.assign(url, ["reward.sources"], [{"url": url.value}])
+            self.keys.record("reward_pretrain", KeyStatus.DEAD, "remote_rm_url scores")
+        elif model is not None and str(model.value) in ("{}", ""):
+            why = "rules of gsm8k_rule and geo3k_rule: 0.9 for the answer, 0.1 for the format"
+            self.translation.assign(model, ["reward.sources"], _RULES, why=why)
+        elif model is not None and model.value:
+            self.translation.assign(model, ["reward.sources"], [{"model": model.value}])
+
     def _engine(self) -> None:
         keys = self.keys
+        devices = plain(self.translation.tree).get("cluster", {})
+        world = devices.get("devices_per_node", 0) * devices.get("nodes", 1)
+        tp = keys.number("engine_tp_size") or 1
+        if world and world % tp == 0:
+            engines = wrap(world // tp, keys.origin("engine_tp_size"))
+            self.translation.set("rollout.engine.dp", engines)
         if keys.value("engine_type") == "vllm":
             keys.assign("engine_type", ["rollout.engine.name"], "vllm")
         reason = "msrl generates with vLLM and does not support sglang"
@@ -227,6 +277,10 @@ class _Flags:
         if keys.value("load_checkpoint") is True:
             keys.assign("load_checkpoint", ["checkpoint.resume"], "auto")
         keys.record("load_checkpoint", KeyStatus.OFF, "")
+        samples = keys.get("max_eval_samples")
+        if samples is not None and keys.value("eval_steps") not in (None, -1):
+            self.translation.assign(samples, ["eval.prompts"], samples.value)
+        keys.record("max_eval_samples", KeyStatus.DEAD, "read with eval_steps only")
         every = keys.get("save_interval")
         if every is not None:
             self.translation.record(
@@ -243,11 +297,14 @@ class _Flags:
             keys.assign(
                 f"use_{name}",
                 ["log.trackers"],
-                [name],
+                trackers,
+                why="in the run folder",
                 same="metrics.jsonl contains the same metrics",
             )
         if not trackers:
             self.translation.set_default("log.trackers", [])
+        for key in ("use_tensorboard", "use_wandb"):
+            keys.record(key, KeyStatus.OFF, "")
 
     def _lora(self) -> None:
         rank = self.keys.value("lora_rank")

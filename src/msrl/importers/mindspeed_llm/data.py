@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from msrl.config.sources import Node, wrap
+from msrl.importers.placeholders import is_placeholder
 from msrl.importers.sections import Keys, as_list
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import KeyStatus, Translation
@@ -43,6 +44,13 @@ def translate(tree: Node, file: Path) -> Translation:
 
 def put_preprocessing(translation: Translation, keys: Keys) -> None:
     """Translate the keys that no table row can describe: JSON, and values that mean null."""
+    handler = keys.get("handler_name")
+    if handler is not None and "Pairwise" in str(handler.value):
+        translation.add_error(handler, "not supported: preference data (pairs of responses)")
+    elif handler is not None and "ProcessReward" in str(handler.value):
+        translation.add_error(handler, "not supported: data of process reward models")
+    else:
+        keys.assign("handler_name", ["preprocess.handler"], keys.value("handler_name"))
     mapping = keys.get("map_keys")
     if mapping is not None:
         try:
@@ -95,6 +103,8 @@ def text_blend(value: object) -> dict[str, float]:
     >>> text_blend("0.3,a_text_document,0.7,b")
     {'a': 0.3, 'b': 0.7}
     """
+    if is_placeholder(value):
+        return {str(value): 1.0}
     values = (
         cast("list[Any]", value)
         if isinstance(value, (list, tuple))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,12 @@ from msrl.config.sources import wrap
 from msrl.errors import nearest
 from msrl.importers.critic import record_unused
 from msrl.importers.megatron import converted
+from msrl.importers.micro_batches import put_aggregation
 from msrl.importers.native_keys import refusal
 from msrl.importers.sections import Keys, as_list
-from msrl.importers.translation import KeyStatus, Translation
+from msrl.importers.translation import KeyStatus, SourceKey, Translation
+
+_LONG_METRIC = re.compile(r"(?:grpo|dapo)/(\w+)_rewards/mean")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Algorithm:
     """Rules for the keys of rl_config that depend on each other.
 
     With `in_samples`, mini_batch_size counts samples, as in the first generation; else prompts.
+    `ranks` is the data-parallel size, `micro_batch` the key micro_batch_size.
     """
 
     translation: Translation
@@ -27,6 +32,8 @@ class Algorithm:
     prompts: object
     max_tokens: object
     in_samples: bool
+    ranks: int | None
+    micro_batch: SourceKey | None
 
     @property
     def name(self) -> str:
@@ -36,6 +43,7 @@ class Algorithm:
         self._mini_batch()
         self._shuffle()
         self._tokens()
+        self._aggregation()
         self._clip()
         self._values()
         self._kl()
@@ -51,6 +59,11 @@ class Algorithm:
         entry = self.rl.get("mini_batch_size")
         if entry is not None and not isinstance(entry.value, int):
             return self.translation.add_error(entry, "must be an integer")
+        total = self.prompts * samples if isinstance(self.prompts, int) and samples else None
+        update = self._samples_per_update()
+        if entry is not None and update is not None and total is not None and update > total:
+            key, why = "train.updates.samples_per_update", "all samples of a step, which has fewer"
+            return self.rl.assign("mini_batch_size", [key], total, why=why)
         if self.in_samples:
             return self.rl.assign(
                 "mini_batch_size",
@@ -88,6 +101,32 @@ class Algorithm:
         value = chosen.value if chosen is not None else 4096
         for key in (*packing, "use_dynamic_bsz"):
             self.rl.assign(key, ["train.max_tokens_per_micro_batch"], value)
+
+    def _aggregation(self) -> None:
+        """Set the aggregation of the loss. dapo without token_level_loss averages sequences."""
+        if self.name == "dapo" and self.rl.value("token_level_loss") is False:
+            return
+        by_tokens = self.rl.value("use_dynamic_bsz") is True
+        key = "update_dynamic_max_batch_size"
+        limit = self.rl.number(key) or self.rl.number("dynamic_max_batch_size")
+        entry, size = self.micro_batch, None
+        if by_tokens:
+            entry, size = self.rl.get("use_dynamic_bsz"), 1 if limit == 1 else None
+        elif entry is not None and isinstance(entry.value, int):
+            size = entry.value
+        samples = self._samples_per_update() if self.ranks == 1 else None
+        if samples is not None and isinstance(self.prompts, int):
+            samples = min(samples, self.prompts * (self.rl.number("n_samples_per_prompt") or 1))
+        put_aggregation(self.translation, entry, size, samples)
+        text = f"with micro-batches of {size or 'several'} samples"
+        self.rl.record("token_level_loss", KeyStatus.APPLIED, f"algo.aggregate.mode: {text}")
+
+    def _samples_per_update(self) -> int | None:
+        mini = self.rl.number("mini_batch_size") or 1
+        samples = self.rl.number("n_samples_per_prompt")
+        if self.in_samples or samples is None:
+            return mini if self.in_samples else None
+        return mini * samples
 
     def _clip(self) -> None:
         is_dapo = self.name == "dapo"
@@ -224,6 +263,8 @@ class Algorithm:
             self.rl.value("filter_groups_metric"),
             [str(name) for name in as_list(self.rl.value("verifier_function"))],
         )
+        long_name = _LONG_METRIC.fullmatch(str(metric))
+        metric = long_name[1] if long_name else metric
         if metric not in names:
             return self.rl.add_error(
                 "filter_groups_metric", f"must be one of verifier_function: {', '.join(names)}"

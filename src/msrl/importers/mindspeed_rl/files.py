@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from msrl.config.messages import node_at
 from msrl.config.sources import Node, Origin, plain, read, wrap
 from msrl.importers.critic import assign_critic_optimizer, record_unused
-from msrl.importers.megatron import MegatronKeys, with_model
+from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.mindspeed_llm import data as mindspeed_data
 from msrl.importers.mindspeed_rl import sft as mindspeed_sft
 from msrl.importers.mindspeed_rl.algorithm import Algorithm
@@ -89,6 +90,8 @@ class _RlFile:
     def translate(self) -> Translation:
         translation = self.translation
         translation.algorithm = self._algorithm()
+        if translation.is_refused:
+            return translation
         if first := self._is_first_generation():
             translation.other_defaults = {
                 ("rl_config", "entropy_coeff"): 0.001,
@@ -103,7 +106,15 @@ class _RlFile:
             self.megatron.value("global_batch_size"),
             self.sampling.value("max_tokens"),
         )
-        Algorithm(translation, self.rl, prompts, max_tokens, in_samples=first).apply()
+        Algorithm(
+            translation,
+            self.rl,
+            prompts,
+            max_tokens,
+            in_samples=first,
+            ranks=data_parallel(self.megatron, world),
+            micro_batch=self.megatron.get("micro_batch_size"),
+        ).apply()
         self._engines(world)
         self._lengths()
         self._trackers()
@@ -130,11 +141,14 @@ class _RlFile:
             return "ppo" if self.rl.value("adv_estimator") == "gae" else "grpo"
         name = _STAGES.get(str(stage.value))
         if name is None:
+            is_preference = str(stage.value) in ("dpo", "simpo")
+            feature = "preference training" if is_preference else "a supervised stage"
             self.translation.add_error(
                 stage,
-                f"must be one of {', '.join(_STAGES)}. "
-                "For supervised stages, use `msrl train-sft`.",
+                f"not supported: {feature}. Must be one of {', '.join(_STAGES)}; "
+                "for sft, use `msrl train-sft`.",
             )
+            self.translation.refuse_as_one()
             return "grpo"
         self.translation.record(
             stage, KeyStatus.APPLIED, f"keys are translated as {name} reads them"
@@ -218,9 +232,7 @@ class _RlFile:
             KeyStatus.SAME,
             "lengths are set by rollout.max_prompt_tokens and rollout.max_response_tokens",
         )
-        self.generate.assign(
-            "max_model_len", ["rollout.engine.max_model_len"], self.generate.value("max_model_len")
-        )
+        self._model_length()
         dtype = self.generate.get("dtype")
         bf16 = self.megatron.value("bf16")
         if dtype is not None and str(dtype.value) not in (
@@ -234,6 +246,22 @@ class _RlFile:
         self.generate.record(
             "dtype", KeyStatus.SAME, "model.dtype sets the dtype of training and of the engine"
         )
+
+    def _model_length(self) -> None:
+        """Translate max_model_len, which also limits the responses to long prompts there."""
+        entry, native = self.generate.get("max_model_len"), "rollout.engine.max_model_len"
+        limit = self.generate.number("max_model_len")
+        prompt, response = self.rl.number("max_prompt_length"), self.sampling.number("max_tokens")
+        total = (prompt or 0) + (response or 0)
+        if limit is None or limit >= total or self.sampling.get("max_tokens") is None:
+            return self.generate.assign("max_model_len", [native], limit)
+        text = f"the original cuts sequences at {limit} tokens, fewer than prompt plus response"
+        self.translation.approximate(entry, native, total, text)
+        budget = node_at(self.translation.tree, ["train", "max_tokens_per_micro_batch"])
+        if budget is not None and isinstance(budget.value, int) and budget.value < total:
+            key = "train.max_tokens_per_micro_batch"
+            self.translation.set(key, wrap(total, budget.origin))
+        return None
 
     def _trackers(self) -> None:
         """Translate the trackers and the run name.

@@ -15,6 +15,7 @@ from msrl.config.sources import Node, Origin, wrap
 from msrl.errors import nearest
 from msrl.importers.critic import assign_critic_optimizer, record_unused
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
+from msrl.importers.micro_batches import put_aggregation
 from msrl.importers.mindspeed_rl.algorithm import put_sources
 from msrl.importers.sections import Keys, as_list, hydra_layers, same_path
 from msrl.importers.table import Table, load_table
@@ -121,6 +122,7 @@ class _RayGptFile:
         megatron.apply(by_tokens=False)
         megatron.apply_shapes()
         self._batches(world)
+        self._aggregation(world)
         self._lengths()
         self._engines(world)
         self._kl()
@@ -170,6 +172,12 @@ class _RayGptFile:
             self.actor.assign(
                 "ppo_mini_batch_size", ["train.updates.samples_per_update"], mini * ranks, why=why
             )
+
+    def _aggregation(self, world: int | None) -> None:
+        entry = self.megatron.get("micro_batch_size")
+        size = entry.value if entry is not None and isinstance(entry.value, int) else None
+        mini, ranks = self.actor.number("ppo_mini_batch_size"), data_parallel(self.megatron, world)
+        put_aggregation(self.translation, entry, size, mini if ranks == 1 else None)
 
     def _lengths(self) -> None:
         longest, prompt = self.megatron.number("seq_length"), self.actor.number("max_prompt_length")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msrl.config.sources import Node, Origin, wrap
 from msrl.importers.megatron import with_model
-from msrl.importers.mindspeed_llm.scripts import put_training
+from msrl.importers.mindspeed_llm.training import put_training
 from msrl.importers.sections import Keys, hydra_layers
 from msrl.importers.table import load_table
 from msrl.importers.translation import KeyStatus, Translation
@@ -44,6 +44,8 @@ def translate(tree: Node, file: Path) -> Translation:
             "model properties are checked against config.json",
         )
     put_training(translation, keys)
+    if translation.is_refused:
+        return translation
     keys.apply_remaining()
     translation.set("run.name", wrap(file.stem, Origin(translation.name)))
     translation.fill_defaults(("train",), keys)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msrl.config.sources import wrap
-from msrl.importers.roll.training import put_virtual_stages
+from msrl.importers.roll.training import put_recomputation, put_virtual_stages
 from msrl.importers.sections import Keys
 from msrl.importers.translation import KeyStatus
 
@@ -75,6 +75,7 @@ class Devices:
             "context_parallel_size",
         )
         tp, pp, cp = (config.number(key) or 1 for key in keys)
+        cp *= train.sections["model_args"].number("ulysses_size") or 1
         return Devices(top, train, infer, world, (tp, pp, cp))
 
     @property
@@ -137,6 +138,7 @@ class Devices:
                 KeyStatus.OFF,
                 "sequence parallelism has no effect with one tensor-parallel rank",
             )
+        put_recomputation(config, args, self.train.sections["model_args"])
         put_virtual_stages(config, self.sizes[1], self.top.value("pretrain"))
         config.apply_remaining()
 
@@ -154,6 +156,9 @@ class Devices:
         )
         args.record("strategy_config", KeyStatus.APPLIED, "key by key")
         tp = own.number("num_gpus_per_worker") or config.number("tensor_parallel_size") or 1
+        if own.get("num_gpus_per_worker"):
+            text = "the engine has num_gpus_per_worker devices"
+            config.record("tensor_parallel_size", KeyStatus.SAME, text)
         key, keys = (
             ("num_gpus_per_worker", own)
             if own.get("num_gpus_per_worker")

@@ -15,17 +15,21 @@ from msrl.config.sources import Node, plain, wrap
 from msrl.config.templates import template_names
 from msrl.importers.critic import assign_critic_optimizer
 from msrl.importers.megatron import converted
+from msrl.importers.native_keys import refusal
 from msrl.importers.roll.devices import Devices
+from msrl.importers.roll.losses import Losses
+from msrl.importers.roll.pipelines import AGENTIC, refused, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
 from msrl.importers.roll.training import put_lora, put_warmup
 from msrl.importers.roll.tree import resolved
 from msrl.importers.roll.validation import put_validation
-from msrl.importers.sections import Keys
+from msrl.importers.sections import Keys, as_list
 from msrl.importers.table import load_table
 from msrl.importers.translation import KeyStatus, Translation
 
 SECTIONS = ("model_args", "training_args", "data_args", "generating_args", "strategy_args")
 _ENVIRONMENTS = ("train_env_manager", "custom_envs", "env_manager_cls")
+_CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss")
 _ESTIMATORS = {"grpo": "group_norm", "reinforce": "reinforce", "gae": "gae"}
 
 
@@ -56,7 +60,14 @@ class Worker:
 def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
     translation = Translation("ROLL", load_table("roll"), str(file))
-    return _RollFile(translation, resolved(tree, file, translation)).translate()
+    translation.ignores_unknown = True
+    if feature := unsupported_pipeline(tree):
+        return refused(translation, feature)
+    file_translation = _RollFile(translation, resolved(tree, file, translation))
+    translation = file_translation.translate()
+    if translation.errors and file_translation.is_agentic:
+        return refused(translation, AGENTIC)
+    return translation
 
 
 class _RollFile:
@@ -66,6 +77,7 @@ class _RollFile:
         self.train, self.infer, self.reference = (
             self._worker(name) for name in ("actor_train", "actor_infer", "reference")
         )
+        self.losses = Losses(self.top, self.train.own, self._num_domains())
         self.is_agentic = self.top.get(*_ENVIRONMENTS) is not None
         translation.algorithm = str(self.top.value("adv_estimator"))
         translation.mode = "agentic" if self.is_agentic else "rlvr"
@@ -76,11 +88,17 @@ class _RollFile:
             self.translation.record(entry, KeyStatus.APPLIED, "key by key")
         return Worker(self.translation, name, entry.node if entry else None)
 
+    def _num_domains(self) -> int:
+        rewards = self.top.get("rewards")
+        domains = rewards.node.value if rewards is not None else None
+        return len(domains) if isinstance(domains, dict) else 0
+
     def translate(self) -> Translation:
         devices = Devices.from_keys(self.top, self.train, self.infer)
         devices.apply()
         self._batches(devices)
         self._lengths()
+        self._model_length()
         self._algorithm()
         self._kl()
         self._run()
@@ -161,6 +179,18 @@ class _RollFile:
             "Set the maximum response length in tokens."
         )
 
+    def _model_length(self) -> None:
+        """Raise the limit of the engine to prompt plus response, which msrl always generates."""
+        config = self.infer.sections["strategy_config"]
+        entry, limit = config.get("max_model_len"), config.number("max_model_len")
+        prompt = self.top.number("prompt_length") or 0
+        response = node_at(self.translation.tree, ["rollout", "max_response_tokens"])
+        total = prompt + (response.value if response and isinstance(response.value, int) else 0)
+        if entry is not None and limit is not None and limit < total:
+            text = f"the original cuts sequences at {limit} tokens, fewer than prompt plus response"
+            key = "rollout.engine.max_model_len"
+            self.translation.approximate(entry, key, total, text)
+
     def _algorithm(self) -> None:
         top, name = self.top, str(self.top.value("adv_estimator"))
         top.assign(
@@ -168,7 +198,9 @@ class _RollFile:
             ["algo.advantage.estimator"],
             _ESTIMATORS.get(name) or converted(top, "adv_estimator", "estimator"),
         )
+        self.losses.apply()
         self._clip()
+        self.losses.put_reward_clip()
         self._difficulty_mask()
         for key, native in (("norm_mean_type", "center"), ("norm_std_type", "scale")):
             if name == "grpo":
@@ -178,6 +210,10 @@ class _RollFile:
             top.record(key, KeyStatus.OFF, "")
 
     def _clip(self) -> None:
+        if not self.losses.has_clip():
+            for key in _CLIP_KEYS:
+                self.top.record(key, KeyStatus.DEAD, "this policy loss has its own bounds")
+            return
         top = self.top
         has_range = top.value("use_pg_clip_range") is True
         low, high = ("pg_clip_low", "pg_clip_high") if has_range else ("pg_clip", "pg_clip")
@@ -253,10 +289,7 @@ class _RollFile:
             if isinstance(value, bool):
                 value = "auto" if value else "none"
             self.translation.assign(resume, ["checkpoint.resume"], value)
-        tracker = top.value("track_with")
-        trackers = [] if tracker == "stdout" else [tracker]
-        same = "" if tracker == "stdout" else "metrics.jsonl contains the same metrics"
-        top.assign("track_with", ["log.trackers"], trackers, same=same)
+        self._trackers()
         config = top.get("checkpoint_config")
         if config is not None:
             is_section = isinstance(config.node.value, dict)
@@ -269,6 +302,16 @@ class _RollFile:
             values = dict(plain(variables.node) or {})
             texts = {str(key): str(value) for key, value in values.items()}
             self.translation.assign(variables, ["cluster.env"], texts)
+
+    def _trackers(self) -> None:
+        """Translate the trackers that msrl has; metrics.jsonl has the metrics of all."""
+        names = as_list(self.top.value("track_with"))
+        trackers = [name for name in names if not refusal("log.trackers", name)]
+        if trackers or names == ["stdout"] or not self.top.get("track_with"):
+            return self.top.assign("track_with", ["log.trackers"], trackers)
+        self.translation.set("log.trackers", wrap([], self.top.origin("track_with")))
+        text = "metrics.jsonl and the terminal have the same metrics"
+        return self.top.record("track_with", KeyStatus.SAME, text)
 
     def _additional_prompts(self) -> None:
         """Translate the replacement of filtered groups."""

@@ -25,11 +25,15 @@ def put_rewards(translation: Translation, top: Keys) -> None:
     if section is not None and isinstance(section.node.value, dict):
         domains = section.node.value
     sources: list[dict[str, Any]] = []
+    labels: list[str] = []
     filters: list[SourceKey | None] = []
     for name, node in domains.items():
         keys = Keys(translation, "reward", translation.entries(node, "reward", f"rewards.{name}"))
         source = _source(translation, keys)
         if source is not None:
+            if source["verifier"] in labels:
+                source = {**source, "name": name}
+            labels.append(source["verifier"])
             sources.append(source)
         filters.append(keys.get("query_filter_config"))
         for entry in keys:
@@ -50,13 +54,9 @@ def _source(translation: Translation, keys: Keys) -> dict[str, Any] | None:
         return None
     verifier = _VERIFIERS.get(str(worker.value).rpartition(".")[2])
     if verifier is None or refusal("reward.sources.verifier", verifier):
-        translation.record(
-            worker,
-            KeyStatus.UNSUPPORTED,
-            "reward.sources: msrl has no equivalent verifier. "
-            "Choose one with --set reward.sources.",
-        )
-        return None
+        name = str(worker.value).rpartition(".")[2]
+        text = f"msrl has no verifier like {name}; rows of this domain need a reward source"
+        return translation.difference(worker, text)
     translation.record(worker, KeyStatus.APPLIED, f"reward.sources: {verifier}")
     tags = keys.get("tag_included")
     if tags is None:

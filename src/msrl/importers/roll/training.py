@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msrl.config.sources import wrap
 from msrl.errors import MsrlError
-from msrl.importers.sections import Keys
+from msrl.importers.sections import Keys, as_list
 from msrl.importers.translation import KeyStatus
 from msrl.models.families import load_shape
 
@@ -41,6 +42,29 @@ def put_lora(model: Keys) -> None:
     return model.assign("lora_target", ["train.lora.targets"], names)
 
 
+def put_recomputation(config: Keys, args: Keys, model_args: Keys) -> None:
+    """Translate moe_layer_recompute, and the key of the strategies other than Megatron's."""
+    granularity = config.get("recompute_granularity")
+    layers = config.get("moe_layer_recompute")
+    if layers is not None and layers.value is True and granularity is None:
+        modules = ["train.recompute.modules"]
+        config.assign("moe_layer_recompute", modules, ["moe"], why="saves memory only")
+        config.translation.set("train.recompute.granularity", wrap("selective", layers.origin))
+    config.record("moe_layer_recompute", KeyStatus.OFF, "recompute_granularity is set")
+    if "megatron" in str(args.value("strategy_name") or "megatron"):
+        reason = "read by the strategies of FSDP2 and Hugging Face only"
+        model_args.record("disable_gradient_checkpointing", KeyStatus.DEAD, reason)
+    modules = config.get("recompute_modules")
+    if modules is None:
+        return
+    words = [name.strip() for item in as_list(modules.value) for name in str(item).split(",")]
+    names = [name for name in words if name in ("core_attn", "mlp", "moe")]
+    if granularity is not None and granularity.value == "selective" and names:
+        config.assign("recompute_modules", ["train.recompute.modules"], names)
+    text = "read with recompute_granularity: selective; saves memory only"
+    config.record("recompute_modules", KeyStatus.SPEED, text)
+
+
 def put_virtual_stages(config: Keys, stages: int, model: object) -> None:
     """Convert the number of virtual stages to layers per stage, with config.json of the model."""
     key = "virtual_pipeline_model_parallel_size"
@@ -50,11 +74,8 @@ def put_virtual_stages(config: Keys, stages: int, model: object) -> None:
     try:
         num_layers = load_shape(Path(str(model))).num_layers
     except MsrlError:
-        return config.add_error(
-            key,
-            "virtual stages need config.json of the model to become layers per stage. "
-            "Remove it and set train.parallel.vpp.",
-        )
+        text = "one stage per pipeline rank; to use it, set train.parallel.vpp to layers per stage"
+        return config.record(key, KeyStatus.SPEED, text)
     if num_layers % (stages * virtual):
         return config.add_error(
             key, f"{num_layers} layers do not divide into {stages} * {virtual} stages"

@@ -7,18 +7,23 @@ its msrl command. Sources: MindSpeed-LLM b626d239 and c77308a1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NoReturn
 
-from msrl.config.sources import Node, Origin, wrap
+from msrl.config.sources import Node
 from msrl.errors import MsrlError, nearest
-from msrl.importers.megatron import MegatronKeys
-from msrl.importers.mindspeed_llm.data import put_preprocessing, put_text
-from msrl.importers.sections import Keys, as_list
-from msrl.importers.shell import Script, Word, flags, parse_script
+from msrl.importers.environment import put_exports
+from msrl.importers.mindspeed_llm.data import put_preprocessing
+from msrl.importers.mindspeed_llm.training import put_training
+from msrl.importers.named_files import named_file, put_named_file
+from msrl.importers.placeholders import is_placeholder
+from msrl.importers.sections import Keys, as_list, put_repeated
+from msrl.importers.shell import Word, flags, parse_script, repeated_flags
 from msrl.importers.table import load_table
-from msrl.importers.translation import KeyStatus, SourceKey, Translation
+from msrl.importers.translation import KeyStatus, Translation
 
-_PROGRAMS = {
+PROGRAMS = {
     "convert_ckpt": "convert",
     "convert_ckpt_v2": "convert",
     "preprocess_data": "preprocess",
@@ -29,6 +34,25 @@ _PROGRAMS = {
     "train_grpo": "ray",
     "train_dapo": "ray",
     "train_ppo": "ray",
+    "grpo_trainer": "ray",
+    "train_sft": "ray",
+}
+_ENTRY = "MindSpeed-LLM's entry to MindSpeed-RL. Import the file of MindSpeed-RL"
+UNSUPPORTED_PROGRAMS = {
+    "evaluation": "benchmark evaluation (MMLU, GSM8K, ...)",
+    "train_fsdp2": "MindSpeed-LLM's FSDP2 backend",
+    "merge_dcp_to_hf": "MindSpeed-LLM's FSDP2 checkpoints",
+    "rlhf_gpt": _ENTRY,
+    "preprocess_prompt": _ENTRY,
+    "train_dpo": "preference training (DPO)",
+    "train_orm": "training of reward models",
+    "train_prm": "training of reward models",
+    "pretrain_mamba": "state-space models",
+    "pretrain_deepseek4": "DeepSeek V4",
+    "infer_vllm": "inference by torchrun. Use `msrl generate`",
+    "eplb_generate_map_ds": "expert maps of the engine",
+    "verifier": "scoring of files by verifiers",
+    "trl_ppo_gpt": "the removed TRL PPO stage",
 }
 _COMMANDS = {("hf", "mg"): "hf2mcore", ("mg", "hf"): "mcore2hf", ("mg", "mg"): "reshard"}
 
@@ -43,13 +67,28 @@ def translate_script(text: str, name: str) -> Translation:
     translation = Translation("MindSpeed-LLM", load_table("mindspeed_llm"), name)
     commands = [(section, words) for words in script.commands if (section := _section(words))]
     if not commands:
-        raise MsrlError(
-            f"{name}: contains none of {', '.join(f'{program}.py' for program in _PROGRAMS)}"
-        )
+        _refuse_programs(script.commands, name)
+    if "msrun" in (words[0].text for words in script.commands):
+        raise MsrlError(f"{name}: not supported: MindSpeed-LLM's MindSpore backend (msrun)")
     for section, words in commands:
         _command(translation, section, words)
-    _environment(translation, script)
+    put_exports(translation, script)
     return translation
+
+
+def _refuse_programs(commands: Sequence[Sequence[Word]], name: str) -> NoReturn:
+    """Raise MsrlError for a script without a program that the importer supports."""
+    for program in (_program(word) for words in commands for word in words):
+        if program in UNSUPPORTED_PROGRAMS:
+            raise MsrlError(f"{name}: {program}.py: not supported: {UNSUPPORTED_PROGRAMS[program]}")
+    programs = ", ".join(f"{program}.py" for program in PROGRAMS)
+    raise MsrlError(f"{name}: contains none of {programs}")
+
+
+def _program(word: Word) -> str:
+    """Return the name of the Python program of a word, without folder and suffix."""
+    is_program = word.text.endswith(".py")
+    return word.text.rpartition("/")[2].removesuffix(".py") if is_program else ""
 
 
 def translate_words(words: list[Word], name: str) -> Translation:
@@ -57,7 +96,7 @@ def translate_words(words: list[Word], name: str) -> Translation:
     translation = Translation("MindSpeed-LLM", load_table("mindspeed_llm"), name)
     section = _section(words)
     if not section:
-        programs = [f"{program}.py" for program in _PROGRAMS]
+        programs = [f"{program}.py" for program in PROGRAMS]
         raise MsrlError(
             f"{name}: must name a program of MindSpeed-LLM; "
             f"{nearest(words[0].text if words else '', programs)}"
@@ -68,9 +107,8 @@ def translate_words(words: list[Word], name: str) -> Translation:
 
 def _section(words: Sequence[Word]) -> str:
     for before, word in zip([Word("", None), *words], words, strict=False):
-        program = word.text.rpartition("/")[2].removesuffix(".py")
-        if word.text.endswith(".py") and program in _PROGRAMS:
-            return _PROGRAMS[program]
+        if _program(word) in PROGRAMS:
+            return PROGRAMS[_program(word)]
         if before.text == "ray" and word.text == "start":
             return "ray_start"
     return ""
@@ -80,55 +118,55 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     start = next(
         (i for i, word in enumerate(words) if word.text.endswith(".py") or word.text == "start"), 0
     )
+    if section in ("ray", "preprocess") and _positional(words[start + 1 :]):
+        named_file(translation, section, _positional(words[start + 1 :]), words[start])
     also = ("train",) if section == "inference" else ()
-    keys = Keys(
-        translation,
-        section,
-        translation.entries(flags(words[start:], translation.name), section, "", also=also),
-    )
-    _launcher(translation, flags(words[:start], translation.name), is_training=section == "train")
+    is_launch = section in ("ray", "ray_start")
+    tree = flags(words[start:], translation.name, is_complete=not is_launch)
+    keys = Keys(translation, section, translation.entries(tree, section, "", also=also))
+    for key, node in repeated_flags(words[start:], translation.name):
+        put_repeated(translation, section, key, node)
+    launcher = flags(words[:start], translation.name, is_complete=False)
+    _launcher(translation, launcher, section)
     special = {
         "convert": _convert,
         "preprocess": put_preprocessing,
         "train": put_training,
         "inference": _inference,
+        "ray": put_named_file,
     }
     special.get(section, _apply_rows)(translation, keys)
+    if translation.is_refused:
+        return
     keys.apply_remaining()
     if section == "convert" and _writes_legacy(words[start].text, keys):
         translation.set_default("convert.names", "legacy")
     translation.fill_defaults((section,), keys)
 
 
-def _launcher(translation: Translation, tree: Node, *, is_training: bool) -> None:
+def _positional(words: Sequence[Word]) -> str:
+    """Return the first argument if it is not a flag: the name of a configuration file."""
+    first = words[0].text if words else ""
+    return "" if first.startswith("-") else first
+
+
+def _launcher(translation: Translation, tree: Node, section: str) -> None:
     """Translate the flags of torchrun: they set the devices of a training."""
     for entry in translation.entries(tree, "torchrun", ""):
         to = translation.row(entry).to
         if not to:
             translation.apply(entry)
-        elif not is_training:
-            translation.record(entry, KeyStatus.SAME, "the command runs one engine or one process")
+        elif section == "inference":
+            text = "the engine has rollout.engine.tp devices of one machine"
+            translation.record(entry, KeyStatus.PLACEMENT, text)
+        elif section != "train":
+            translation.record(entry, KeyStatus.PLACEMENT, "the command runs in one process")
         elif isinstance(entry.value, int):
             translation.assign(entry, to, entry.value)
+        elif is_placeholder(entry.value) or "$" in str(entry.value):
+            translation.record(entry, KeyStatus.PLACEMENT, f"placeholder: set {to[0]}")
         else:
             translation.add_error(entry, f"must be an integer, the value of {to[0]}")
-
-
-def _environment(translation: Translation, script: Script) -> None:
-    """Pass exported variables to the workers of a training; other commands have no workers."""
-    trains = any(outcome.entry.section in ("train", "ray") for outcome in translation.outcomes)
-    for variable, word in script.exported.items():
-        entry = SourceKey(
-            "environment", variable, variable, wrap(word.text, Origin(translation.name, word.line))
-        )
-        if trains:
-            translation.assign(entry, [f"cluster.env.{variable}"], word.text)
-        else:
-            translation.record(
-                entry,
-                KeyStatus.SAME,
-                "this command starts no workers. To use it, export it before msrl starts.",
-            )
 
 
 def _model_types(keys: Keys) -> tuple[str, str]:
@@ -159,6 +197,8 @@ def _convert(translation: Translation, keys: Keys) -> None:
             )
         else:
             keys.assign(key, ["convert.command"], command)
+    if keys.value("orm") is True:
+        keys.assign("orm", ["convert.orm"], True, why="refuses models without a score head")
     save = keys.get("save_dir")
     if save is not None and command == "mcore2hf":
         why = "a new output folder, because the original writes into the folder of the model"
@@ -174,85 +214,18 @@ def _convert(translation: Translation, keys: Keys) -> None:
         )
 
 
-def put_training(translation: Translation, keys: Keys) -> None:
-    """Translate the keys of a supervised training that depend on each other."""
-    if keys.value("fp16") is True:
-        keys.add_error(
-            "fp16",
-            "msrl does not train in float16. Use --bf16 (with float32 master weights), or neither "
-            "for float32.",
-        )
-    stage = keys.get("stage")
-    if stage is not None and stage.value != "sft":
-        translation.add_error(
-            stage,
-            "must be sft. For RL, use `msrl train-grpo`; preference training is not supported.",
-        )
-    if stage is None and keys.value("is_instruction_dataset") is not True:
-        put_text(translation, keys)
-    MegatronKeys(translation, keys).apply_supervised()
-    _router(keys)
-    _evaluation(translation, keys)
-
-
-def _evaluation(translation: Translation, keys: Keys) -> None:
-    iters, every = keys.get("eval_iters"), keys.get("eval_interval")
-    if iters is None or iters.value == 0 or keys.value("eval_interval") is None:
-        for entry in (iters, every):
-            if entry is not None:
-                translation.record(entry, KeyStatus.OFF, "no evaluation")
-        return
-    keys.assign("eval_interval", ["eval.every_steps"], keys.value("eval_interval"))
-    batch = keys.number("global_batch_size") or 1
-    rows = (keys.number("eval_iters") or 0) * batch
-    keys.assign("eval_iters", ["eval.prompts"], rows, why="rows: eval_iters batches")
-
-
-def _router(keys: Keys) -> None:
-    """Translate the load balancing of experts.
-
-    The keys are the coefficient of the auxiliary loss, its kind, and the update rate of the expert
-    biases.
-    """
-    kind, name = keys.value("moe_router_load_balancing_type"), "moe_router_load_balancing_type"
-    if kind not in ("aux_loss", "seq_aux_loss", "none"):
-        keys.add_error(name, "must be aux_loss, seq_aux_loss or none")
-    if kind == "none" or not keys.value("moe_aux_loss_coeff"):
-        why = (
-            "moe_router_load_balancing_type is none"
-            if kind == "none"
-            else "moe_aux_loss_coeff is 0"
-        )
-        for key in (name, "seq_aux", "moe_aux_loss_coeff"):
-            keys.record(key, KeyStatus.OFF, why)
-    else:
-        over = (
-            "sequence" if kind == "seq_aux_loss" or keys.value("seq_aux") is True else "micro_batch"
-        )
-        keys.assign(
-            "moe_aux_loss_coeff", ["train.router.aux_loss_coef"], keys.value("moe_aux_loss_coeff")
-        )
-        for key in (name, "seq_aux"):
-            keys.assign(key, ["train.router.aux_loss_over"], over)
-    if keys.value("moe_router_enable_expert_bias") is True:
-        for key in ("moe_router_enable_expert_bias", "moe_router_bias_update_rate"):
-            keys.assign(
-                key, ["train.router.bias_update_rate"], keys.value("moe_router_bias_update_rate")
-            )
-    for key in ("moe_router_enable_expert_bias", "moe_router_bias_update_rate"):
-        keys.record(key, KeyStatus.OFF, "read with moe_router_enable_expert_bias only")
-
-
 def _inference(translation: Translation, keys: Keys) -> None:
     """Translate the sampling of responses by task.
 
-    Scripts repeat the training flags, which the checkpoint contains.
+    Scripts repeat the training flags, which the checkpoint contains. The tensor-parallel size is
+    that of the engine; it also takes the place of pipeline stages, which the engine does not have.
     """
+    _engine_layout(translation, keys)
     for entry in keys:
-        if entry.section == "train":
-            translation.record(
-                entry, KeyStatus.SAME, "read from the checkpoint, or chosen by the engine"
-            )
+        if entry.section == "train" and translation.row(entry).speed:
+            translation.record(entry, KeyStatus.SPEED, translation.row(entry).speed)
+        elif entry.section == "train":
+            translation.record(entry, KeyStatus.SAME, "read from the checkpoint")
     tasks = [str(task) for task in as_list(keys.value("task"))]
     if any(task.startswith("beam") for task in tasks):
         return keys.add_error(
@@ -265,6 +238,19 @@ def _inference(translation: Translation, keys: Keys) -> None:
     return keys.record(
         "task", KeyStatus.SAME, "`msrl generate` and `msrl chat` are separate commands"
     )
+
+
+def _engine_layout(translation: Translation, keys: Keys) -> None:
+    sizes = {
+        key: entry
+        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        if (entry := keys.get(key)) is not None
+    }
+    numbers = [entry.value for entry in sizes.values()]
+    engine_tp = math.prod(number for number in numbers if isinstance(number, int))
+    for entry in sizes.values():
+        why = "" if len(numbers) < 2 or 1 in numbers else "tensor times pipeline parallel size"
+        translation.assign(entry, ["rollout.engine.tp"], engine_tp, why=why)
 
 
 def _apply_rows(translation: Translation, keys: Keys) -> None:

@@ -1,0 +1,148 @@
+"""Outcomes of `msrl config import` over a folder: `python -m benchmarks imports FOLDER`.
+
+Every YAML file and shell script below the folder is imported and validated as `msrl config import`
+does. A file counts as imported if the result is a valid configuration; paths that this machine
+lacks do not count. The table has one row per kind of file; the list below it has one line per
+reason of a file that is refused, or imported with `--approximate` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.import_kinds import script_kinds, yaml_kind
+from msrl.errors import ManyErrors, MsrlError
+from msrl.importers.command import translate_arguments
+from msrl.workflows.import_config import validate
+
+IMPORTED, APPROXIMATED, REFUSED, OTHER = "imported", "approximated", "refused", "not an input"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of one file. `reasons` are the errors of a refused one."""
+
+    file: Path
+    kind: str
+    state: str
+    reasons: tuple[str, ...] = ()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the outcomes of a folder; return 1 if a file raised an unexpected exception."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks imports", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder of foreign files")
+    parser.add_argument("--files", action="store_true", help="print one line per refused file")
+    parser.add_argument("--match", default="", help="only files whose path matches this expression")
+    args = parser.parse_args(arguments)
+    if not args.folder.is_dir():
+        parser.error(f"{args.folder}: folder not found")
+    files = [file for file in sorted(args.folder.rglob("*")) if _is_candidate(file, args.match)]
+    outcomes = [outcome for file in files for outcome in outcomes_of_file(file)]
+    print("\n".join([*table(outcomes), "", *reasons(outcomes)]))
+    if args.files:
+        print("\n".join(["", *refused_lines(outcomes)]))
+    return int(any("unexpected" in outcome.reasons for outcome in outcomes))
+
+
+def _is_candidate(file: Path, match: str) -> bool:
+    is_script = file.suffix in (".sh", ".yaml", ".yml") and file.is_file()
+    return is_script and re.search(match, str(file)) is not None
+
+
+def outcomes_of_file(file: Path) -> list[Outcome]:
+    """Return the outcome of a file; files that no importer reads are `not an input`."""
+    try:
+        is_yaml = file.suffix != ".sh"
+        system, kind = yaml_kind(file) if is_yaml else script_kinds(file)
+    except (MsrlError, UnicodeDecodeError) as error:
+        return [Outcome(file, "unreadable", REFUSED, (str(error),))]
+    if system is None:
+        return [Outcome(file, kind, OTHER)]
+    return [Outcome(file, f"{system} {kind}", *_import(system, file))]
+
+
+def _import(system: str, file: Path) -> tuple[str, tuple[str, ...]]:
+    """Import a file exactly, else with `--approximate`."""
+    state, reasons = _attempt(system, file, approximate=False)
+    if state == REFUSED and _attempt(system, file, approximate=True)[0] == IMPORTED:
+        return APPROXIMATED, reasons
+    return state, reasons
+
+
+def _attempt(system: str, file: Path, *, approximate: bool) -> tuple[str, tuple[str, ...]]:
+    try:
+        translation = translate_arguments(system, [str(file)], approximate=approximate)
+        validation = validate(translation)
+    except ManyErrors as error:
+        return REFUSED, error.messages
+    except MsrlError as error:
+        return REFUSED, (str(error),)
+    except Exception as error:  # the count goes on, and the exit code reports it
+        return REFUSED, ("unexpected", f"{type(error).__name__}: {error}")
+    return (REFUSED, validation.errors) if validation.errors else (IMPORTED, ())
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a table with one row per kind of file."""
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for outcome in outcomes:
+        rows[outcome.kind][outcome.state] += 1
+    lines = [
+        "| kind | files | imported | with --approximate | refused | imported in all |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind, states in sorted(rows.items()):
+        done = states[IMPORTED] + states[APPROXIMATED]
+        total = done + states[REFUSED]
+        if total == 0:
+            lines.append(f"| {kind} (not an input) | {states[OTHER]} | | | | |")
+            continue
+        numbers = [total, states[IMPORTED], states[APPROXIMATED], states[REFUSED]]
+        lines.append(f"| {kind} | {' | '.join(map(str, numbers))} | {done / total:.0%} |")
+    return lines
+
+
+def reasons(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the reasons of refusal by class, with the number of files that have each."""
+    classes: Counter[str] = Counter()
+    only: Counter[str] = Counter()
+    for outcome in outcomes:
+        names = {reason_class(reason) for reason in outcome.reasons}
+        classes.update(names)
+        if len(names) == 1:
+            only.update(names)
+    return [
+        f"- {count} files ({only[name]} by it alone): {name}"
+        for name, count in classes.most_common()
+    ]
+
+
+def refused_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return one line per refused file with its first reasons."""
+    refused = [outcome for outcome in outcomes if outcome.state == REFUSED]
+    return [f"{outcome.file}: {' | '.join(outcome.reasons[:3])}" for outcome in refused]
+
+
+def reason_class(reason: str) -> str:
+    """Return a reason without location, values and list indices.
+
+    >>> reason_class("/a/grpo.yaml:14: rl_config.gamma=0.9: not supported: discounts")
+    'rl_config.gamma: not supported: discounts'
+    """
+    text = re.sub(r"^\S+\.(?:sh|ya?ml)(?::\d+)?: ", "", reason.splitlines()[0] if reason else "")
+    text = re.sub(r"^([\w.$]+)=.*?: ", r"\1: ", text)
+    text = re.sub(r"\S*/\S+", "PATH", text)
+    return re.sub(r"=\S+|\b\d+(\.\d+)?\b", "N", text)[:160]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""Environment variables that a script exports."""
+
+from __future__ import annotations
+
+import re
+
+from msrl.config.sources import Origin, wrap
+from msrl.importers.shell import Script, Word
+from msrl.importers.translation import KeyStatus, SourceKey, Translation
+
+_TRAININGS = ("train", "ray", "flags")
+# Variables of the launching shell. Workers inherit its folders of programs and modules.
+_SEARCH_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+_SECRET = re.compile(r"(API_?)?KEY$|TOKEN$|SECRET|PASSWORD", re.I)
+_RENDEZVOUS = (
+    "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "NNODES",
+    "NODE_RANK", "WORLD_SIZE", "RANK", "LOCAL_RANK", "GPUS_PER_NODE", "NPUS_PER_NODE",
+)  # fmt: skip
+
+
+def put_exports(translation: Translation, script: Script) -> None:
+    """Pass exported variables to the workers of a training; other commands have no workers."""
+    trains = any(outcome.entry.section in _TRAININGS for outcome in translation.outcomes)
+    for name, word in script.exported.items():
+        text = "***" if _SECRET.search(name) else word.text
+        node = wrap(text, Origin(translation.name, word.line))
+        entry = SourceKey("environment", name, name, node)
+        _put_export(translation, entry, word, trains=trains)
+    for name, line in script.scope.empty.items():
+        node = wrap("", Origin(translation.name, line))
+        entry = SourceKey("variable", name, name, node)
+        translation.record(entry, KeyStatus.SAME, "not set in the script: empty, as in the shell")
+
+
+def _put_export(translation: Translation, entry: SourceKey, word: Word, *, trains: bool) -> None:
+    if entry.key in _SEARCH_PATHS:
+        reason = "workers have the search paths of the environment of msrl"
+        return translation.record(entry, KeyStatus.DROPPED, reason)
+    if entry.key in _RENDEZVOUS:
+        reason = (
+            "msrl sets the devices and addresses of its workers. "
+            "To hide devices, export the variable before msrl starts."
+        )
+        return translation.record(entry, KeyStatus.PLACEMENT, reason)
+    if _SECRET.search(entry.key):
+        reason = "secrets are not written to files. Export it before msrl starts."
+        return translation.record(entry, KeyStatus.DROPPED, reason)
+    if not trains:
+        reason = "this command starts no workers. To use it, export it before msrl starts."
+        return translation.record(entry, KeyStatus.DROPPED, reason)
+    if word.problem:
+        return translation.record(entry, KeyStatus.DROPPED, word.problem)
+    return translation.assign(entry, [f"cluster.env.{entry.key}"], word.text)

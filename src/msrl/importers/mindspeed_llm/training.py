@@ -1,0 +1,175 @@
+"""Translation of the flags of a supervised training or a pretraining.
+
+Source: MindSpeed-LLM b626d239 and c77308a1, posttrain_gpt.py and pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+from msrl.importers.megatron import MegatronKeys
+from msrl.importers.mindspeed_llm.data import put_text
+from msrl.importers.sections import Keys
+from msrl.importers.translation import KeyStatus, SourceKey, Translation
+
+# Kinds of MindSpeed-LLM 2.0.0: group_limited_greedy and pai_megatron_aux_loss have an auxiliary
+# loss, noaux_tc only with seq_aux, softmax_topk none.
+_BALANCING = ("group_limited_greedy", "pai_megatron_aux_loss", "noaux_tc", "softmax_topk")
+
+
+def put_training(translation: Translation, keys: Keys) -> None:
+    """Translate the keys of a supervised training that depend on each other."""
+    stage = keys.get("stage")
+    if stage is not None and stage.value != "sft":
+        _refuse_stage(translation, stage)
+        return
+    _dtype(keys)
+    if stage is None and keys.value("is_instruction_dataset") is not True:
+        put_text(translation, keys)
+    _initial_weights(translation, keys)
+    _decay(translation, keys)
+    _split(translation, keys)
+    MegatronKeys(translation, keys).apply_supervised()
+    _router(keys)
+    _evaluation(translation, keys)
+    _memory(translation, keys)
+    _trackers(translation, keys)
+
+
+def _refuse_stage(translation: Translation, stage: SourceKey) -> None:
+    """Add the error of a stage, which is the only one of the command."""
+    features = {
+        "dpo": "preference training",
+        "simpo": "preference training",
+        "orm": "training of reward models",
+        "prm": "training of reward models",
+        "ray_grpo": "RL in this program",
+        "ray_ppo": "RL in this program",
+        "trl_ppo": "RL in this program",
+    }
+    feature = features.get(str(stage.value), "this stage")
+    advice = "It must be sft. For RL, use `msrl train-grpo`."
+    translation.add_error(stage, f"not supported: {feature}. {advice}")
+    translation.refuse_as_one()
+
+
+def _dtype(keys: Keys) -> None:
+    if keys.value("fp16") is True:
+        keys.add_error(
+            "fp16",
+            "msrl does not train in float16. Use --bf16 (with float32 master weights), or neither "
+            "for float32.",
+        )
+
+
+def _initial_weights(translation: Translation, keys: Keys) -> None:
+    """Refuse a training without weights: the original would start from random ones."""
+    if keys.get("load") is None and keys.get("pretrained_checkpoint") is None:
+        translation.errors.append(
+            f"{translation.name}: load: missing. The original starts from random weights, which "
+            "msrl does not initialize. Set it to a checkpoint."
+        )
+
+
+def _decay(translation: Translation, keys: Keys) -> None:
+    """Check that the schedule ends with the training, which it always does in msrl."""
+    entry = keys.get("lr_decay_iters")
+    steps = keys.value("train_iters")
+    if entry is None:
+        return
+    if entry.value == steps or keys.value("lr_decay_style") == "constant":
+        translation.record(entry, KeyStatus.SAME, "the schedule ends with the training")
+    else:
+        text = f"the learning rate decays over {entry.value} steps of {steps}"
+        translation.approximate(entry, "train.steps", steps, text)
+
+
+def _split(translation: Translation, keys: Keys) -> None:
+    """Report the part of the rows that the original does not train on."""
+    entry = keys.get("split")
+    if entry is None or translation.row(entry).is_off(entry.value):
+        return
+    values = str(entry.value).replace(" ", "").split(",")
+    if set(values[1:]) <= {"0", "0.0"}:
+        translation.record(entry, KeyStatus.OFF, "all rows are training rows")
+    else:
+        text = "msrl trains on all rows of data.train, and evaluates those of data.eval"
+        translation.difference(entry, text)
+
+
+def _memory(translation: Translation, keys: Keys) -> None:
+    """Translate chunks of logits and the timeout of collectives."""
+    chunks = keys.value("loss_compute_mode") == "chunk"
+    size = keys.get("loss_chunk_size")
+    if chunks and size is not None:
+        translation.assign(size, ["train.chunk"], size.value, why="memory only")
+    keys.record("loss_chunk_size", KeyStatus.OFF, "read with loss_compute_mode: chunk only")
+    status = KeyStatus.SPEED if chunks else KeyStatus.OFF
+    keys.record("loss_compute_mode", status, "train.chunk: loss_chunk_size" if chunks else "")
+    timeout = keys.number("distributed_timeout_minutes")
+    if timeout is not None and keys.get("distributed_timeout_minutes"):
+        keys.assign("distributed_timeout_minutes", ["cluster.rpc_timeout_s"], 60.0 * timeout)
+
+
+def _trackers(translation: Translation, keys: Keys) -> None:
+    """Translate the trackers. Each writes to the run folder."""
+    names = [
+        name
+        for name, key in (("tensorboard", "tensorboard_dir"), ("wandb", "wandb_project"))
+        if keys.value(key)
+    ]
+    folder = keys.get("tensorboard_dir")
+    if folder is not None:
+        translation.assign(folder, ["log.trackers"], names, why="in the run folder")
+    if keys.value("wandb_project"):
+        why = "set WANDB_PROJECT in the environment to name the project"
+        keys.assign("wandb_project", ["log.trackers"], names, why=why)
+    keys.record("wandb_project", KeyStatus.OFF, "")
+
+
+def _evaluation(translation: Translation, keys: Keys) -> None:
+    iters, every = keys.get("eval_iters"), keys.get("eval_interval")
+    if iters is None or iters.value == 0 or keys.value("eval_interval") is None:
+        for entry in (iters, every):
+            if entry is not None:
+                translation.record(entry, KeyStatus.OFF, "no evaluation")
+        return
+    keys.assign("eval_interval", ["eval.every_steps"], keys.value("eval_interval"))
+    batch = keys.number("global_batch_size") or 1
+    rows = (keys.number("eval_iters") or 0) * batch
+    keys.assign("eval_iters", ["eval.prompts"], rows, why="rows: eval_iters batches")
+
+
+def _router(keys: Keys) -> None:
+    """Translate the load balancing of experts.
+
+    The keys are the coefficient of the auxiliary loss, its kind, and the update rate of the expert
+    biases.
+    """
+    kind, name = keys.value("moe_router_load_balancing_type"), "moe_router_load_balancing_type"
+    known = ("aux_loss", "seq_aux_loss", "none", *_BALANCING)
+    if kind not in known:
+        keys.add_error(name, f"must be one of {', '.join(known)}")
+    by_sequence = kind == "seq_aux_loss" or keys.value("seq_aux") is True
+    is_off = kind in ("none", "softmax_topk") or (kind == "noaux_tc" and not by_sequence)
+    if is_off or not keys.value("moe_aux_loss_coeff"):
+        why = f"moe_router_load_balancing_type is {kind}" if is_off else "moe_aux_loss_coeff is 0"
+        for key in (name, "seq_aux", "moe_aux_loss_coeff"):
+            keys.record(key, KeyStatus.OFF, why)
+    else:
+        over = "sequence" if by_sequence else "micro_batch"
+        keys.assign(
+            "moe_aux_loss_coeff", ["train.router.aux_loss_coef"], keys.value("moe_aux_loss_coeff")
+        )
+        for key in (name, "seq_aux"):
+            keys.assign(key, ["train.router.aux_loss_over"], over)
+    bias = keys.get("moe_router_enable_expert_bias")
+    if bias is not None and bias.value is True and keys.value("lora_target_modules"):
+        text = "adapters do not change the expert biases, which the original updates"
+        keys.translation.difference(bias, text)
+        keys.record("moe_router_bias_update_rate", KeyStatus.DROPPED, text)
+    elif keys.value("moe_router_enable_expert_bias") is True:
+        for key in ("moe_router_enable_expert_bias", "moe_router_bias_update_rate"):
+            keys.assign(
+                key, ["train.router.bias_update_rate"], keys.value("moe_router_bias_update_rate")
+            )
+    for key in ("moe_router_enable_expert_bias", "moe_router_bias_update_rate"):
+        keys.record(key, KeyStatus.OFF, "read with moe_router_enable_expert_bias only")

@@ -1,0 +1,143 @@
+"""Translation of ROLL's policy losses, reward processing and whitening.
+
+Source: ROLL 8eb27cc2, roll/pipeline/rlvr/actor_pg_worker.py and roll/utils/functionals.py.
+Keys that v0.2.0 removed are translated as v0.1.0 reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msrl.config.sources import wrap
+from msrl.importers.native_keys import refusal
+from msrl.importers.sections import Keys
+from msrl.importers.translation import KeyStatus, Translation
+
+_PG_WORKER = "ActorPGWorker"
+_CISPO_CLIP = 0.1  # its own keys are no fields of the original's worker configuration
+_REMOVED = "versions from v0.2.0 on ignore it"
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Rules for the loss of actor_train. `num_domains` is the number of reward domains."""
+
+    top: Keys
+    own: Keys
+    num_domains: int
+
+    @property
+    def translation(self) -> Translation:
+        return self.top.translation
+
+    def apply(self) -> None:
+        self._policy_loss()
+        self._aggregation()
+        self._whitening()
+        self._removed()
+
+    def has_clip(self) -> bool:
+        """Return True if the policy loss reads pg_clip."""
+        return self._variant() in ("", "ppo")
+
+    def _variant(self) -> str:
+        """Return pg_variant; empty for the usual worker, which does not read it."""
+        worker = str(self.own.value("worker_cls") or "") if self.own.get("worker_cls") else ""
+        if worker.rpartition(".")[2] != _PG_WORKER:
+            return ""
+        entry = self.own.get("pg_variant")
+        return str(entry.value) if entry is not None else "vanilla"
+
+    def _policy_loss(self) -> None:
+        variant = self._variant()
+        if not variant:
+            reason = f"read by {_PG_WORKER} only; this worker has the loss of ppo"
+            self.own.record("pg_variant", KeyStatus.DEAD, reason)
+            return
+        entry = self.own.get("pg_variant") or self.own.get("worker_cls")
+        assert entry is not None
+        reason = refusal("algo.policy_loss", variant)
+        if reason:
+            self.translation.add_error(entry, f"not supported: the policy loss {variant}")
+            return
+        self.translation.assign(entry, ["algo.policy_loss"], variant)
+        self.own.record("worker_cls", KeyStatus.APPLIED, f"algo.policy_loss: {variant}")
+        if variant == "topr":
+            self.translation.set("algo.options.level", wrap("token", entry.origin))
+        if variant == "cispo":
+            for key in ("algo.clip.low", "algo.clip.high"):
+                self.translation.set(key, wrap(_CISPO_CLIP, entry.origin))
+
+    def _aggregation(self) -> None:
+        """Set the divisor of seq-mean-token-sum-norm: the padded width of a sequence."""
+        entry = self.top.get("loss_agg_mode")
+        if entry is None or entry.value != "seq-mean-token-sum-norm":
+            return
+        total = self.top.number("sequence_length") if self.top.get("sequence_length") else None
+        prompt, response = self.top.number("prompt_length"), self.top.number("response_length")
+        if total is None and prompt is not None and response is not None:
+            total = prompt + response
+        if total is not None:
+            width = float(total - 1)  # the first token has no log-probability
+            self.translation.set("algo.aggregate.constant", wrap(width, entry.origin))
+
+    def put_reward_clip(self) -> None:
+        """Translate reward_clip, which the original applies after the normalization."""
+        top, entry = self.top, self.top.get("reward_clip")
+        if entry is None or entry.value is None:
+            return
+        is_normalized = self.translation.algorithm == "grpo" or any(
+            top.value(key) for key in ("norm_mean_type", "norm_std_type", "reward_norm")
+        )
+        if not is_normalized:
+            self.translation.assign(entry, ["reward.clip"], entry.value)
+            return
+        is_plain = top.value("add_token_level_kl") is not True and top.value("gamma") in (None, 1)
+        is_last = top.value("whiten_advantages") is not True and not top.value("advantage_clip")
+        if is_plain and is_last and self.translation.algorithm in ("grpo", "reinforce"):
+            why = "the normalized reward is the advantage of each token"
+            self.translation.assign(entry, ["algo.advantage.clip"], entry.value, why=why)
+        else:
+            text = "the original clips rewards after normalizing them, msrl before"
+            self.translation.approximate(entry, "reward.clip", entry.value, text)
+
+    def _whitening(self) -> None:
+        if self.num_domains < 2:
+            return
+        for key, native in (
+            ("whiten_advantages", "algo.advantage.whiten"),
+            ("whiten_rewards", "algo.advantage.whiten_rewards"),
+        ):
+            entry = self.top.get(key)
+            if entry is not None and entry.value is True:
+                text = "the original normalizes the samples of each domain, msrl those of the step"
+                self.translation.approximate(entry, native, True, text)
+
+    def _removed(self) -> None:
+        """Translate keys that v0.2.0 removed as the versions that read them."""
+        self._reward_norm()
+        for key in ("sft_loss_coef", "postive_loss_coef"):
+            entry = self.top.get(key)
+            if entry is not None and entry.value not in (0, 0.0, None):
+                text = f"the original weights tokens by their advantages, and {_REMOVED}"
+                self.translation.approximate(entry, "algo.sft.coef", entry.value, text)
+        entry = self.top.get("use_topr_loss")
+        if entry is not None and entry.value is True:
+            text = f"the original splits responses by their scores, and {_REMOVED}"
+            self.translation.approximate(entry, "algo.policy_loss", "topr", text)
+
+    def _reward_norm(self) -> None:
+        """Translate reward_norm, which norm_mean_type and norm_std_type replaced."""
+        top, entry = self.top, self.top.get("reward_norm")
+        if entry is None or entry.value is None or top.get("norm_mean_type", "norm_std_type"):
+            return
+        if self.translation.algorithm == "grpo":
+            return
+        natives = ["reward.norm.center", "reward.norm.scale"]
+        if top.value("reward_shift") is True:
+            natives = natives[:1]
+        elif top.value("reward_scale") is True and entry.value == "running":
+            natives = natives[1:]
+        self.translation.assign(entry, natives, entry.value, why=_REMOVED)
+        for key in ("reward_shift", "reward_scale"):
+            top.record(key, KeyStatus.APPLIED, f"{' and '.join(natives)}: {entry.value}")

@@ -1,0 +1,287 @@
+"""Losses, whitening and rewards of imported files mean what they mean in the original."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from msrl.config.sources import parse, plain
+from msrl.errors import MsrlError
+from msrl.importers.command import native_yaml, report, translate_arguments
+from msrl.importers.translation import Translation
+from support import assert_mentions, mentions
+from test_imports_commands import RLVR, changed
+
+RL = """\
+megatron_training: {{stage: {stage}, global_batch_size: 8, train_iters: 2}}
+actor_config: {{lr: 1e-6, micro_batch_size: {micro}, load: ckpt}}
+rl_config:
+  {{n_samples_per_prompt: 4, mini_batch_size: 8, {more} actor_resource: {{num_npus: {npus}}}}}
+generate_config: {{infer_tensor_parallel_size: 1, sampling_config: {{max_tokens: 64}}}}
+"""
+
+
+def imported(
+    system: str, text: str, folder: Path, suffix: str = "yaml", *, approximate: bool = False
+) -> Translation:
+    file = folder / f"given.{suffix}"
+    file.write_text(text, encoding="utf-8")
+    return translate_arguments(system, [str(file)], approximate=approximate)
+
+
+def native(translation: Translation) -> Any:
+    return plain(parse(native_yaml(translation), "native.yaml"))
+
+
+def mindspeed(stage: str = "ray_grpo", micro: int = 1, npus: int = 1, more: str = "") -> str:
+    return RL.format(stage=stage, micro=micro, npus=npus, more=more)
+
+
+@pytest.mark.parametrize(
+    ("file", "mode"),
+    [
+        (mindspeed(), "seq-mean-token-mean"),
+        (mindspeed(npus=4), "seq-mean-token-mean"),
+        (mindspeed(micro=32), "token-mean"),
+        (mindspeed("ray_dapo", micro=4, more="token_level_loss: false,"), "seq-mean-token-mean"),
+        (mindspeed("ray_dapo"), "seq-mean-token-mean"),
+        (
+            mindspeed(micro=4, more="use_dynamic_bsz: true, dynamic_max_batch_size: 1,"),
+            "seq-mean-token-mean",
+        ),
+    ],
+)
+def test_averages_per_micro_batch_become_the_equal_mode(
+    file: str, mode: str, tmp_path: Path
+) -> None:
+    tree = native(imported("mindspeed-rl", file, tmp_path))
+    assert tree["algo"]["aggregate"]["mode"] == mode
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        (mindspeed(micro=4), "micro_batch_size=4"),
+        (mindspeed(micro=16, npus=2), "micro_batch_size=16"),
+        (mindspeed(more="use_dynamic_bsz: true,"), "use_dynamic_bsz=true"),
+    ],
+)
+def test_other_averages_are_refused_or_approximated(file: str, key: str, tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions(key, "micro-batches", "--approximate")):
+        imported("mindspeed-rl", file, tmp_path)
+    translation = imported("mindspeed-rl", file, tmp_path, approximate=True)
+    assert native(translation)["algo"]["aggregate"]["mode"] == "token-mean"
+    assert_mentions(report(translation), "results differ")
+
+
+def original_mean(losses: torch.Tensor, mask: torch.Tensor, micro: int) -> torch.Tensor:
+    """Return the mean over micro-batches of their token means, as in the original."""
+    parts = zip(losses.split(micro), mask.split(micro), strict=True)
+    return torch.stack([(part * kept).sum() / kept.sum() for part, kept in parts]).mean()
+
+
+def test_the_two_modes_equal_the_averages_of_the_original() -> None:
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.randn(12, 9, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(1, 10, (12,), generator=generator)
+    mask = (torch.arange(9) < lengths[:, None]).double()
+    by_sequence = ((losses * mask).sum(1) / lengths).mean()
+    by_token = (losses * mask).sum() / mask.sum()
+    assert torch.isclose(original_mean(losses, mask, 1), by_sequence)
+    assert torch.isclose(original_mean(losses, mask, 12), by_token)
+    assert not torch.isclose(original_mean(losses, mask, 4), by_token)
+
+
+# --- ROLL
+
+PG = "  infer_batch_size: 4\n  worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker\n"
+
+
+def roll(*lines: str, worker: str = "") -> str:
+    text = RLVR.replace("  infer_batch_size: 4\n", worker) if worker else RLVR
+    return text + "".join(f"{line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("worker", "algo"),
+    [
+        ("", {}),
+        ("  infer_batch_size: 4\n  pg_variant: topr\n", {}),
+        (f"{PG}  pg_variant: topr\n", {"policy_loss": "topr", "options": {"level": "token"}}),
+        (PG, {"policy_loss": "vanilla"}),
+        (f"{PG}  pg_variant: cispo\n", {"policy_loss": "cispo", "clip": {"low": 0.1, "high": 0.1}}),
+        (f"{PG}  pg_variant: ppo\n", {"policy_loss": "ppo", "clip": {"low": 0.2, "high": 0.2}}),
+    ],
+)
+def test_the_policy_loss_of_roll_is_that_of_its_worker(
+    worker: str, algo: dict[str, Any], tmp_path: Path
+) -> None:
+    tree = native(imported("roll", roll(worker=worker), tmp_path))["algo"]
+    for key in ("policy_loss", "options"):
+        assert tree.get(key) == algo.get(key)
+    if "clip" in algo:
+        assert tree["clip"] == algo["clip"]
+
+
+def test_unknown_policy_losses_of_roll_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions("no_such_loss", "policy loss")):
+        imported("roll", roll(worker=f"{PG}  pg_variant: no_such_loss\n"), tmp_path)
+
+
+def test_sum_norm_of_roll_divides_by_the_padded_width_alone(tmp_path: Path) -> None:
+    tree = native(imported("roll", roll("loss_agg_mode: seq-mean-token-sum-norm"), tmp_path))
+    assert tree["algo"]["aggregate"] == {
+        "mode": "seq-sum-over-constant",
+        "constant": 1024 + 2048 - 1,
+    }
+
+
+def test_a_reward_clip_after_the_normalization_clips_the_advantages(tmp_path: Path) -> None:
+    tree = native(imported("roll", roll("reward_clip: 5"), tmp_path))
+    assert tree["algo"]["advantage"]["clip"] == 5 and "clip" not in tree["reward"]
+    whitened = roll("reward_clip: 5", "whiten_advantages: true")
+    with pytest.raises(MsrlError, match=mentions("reward_clip=5", "after normalizing")):
+        imported("roll", whitened, tmp_path)
+    plain_rewards = changed(roll("reward_clip: 5"), ("estimator: grpo", "estimator: reinforce"))
+    assert native(imported("roll", plain_rewards, tmp_path))["reward"]["clip"] == 5
+
+
+TWO_DOMAINS = changed(
+    RLVR,
+    (
+        "tag_included: [math]}\n",
+        "tag_included: [math]}\n  code: {worker_cls: CodeSandboxRewardWorker, tag_included: [c]}\n",
+    ),
+)
+
+
+def test_whitening_over_several_domains_is_reported(tmp_path: Path) -> None:
+    imported("roll", TWO_DOMAINS, tmp_path)
+    with pytest.raises(MsrlError, match=mentions("whiten_advantages=true", "domain")):
+        imported("roll", f"{TWO_DOMAINS}whiten_advantages: true\n", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "norm"),
+    [
+        (("reward_norm: batch",), {"center": "batch", "scale": "batch"}),
+        (("reward_norm: group", "reward_shift: true"), {"center": "group"}),
+        (("reward_norm: running", "reward_scale: true"), {"scale": "running"}),
+        (("reward_norm: batch", "norm_mean_type: group"), {"center": "group"}),
+    ],
+)
+def test_the_old_normalization_of_roll_is_used(
+    lines: tuple[str, ...], norm: dict[str, str], tmp_path: Path
+) -> None:
+    text = changed(roll(*lines), ("estimator: grpo", "estimator: reinforce"))
+    assert native(imported("roll", text, tmp_path))["reward"]["norm"] == norm
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [("sft_loss_coef: 0.1", "sft", {"coef": 0.1}), ("use_topr_loss: true", "policy_loss", "topr")],
+)
+def test_removed_losses_of_roll_are_approximated(
+    line: str, key: str, value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(line.split(":")[0], "--approximate")):
+        imported("roll", roll(line), tmp_path)
+    translation = imported("roll", roll(line), tmp_path, approximate=True)
+    assert native(translation)["algo"][key] == value
+
+
+def test_recomputation_of_experts_and_modules_of_roll(tmp_path: Path) -> None:
+    text = changed(RLVR, ("sequence_parallel: true", "moe_layer_recompute: true"))
+    tree = native(imported("roll", text, tmp_path))
+    assert tree["train"]["recompute"] == {"granularity": "selective", "modules": ["moe"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "feature"),
+    [
+        (RLVR + "student: {}\n", "distillation"),
+        ("sft_train: {}\n", "train-sft"),
+        (
+            changed(RLVR, ("  infer_batch_size: 4", "  data_args: {image_max_pixels: 9}")),
+            "vision-language",
+        ),
+        (RLVR + "custom_envs: {a: '${no.such}'}\n", "agentic"),
+    ],
+)
+def test_other_pipelines_of_roll_are_refused_in_one_line(
+    text: str, feature: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError) as caught:
+        imported("roll", text, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert_mentions(str(caught.value), "given.yaml", "not supported", feature)
+
+
+# --- LightRFT
+
+FLAGS = (
+    "torchrun --nnodes 1 --nproc-per-node 8 train_colocate.py --pretrain model --prompt_data x "
+    "--rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 128 --text_only "
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "whitens"),
+    [
+        ("--advantage_estimator reinforce", True),
+        ("--advantage_estimator gae", True),
+        ("--advantage_estimator group_norm --advantages_norm", None),
+        ("--advantage_estimator cpgd --advantages_norm", None),
+    ],
+)
+def test_lightrft_whitens_by_estimator(flags: str, whitens: bool | None, tmp_path: Path) -> None:
+    tree = native(imported("lightrft", FLAGS + flags, tmp_path, "sh"))
+    assert tree["algo"]["advantage"].get("whiten") == whitens
+
+
+def test_cpgd_of_lightrft_has_no_drift(tmp_path: Path) -> None:
+    text = f"{FLAGS} --advantage_estimator group_norm --use_cpg_loss"
+    tree = native(imported("lightrft", text, tmp_path, "sh"))["algo"]
+    assert (tree["policy_loss"], tree["options"]) == ("cpgd", {"drift": 0.0})
+
+
+def test_empty_reward_models_of_lightrft_are_its_rules(tmp_path: Path) -> None:
+    text = f"{FLAGS} --advantage_estimator group_norm --reward_pretrain '{{}}' --engine_tp_size 2"
+    tree = native(imported("lightrft", text, tmp_path, "sh"))
+    sources = tree["reward"]["sources"]
+    assert [(source["verifier"], source["weight"]) for source in sources] == [
+        ("math_17k_acc", 0.9),
+        ("regex_match", 0.1),
+    ]
+    assert tree["rollout"]["engine"] | {"tp": 2, "dp": 4} == tree["rollout"]["engine"]
+    assert tree["cluster"] == {"devices_per_node": 8, "nodes": 1}
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>a</think> \\boxed{1}", 1.0),
+        ("x <think>a\nb</think>\n\\boxed{1} \\boxed{2}", 1.0),
+        ("\\boxed{1} <think>a</think> \\boxed{1}", 0.0),
+        ("<think>a \\boxed{1}</think> \\boxed{1}", 0.0),
+        ("<think>a</think> 1", 0.0),
+    ],
+)
+def test_the_format_rule_of_lightrft_is_kept(response: str, score: float, tmp_path: Path) -> None:
+    """The first box of the response must follow the end of the first thought."""
+    from msrl.rewards.verifiers import regex_match
+
+    text = f"{FLAGS} --advantage_estimator group_norm --reward_pretrain '{{}}'"
+    tree = native(imported("lightrft", text, tmp_path, "sh"))
+    pattern = tree["reward"]["sources"][1]["options"]["pattern"]
+    assert regex_match.score(response, "", pattern=pattern) == score
+
+
+def test_secrets_of_a_script_are_not_written(tmp_path: Path) -> None:
+    text = f'export WANDB_API_KEY="s3cret"\n{FLAGS} --use_wandb "${{WANDB_API_KEY}}"'
+    translation = imported("lightrft", text, tmp_path, "sh")
+    assert "s3cret" not in native_yaml(translation) + report(translation)
+    assert native(translation)["log"]["trackers"] == ["wandb"]

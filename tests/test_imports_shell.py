@@ -1,0 +1,181 @@
+"""Shell scripts as they are shipped: variables, branches, launchers and placeholders."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msrl.config.sources import parse, plain
+from msrl.errors import MsrlError
+from msrl.importers.command import native_yaml, translate_arguments
+from msrl.importers.shell import flags, parse_script
+from msrl.importers.translation import KeyStatus, Translation
+from support import assert_mentions
+
+PROGRAM = "python prog.py"
+
+
+def words(script: str, name: str = "examples/run.sh") -> list[str]:
+    """Return the words after the program of the last command."""
+    return [word.text for word in parse_script(script, name).commands[-1]][2:]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("A=x\nprog $A ${A}y \"$A z\" '$A'", ["x", "xy", "x z", "$A"]),
+        ("prog ${1:-usual} ${B:-} ${B-c} ${HOME:+set}", ["usual", "c", "set"]),
+        ("A=\nprog a $A $NOBODY_SETS_THIS b", ["a", "b"]),
+        ('A="--x 1 \\\n --y 2"\nprog $A', ["--x", "1", "--y", "2"]),
+        ("N=2\nM=8\nprog $(($N*M)) $((N + 1)) $((M/3))", ["16", "3", "2"]),
+        ("A=(a 'b c' d)\nprog \"${A[@]}\" ${A[1]}", ["a b c d", "b c"]),
+        ("A=(x)\nA+=(y)\nprog ${A[@]}", ["x", "y"]),
+        (
+            "P=/a/b.tar.gz\nprog ${P##*/} ${P%.gz} ${P//a/o}",
+            ["b.tar.gz", "/a/b.tar", "/o/b.tor.gz"],
+        ),
+        ("prog $(dirname $0) `basename a/b.sh .sh` $(cd x/../y && pwd)", ["examples", "b", "y"]),
+        ("prog $(basename $(dirname $0))_$(echo on)", ["examples_on"]),
+        ("export A=1 B=2\nprog $A $B", ["1", "2"]),
+        ("prog --x 1 \\  \n  --y 2 \\", ["--x", "1", "--y", "2"]),
+        ('prog $([ -n "" ] && echo on) $([ -z "" ] && echo off)', ["off"]),
+    ],
+)
+def test_words_are_expanded_as_bash_does(script: str, expected: list[str]) -> None:
+    assert words(script.replace("prog", PROGRAM)) == expected
+
+
+def test_the_time_of_a_script_is_that_of_its_import() -> None:
+    (word,) = words(f"T=$(date +%Y)\n{PROGRAM} run-$T")
+    assert word == f"run-{time.strftime('%Y')}"
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ('-z "$1"', "usual"),
+        ('-n "$1"', "other"),
+        ('"$MODE" = fast', "usual"),
+        ('"$MODE" != fast', "other"),
+        ('"$MODE" == "slow"', "other"),
+    ],
+)
+def test_a_branch_that_cannot_run_sets_nothing(condition: str, expected: str) -> None:
+    script = f"MODE=fast\nif [ {condition} ]; then\n  A=usual\nelse\n  A=other\nfi\n{PROGRAM} $A"
+    assert words(script) == [expected]
+
+
+def test_commands_of_branches_with_an_unknown_condition_are_read() -> None:
+    script = "if [ $(hostname) = $X ]; then\n  ray start --head\nelse\n  ray start --address=a\nfi"
+    assert [command[-1].text for command in parse_script(script, "s.sh").commands] == [
+        "--head",
+        "--address=a",
+    ]
+
+
+@pytest.mark.parametrize(
+    "value", ["$(curl http://x)", "${A^^}", "$((1.5 * 2))", "$NOBODY_SETS_THIS", "$(ls | wc -l)"]
+)
+def test_a_value_that_only_a_run_knows_is_named_with_its_line(value: str) -> None:
+    (command,) = parse_script(f"\n{PROGRAM} --load {value}", "s.sh").commands
+    with pytest.raises(MsrlError) as caught:
+        flags(command, "s.sh")
+    assert_mentions(str(caught.value), "s.sh:2: ", value.strip("$(){}").split()[0])
+
+
+def imported(system: str, text: str, folder: Path) -> Translation:
+    file = folder / "given.sh"
+    file.write_text(text, encoding="utf-8")
+    return translate_arguments(system, [str(file)])
+
+
+def native_tree(translation: Translation) -> Any:
+    return plain(parse(native_yaml(translation), "native.yaml"))
+
+
+CONVERT = "python convert_ckpt_v2.py --load-model-type hf --save-model-type mg --save-dir out "
+
+
+def test_of_a_repeated_flag_the_last_value_counts(tmp_path: Path) -> None:
+    translation = imported("mindspeed-llm", f"{CONVERT} --load-dir a --load-dir b", tmp_path)
+    assert native_tree(translation)["convert"]["load"] == "b"
+    (first,) = [o for o in translation.outcomes if o.entry.value == "a"]
+    assert_mentions(first.text, "overrides")
+
+
+def test_placeholders_stay_whole_and_are_reported(tmp_path: Path) -> None:
+    text = f'LOAD="your model path"\n{CONVERT} --load-dir $LOAD'
+    translation = imported("mindspeed-llm", text, tmp_path)
+    assert native_tree(translation)["convert"]["load"] == "your model path"
+    (outcome,) = [o for o in translation.outcomes if o.entry.key == "load_dir"]
+    assert_mentions(outcome.text, "placeholder")
+
+
+def test_an_empty_variable_is_reported(tmp_path: Path) -> None:
+    translation = imported("mindspeed-llm", f"{CONVERT} --load-dir a $MOE_ARGS", tmp_path)
+    assert [o.entry.key for o in translation.outcomes if o.entry.section == "variable"] == [
+        "$MOE_ARGS"
+    ]
+
+
+LAUNCH = """\
+export HCCL_IF_BASE_PORT=24703
+YAML=${1:-"grpo"}
+CURRENT_IP=$(ifconfig $SOCKET | grep inet | awk '{print $NF}')
+if [ "$MASTER_ADDR" = "$CURRENT_IP" ]; then
+  ray start --head --port 6766 --node-ip-address=$CURRENT_IP --resources='{"NPU": '$N'}'
+  while true; do
+      count=$(ray status | jq .npus)
+      if [ "$count" -eq 1 ]; then
+          python cli/train_grpo.py --config-name $YAML 2>&1 | tee logs/training.log
+          break
+      fi
+  done
+else
+  ray start --address="$MASTER_ADDR:6766"
+fi
+"""
+
+
+def test_a_launch_script_includes_the_file_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "grpo.yaml").write_text(
+        "megatron_training: {stage: ray_grpo, global_batch_size: 8, train_iters: 2}\n"
+        "actor_config: {lr: 1e-6, micro_batch_size: 1, load: ckpt}\n"
+        "rl_config: {n_samples_per_prompt: 4, mini_batch_size: 8, actor_resource: {num_npus: 8}}\n"
+    )
+    (tmp_path / "examples").mkdir()
+    translation = imported("mindspeed-rl", LAUNCH, tmp_path / "examples")
+    tree = native_tree(translation)
+    assert tree["cluster"]["env"] == {"HCCL_IF_BASE_PORT": "24703"}
+    assert tree["rollout"]["prompts_per_step"] == 8
+    statuses = {o.entry.key: o.status for o in translation.outcomes}
+    assert statuses["config_name"] is KeyStatus.APPLIED
+    assert statuses["node_ip_address"] is KeyStatus.PLACEMENT
+
+
+def test_a_launch_script_without_its_file_says_how_to_run_it(tmp_path: Path) -> None:
+    translation = imported("mindspeed-rl", LAUNCH, tmp_path)
+    (outcome,) = [o for o in translation.outcomes if o.entry.key == "config_name"]
+    assert outcome.status is KeyStatus.DROPPED
+    assert_mentions(outcome.text, "--config-name")
+
+
+@pytest.mark.parametrize(
+    ("program", "feature"),
+    [
+        ("evaluation.py --task mmlu", "evaluation"),
+        ("train_fsdp2.py config.yaml", "FSDP2"),
+        ("train_dpo.py --config-name x", "preference"),
+    ],
+)
+def test_programs_without_a_counterpart_are_refused_in_one_line(
+    program: str, feature: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError) as caught:
+        imported("mindspeed-llm", f"torchrun --nnodes 1 {program}", tmp_path)
+    assert "\n" not in str(caught.value)
+    assert_mentions(str(caught.value), program.split()[0], "not supported", feature)
