@@ -5,15 +5,26 @@ Exit codes: 0 success, 1 internal failure, 2 user or environment error, 130 inte
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from msrl.cli import cluster, completion, config, convert, doctor, generate, preprocess, train
+from msrl.cli import (
+    cluster,
+    completion,
+    config,
+    convert,
+    doctor,
+    generate,
+    preprocess,
+    train,
+)
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, VerificationError
+from msrl.limits import printable
 
 STACK = (
     "torch",
@@ -127,7 +138,12 @@ def main() -> None:
     try:
         app(prog_name="msrl")
     except (MsrlError, VerificationError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(printable(str(error)), err=True)
         sys.exit(2 if isinstance(error, MsrlError) else 1)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        typer.echo(f"{error.strerror}: raise the limit with `ulimit -n 65536`.", err=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
+from msrl.limits import printable
 from msrl.tracking.progress import duration_text
 from msrl.types import StepReport
 
@@ -55,7 +56,8 @@ class StepConsole:
             self._is_first = False
             print(self.line(report), file=self._stream or sys.stderr, flush=True)
         for note in report.notes:
-            print(f"step {report.step}: {note}", file=self._stream or sys.stderr, flush=True)
+            line = printable(f"step {report.step}: {note}")
+            print(line, file=self._stream or sys.stderr, flush=True)
 
     def _is_due(self, report: StepReport) -> bool:
         """Return True if the report is printed.

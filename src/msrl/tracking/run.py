@@ -76,7 +76,7 @@ class RunFolder:
         Args:
             directory: parent folder of all runs.
             name: name of the run.
-            config: the resolved configuration as plain values (`Config.model_dump(mode="json")`).
+            config: the configuration as plain values without secrets (`config.secrets.recorded`).
             resume: accept an existing run.
             argv: the command line, `sys.argv` by default.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from msrl.config.schema import Config
+from msrl.config.secrets import recorded, redacted
 from msrl.errors import MsrlError
 from msrl.tracking.console import StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics
@@ -45,10 +47,11 @@ class RunLog:
         self._folder = RunFolder.create(
             config.run.dir,
             config.run.name,
-            config=config.model_dump(mode="json"),
+            config=recorded(config),
             resume=config.checkpoint.resume != "none",
         )
         self.path = self._folder.path
+        self._config = config
         self._curves = tuple(curves)
         resumed_step = start_step if config.checkpoint.resume != "none" else None
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
@@ -71,8 +74,9 @@ class RunLog:
 
     def log(self, report: StepReport) -> None:
         """Log the report of a step. Raises MsrlError if it cannot be written."""
+        notes = tuple(redacted(note, self._config) for note in report.notes)
         with self._writing(f"the report of step {report.step}"):
-            self._trackers.log(report)
+            self._trackers.log(replace(report, notes=notes))
 
     def finish(self, results: Mapping[str, str]) -> None:
         """Write report.md and the curves, and print the results. Raises MsrlError if they cannot be
