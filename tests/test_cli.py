@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from config_inputs import GRPO, make_mcore, make_working_folder
+from config_inputs import GRPO, make_mcore, make_working_folder, skip_input_checks
 from msrl.cli import app as cli
 from msrl.cli.execute import WORKFLOWS
 from msrl.config.schema import Config
@@ -61,7 +61,11 @@ def reached(
     def record(config: Config, **arguments: object) -> None:
         calls.append((config, arguments) if arguments else config)
 
-    functions = dict.fromkeys(("run", "up", "join", "status", "down"), run or record)
+    skip_input_checks(monkeypatch)
+    functions: dict[str, Any] = dict.fromkeys(
+        ("run", "up", "join", "status", "down"), run or record
+    )
+    functions["check"] = lambda *_, **__: None
     monkeypatch.setitem(
         sys.modules, WORKFLOWS[workflow.replace("_", "-")], SimpleNamespace(**functions)
     )
@@ -538,8 +542,9 @@ def test_config_show_names_the_flag_that_set_a_key(
 
 
 def test_the_plan_of_a_dry_run_names_the_flag_that_set_a_key(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    skip_input_checks(monkeypatch)
     assert msrl("train-sft", "-c", "sft.yaml", "--lr", "3e-4", "--dry-run") == 0
     assert "  train.optimizer.lr: 0.0003  # --lr\n" in capsys.readouterr().out
 

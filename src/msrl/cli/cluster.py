@@ -96,8 +96,10 @@ def _run(ctx: typer.Context, action: str, **arguments: object) -> None:
     """
     set_verbosity(ctx.params.get("verbose", False))
     resolved = resolve(ctx, command="cluster")
+    workflow = importlib.import_module("msrl.workflows.cluster")
     if ctx.params.get("dry_run"):
+        workflow.check(resolved.config, action, **arguments)
         options = (f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
         show_plan(resolved, " ".join(["cluster", action, *options]))
         return
-    getattr(importlib.import_module("msrl.workflows.cluster"), action)(resolved.config, **arguments)
+    getattr(workflow, action)(resolved.config, **arguments)

@@ -37,6 +37,7 @@ _NO_KEYS = frozenset(
         "dry_run",
         "verbose",
         "json",
+        "imports",
         "command",
         "folder",
         "more_input",

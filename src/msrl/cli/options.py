@@ -81,7 +81,9 @@ Sets = Annotated[
 DryRun = Annotated[
     bool,
     _option(
-        "--dry-run", help="Check the configuration and print the plan without starting anything."
+        "--dry-run",
+        help="Check the configuration and all inputs as the command does, and print the plan "
+        "without starting or writing anything.",
     ),
 ]
 Platform = Annotated[
@@ -544,6 +546,10 @@ Stop = Annotated[
 ]
 
 # Cluster.
+RunFolder = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Folder of a run, such as runs/sft.", show_default=False),
+]
 Address = Annotated[
     str,
     typer.Argument(

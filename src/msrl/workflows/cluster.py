@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 import shlex
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from msrl import platforms
 from msrl.cluster import launch, probe, state
@@ -27,6 +28,20 @@ class ClusterStatus:
     resource: str | None
     nodes: tuple[NodeStatus, ...]
     recorded: tuple[NodeRecord, ...]
+
+
+def check(config: Config, action: str, **arguments: Any) -> None:
+    """Make the checks of `up` and `join` without starting anything.
+
+    Raises:
+        MsrlError: The command would be refused.
+    """
+    if action == "up":
+        num_devices, _ = _devices(config, None, None)
+        launch.check_up(devices=num_devices, **arguments)
+    elif action == "join":
+        num_devices, _ = _devices(config, None, None)
+        launch.check_join(devices=num_devices, **arguments)
 
 
 def up(

@@ -45,20 +45,18 @@ from msrl.workflows.rl.worker_groups import EngineGroup, TrainerGroup, engine_en
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.export import export_critic, export_hf, final_checkpoint
-from msrl.workflows.training.integrity import verify_models
 from msrl.workflows.training.interrupts import (
     EndAtOnce,
     Interrupts,
     lasting_output,
     was_stopped_early,
 )
-from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.mfu import mfu
+from msrl.workflows.training.preflight import check_start
 from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.training.settings import (
     adapted_base,
     hf_files,
-    loaded_models,
     rank_settings,
     retention,
     tokenizer_path,
@@ -85,8 +83,7 @@ def run(config: Config) -> None:
         MsrlError: The configuration is invalid. It is checked before Ray starts.
     """
     job = prepare(config)
-    check_memory(config, "train-grpo", job.platform)
-    verify_models(loaded_models(config, "train-grpo", job.resume))
+    check_start(config, "train-grpo", job.platform, job.resume)
     run_log = RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES)
     with lasting_output(), run_log as log, EndAtOnce():
         start_time = time.perf_counter()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from msrl.config.schema import Config
 from msrl.data.render import Renderer
+from msrl.limits import printable
 from msrl.rollout.engine import Engine, Piece, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
 from msrl.workflows.serve.engine import (
@@ -30,9 +31,11 @@ from msrl.workflows.serve.engine import (
 )
 from msrl.workflows.training.interrupts import children_ignore_interrupts
 
+if TYPE_CHECKING:
+    from msrl.checkpoint.source import WeightSource
+
 _LEAVE = ("quit", "exit", "q")
 _CLEAR = ("clear", "new")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,7 @@ def run(config: Config) -> None:
         KeyboardInterrupt: The user pressed Ctrl-C at the prompt.
     """
     section = config.chat
-    source = open_model(section.model, "chat.model")
-    renderer = choose_renderer(source.hf_dir, section.template)
+    source, renderer = prepare(config)
     system = system_turns(section.system)
     sampling = sampling_params(config, section, renderer.stop_token_ids)
     settings = engine_settings(
@@ -65,8 +67,6 @@ def run(config: Config) -> None:
         max_num_seqs=1,
         random_weights=needs_weight_transfer(source, section.model),
     )
-    # Fail early if the template cannot render a question.
-    renderer.prompt(Conversation((*system, Message("user", "?"))))
     _print_note(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
         with children_ignore_interrupts() if settings.tp > 1 else contextlib.nullcontext():
@@ -75,6 +75,19 @@ def run(config: Config) -> None:
             "ready: `clear` starts a new conversation, `quit` leaves, Ctrl-C stops a response"
         )
         converse(engine, renderer, system, sampling, read_lines())
+
+
+def prepare(config: Config) -> tuple[WeightSource, Renderer]:
+    """Open the model and check that its template can render a question.
+
+    Raises:
+        MsrlError: The model or the template is not valid.
+    """
+    source = open_model(config.chat.model, "chat.model")
+    renderer = choose_renderer(source.hf_dir, config.chat.template)
+    system = system_turns(config.chat.system)
+    renderer.prompt(Conversation((*system, Message("user", "?"))))
+    return source, renderer
 
 
 def converse(
@@ -198,14 +211,13 @@ def interruptible() -> Generator[Callable[[], bool], None, None]:
 def _show(pieces: Iterable[Piece], interrupted: Callable[[], bool]) -> str:
     """Print the pieces as they arrive until Ctrl-C, and return their text.
 
-    On a terminal, control characters are printed as placeholders.
+    On a terminal, control characters are escaped.
     """
     texts: list[str] = []
     for piece in pieces:
         texts.append(piece.text)
         is_terminal = sys.stdout.isatty()
-        placeholder = "\N{REPLACEMENT CHARACTER}"
-        sys.stdout.write(_CONTROL.sub(placeholder, piece.text) if is_terminal else piece.text)
+        sys.stdout.write(printable(piece.text) if is_terminal else piece.text)
         sys.stdout.flush()
         if interrupted():
             break

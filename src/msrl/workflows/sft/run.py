@@ -28,21 +28,19 @@ from msrl.workflows.sft.text_rows import TextRows, blend_of
 from msrl.workflows.training import resume_checks as resume_checks
 from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.data_checks import check_data, verify_data
-from msrl.workflows.training.integrity import verify_models
 from msrl.workflows.training.interrupts import (
     EndAtOnce,
     Interrupts,
     lasting_output,
     was_stopped_early,
 )
-from msrl.workflows.training.memory_check import check_memory
+from msrl.workflows.training.preflight import check_run_folder, check_start
 from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
 from msrl.workflows.training.settings import (
     adapted_base,
     check_order,
     checkpoint_to_resume,
     hf_files,
-    loaded_models,
     order_state,
     rank_settings,
     schedule,
@@ -61,9 +59,8 @@ def run(config: Config) -> None:
     """
     platform = resolve(config.cluster.platform)
     job = prepare(config, platform.name)
-    check_memory(config, "train-sft", platform, longest=job.longest_row)
     saved = job.resume
-    verify_models(loaded_models(config, "train-sft", saved))
+    check_start(config, "train-sft", platform, saved, longest=job.longest_row)
     with (
         lasting_output(),
         RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log,
@@ -120,6 +117,7 @@ def prepare(config: Config, platform: str) -> SftSetup:
     """Everything that the ranks need to know. Raises MsrlError."""
     if config.data.train is None and not config.data.blend:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
+    check_run_folder(config)
     rows = _checked_rows(config, hf_files(config))
     num_steps = config.train.steps or math.ceil(
         (config.train.epochs or 1) * len(rows) / config.train.global_batch
