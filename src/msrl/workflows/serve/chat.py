@@ -1,7 +1,11 @@
 """`msrl chat`: a conversation in the terminal with streamed responses.
 
-`clear` (or `new`) forgets the conversation. `quit`, `exit`, `q` or the end of the input leave.
-Ctrl-C during a response stops the response and keeps the conversation; at the prompt, it leaves.
+Commands begin with a slash: `/clear` forgets the conversation, `/quit` leaves, `/help` lists them.
+`quit`, `exit` and the end of the input leave too. A line that begins with two slashes is a question
+with one of them. Lines between two lines of three double quotes are one question.
+
+Ctrl-C during a response stops the response and keeps the conversation. At the prompt it discards a
+question that is not complete, else it leaves.
 """
 
 from __future__ import annotations
@@ -34,8 +38,14 @@ from msrl.workflows.training.interrupts import children_ignore_interrupts
 if TYPE_CHECKING:
     from msrl.checkpoint.source import WeightSource
 
-_LEAVE = ("quit", "exit", "q")
-_CLEAR = ("clear", "new")
+_LEAVE = ("/quit", "/exit", "/q", "quit", "exit")
+_CLEAR = ("/clear", "/new")
+DISCARD = "\x03"  # a line of `read_lines`: Ctrl-C while a question was typed
+_QUOTES = '"""'
+_HELP = (
+    "/clear starts a new conversation, /quit leaves, /help prints this. //text asks /text. "
+    f"{_QUOTES} begins and ends a question of several lines. Ctrl-C stops a response"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,8 @@ def run(config: Config) -> None:
         with children_ignore_interrupts() if settings.tp > 1 else contextlib.nullcontext():
             engine = stack.enter_context(running_engine(config, source, settings))
         _print_note(
-            "ready: `clear` starts a new conversation, `quit` leaves, Ctrl-C stops a response"
+            "ready: /clear starts a new conversation, /quit leaves, /help lists all commands, "
+            "Ctrl-C stops a response"
         )
         converse(engine, renderer, system, sampling, read_lines())
 
@@ -99,20 +110,45 @@ def converse(
 ) -> None:
     """Respond to each line, which is a question or a command, until a command to leave."""
     turns: tuple[Message, ...] = ()
-    for number, line in enumerate(lines):
+    for number, line in enumerate(_questions(lines)):
         text = line.strip()
         if text.lower() in _LEAVE:
             return
         if text.lower() in _CLEAR:
             turns = ()
             _print_note("started a new conversation")
+        elif text.startswith("/") and not text.startswith("//"):
+            known = "" if text.lower() == "/help" else f"{printable(text)}: unknown command. "
+            _print_note(f"{known}{_HELP}")
         elif text:
+            text = text.removeprefix("/") if text.startswith("//") else text
             turn_sampling = sampling
             if sampling.seed is not None:
                 turn_sampling = replace(sampling, seed=sample_seed(sampling.seed, 0, number, 0, 0))
             turns = _respond(
                 engine, renderer, system, (*turns, Message("user", text)), turn_sampling
             )
+
+
+def _questions(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines, with those between two lines of three double quotes as one text.
+
+    At the end of the input, an incomplete text is complete.
+    """
+    text: list[str] | None = None
+    for line in lines:
+        if line == DISCARD:
+            text = None
+        elif line.strip() == _QUOTES:
+            if text is not None:
+                yield "\n".join(text)
+            text = [] if text is None else None
+        elif text is None:
+            yield line
+        else:
+            text.append(line.rstrip("\r\n"))
+    if text:
+        yield "\n".join(text)
 
 
 def _respond(
@@ -183,15 +219,30 @@ def read_lines() -> Iterator[str]:
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (adds line editing and history to `input`)
+    is_open = False  # inside of three double quotes
     while True:
         try:
-            yield input("> ")
+            line = input("... " if is_open else "> ")
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print()
-            raise
+            if not is_open and not _typed_text():
+                raise
+            is_open, line = False, DISCARD
+        else:
+            is_open = is_open != (line.strip() == _QUOTES)
+        yield line
+
+
+def _typed_text() -> str:
+    """Return the text of the line that was being typed, which readline still has."""
+    try:
+        import readline
+    except ImportError:
+        return ""
+    return readline.get_line_buffer()
 
 
 @contextlib.contextmanager
