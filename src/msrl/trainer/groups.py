@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from msrl.models.parallel_layout import Coords
 from msrl.platforms.base import Platform
+from msrl.trainer.network import select_interface
 from msrl.trainer.settings import Layout, RankSettings
 
 
@@ -64,6 +65,7 @@ def initialize(
     platform.device(
         rank
     )  # select this rank's device before anything draws random numbers or sends from the default one
+    select_interface(platform, init_method)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         platform.collective_backend,
