@@ -20,6 +20,7 @@ from msrl.cli import (
     doctor,
     generate,
     preprocess,
+    report,
     train,
 )
 from msrl.cli.help import Command, Group, examples
@@ -44,6 +45,7 @@ ORDER = (
     "train-grpo",
     "generate",
     "chat",
+    "report",
     "cluster",
     "config",
     "doctor",
@@ -88,6 +90,7 @@ app.command("train-sft", cls=Command, epilog=train.SFT_EXAMPLES)(train.train_sft
 app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
+app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")
 app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)

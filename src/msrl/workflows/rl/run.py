@@ -44,6 +44,7 @@ from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.rl.worker_groups import EngineGroup, TrainerGroup, engine_environments
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.best import checkpoint_results
+from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.export import export_critic, export_hf, final_checkpoint
 from msrl.workflows.training.interrupts import (
     EndAtOnce,
@@ -83,6 +84,9 @@ def run(config: Config) -> None:
         MsrlError: The configuration is invalid. It is checked before Ray starts.
     """
     job = prepare(config)
+    if job.resume is not None and job.resume.step == job.num_steps:
+        finish_completed(config, job.resume, CURVES)
+        return
     check_start(config, "train-grpo", job.platform, job.resume)
     run_log = RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES)
     with lasting_output(), run_log as log, EndAtOnce():

@@ -138,7 +138,7 @@ def _checkpoint_and_state(
     """
     root = checkpoint_root(config)
     resume = checkpoint_to_resume(config, root)
-    if resume and resume.step >= num_steps:
+    if resume and resume.step > num_steps:
         raise MsrlError(
             f"train.steps={num_steps}: the checkpoint in {resume.root} is at step {resume.step} "
             "already. Raise train.steps to resume."

@@ -27,6 +27,7 @@ from msrl.workflows.sft.setup import SftSetup, check_lengths, row_order, trainin
 from msrl.workflows.sft.text_rows import TextRows, blend_of
 from msrl.workflows.training import resume_checks as resume_checks
 from msrl.workflows.training.best import checkpoint_results
+from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.interrupts import (
     EndAtOnce,
@@ -60,6 +61,9 @@ def run(config: Config) -> None:
     platform = resolve(config.cluster.platform)
     job = prepare(config, platform.name)
     saved = job.resume
+    if saved is not None and saved.step == job.num_steps:
+        finish_completed(config, saved, CURVES)
+        return
     check_start(config, "train-sft", platform, saved, longest=job.longest_row)
     with (
         lasting_output(),
@@ -124,7 +128,7 @@ def prepare(config: Config, platform: str) -> SftSetup:
     )
     resume = checkpoint_to_resume(config, checkpoint_root(config))
     start_step = resume.step if resume else 0
-    if start_step >= num_steps:
+    if start_step > num_steps:
         raise MsrlError(
             f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on"
         )
